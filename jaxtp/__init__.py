@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jaxtp.layers.branch import Branch as Branch
     from jaxtp.layers.branch import BranchConfig as BranchConfig
     from jaxtp.layers.branch import PositionwiseBranch as PositionwiseBranch
+    from jaxtp.layers.embedding import HeadConfig as HeadConfig
     from jaxtp.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from jaxtp.layers.embedding import VocabParallelHead as VocabParallelHead
     from jaxtp.layers.embedding import vocab_parallel_logits as vocab_parallel_logits
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from jaxtp.layers.experts import MixtureOfExperts as MixtureOfExperts
     from jaxtp.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from jaxtp.layers.linear import RowParallelLinear as RowParallelLinear
+    from jaxtp.layers.lora import LayerContext as LayerContext
     from jaxtp.layers.lora import LoraConfig as LoraConfig
     from jaxtp.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from jaxtp.layers.mlp import MLP as MLP
@@ -104,6 +106,7 @@ _NAMES = {
         "PositionwiseBranch",
     ),
     "jaxtp.layers.embedding": (
+        "HeadConfig",
         "VocabParallelEmbedding",
         "VocabParallelHead",
         "vocab_parallel_logits",
@@ -116,7 +119,7 @@ _NAMES = {
         "ColumnParallelLinear",
         "RowParallelLinear",
     ),
-    "jaxtp.layers.lora": ("LoraConfig",),
+    "jaxtp.layers.lora": ("LayerContext", "LoraConfig"),
     "jaxtp.layers.loss": ("vocab_parallel_cross_entropy",),
     "jaxtp.layers.mlp": (
         "MLP",

@@ -8,21 +8,20 @@ one collective. Autodiff derives the backward pass:
     enter_parallel, sequence       reduce-scatter
     leave_parallel, no sequence    nothing         (Megatron's g)
     leave_parallel, sequence       all-gather
-    load_weight                    reduce-scatter over (fsdp, cp), all-reduce over dp (once: `layers/gradients.py`)
+    load_weight                    reduce-scatter over (fsdp, cp), all-reduce over dp (once: `layers/parameter.py`)
     load_weight, not gathered      all-reduce over dp
     all_gather                     reduce-scatter
     all_to_all                     all-to-all
     permute                        permute
 
-Without a mesh every function returns its argument. Gathers over axes of size 1 are skipped, because XLA for CPUs would
-copy. `check_vma` stays on (the default): a missing reduction is then a type error at trace time, not a wrong gradient.
-
-Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their sequence-parallel forms.
+Without a mesh every function returns its argument. `check_vma` stays on (the default): a missing reduction is then a
+type error at trace time, not a wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their
+sequence-parallel forms.
 """
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +35,7 @@ from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, copies, curre
 GATHERED = "gathered"
 """`checkpoint_name` of what `enter_parallel` returns: the input of a column layer; of this device's part in a ring."""
 
-REDUCED = "reduced"
-"""`checkpoint_name` of what `leave_parallel` returns: the output of a row layer."""
+REDUCED = "reduced"  # `checkpoint_name` of what `leave_parallel` returns: the output of a row layer
 
 PROJECTED = "projected"
 """`checkpoint_name` of what the backward pass reads of products with weights: the outputs of a column layer, its
@@ -46,18 +44,13 @@ adapters' parts included, and `x @ A` of every adapter."""
 ATTENDED = "attended"
 """`checkpoint_name` of what the backward pass reads of a kernel of attention: its result, and the log-sum-exp."""
 
-CHOSEN = "chosen"
-"""`checkpoint_name` of the experts that a router has chosen, which every remat policy keeps."""
+CHOSEN = "chosen"  # `checkpoint_name` of the experts that a router has chosen, which every remat policy keeps
 
 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """Runs `body` once per device of the mesh in context, on shards; without a mesh, as is.
 
-    Args:
-      body: a function of shards.
-      name: for profiles and errors.
-      in_specs: per argument, a `PartitionSpec` or a pytree of them like the argument (see `layers.parameter.own`).
-      out_specs: a pytree of `PartitionSpec` for the result.
+    `name` is for profiles and errors; specs are `PartitionSpec`, or pytrees of them like each argument and the result.
 
     Raises:
       ValueError: when called, if a dim of an argument is not divisible by its mesh axes.
@@ -81,10 +74,10 @@ def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], 
 
 
 class MissingReductionError(ValueError):
-    """A layer's result differs between devices on which it is declared equal; `found` is JAX's message."""
+    """A layer's result differs between devices on which it is declared equal; `message` is JAX's message."""
 
-    def __init__(self, name: str, found: str):
-        axes = sorted(set(re.findall(r"across mesh ax[ie]s \(?'(\w+)'", found)))
+    def __init__(self, name: str, message: str):
+        axes = sorted(set(re.findall(r"across mesh ax[ie]s \(?'(\w+)'", message)))
         where = f"along {' and '.join(axes)}" if axes else "on which it is declared equal"
         super().__init__(
             f"{name}: its result differs between devices {where}, and is declared equal there; a reduction "
@@ -123,11 +116,7 @@ def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> A
 
 
 def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
-    """Checks that each dim is divisible by its axes of the mesh in context.
-
-    Raises:
-      ValueError: a dim is not; the message has the nearest sizes that are.
-    """
+    """Raises a ValueError unless each dim is divisible by its axes of the mesh in context."""
     for dim, axes in enumerate(spec):
         names = axes_of(axes)
         count = axis_size(*names)
@@ -180,8 +169,7 @@ def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
 def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
     """Sums this device's `x` over its tp group.
 
-    Without `sequence_dim` every device gets the whole sum (all-reduce); otherwise each gets its part along that dim
-    (reduce-scatter): `[B, T, D] -> [B, T/tp, D]`.
+    With `sequence_dim`, each device gets its part along that dim (reduce-scatter): `[B, T, D] -> [B, T/tp, D]`.
     """
     if current_mesh() is not None and sequence_dim is None:
         x = lax.psum(x, TP)
@@ -203,6 +191,7 @@ def all_reduce_max(x: Array, axis: str) -> Array:
 
 def all_gather(x: Array, *axes: str, dim: int = 0) -> Array:
     """Concatenates the shards of the devices along `axes`: `[S, ...] -> [n * S, ...]`."""
+    # XLA for CPUs would copy where there is nothing to gather.
     return x if axis_size(*axes) == 1 else lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
@@ -227,54 +216,57 @@ def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None)
     return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)] if pairs is None else list(pairs))
 
 
+class WeightDtypes(NamedTuple):
+    """The dtypes in which `load_weight` moves a weight and its gradient."""
+
+    compute: DTypeLike  # of the gather over devices
+    reduce: DTypeLike  # of the sum of gradients over devices
+    result: DTypeLike  # of the result, in which the gradients of its uses accumulate; `compute`, or wider
+
+
 def load_weight(
     shard: Array,
     fsdp_dim: int | None,
+    dtypes: WeightDtypes,
     *,
-    compute: DTypeLike,
-    reduce: DTypeLike,
-    accumulate: DTypeLike | None = None,
     gathered: bool = True,
-    tp_dim: int | None = None,
-    tp_group: int = 1,
+    tp_gather: tuple[int, int] | None = None,
     used_by_all_tp: bool = False,
 ) -> Array:
     """Turns a stored shard into the weight that this device multiplies with.
 
     It casts *before* it gathers, so the gather moves the compute dtype; the gradient is cast *before* it is reduced, so
     the sum over devices uses the reduction dtype. These dtypes differ, hence the hand-written transpose. The gradient
-    is not summed along axes on which the shard already varies (`layers.gradients.mark_unreduced`).
+    is not summed along axes on which the shard already varies (`layers.parameter.mark_unreduced`).
 
     Args:
       shard: this device's part, in the param dtype.
       fsdp_dim: dim that is split over fsdp and all-gathered here; None if fsdp holds replicas.
-      compute: dtype of the result.
-      reduce: dtype in which gradients are summed over devices.
-      accumulate: a wider dtype for the result, in which gradients of several uses accumulate.
+      dtypes: see `WeightDtypes`.
       gathered: False leaves the weight split over fsdp, for the tokens of all devices along fsdp; its gradient is
         summed over replicas only.
-      tp_dim: dim that is split over tp, if `tp_group` > 1.
-      tp_group: neighbouring tp devices that gather each other's parts (fewer kv heads than tp).
+      tp_gather: (dim, number of neighbours along tp that gather each other's parts of it): fewer kv heads than tp.
       used_by_all_tp: the weight is equal over tp but used on different data (a norm under sequence parallelism), so its
         gradient is summed over tp.
     """
     if current_mesh() is None:
-        return shard.astype(compute).astype(accumulate or compute)
+        return shard.astype(dtypes.compute).astype(dtypes.result)
     copied = copies(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
     summed = tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
+    tp_dim, tp_group = tp_gather or (0, 1)
     groups = [list(range(first, first + tp_group)) for first in range(0, axis_size(TP), tp_group)]
     fsdp_dim = fsdp_dim if gathered else None
 
     def gather(shard: Array) -> Array:
         # Replicas first: their gradients are summed last, on the smaller result of the reduce-scatter.
-        w = vary(shard.astype(compute), *summed)
+        w = vary(shard.astype(dtypes.compute), *summed)
         if tp_group > 1:
             w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
         w = w if fsdp_dim is None else _gather_parts(w, fsdp_dim)
-        return w.astype(accumulate or compute)
+        return w.astype(dtypes.result)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
-        grad = grad.astype(reduce)
+        grad = grad.astype(dtypes.reduce)
         if fsdp_dim is not None:
             grad = _sum_parts(grad, fsdp_dim)
         if tp_group > 1:
@@ -305,7 +297,6 @@ def _sum_parts(grad: Array, dim: int) -> Array:
 
 
 def _is_inside_stack(w: Array, dim: int) -> bool:
-    """Returns whether `dim` is an inner dim of stacked kernels."""
     return w.ndim > 2 and dim > 0
 
 

@@ -17,17 +17,13 @@ DP = "dp"
 FSDP = "fsdp"
 CP = "cp"
 TP = "tp"
-AXES = (DP, FSDP, CP, TP)
-"""All axes; the last varies fastest."""
+AXES = (DP, FSDP, CP, TP)  # all axes; the last varies fastest
 
-BATCH = (DP, FSDP)
-"""Axes that divide the sequences of a batch."""
+BATCH = (DP, FSDP)  # axes that divide the sequences of a batch
 
-CONTEXT = (CP,)
-"""Axes that divide each sequence (`layers/context.py`)."""
+CONTEXT = (CP,)  # axes that divide each sequence (`layers/context.py`)
 
-TOKENS = (*BATCH, *CONTEXT)
-"""Axes that divide the tokens of a batch."""
+TOKENS = (*BATCH, *CONTEXT)  # axes that divide the tokens of a batch
 
 STORAGE = (FSDP, CP)
 """Axes that shard a stored weight. It is all-gathered before use; its gradient is reduce-scattered."""
@@ -39,10 +35,8 @@ tp gathers the tokens of one device along cp."""
 REPLICAS = (DP,)
 """Axes along which every weight is replicated and used on different tokens; its gradient is all-reduced."""
 
-MAX_VIRTUAL_DEVICES = 1024
-"""Limit of virtual CPU devices: this many start in a second, and share the cores."""
-_MAX_LISTED = 12
-"""Limit of meshes listed in a message."""
+MAX_VIRTUAL_DEVICES = 1024  # limit of virtual CPU devices: this many start in a second, and share the cores
+_MAX_LISTED = 12  # limit of meshes listed in a message
 
 
 class MeshError(UserError):
@@ -56,12 +50,8 @@ def make_mesh(
 
     Without accelerators it requests as many virtual CPU devices as needed, unless JAX's backend has started.
 
-    Args:
-      dp: replicas of the params. For at most one axis, `-1` takes all remaining devices.
-      fsdp: shards of each param, gathered before use.
-      tp: shards of each matrix product.
-      cp: parts of each sequence.
-      devices: default `jax.devices()`. A single process may use the first of them; a multi-process run must use all.
+    For at most one axis, `-1` takes all remaining devices. `devices` are by default `jax.devices()`, and a single
+    process may use the first of them.
 
     Raises:
       MeshError: a size is not positive, several are -1, devices are too few or not distinct.
@@ -133,11 +123,7 @@ def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """Returns the mesh set by `jax.set_mesh`, or None.
-
-    Raises:
-      MeshError: it lacks one of `AXES`.
-    """
+    """Returns the mesh set by `jax.set_mesh`, or None; a mesh without one of `AXES` is a MeshError."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
@@ -203,11 +189,7 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def fill(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Replaces -1 by the number of remaining devices.
-
-    Raises:
-      MeshError: the other sizes do not divide `num_devices`.
-    """
+    """Replaces -1 by the number of remaining devices; a MeshError if the other sizes do not divide `num_devices`."""
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values() and num_devices % fixed:
         raise MeshError(
@@ -235,6 +217,6 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
 def _list_meshes(num_devices: int, requested: Mapping[str, int]) -> str:
     """Lists meshes of `num_devices`, powers of two first, with cp only if requested."""
     axes = [axis for axis in AXES if axis not in CONTEXT or requested[axis] != 1]
-    found = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes))
-    shapes = sorted(found, key=lambda shape: sum(size & (size - 1) > 0 for size in shape))
+    meshes = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes))
+    shapes = sorted(meshes, key=lambda shape: sum(size & (size - 1) > 0 for size in shape))
     return ", ".join(map(str, shapes[:_MAX_LISTED])) + (", ..." if len(shapes) > _MAX_LISTED else "")

@@ -13,6 +13,7 @@ from jaxtp.collectives import batch_spec
 from jaxtp.layers.balance import balance
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.experts import MixtureOfExperts
+from jaxtp.layers.lora import LayerContext
 from jaxtp.mesh import mesh_of
 
 B, T, D, E, F = 8, 8, 16, 6, 8
@@ -85,7 +86,7 @@ def expected(weights, x, counts, config):
 
 # The layer.
 def build(config, sequence_parallel=None):
-    return MixtureOfExperts(D, config, sequence_parallel=sequence_parallel, rngs=nnx.Rngs(0))
+    return MixtureOfExperts(D, config, LayerContext(sequence_parallel=sequence_parallel), rngs=nnx.Rngs(0))
 
 
 @cache
@@ -182,7 +183,7 @@ def work(mesh, config, width=64, batch=32, length=32):
     """What a device does with its rows, forward and backward: the equations of its program, and the largest array that
     it makes."""
     with jax.set_mesh(mesh_of(sizes_of(mesh))):
-        make = lambda: MixtureOfExperts(width, config, sequence_parallel=None, rngs=nnx.Rngs(0))
+        make = lambda: MixtureOfExperts(width, config, LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0))
         graph, state = nnx.split(nnx.eval_shape(make))
         x = jax.ShapeDtypeStruct((batch, length, width), jnp.float32)
         scalar = lambda state, x: nnx.merge(graph, state)(x)[0].sum()

@@ -21,7 +21,7 @@ from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.mlp import MLP
-from jaxtp.layers.parameter import own, parameter
+from jaxtp.layers.parameter import parameter, params_and_specs
 from jaxtp.mesh import TP
 from jaxtp.models.config import BlockConfig
 
@@ -56,18 +56,18 @@ class CausalConvolution(nnx.Module):
         self.taps = parameter("taps", taps, P(None, TP))
 
     def __call__(self, values_BTF, segments_BT=None):
-        weights, specs = own(self)
+        weights, specs = params_and_specs(self)
         given = [x for x in (segments_BT,) if x is not None]
         inner, features = [batch_spec(None)] * len(given), token_spec(TP)
         return device_view(self._convolve, CONVOLUTION, (specs, features, *inner), features)(
             weights, values_BTF, *given
         )
 
-    def extend(self, values_BTF, memory, new):
-        weights, specs = own(self)
+    def decode(self, values_BTF, cache, new):
+        weights, specs = params_and_specs(self)
         features = token_spec(TP)
         in_specs, out_specs = (specs, features, LAYER_SPEC, new.specs), (features, LAYER_SPEC)
-        return device_view(self._extend, CONVOLUTION, in_specs, out_specs)(weights, values_BTF, memory, new)
+        return device_view(self._decode, CONVOLUTION, in_specs, out_specs)(weights, values_BTF, cache, new)
 
     def _convolve(self, weights, values, segments=None):
         length = values.shape[1]
@@ -75,11 +75,11 @@ class CausalConvolution(nnx.Module):
         before = lambda k: jnp.pad(values, ((0, 0), (k, 0), (0, 0)))[:, :length]
         return self._sum(weights, lambda k: jnp.where(positions[..., None] >= k, before(k), 0))
 
-    def _extend(self, weights, values, memory, new):
-        memory = new.write(memory, values[..., None])
-        rows = jnp.arange(memory.shape[0])[:, None] if new.rows is None else new.rows
-        before = lambda k: memory.at[rows, :, new.positions - k, 0].get(mode="clip")
-        return self._sum(weights, lambda k: jnp.where(new.positions[..., None] >= k, before(k), 0)), memory
+    def _decode(self, weights, values, cache, new):
+        cache = new.write(cache, values[..., None])
+        rows = jnp.arange(cache.shape[0])[:, None] if new.rows is None else new.rows
+        before = lambda k: cache.at[rows, :, new.positions - k, 0].get(mode="clip")
+        return self._sum(weights, lambda k: jnp.where(new.positions[..., None] >= k, before(k), 0)), cache
 
     def _sum(self, weights, before):
         taps = self.precision.load(weights["taps"], None)
@@ -90,23 +90,23 @@ class GatedConvolution(Branch):
     """The branch. It needs positions before its own, and finds them on the same device only: it does not say that it
     works `over_cp`, and a model with it is refused there."""
 
-    def __init__(self, d_model, config, **context):
-        self.config, self.precision = config, context["precision"]
-        self.enter = ColumnParallelLinear(d_model, (config.conv_features, config.conv_features), **context)
-        self.convolution = CausalConvolution(config, self.precision, context["rngs"])
-        self.out = RowParallelLinear(config.conv_features, d_model, **context)
+    def __init__(self, d_model, config, context, *, rngs):
+        self.config, self.precision = config, context.precision
+        self.enter = ColumnParallelLinear(d_model, (config.conv_features, config.conv_features), context, rngs=rngs)
+        self.convolution = CausalConvolution(config, self.precision, rngs)
+        self.out = RowParallelLinear(config.conv_features, d_model, context, rngs=rngs)
 
     def __call__(self, x_BTD, sequences=Sequences()):
         gate_BTF, values_BTF = self.enter(x_BTD)
         return self.out(jax.nn.silu(gate_BTF) * self.convolution(values_BTF, sequences.segments))
 
-    def memory(self, num_rows, num_slots):
+    def init_cache(self, num_rows, num_slots):
         shape = (num_rows, self.config.conv_features, num_slots, 1)
         return (constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC),)
 
-    def extend(self, x_BTD, memory, new):
+    def decode(self, x_BTD, cache, new):
         gate_BTF, values_BTF = self.enter(x_BTD)
-        y_BTF, values = self.convolution.extend(values_BTF, memory[0], new)
+        y_BTF, values = self.convolution.decode(values_BTF, cache[0], new)
         return self.out(jax.nn.silu(gate_BTF) * y_BTF), (values,)
 
 
@@ -122,8 +122,8 @@ class ToyModel(jaxtp.ModelConfig, ToyBlock):
     layer = GatedConvolution
 
     def branches(self, block, rngs):
-        context = self.layer_context(rngs)
-        return {"convolution": self.layer(self.d_model, block, **context), "mlp": MLP(self.d_model, block, **context)}
+        layers = {"convolution": self.layer, "mlp": MLP}
+        return {name: layer(self.d_model, block, self.layer_context, rngs=rngs) for name, layer in layers.items()}
 
 
 class LocallyNormed(CausalConvolution):
@@ -137,9 +137,9 @@ class LocallyNormed(CausalConvolution):
 class WrongConvolution(GatedConvolution):
     """A convolution that is right on one device."""
 
-    def __init__(self, d_model, config, **context):
-        super().__init__(d_model, config, **context)
-        self.convolution = LocallyNormed(config, context["precision"], context["rngs"])
+    def __init__(self, d_model, config, context, *, rngs):
+        super().__init__(d_model, config, context, rngs=rngs)
+        self.convolution = LocallyNormed(config, context.precision, rngs)
 
 
 @dataclass(frozen=True, kw_only=True)

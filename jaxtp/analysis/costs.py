@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, Axes, Collective
 from jaxtp.layers.activations import LocalShape
-from jaxtp.layers.parameter import GRADIENTS, Precision, Split
+from jaxtp.layers.parameter import GRADIENTS, PaddedDim, Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import STORAGE, TP, copies, parts
 
@@ -95,7 +95,7 @@ class Weight:
     size: int
     """Elements of the whole array, without padding."""
     precision: Precision
-    split: Split | None = None
+    split: PaddedDim | None = None
     """The padding of the dim over tp."""
     tp: bool = True
     """It is split over tp."""

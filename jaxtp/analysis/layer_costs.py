@@ -46,10 +46,9 @@ from jaxtp.layers.kernels.select import chosen, seen
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import Lora
 from jaxtp.layers.mlp import MLP
-from jaxtp.layers.norm import Norm
+from jaxtp.layers.norm import ATTEND, Norm, QKNorm
 from jaxtp.layers.overlap import is_ring
-from jaxtp.layers.parameter import Precision, Split
-from jaxtp.layers.qk_norm import ATTEND, QKNorm
+from jaxtp.layers.parameter import PaddedDim, Precision
 from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, parts
 
 SCORE_PASSES = 5
@@ -83,10 +82,10 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     """Yields the costs of a column layer; `name` labels its product."""
     tokens, compute = work.tokens, itemsize(layer.precision.compute)
     recomputed = work.remat in REPROJECT_POLICIES
-    local = [max(f.padded(work.tp) // work.tp, layer.unit) for f in layer.features]
+    local = [f.local(work.tp) for f in layer.features]
     shared: _Projection = {"module": COLUMN, "precision": layer.precision}
     for i, f in enumerate(layer.features):
-        group = layer.group_size(f, work.tp)
+        group = f.shared_by(work.tp)
         yield Weight(size=layer.in_features * f.size, split=f, group=group, **shared)
         if layer.biases:
             fixed = i in layer.fixed_biases
@@ -109,7 +108,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     for i, lora in zip(layer.adapted, layer.loras, strict=True):
         f = layer.features[i]
         a = Weight(size=layer.in_features * lora.rank, tp=False, used_by_all_tp=True, **shared)
-        b = Weight(size=lora.rank * f.size, split=f, fsdp=False, group=layer.group_size(f, work.tp), **shared)
+        b = Weight(size=lora.rank * f.size, split=f, fsdp=False, group=f.shared_by(work.tp), **shared)
         yield from lora_costs(lora, work, (layer.in_features, local[i]), (a, b), recomputed=recomputed)
 
 
@@ -187,11 +186,11 @@ def qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
     """Yields the costs of a norm of queries or keys."""
     shared: _Projection = {"module": ATTEND, "precision": norm.precision}
     if norm.per_head:
-        yield Weight(size=norm.head_dim, fsdp=False, tp=False, used_by_all_tp=True, **shared)
+        yield Weight(size=norm.heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True, **shared)
         return
     # The mean square over tp: a float for each token, forward, recomputed and backward.
     yield sums_over(ATTEND, (TP,), work.sizes, work.tokens * FLOAT32, 3 if work.training else 1)
-    yield Weight(size=norm.heads.size, fsdp=False, group=norm.group_size(work.tp), split=norm.heads, **shared)
+    yield Weight(size=norm.heads.size, fsdp=False, group=norm.heads.shared_by(work.tp), split=norm.heads, **shared)
 
 
 @branch_costs.register
@@ -405,7 +404,7 @@ def lookup_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bo
 
 def table_weight(module: str, vocab_size: int, features: int, precision: Precision) -> Weight:
     """Returns a vocabulary table, loaded once."""
-    size, split = vocab_size * features, Split((vocab_size,))
+    size, split = vocab_size * features, PaddedDim((vocab_size,))
     return Weight(module=module, size=size, split=split, precision=precision, again=False)
 
 

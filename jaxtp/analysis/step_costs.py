@@ -44,7 +44,7 @@ from jaxtp.layers.activations import Context
 from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.loss import LOSS
-from jaxtp.layers.parameter import Split
+from jaxtp.layers.parameter import PaddedDim
 from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, batch_parts, parts, sized
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder, DecoderBlock
@@ -259,7 +259,7 @@ def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
 def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     """Yields the costs of head and loss. Over tp: a column layer's input, and three floats per token."""
     compute, tokens, features = itemsize(config.precision.compute), work.tokens, config.d_model
-    local = Split((config.vocab_size,)).padded(work.tp) // work.tp
+    local = PaddedDim((config.vocab_size,)).padded(work.tp) // work.tp
     yield replace(table_weight(LOSS, config.vocab_size, features, config.precision), tied=config.tie_embeddings)
     hidden = tokens * features * compute
     yield from enter(LOSS, work, hidden, split=work.is_split(config.sequence_parallel), again=False)

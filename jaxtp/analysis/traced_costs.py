@@ -30,8 +30,7 @@ from jaxtp.analysis.costs import (
 from jaxtp.layers import remat
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.gradients import mark_unreduced
-from jaxtp.layers.parameter import PARAMETERS, Precision, logical_shape, padding_of, spec_of
+from jaxtp.layers.parameter import PARAMETERS, Precision, logical_shape, mark_unreduced, padding_of, spec_of
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import STORAGE, TP, abstract_mesh, axes_of, batch_parts
 
@@ -82,7 +81,7 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(step)(x, trained, others)
         saved, everything = residuals(work.remat), residuals("none")
-        cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).memory(rows, work.length))
+        cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length))
     cached = sum(array.size * array.dtype.itemsize for array in cache)
     yield CachedBytes(cached / math.prod(sizes.values()))
     yield SavedActivations(saved)

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxtp.layers.parameter import Padding, cut, logical_shape, pad, padding_of, spec_of
+from jaxtp.layers.parameter import Padding, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, axes_of, mesh_sizes, parts
 
 Arrays = dict[str, Array]
@@ -91,8 +91,8 @@ def remove_padding(variable: Variable, target: jax.ShapeDtypeStruct) -> Array:
     array: Array = variable[...]
     if array.shape == target.shape:
         return array
-    unpad = jax.jit(cut, static_argnums=(1, 2), out_shardings=target.sharding)
-    logical: Array = unpad(array, padding_of(variable), mesh_sizes(target.sharding.mesh)[TP])
+    without_padding = jax.jit(unpad, static_argnums=(1, 2), out_shardings=target.sharding)
+    logical: Array = without_padding(array, padding_of(variable), mesh_sizes(target.sharding.mesh)[TP])
     return logical
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.collectives import axis_size, batch_spec, constrain
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.cache import LAYER_SPEC, Memories, NewTokens
+from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
 from jaxtp.layers.parameter import PARAMETERS, spec_of
 from jaxtp.mesh import AXES, CP, DP, FSDP, axes_of, mesh_sizes, parts
 from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead
@@ -39,11 +39,11 @@ class DecodeModel(EmbeddingAndHead):
             blocks = model.in_order()
         self.blocks = nnx.List(blocks)
 
-    def empty(self, num_rows: int, num_slots: int) -> Memories:
+    def empty(self, num_rows: int, num_slots: int) -> KVCaches:
         """Returns an empty KV cache of rows of up to `num_slots` tokens; call it in `jax.jit`."""
-        return tuple(block.memory(num_rows, num_slots) for block in self.blocks)
+        return tuple(block.init_cache(num_rows, num_slots) for block in self.blocks)
 
-    def __call__(self, ids_BT: Array, memories: Memories, new: NewTokens) -> tuple[Array, Memories]:
+    def __call__(self, ids_BT: Array, caches: KVCaches, new: NewTokens) -> tuple[Array, KVCaches]:
         """Returns the final hidden states `[B, T, D]` (undefined for padding) and the updated KV cache.
 
         Args:
@@ -53,15 +53,15 @@ class DecodeModel(EmbeddingAndHead):
         if (cp := axis_size(CP)) > 1:
             raise ConfigError(f"a KV cache cannot be split over cp, and the mesh has cp={cp}; use cp=1 and more tp")
         x_BTD, updated = self.embed(ids_BT, positions_BT=new.positions), []
-        for block, memory in zip(self.blocks, memories, strict=True):
-            x_BTD, memory = block.extend(x_BTD, memory, new)
-            updated.append(memory)
+        for block, block_cache in zip(self.blocks, caches, strict=True):
+            x_BTD, block_cache = block.decode(x_BTD, block_cache, new)
+            updated.append(block_cache)
         return self.norm(x_BTD), tuple(updated)
 
-    def continue_rows(self, ids_BT: Array, memories: Memories, lengths_B: Array) -> tuple[Array, Memories]:
+    def continue_rows(self, ids_BT: Array, caches: KVCaches, lengths_B: Array) -> tuple[Array, KVCaches]:
         """Reads the next tokens of rows with `lengths_B` tokens."""
         positions_BT = constrain(lengths_B[:, None] + jnp.arange(ids_BT.shape[1]), batch_spec(None))
-        return self(ids_BT, memories, NewTokens(positions_BT))
+        return self(ids_BT, caches, NewTokens(positions_BT))
 
 
 def decode_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -90,8 +90,8 @@ def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
 def cache_bytes(model: DecodeModel, mesh: Mesh | None, num_rows: int, num_slots: int) -> int:
     """Returns the KV cache's bytes per device."""
     with mesh_context(mesh):
-        memories = jax.eval_shape(lambda: model.empty(num_rows, num_slots))
-    arrays = jax.tree.leaves(memories)
+        caches = jax.eval_shape(lambda: model.empty(num_rows, num_slots))
+    arrays = jax.tree.leaves(caches)
     shards = (a.shape if mesh is None else NamedSharding(mesh, LAYER_SPEC).shard_shape(a.shape) for a in arrays)
     return sum(math.prod(shard) * array.dtype.itemsize for shard, array in zip(shards, arrays, strict=True))
 

@@ -200,10 +200,10 @@ class Generator:
         rows = math.ceil(min(self._batch_size, len(lengths)) / parts) * parts
         longest = min(max(max(lengths) + settings.max_tokens, min_slots), self.limits.context or sys.maxsize)
         slots = _power_of_two(longest, MIN_SLOTS)
-        old_slots, memories = 0, None
+        old_slots, caches = 0, None
         if self._state is not None and len(self._rows) == rows:
-            memories = self._state.memories
-            old_slots = jax.tree.leaves(memories)[0].shape[2]
+            caches = self._state.caches
+            old_slots = jax.tree.leaves(caches)[0].shape[2]
         shape = Shape(rows, max(slots, old_slots))
         size = cache_bytes(self._model, self._mesh, shape.rows, shape.slots)
         self.speed.shape, self.speed.cache_bytes = shape, size
@@ -213,17 +213,17 @@ class Generator:
             "use a smaller --max-tokens or --batch-size, or shorter prompts",
         )
         self._state = None  # frees the old cache before a new one is made
-        if memories is None:
+        if caches is None:
             self._clear_rows(rows)
         elif slots > old_slots:
-            memories = grow_cache(memories, slots, self._mesh)
+            caches = grow_cache(caches, slots, self._mesh)
             if any(block.rope_scaling.kind == "longrope" for block in self.config.block_kinds()):
                 self._clear_rows()  # its frequencies depend on the number of slots
         key = shape, program_settings(settings)
         if key not in self._programs:
             self._programs[key] = Programs(self._model, self._mesh, shape, settings, self._num_ids, self.end_ids)
         programs = self._programs[key]
-        return programs, programs.state(memories)
+        return programs, programs.state(caches)
 
     def _clear_rows(self, count: int | None = None) -> None:
         self._rows = [Row(index) for index in range(len(self._rows) if count is None else count)]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.generate.decode_model import DecodeModel, mesh_context
 from jaxtp.generate.sampling import GenerationSettings, sample
-from jaxtp.layers.cache import LAYER_SPEC, Memories, NewTokens
+from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
 
 Ints = NDArray[np.int32] | Array
 
@@ -46,7 +46,7 @@ class Shape:
 class State:
     """Arrays that stay on the devices between calls."""
 
-    memories: Memories
+    caches: KVCaches
     """The KV cache."""
 
     seen: Array | None = None
@@ -145,14 +145,14 @@ class Programs:
         """Sequence lengths with a compiled read program."""
         return [key[1] for key in self._compiled if isinstance(key, tuple)]
 
-    def state(self, memories: Memories | None = None) -> State:
-        """Returns the state with `memories`, by default an empty KV cache."""
-        if memories is None:
-            memories = self._program("empty", self._empty)(self._weights)
+    def state(self, caches: KVCaches | None = None) -> State:
+        """Returns the state with `caches`, by default an empty KV cache."""
+        if caches is None:
+            caches = self._program("empty", self._empty)(self._weights)
         if not self._penalises:
-            return State(memories)
+            return State(caches)
         seen = np.zeros((self.shape.rows, self._config.vocab_size), np.bool_)
-        return State(memories, jax.device_put(seen, self._sharding(batch_spec(None))))
+        return State(caches, jax.device_put(seen, self._sharding(batch_spec(None))))
 
     def add_prompts(self, state: State, prompts: dict[int, NDArray[np.int32]]) -> State:
         """Marks prompt tokens, by row, as seen; only the repetition penalty needs it."""
@@ -162,7 +162,7 @@ class Programs:
         for row, ids in prompts.items():
             is_new[row], seen[row, ids] = True, True
         with mesh_context(self._mesh):
-            return State(state.memories, _replace_rows(state.seen, seen, is_new))
+            return State(state.caches, _replace_rows(state.seen, seen, is_new))
 
     def read(self, state: State, packed: PackedTokens, rows: RowArrays) -> tuple[State, SampledTokens]:
         """Reads prompt tokens; samples the first token of each row whose prompt ends.
@@ -193,14 +193,14 @@ class Programs:
     ) -> tuple[State, Array, Array]:
         last_PR = jnp.asarray(packed.last)
         new = NewTokens(jnp.asarray(packed.positions), jnp.asarray(packed.rows), packed.continued)
-        x_PCD, memories = model(jnp.asarray(packed.ids), state.memories, new)
+        x_PCD, caches = model(jnp.asarray(packed.ids), state.caches, new)
         logits_BV = constrain(model.logits_at(x_PCD, last_PR), batch_spec(None))
         seeds_B, lengths_B = jnp.asarray(rows.seeds), jnp.asarray(rows.lengths)
         tokens_B, logprobs_B, seen = self._sample(logits_BV, state.seen, seeds_B, lengths_B)
         if state.seen is not None and seen is not None:  # only rows whose prompt has ended got a token
             ended_B = last_PR.reshape(-1) >= 0
             seen = constrain(jnp.where(ended_B[:, None], seen, state.seen), batch_spec(None))
-        return State(memories, seen), tokens_B[None], logprobs_B[None]
+        return State(caches, seen), tokens_B[None], logprobs_B[None]
 
     def _decode(
         self, model: DecodeModel, state: State, rows: RowArrays, max_steps: Array, waiting: Array
@@ -217,14 +217,14 @@ class Programs:
             active_B = left_B > 0
             positions_B = jnp.where(active_B, lengths_B, self.shape.slots)  # out of range: inactive rows write nothing
             new = NewTokens(constrain(positions_B[:, None], batch_spec(None)))
-            x_B1D, memories = model(tokens_B[:, None], state.memories, new)
+            x_B1D, caches = model(tokens_B[:, None], state.caches, new)
             lengths_B = lengths_B + active_B
             logits_BV = constrain(model.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
             tokens_B, logprobs_B, seen = self._sample(logits_BV, state.seen, jnp.asarray(rows.seeds), lengths_B)
             ended_B = jnp.any(tokens_B[:, None] == end_ids, axis=1)
             left_B = jnp.where(active_B & ~ended_B, left_B - 1, 0)
             tokens, logprobs = tokens.at[step].set(tokens_B), logprobs.at[step].set(logprobs_B)
-            return step + 1, State(memories, seen), tokens_B, lengths_B, left_B, tokens, logprobs
+            return step + 1, State(caches, seen), tokens_B, lengths_B, left_B, tokens, logprobs
 
         tokens = jnp.zeros((MAX_STEPS, self.shape.rows), jnp.int32)
         tokens_B, lengths_B, left_B = (jnp.asarray(x) for x in (rows.tokens, rows.lengths, rows.left))
@@ -232,7 +232,7 @@ class Programs:
         steps, state, *_, tokens, logprobs = lax.while_loop(unfinished, decode_step, carry)
         return state, tokens, logprobs, steps
 
-    def _empty(self, model: DecodeModel) -> Memories:
+    def _empty(self, model: DecodeModel) -> KVCaches:
         return model.empty(self.shape.rows, self.shape.slots)
 
     def _run(self, key: Hashable, function: Callable[..., object], *arguments: object) -> tuple:  # type: ignore[type-arg]
@@ -273,12 +273,12 @@ def program_settings(settings: GenerationSettings) -> GenerationSettings:
     return dataclasses.replace(settings, max_tokens=1, seed=0, stop=())
 
 
-def grow_cache(memories: Memories, slots: int, mesh: Mesh | None) -> Memories:
+def grow_cache(caches: KVCaches, slots: int, mesh: Mesh | None) -> KVCaches:
     """Returns the KV cache padded to more slots."""
     sharding = None if mesh is None else NamedSharding(mesh, LAYER_SPEC)
 
-    def grow(memories: Memories) -> Memories:
-        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0))), memories)
+    def grow(caches: KVCaches) -> KVCaches:
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0))), caches)
 
-    larger: Memories = jax.jit(grow, out_shardings=sharding)(memories)
+    larger: KVCaches = jax.jit(grow, out_shardings=sharding)(caches)
     return larger

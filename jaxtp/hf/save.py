@@ -28,7 +28,7 @@ from jaxtp.hf.load import Progress
 from jaxtp.hf.model_folder import CONFIG, INDEX, WEIGHTS, HFError, read_attributes, read_files
 from jaxtp.hf.safetensors import DTYPES, Block, write_file
 from jaxtp.hf.tensor_map import TensorPart, group_by_tensor, in_layout, tensor_parts
-from jaxtp.layers.parameter import PARAMETERS, DType, cut, padding_of
+from jaxtp.layers.parameter import PARAMETERS, DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
@@ -94,7 +94,7 @@ class HostGather:
         if place.index is not None:
             array = _layer(array, np.int32(place.index))
         whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
-        host: Block = cut(np.asarray(whole), padding_of(variable), mesh_sizes(mesh)[TP])
+        host: Block = unpad(np.asarray(whole), padding_of(variable), mesh_sizes(mesh)[TP])
         return host.astype(self.dtype, copy=False)
 
 

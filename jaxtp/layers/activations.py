@@ -1,11 +1,8 @@
 """Activations between parallel layers: sequence parallelism, packed documents, dropout.
 
 Sequence parallelism splits tokens over tp between parallel layers; column layers all-gather and row layers
-reduce-scatter (Korthikanti et al., arXiv 2205.05198). The input decides by default, so the same model decodes one token
-and trains on thousands.
-
-`segments` `[B, T]` mark the documents of a row: integers, equal within a document and different between neighbours,
-0 for padding.
+reduce-scatter (Korthikanti et al., arXiv 2205.05198). `segments` `[B, T]` mark the documents of a row: integers, equal
+within a document and different between neighbours, 0 for padding.
 """
 
 from collections.abc import Mapping
@@ -58,26 +55,15 @@ def segment_positions(segments_BT: Array) -> Array:
 class LocalShape:
     """A device's micro-batch, and settings that decide how layers process it."""
 
-    sizes: Mapping[str, int]
-    """Devices along each mesh axis."""
-
-    rows: int
-    """Sequences on the device."""
-
-    length: int
-    """Tokens of each whole sequence."""
-
-    packed: bool = False
-    """Sequences hold several documents."""
-
+    sizes: Mapping[str, int]  # devices along each mesh axis
+    rows: int  # sequences on the device
+    length: int  # tokens of each whole sequence
+    packed: bool = False  # sequences hold several documents
     platform: str | None = "cpu"
     """Architecture of the device (`architecture_of`), which decides the kernels; None if unknown."""
 
-    context: Context = "auto"
-    """Requested method of attention over cp."""
-
-    zigzag: bool = False
-    """Devices along cp hold tokens in zigzag order (`layers/context.py`)."""
+    context: Context = "auto"  # requested method of attention over cp
+    zigzag: bool = False  # devices along cp hold tokens in zigzag order (`layers/context.py`)
 
     @property
     def tp(self) -> int:
@@ -101,9 +87,7 @@ class LocalShape:
 class Part(NamedTuple):
     """Positions of a device's queries and first key."""
 
-    queries: Array
-    """Position of each query, `[Tq]` int32, ascending."""
-
+    queries: Array  # position of each query, `[Tq]` int32, ascending
     first_key: Array | int
     """Position of the first key; the others follow one by one. Before position 0 there is no key to see."""
 
@@ -114,14 +98,7 @@ def key_ranges(
     """Returns the indices of the first and last key that each query sees, both `[B, Tq]`, non-decreasing along Tq.
 
     The last is before the first if a query sees nothing; attention then returns zero. These ranges are all that kernels
-    know of windows, documents, cp, halos and zigzag order.
-
-    Args:
-      shape: `(B, Tq)`.
-      num_keys: number of keys.
-      window: positions that each position sees; None for all.
-      segments_BT: of whole sequences.
-      part: None for whole sequences.
+    know of windows, documents, cp, halos and zigzag order. `shape` is `(B, Tq)`; segments are of whole sequences.
     """
     at, first_key = (jnp.arange(shape[1], dtype=jnp.int32), 0) if part is None else part
     begin = jnp.zeros(shape, jnp.int32)

@@ -5,10 +5,10 @@ before use, and each outputs the head. Replicated kernels would store far more: 
 would have 8.4 million parameters and their moments for each of k and v in each layer, instead of 1/16.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,23 +19,24 @@ from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import ConfigError, Count, Even, Positive
 from jaxtp.layers.activations import LocalShape, Part, segment_positions
-from jaxtp.layers.branch import Branch, BranchConfig, Memory, Padded, ShrinkSpec
+from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import Attended, Sequences
 from jaxtp.layers.kernels.select import Implementation, Use, architecture_here, chosen, masked_attention, refused
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.lora import LayerContext, layer_context
-from jaxtp.layers.parameter import Split, Weights, own
-from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
+from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind
+from jaxtp.layers.parameter import PaddedDim, Weights, params_and_specs
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
 from jaxtp.mesh import CP, TP, current_mesh, mesh_sizes
+
+Heads = tuple[Array, Array, Array]  # queries, keys and values
 
 _MOST_SHARED = 4096
 """Numbers of kv heads from which on it is not tried to share one: a mesh may be of any size until it is refused."""
 
 _SMALL_HEAD_DIMS = (8, 16, 32, 64)
-_SMALL_THETA = 2.0
-"""All dims turn: in one that hardly does, a key bias has no gradient but rounding noise."""
+_SMALL_THETA = 2.0  # all dims turn: in one that hardly does, a key bias has no gradient but rounding noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +99,14 @@ class AttentionConfig(BranchConfig):
         yield from map(Problem, refused(self.attention, self.use()))
 
     @property
-    def heads(self) -> "HeadSplit":
+    def heads(self) -> "PaddedHeads":
         """The division of query heads over tp."""
-        return HeadSplit((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
+        return PaddedHeads((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
 
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
         """Returns a kernel's task for a device's sequences."""
-        method, _ = self.attended(shape.tp).method(shape)
-        known: dict[str, Any] = {"length": shape.length, "packed": shape.packed, "platform": shape.platform}
-        return self.use(dtype=dtype, part=method == "gather", **known)
+        part = self.attended(shape.tp).method(shape)[0] == "gather"
+        return self.use(dtype=dtype, part=part, length=shape.length, packed=shape.packed, platform=shape.platform)
 
     def use(self, **known: Any) -> Use:
         """Returns a kernel's task; `known` sets the fields of `Use` that are not settings."""
@@ -145,11 +145,11 @@ class AttentionConfig(BranchConfig):
         """See `BranchConfig`."""
         heads = self.heads
 
-        def alike(width: int) -> bool:
+        def pads_equally(width: int) -> bool:
             other = replace(self, head_dim=width).heads
             return all(heads.stored(tp)[:-1] == other.stored(tp)[:-1] for tp in small.tps)
 
-        head_dims = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and alike(size))
+        head_dims = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and pads_equally(size))
         head_dim, length = next(head_dims, self.head_dim), small.positions(self.rope_scaling.original_length)
         return {
             "head_dim": head_dim,
@@ -162,7 +162,7 @@ class AttentionConfig(BranchConfig):
 
 
 @dataclass(frozen=True)
-class HeadSplit(Split):
+class PaddedHeads(PaddedDim):
     """Splits query heads over tp; factors: kv heads K, query heads per kv head G, head width H.
 
     Each device has the query heads of whole kv heads, or shares a kv head. Otherwise padding adds kv heads, or query
@@ -170,13 +170,13 @@ class HeadSplit(Split):
     """
 
     @property
-    def keys(self) -> "KeySplit":
+    def keys(self) -> "PaddedKVHeads":
         """The division of kv heads over tp."""
         kv_heads, group, width = self.factors
-        return KeySplit((kv_heads, width), group)
+        return PaddedKVHeads((kv_heads, width), group)
 
     def stored(self, tp: int) -> tuple[int, ...]:
-        """See `Split`."""
+        """See `PaddedDim`."""
         return _padded_heads(*self.factors, tp)
 
     def on_device(self, tp: int) -> tuple[int, int]:
@@ -186,21 +186,24 @@ class HeadSplit(Split):
 
 
 @dataclass(frozen=True)
-class KeySplit(Split):
+class PaddedKVHeads(PaddedDim):
     """Splits kv heads over tp; factors: their number K and width H."""
 
-    group: int
-    """Query heads of each."""
+    group: int  # query heads of each
 
     def stored(self, tp: int) -> tuple[int, ...]:
-        """See `Split`."""
+        """See `PaddedDim`."""
         kv_heads, _, width = _padded_heads(self.factors[0], self.group, self.factors[1], tp)
         return kv_heads, width
+
+    def shared_by(self, tp: int) -> int:
+        """See `PaddedDim`: with fewer heads than tp, neighbours store parts of a head, and each outputs it whole."""
+        return max(1, tp // self.stored(tp)[0])
 
 
 @lru_cache(maxsize=1024)
 def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int, int]:
-    """Returns the padded factors of `HeadSplit` with the fewest query heads."""
+    """Returns the padded factors of `PaddedHeads` with the fewest query heads."""
     least = -(-kv_heads // tp) * tp
     for more in range(kv_heads, min(least, tp, _MOST_SHARED)):
         if tp % more == 0 and more * width % tp == 0:  # tp / more devices share a head, each storing a part of it
@@ -213,7 +216,7 @@ def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, 
 class CausalSelfAttention(Branch):
     """Grouped-query causal attention, `num_heads / tp` query heads per device.
 
-    `norm_plus_one` makes the query and key norms multiply by 1 + scale. For `context` see `LayerContext`.
+    `norm` are the settings of query and key norms.
 
     Shapes: `[B, T, D] -> [B, T, D]`. Kernels: q `[D, N*H]`, k and v `[D, K*H]` (`qkv.kernels` 0, 1, 2), out `[N*H, D]`;
     heads contiguous.
@@ -225,59 +228,60 @@ class CausalSelfAttention(Branch):
         self,
         d_model: int,
         config: AttentionConfig,
+        context: LayerContext = LayerContext(),
         *,
-        norm_eps: float = 1e-6,
-        norm_plus_one: bool = False,
-        **context: Unpack[LayerContext],
+        norm: NormConfig = NormConfig(norm_eps=1e-6),
+        rngs: nnx.Rngs,
     ):
-        context = layer_context(**context)
-        self.config, self.precision, lora = config, context["precision"], context["lora"]
+        self.config, self.precision = config, context.precision
         queries, keys = config.heads, config.heads.keys
-        plain = config.rope_theta is None and config.qk_norm == "none" and config.attention_softcap is None
         self.qkv = ColumnParallelLinear(
             d_model,
             (queries, keys, keys),
+            context,
             use_bias=config.attention_bias,
+            targets=("q_proj", "k_proj", "v_proj"),
+            rngs=rngs,
+        )
+        plain = config.rope_theta is None and config.qk_norm == "none" and config.attention_softcap is None
+        if plain and config.attention_bias:
             # Without rope, norms or softcap, a key bias adds the same to all scores of a query, which the softmax
             # cancels. Its gradient is rounding noise, and Adam would turn it into updates.
-            fixed_biases=(1,) if plain and config.attention_bias else (),
-            unit=config.head_dim,
-            adapted=lora.adapted("q_proj", "k_proj", "v_proj"),
-            **context,
-        )
-        norm = partial(QKNorm, config.qk_norm, eps=norm_eps, plus_one=norm_plus_one, precision=self.precision)
+            self.qkv.fixed_biases = (1,)
         normalised = () if config.qk_norm == "none" else (queries, keys)
-        self.qk_norms = nnx.List(norm(heads, config.head_dim) for heads in normalised)
-        context["lora"] = lora.only("o_proj")
-        self.out = RowParallelLinear(queries, d_model, use_bias=config.attention_out_bias, **context)
+        self.qk_norms = nnx.List(QKNorm(config.qk_norm, heads, norm, self.precision) for heads in normalised)
+        bias = config.attention_out_bias
+        self.out = RowParallelLinear(queries, d_model, context, use_bias=bias, target="o_proj", rngs=rngs)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Attends from each position to its document up to there."""
-        segments = [] if sequences.segments is None else [sequences.segments]
-        attend = partial(self._attend, replace(sequences, segments=None), self._share(x_BTD.shape[1], sequences))
-        return self.out(self._view(attend, segments, [batch_spec(None)], token_spec(TP))(self.qkv(x_BTD)))
+        segments_BT = sequences.segments
+        attend = partial(self._attend, replace(sequences, segments=None), self._local_shape(x_BTD.shape[1], sequences))
+        segments_spec = None if segments_BT is None else batch_spec(None)
+        return self.out(self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP)))
 
-    def memory(self, num_rows: int, num_slots: int) -> Memory:
+    def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns an empty KV cache, `[B, max(K, tp), S, H]` each."""
         tp = axis_size(TP)
         shape = (num_rows, max(self.config.heads.stored(tp)[0], tp), num_slots, self.config.head_dim)
         return tuple(constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2))
 
-    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Attends from new tokens to the KV cache and to each other."""
-        memory_specs = (LAYER_SPEC, LAYER_SPEC)
-        attend = self._view(
-            self._attend_cached, [memory, new], [memory_specs, new.specs], (token_spec(TP), memory_specs)
-        )
-        y, memory = attend(self.qkv(x_BTD))
-        return self.out(y), memory
+        cache_specs = (LAYER_SPEC, LAYER_SPEC)
+        out_specs = (token_spec(TP), cache_specs)
+        y, cache = self._on_heads(self._attend_cached, x_BTD, (cache, new), (cache_specs, new.specs), out_specs)
+        return self.out(y), cache
 
-    def _view(self, body: Any, others: list[Any], specs: list[Any], out_specs: Any) -> Any:
-        weights, weight_specs = own(self.qk_norms)
-        in_specs = (weight_specs, *[token_spec(TP)] * 3, *specs[: len(others)])
-        return lambda qkv: device_view(body, ATTEND, in_specs, out_specs)(weights, *qkv, *others)
+    def _on_heads(
+        self, body: Callable[..., Any], x_BTD: Array, others: tuple[Any, ...], specs: tuple[Any, ...], out_specs: Any
+    ) -> Any:
+        """Returns `body(weights, (q, k, v), *others)`, run on each device's heads."""
+        weights, weight_specs = params_and_specs(self.qk_norms)
+        in_specs = (weight_specs, (token_spec(TP),) * 3, *specs)
+        return device_view(body, ATTEND, in_specs, out_specs)(weights, self.qkv(x_BTD), *others)
 
-    def _share(self, length: int, sequences: Sequences) -> LocalShape:
+    def _local_shape(self, length: int, sequences: Sequences) -> LocalShape:
         sizes, context = mesh_sizes(current_mesh()), sequences.context
         shape = LocalShape(sizes=sizes, rows=1, length=length, context=context, zigzag=sequences.zigzag)
         for problem in self.config.context_problems(shape):
@@ -285,83 +289,55 @@ class CausalSelfAttention(Branch):
         return shape
 
     def _attend(
-        self,
-        sequences: Sequences,
-        shape: LocalShape,
-        weights: Weights,
-        q: Array,
-        k: Array,
-        v: Array,
-        segments: Array | None = None,
+        self, sequences: Sequences, shape: LocalShape, weights: Weights, qkv: Heads, segments: Array | None
     ) -> Array:
         config, sequences = self.config, replace(sequences, segments=segments)
-        positions = sequences.own_positions(shape.length)
+        positions = sequences.local_positions(shape.length)
         if segments is not None:
             within = segment_positions(segments)
             positions = within if shape.sizes[CP] == 1 else jnp.take(within, positions, axis=1)
-        q, k, v = self._heads(weights, q, k, v, positions, shape.length)
+        q, k, v = self._rotated(weights, qkv, positions, shape.length)
         method, _ = config.attended(shape.tp).method(shape)
-        use = config.use_on(
-            replace(shape, packed=segments is not None, platform=architecture_here()), self.precision.compute
-        )
+        shape = replace(shape, packed=segments is not None, platform=architecture_here())
+        use = config.use_on(shape, self.precision.compute)
         for problem in refused(config.attention, use):
             raise ConfigError(problem)
         kernel, _ = chosen(config.attention, use)
-        settings = {"scale": self._scale, "window": config.sliding_window, "softcap": config.attention_softcap}
-        return self._joined(sequences.attend(partial(kernel.run, **settings), method, config.sliding_window, q, k, v))
+        run = partial(kernel.run, **use.scores, window=use.window)
+        return self._joined(sequences.attend(run, method, use.window, q, k, v))
 
-    def _attend_cached(
-        self, weights: Weights, q: Array, k: Array, v: Array, memory: Memory, new: NewTokens
-    ) -> tuple[Array, Memory]:
-        num_slots, window = memory[0].shape[2], self.config.sliding_window
-        q, k, v = self._heads(weights, q, k, v, new.positions, num_slots)
-        keys, values = new.write(memory[0], k), new.write(memory[1], v)
-        settings: dict[str, Any] = {"scale": self._scale, "softcap": self.config.attention_softcap}
+    def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
+        use, num_slots = self.config.use(dtype=self.precision.compute), cache[0].shape[2]
+        q, k, v = self._rotated(weights, qkv, new.positions, num_slots)
+        keys, values = new.write(cache[0], k), new.write(cache[1], v)
         if new.rows is None:
-            y = masked_attention(q, keys, values, visible(new.positions, num_slots, window), **settings)
+            y = masked_attention(q, keys, values, visible(new.positions, num_slots, use.window), **use.scores)
             return self._joined(y), (keys, values)
         part = None
         if new.continued:  # earlier tokens of the first row, then all new tokens
-            k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(memory, (k, v), strict=True))
+            k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
             part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0)
-        use = self.config.use(
-            dtype=self.precision.compute,
-            length=k.shape[1],
-            packed=True,
-            part=new.continued,
-            platform=architecture_here(),
-        )
+        use = replace(use, length=k.shape[1], packed=True, part=new.continued, platform=architecture_here())
         kernel, _ = chosen("auto", use)  # the kernel configured for training may not support this use
-        y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=window, **settings)
+        y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores)
         return self._joined(y), (keys, values)
 
-    def _heads(
-        self, weights: Weights, q: Array, k: Array, v: Array, positions: Array, length: int
-    ) -> tuple[Array, Array, Array]:
+    def _rotated(self, weights: Weights, qkv: Heads, positions: Array, length: int) -> Heads:
         """Returns this device's heads, q and k normalised and rotated to positions below `length`."""
         config = self.config
-        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T/cp, N/tp, H]
+        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in qkv)  # [B/(dp*fsdp), T/cp, N/tp, H]
         if self.qk_norms:
-            q, k = (
-                norm(x, weights[f"{i}.scale"]) for i, (norm, x) in enumerate(zip(self.qk_norms, (q, k), strict=True))
-            )
+            q, k = (self.qk_norms[i](x, weights[f"{i}.scale"]) for i, x in enumerate((q, k)))
         if (theta := config.rope_theta) is not None:
             q, k = (apply_rope(x, positions, theta, config.rope_scaling, length) for x in (q, k))
         return q, k, v
 
-    @property
-    def _scale(self) -> float:
-        return self.config.use().factor
-
     def _joined(self, y: Array) -> Array:
-        return self._unpadded(y).reshape(*y.shape[:2], -1)
-
-    def _unpadded(self, y: Array) -> Array:
-        """Zeroes padded heads, so the output kernel has no gradient there."""
+        """Joins heads; zeroes padded ones, so that the output kernel has no gradient there."""
         heads, tp = self.config.heads, axis_size(TP)
-        if heads.stored(tp) == heads.factors:
-            return y
-        kv_heads, group, _ = heads.factors
-        index = axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2])
-        place, member = jnp.divmod(index, heads.stored(tp)[1])
-        return jnp.where(((place < kv_heads) & (member < group))[:, None], y, 0)
+        if heads.stored(tp) != heads.factors:
+            kv_heads, group, _ = heads.factors
+            index = axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2])
+            kv_head, member = jnp.divmod(index, heads.stored(tp)[1])
+            y = jnp.where(((kv_head < kv_heads) & (member < group))[:, None], y, 0)
+        return y.reshape(*y.shape[:2], -1)

@@ -4,8 +4,7 @@ The auxiliary loss is per sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2
 
     balance = sum_e f_e P_e,   f_e = E / (k n) * (times e is chosen),   P_e = mean of the softmax's e-th output
 
-It is 1 for a uniform choice. Each label counts its sequence's loss, so the mean over a batch does not depend on how the
-batch is divided, unlike a product of two means. Layers are averaged.
+It is 1 for a uniform choice. The mean over labels does not depend on how a batch is divided. Layers are averaged.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,24 +40,12 @@ class Routing:
     S is the number of devices that divide a sequence. Stacked layers are a dim before B.
     """
 
-    times_chosen: Array
-    """`[B, S, E]` float32: tokens that chose each expert."""
-
-    scores: Array
-    """`[B, S, E]` float32: of each expert's softmax."""
-
-    squared_normaliser: Array
-    """`[B, S]` float32: squared log of the softmax's normaliser."""
-
-    entropy: Array
-    """`[B, S]` float32: entropy of the softmax in nats."""
-
-    computed: Array
-    """`[B, S]` float32: rows that experts computed, each a token's for one of its experts."""
-
-    experts: Array | None = None
-    """`[B, T, k]` int32: the experts that each token would choose; only if it is recorded."""
-
+    times_chosen: Array  # `[B, S, E]` float32: tokens that chose each expert
+    scores: Array  # `[B, S, E]` float32: of each expert's softmax
+    squared_normaliser: Array  # `[B, S]` float32: squared log of the softmax's normaliser
+    entropy: Array  # `[B, S]` float32: entropy of the softmax in nats
+    computed: Array  # `[B, S]` float32: rows that experts computed, each a token's for one of its experts
+    experts: Array | None = None  # `[B, T, k]` int32: the experts that each token would choose; only if it is recorded
     margin: Array | None = None
     """`[B, T]` float32: how much more the last chosen score is than the first that was not; only if recorded."""
 
@@ -68,20 +55,11 @@ class Routing:
 class Balance:
     """Additive statistics of all layers with experts."""
 
-    balance_loss: Array
-    """Auxiliary losses: for each label that counts, that of its sequence."""
-
-    router_z_loss: Array
-    """Mean squared log-normalisers: for each label that counts, that of its sequence."""
-
-    times_chosen: tuple[Array, ...]
-    """For each kind of block `[layers, E]`: tokens that chose each expert."""
-
-    entropy: Array
-    """Entropies of all tokens in all layers."""
-
-    dropped: Array
-    """Choices that no expert computed: 0, or a mistake."""
+    balance_loss: Array  # sum over valid labels of their sequence's loss
+    router_z_loss: Array  # the same of mean squared log-normalisers
+    times_chosen: tuple[Array, ...]  # for each kind of block `[layers, E]`: tokens that chose each expert
+    entropy: Array  # entropies of all tokens in all layers
+    dropped: Array  # choices that no expert computed: 0, or a mistake
 
     def scalars(self, count: Array) -> dict[str, Array]:
         """Returns the metrics of a whole batch with `count` valid labels."""
@@ -109,11 +87,11 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
     by_layer = P(None, *batch_spec(SEQUENCE))
 
     def total(routings: list[Routing], labels: Array) -> Balance:
-        own = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)  # [layers, b, ...], of this device's tokens
-        own = _in_one(lambda sums: all_reduce(sums, *SEQUENCE), own)
+        local = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)  # [layers, b, ...], of this device's tokens
+        local = _in_one(lambda sums: all_reduce(sums, *SEQUENCE), local)
         counted = jnp.sum(labels != IGNORE, axis=1, dtype=jnp.float32)  # [b]
         auxiliary, squared, entropies, dropped = [], [], [], []
-        for routing, k in zip(own, experts_per_token, strict=True):
+        for routing, k in zip(local, experts_per_token, strict=True):
             choices = jnp.sum(routing.times_chosen, axis=-1)  # [layers, b], k for each token
             tokens = jnp.maximum(choices / k, 1)
             num_experts = routing.times_chosen.shape[-1]
@@ -125,7 +103,7 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
         sums = Balance(
             balance_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(auxiliary), axis=0)),
             router_z_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(squared), axis=0)),
-            times_chosen=tuple(jnp.sum(routing.times_chosen, axis=1) for routing in own),
+            times_chosen=tuple(jnp.sum(routing.times_chosen, axis=1) for routing in local),
             entropy=jnp.sum(jnp.stack(entropies)),
             dropped=jnp.sum(jnp.stack(dropped)),
         )
@@ -134,10 +112,7 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
 
     measured = [replace(routing, experts=None, margin=None) for routing in routings]
     view = device_view(
-        total,
-        BALANCE,
-        in_specs=(jax.tree.map(lambda _: by_layer, measured), batch_spec(None)),
-        out_specs=P(),
+        total, BALANCE, in_specs=(jax.tree.map(lambda _: by_layer, measured), batch_spec(None)), out_specs=P()
     )
     result: Balance = view(measured, labels_BT)
     return result

@@ -1,7 +1,6 @@
-"""Residual branches of a block, and the interface of their settings.
+"""Base classes of residual branches and of their settings.
 
-A new kind of layer is a `Branch` and a `BranchConfig` in one file; cost models and checks walk over them. Models refuse
-cp for a branch that does not declare `over_cp`.
+A new layer writes its parameters with their specs, and `__call__`; all other members have defaults.
 """
 
 import math
@@ -17,7 +16,7 @@ from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
 
-Memory = tuple[Array, ...]
+KVCache = tuple[Array, ...]
 """Arrays `[B, K, S, H]` that a branch remembers of the tokens of each row: a slot for each position, K over tp."""
 
 
@@ -25,55 +24,48 @@ class Branch(nnx.Module):
     """A layer whose output is added to the residual stream, `[B, T, D] -> [B, T, D]`."""
 
     over_cp: ClassVar[bool] = False
-    """Whether it also works where each sequence is divided over cp: a layer in which a position sees others has to find
-    them on other devices (`Sequences.attend`). A model with a branch that does not say so is refused there."""
+    """Whether it works if sequences are divided over cp, where a position finds others on other devices
+    (`Sequences.attend`). A model with another branch is refused there."""
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Transforms `[B, T, D]`; a branch that routes tokens also returns its `Routing`."""
         raise NotImplementedError
 
-    def memory(self, num_rows: int, num_slots: int) -> Memory:
-        """Returns an empty memory for rows of up to `num_slots` tokens."""
-        raise NotImplementedError(f"{type(self).__name__} has no memory and extend, so nothing is generated with it")
+    def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
+        """Returns an empty cache for rows of up to `num_slots` tokens."""
+        raise NotImplementedError(f"{type(self).__name__} has no init_cache and decode, so it cannot generate")
 
-    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
-        """Transforms new tokens `[B, T, D]` and appends them to `memory`."""
-        raise NotImplementedError(f"{type(self).__name__} has no memory and extend, so nothing is generated with it")
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
+        """Transforms new tokens `[B, T, D]` and appends them to `cache`."""
+        raise NotImplementedError(f"{type(self).__name__} has no init_cache and decode, so it cannot generate")
 
 
-Padded = tuple[str, int, int]
-"""A size's name, what it is, and what it is padded to."""
+Padded = tuple[str, int, int]  # name, size, padded size
 
 
 class PositionwiseBranch(Branch):
-    """A branch that transforms each position alone, without memory or communication over cp."""
+    """A branch that transforms each position alone, without cache or communication over cp."""
 
     over_cp = True
 
-    def memory(self, num_rows: int, num_slots: int) -> Memory:
+    def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """See `Branch`."""
         return ()
 
-    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """See `Branch`."""
-        return self(x_BTD), ()
+        y: Any = self(x_BTD)
+        return (y[0] if isinstance(y, tuple) else y), ()  # without the routing
 
 
 @dataclass(frozen=True)
 class ShrinkSpec:
     """Sizes of a check on virtual CPU devices."""
 
-    tps: frozenset[int]
-    """Every tp of the check."""
-
-    shards: int
-    """A number that every fsdp of the check divides."""
-
-    length: int
-    """Tokens in a sequence of the check."""
-
-    before: int
-    """Tokens in a sequence of the run."""
+    tps: frozenset[int]  # every tp of the check
+    shards: int  # A number that every fsdp of the check divides
+    length: int  # tokens in a sequence of the check
+    before: int  # tokens in a sequence of the run
 
     def positions(self, count: int) -> int:
         """Scales a number of positions like the sequence length."""

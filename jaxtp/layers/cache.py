@@ -1,8 +1,7 @@
-"""KV cache, so that a decoder reads each token once.
+"""KV cache: a token's slot is its position in its row.
 
-A token's slot is its position in its row. New tokens come as rows (each sequence continues a row of the memory) or
-packed (tokens of several rows in one sequence). A layer writes them, then attends to the slots up to each query's
-position, which hides stale slots. Devices that share a kv head all store it.
+New tokens come as rows (each sequence continues a row of the cache) or packed (tokens of several rows in one sequence).
+A layer writes them, then attends to the slots up to each query's position, which hides stale slots.
 """
 
 from collections.abc import Mapping
@@ -16,29 +15,27 @@ from jaxtp.collectives import batch_spec
 from jaxtp.mesh import CONTEXT, TP
 
 LAYER_SPEC = batch_spec(TP, CONTEXT, None)
-"""The split of the memory of one layer, `[B, K, S, H]`: a matrix for each head, which products take as it is. (Along cp
-there is one device: `generate/decode_model.py`.)"""
+"""The spec of one layer's keys or values, `[B, K, S, H]`: a matrix for each head, which products take as it is."""
 
-Memories = tuple[Mapping[str, tuple[Array, ...]], ...]
-"""Keys and values `[B, K, S, H]` of the tokens of all rows, by layer and branch, in the compute dtype and rotated to
-their positions; split by `LAYER_SPEC`. S is the number of slots: no row can be longer. K is the number of kv heads, or
-tp if that is more: the devices that share a head have a copy each, as its column layer gives it to them."""
+KVCaches = tuple[Mapping[str, tuple[Array, ...]], ...]
+"""Caches by layer and branch: keys and values `[B, K, S, H]` in the compute dtype, keys rotated, S slots a row. K is
+the number of kv heads, or tp if that is more: devices that share a head each store it."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NewTokens:
-    """The slots of new tokens `[B, T]` in a memory."""
+    """The slots of new tokens `[B, T]` in a cache."""
 
     positions: Array
-    """Position of each token in its row, `[B, T]` int32, which is its slot; S or more is written nowhere."""
+    """Position of each token in its row, `[B, T]` int32; positions >= S are dropped."""
 
     rows: Array | None = None
-    """Packed: row of each token among the rows of its device, `[B, T]` int32, equal for neighbours that are of one row;
-    -1 for padding, which stands at the end. None: each sequence is the row of the same index."""
+    """Packed: row of each token among its device's rows, `[B, T]` int32, one run per row; -1 for padding, at the end.
+    None: each sequence is the row of the same index."""
 
     continued: bool = field(default=False, metadata={"static": True})
-    """Packed: whether the first row of a sequence may have tokens before these. All others begin at position 0."""
+    """Packed: the first row of a sequence may have tokens before these. All others begin at position 0."""
 
     @property
     def specs(self) -> "NewTokens":
@@ -46,33 +43,33 @@ class NewTokens:
         spec = batch_spec(None)
         return NewTokens(spec, None if self.rows is None else spec, self.continued)  # type: ignore[arg-type]
 
-    def write(self, memory: Array, new: Array) -> Array:
-        """Writes new tokens `[b, T, K, H]` to a device's memory `[b, K, S, H]`."""
-        rows = jnp.arange(memory.shape[0])[:, None] if self.rows is None else self.rows
-        rows = jnp.where(rows < 0, memory.shape[0], rows)  # a negative index would count from the end
+    def write(self, cache: Array, new: Array) -> Array:
+        """Writes new tokens `[b, T, K, H]` to a device's cache `[b, K, S, H]`."""
+        rows = jnp.arange(cache.shape[0])[:, None] if self.rows is None else self.rows
+        rows = jnp.where(rows < 0, cache.shape[0], rows)  # a negative index would count from the end
         positions = self.positions
         if new.shape[:2] == (1, 1):
-            # XLA would turn one token into a dynamic-update-slice and fuse it with each product that reads the memory,
-            # which copies the whole memory. A second token, which is dropped, avoids this.
-            rows, positions = (jnp.concatenate([x, jnp.full_like(x, memory.shape[2])]) for x in (rows, positions))
+            # XLA would turn one token into a dynamic-update-slice and fuse it with each product that reads the cache,
+            # which copies the whole cache. A second token, which is dropped, avoids this.
+            rows, positions = (jnp.concatenate([x, jnp.full_like(x, cache.shape[2])]) for x in (rows, positions))
             new = jnp.concatenate([new, new])
-        # Only these slots are written, so XLA updates a donated memory in place.
-        return memory.at[rows, :, positions].set(new, mode="drop")
+        # Only these slots are written, so XLA updates a donated cache in place.
+        return cache.at[rows, :, positions].set(new, mode="drop")
 
-    def before(self, memory: Array) -> Array:
+    def before(self, cache: Array) -> Array:
         """Returns the earlier tokens of each sequence's first row, right-aligned, `[b, S, K, H]`; see `segments`."""
         assert self.rows is not None
-        first = jnp.take(memory, self.rows[:, 0], axis=0, mode="clip").swapaxes(1, 2)
+        first = jnp.take(cache, self.rows[:, 0], axis=0, mode="clip").swapaxes(1, 2)
         return jax.vmap(lambda x, count: jnp.roll(x, -count, axis=0))(first, self.positions[:, 0])
 
     def segments(self, num_slots: int) -> Array:
         """Returns the segments of packed tokens `[b, T]`, or of earlier and packed tokens `[b, S + T]`."""
         assert self.rows is not None
-        own = self.rows + 1
+        segments = self.rows + 1
         if not self.continued:
-            return own
+            return segments
         there = jnp.arange(num_slots) >= num_slots - self.positions[:, :1]
-        return jnp.concatenate([jnp.where(there, own[:, :1], 0), own], axis=1)
+        return jnp.concatenate([jnp.where(there, segments[:, :1], 0), segments], axis=1)
 
 
 def visible(positions: Array, num_slots: int, window: int | None = None) -> Array:

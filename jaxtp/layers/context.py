@@ -1,15 +1,12 @@
 """Context parallelism: sequences are split over cp, `T / cp` tokens per device.
 
-Every device of a cp group has whole rows of ids, labels and segments and slices its tokens (`Sequences.own`), so data
-and checkpoints do not depend on cp. Only attention needs other positions:
+Every device of a cp group has whole rows of ids, labels and segments and slices its tokens (`Sequences.local_tokens`),
+so data and checkpoints do not depend on cp. Only attention needs other positions:
 
     ulysses   all-to-all to all tokens of N/(tp*cp) heads, and back (Jacobs et al., arXiv 2309.14509). All kernels
               work; kv heads are copied until cp divides them.
     gather    all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2). N and K are arbitrary. With a
               window, a device fetches only the missing tokens that its tokens see, the halo.
-
-Traffic per sequence and device, forward and backward, in units of (cp-1)/cp * T/cp * H/tp elements: ulysses `4N + 4K'`
-(K' includes the copies), gather `4K * cp`; 1.5 times as much if the block is recomputed.
 
 Later tokens see more, so gather of all keys balances work by zigzag order: of the chunks 0 to 2cp-1, device c
 has c and 2cp-1-c. Arrays between embedding and loss have this order, results for users have natural order.
@@ -48,26 +45,16 @@ class Sequences:
     """Facts about a batch's sequences, for layers in which a token sees others."""
 
     segments: Array | None = None
-    """Documents of each row (`layers/activations.py`), in natural order; None where a row is one."""
+    """Documents of each row (`layers/activations.py`), in natural order; None if each row is one document."""
 
-    context: Context = field(default="auto", metadata=_STATIC)
-    """The method of attention over cp that is asked for."""
-
-    zigzag: bool = field(default=False, metadata=_STATIC)
-    """Whether devices hold tokens in the order zigzag."""
-
-    experts: Array | None = None
-    """Experts to use instead of a router's choice, `[B, T, k]` in natural order."""
-
+    context: Context = field(default="auto", metadata=_STATIC)  # the method of attention over cp requested
+    zigzag: bool = field(default=False, metadata=_STATIC)  # devices hold tokens in zigzag order
+    experts: Array | None = None  # experts to use instead of a router's choice, `[B, T, k]` in natural order
     record: bool = field(default=False, metadata=_STATIC)
     """Whether routers give their choices too (`layers/balance.py`)."""
 
-    def own(self, x_BT: Array) -> Array:
-        """Slices whole rows `[B, T]` into each device's tokens, split over cp.
-
-        Raises:
-          ValueError: cp does not divide T.
-        """
+    def local_tokens(self, x_BT: Array) -> Array:
+        """Slices whole rows `[B, T]` into each device's tokens, split over cp, which must divide T."""
         if axis_size(CP) == 1:
             return x_BT
         check_divides("a sequence over cp", x_BT.shape, token_spec())
@@ -76,7 +63,7 @@ class Sequences:
             parts = [lax.dynamic_slice_in_dim(x, start, size, 1) for start, size in self._chunks(x.shape[1])]
             return jnp.concatenate(parts, axis=1)  # [B/(dp*fsdp), T/cp]
 
-        return device_view(take, "own_tokens", in_specs=(batch_spec(None),), out_specs=token_spec())(x_BT)
+        return device_view(take, "local_tokens", in_specs=(batch_spec(None),), out_specs=token_spec())(x_BT)
 
     def natural(self, x: Any, dim: int = 1) -> Any:
         """Reorders an array of all tokens to natural order."""
@@ -91,7 +78,7 @@ class Sequences:
         device, slot = index // (2 * size), index // size % 2
         return jnp.where(slot == 0, device, 2 * cp - 1 - device) * size + index % size
 
-    def own_positions(self, length: int) -> Array:
+    def local_positions(self, length: int) -> Array:
         """Returns this device's positions, inside `device_view`: `[T/cp]`, ascending."""
         return jnp.concatenate([start + jnp.arange(size) for start, size in self._chunks(length)])
 
@@ -108,8 +95,7 @@ class Sequences:
     ) -> Array:
         """Attends from this device's tokens to all that they see, inside `device_view`.
 
-        `run(q, k, v, segments, part=)` is a kernel. `q` is `[b, T/cp, N/tp, H]`, and `k` and `v` have kv heads; `q` and
-        `k` are rotated.
+        `run(q, k, v, segments, part=)` is a kernel. `q` is `[b, T/cp, N/tp, H]`; `q` and `k` are rotated.
         """
         cp = axis_size(CP)
         if cp == 1:
@@ -125,7 +111,7 @@ class Sequences:
         if reach is None:
             # The transpose sums gradients over cp in the compute dtype, like gradients of activations over tp.
             k, v = (self.natural(all_gather(x, *CONTEXT, dim=1)) for x in (k, v))  # [b, T, K/tp, H]
-            return run(q, k, v, self.segments, part=Part(self.own_positions(length), 0))
+            return run(q, k, v, self.segments, part=Part(self.local_positions(length), 0))
         seen = with_halo(jnp.concatenate([k, v], axis=2), reach, len(chunks))
         results = []
         for number, ((start, size), kv) in enumerate(zip(chunks, seen, strict=True)):
@@ -183,12 +169,12 @@ def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tup
     def holder(chunk: int) -> tuple[int, int]:
         return (chunk, 0) if chunk < cp else (count - 1 - chunk, 1)
 
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    by_slots: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for chunk in range(hop, count):
         (source, sent), (target, received) = holder(chunk - hop), holder(chunk)
         if source != target:
-            found.setdefault((sent, received), []).append((source, target))
-    return found
+            by_slots.setdefault((sent, received), []).append((source, target))
+    return by_slots
 
 
 def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:
@@ -220,12 +206,9 @@ def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
 class Attended:
     """Facts about attention for context parallelism."""
 
-    queries: int
-    """Query heads of a device."""
-    keys: int
-    """kv heads of a device."""
-    window: int | None
-    """Positions that each one sees."""
+    queries: int  # query heads of a device
+    keys: int  # kv heads of a device
+    window: int | None  # positions that each one sees
 
     def shared(self, cp: int) -> int:
         """Returns a device's kv heads, including ulysses' copies."""

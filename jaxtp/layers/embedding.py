@@ -5,6 +5,7 @@ its columns and exchanges the results; the table's gradient then needs no sum ov
 sends 118 MB per step over fsdp for the embedding instead of 2,758 MB.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import chex
@@ -12,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import (
@@ -26,9 +26,10 @@ from jaxtp.collectives import (
     leave_parallel,
     token_spec,
 )
-from jaxtp.layers.activations import LocalShape, SequenceParallel, activation_spec, sequence_dim
+from jaxtp.layers.activations import LocalShape, activation_spec, sequence_dim
 from jaxtp.layers.linear import default_kernel_init
-from jaxtp.layers.parameter import Precision, Split, check_sizes, parameter, spec_of
+from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter, spec_of
 from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
 TABLE_SPEC = P(TP, STORAGE)
@@ -40,37 +41,48 @@ def softcapped(x: Array, cap: float | None) -> Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def vocabulary_table(
-    vocab_size: int, features: int, precision: Precision, init: Initializer, rngs: nnx.Rngs
-) -> nnx.Param[Array]:
+CHUNK_SIZE = 2048
+"""Default of `HeadConfig.chunk_size`. For each chunk a float32 gradient of the table's size is read and written: with
+2048 tokens that takes a quarter of the time of their products, by the numbers of an H100."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """How hidden states become logits."""
+
+    vocab_size: int  # without padding
+    context: LayerContext = LayerContext()
+
+    softcap: float | None = None  # squashes each logit l to `softcap * tanh(l / softcap)`
+    chunk_size: int = CHUNK_SIZE  # tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)
+    table_spec: P = TABLE_SPEC  # the spec of the table, which `layers/parameter.py` changes
+
+
+def vocabulary_table(vocab_size: int, features: int, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[Array]:
     """Returns a table `[V, D]`, V padded to a multiple of tp, stored as `P(TP, STORAGE)`."""
     check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
-    table = init(rngs.params(), (vocab_size, features), precision.param)
-    return parameter("vocabulary table", table, TABLE_SPEC, padding=((-2, Split((vocab_size,))),))
+    table = default_kernel_init(rngs.params(), (vocab_size, features), precision.param)
+    return parameter("vocabulary table", table, TABLE_SPEC, padding=((-2, PaddedDim((vocab_size,))),))
 
 
 class VocabParallelEmbedding(nnx.Module):
     """Token embedding, split over tp by vocabulary.
 
-    `scale` multiplies every vector, rounded to the compute dtype (Gemma: sqrt(D)); `sequence_parallel` splits the
-    result over tp along the sequence.
+    `scale` multiplies every vector, rounded to the compute dtype (Gemma: sqrt(D)).
     """
 
     def __init__(
         self,
         vocab_size: int,
         features: int,
+        context: LayerContext = LayerContext(),
         *,
         scale: float | None = None,
-        sequence_parallel: SequenceParallel = False,
-        precision: Precision = Precision(),
-        embedding_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
         self.vocab_size, self.features, self.scale = vocab_size, features, scale
-        self.sequence_parallel = sequence_parallel
-        self.precision = precision
-        self.embedding = vocabulary_table(vocab_size, features, precision, embedding_init, rngs)
+        self.sequence_parallel, self.precision = context.sequence_parallel, context.precision
+        self.embedding = vocabulary_table(vocab_size, features, self.precision, rngs)
 
     def __call__(self, ids_BT: Array) -> Array:
         """Looks up ids `[B, T]`, `0 <= id < V`: `[B, T, D]` in the compute dtype."""
@@ -108,7 +120,7 @@ class VocabParallelEmbedding(nnx.Module):
         compute, reduce = (jnp.dtype(dtype).itemsize for dtype in (self.precision.compute, self.precision.reduce))
         # The table is gathered in the compute dtype, and its gradient scattered in the reduction dtype. An exchange
         # gathers int32 ids, and moves looked-up rows and their gradients. A device sends (shards - 1)/shards of each.
-        table = self.features * Split((self.vocab_size,)).padded(shape.tp) // shape.tp * (compute + reduce)
+        table = self.features * PaddedDim((self.vocab_size,)).local(shape.tp) * (compute + reduce)
         rows = 2 * self.features * shape.between(self.sequence_parallel) * compute
         return shards > 1 and 4 * shards * shape.tokens + rows < table
 
@@ -116,20 +128,11 @@ class VocabParallelEmbedding(nnx.Module):
 class LearnedPositions(nnx.Module):
     """A learned vector per position (GPT-2); the table `[num_positions, D]` is stored as `P(None, STORAGE)`."""
 
-    def __init__(
-        self,
-        num_positions: int,
-        features: int,
-        *,
-        sequence_parallel: SequenceParallel = False,
-        precision: Precision = Precision(),
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, num_positions: int, features: int, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
         check_sizes("LearnedPositions", num_positions=num_positions, features=features)
         self.num_positions, self.features = num_positions, features
-        self.sequence_parallel = sequence_parallel
-        self.precision = precision
-        table = default_kernel_init(rngs.params(), (num_positions, features), precision.param)
+        self.sequence_parallel, self.precision = context.sequence_parallel, context.precision
+        table = default_kernel_init(rngs.params(), (num_positions, features), self.precision.param)
         self.table = parameter("positions", table, P(None, STORAGE))
 
     def __call__(self, positions_BT: Array) -> Array:
@@ -152,39 +155,19 @@ class LearnedPositions(nnx.Module):
 class VocabParallelHead(nnx.Module):
     """The output projection `[V, D]` for untied embeddings."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        features: int,
-        *,
-        precision: Precision = Precision(),
-        kernel_init: Initializer = default_kernel_init,
-        rngs: nnx.Rngs,
-    ):
-        self.kernel = vocabulary_table(vocab_size, features, precision, kernel_init, rngs)
+    def __init__(self, vocab_size: int, features: int, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
+        self.kernel = vocabulary_table(vocab_size, features, context.precision, rngs)
 
 
-def vocab_parallel_logits(
-    x_BTD: Array,
-    table_VD: Array,
-    vocab_size: int,
-    *,
-    softcap: float | None = None,
-    sequence_parallel: SequenceParallel = False,
-    precision: Precision = Precision(),
-) -> Array:
-    """Returns logits `[B, T, V]` in `precision.logits`.
-
-    `table_VD` is the (tied) embedding or head, `[V padded, D]`; `softcap` squashes each logit l to
-    `softcap * tanh(l / softcap)`.
-    """
-
-    sequence = sequence_dim(sequence_parallel, x_BTD.shape)
+def vocab_parallel_logits(x_BTD: Array, table_VD: Array, head: HeadConfig) -> Array:
+    """Returns logits `[B, T, V]` in `precision.logits`; the table is the (tied) embedding or head, `[V padded, D]`."""
+    precision, sequence = head.context.precision, sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
     def project(x: Array, shard: Array) -> Array:
         x = enter_parallel(x.astype(precision.compute), sequence)
         return jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits)
 
     activation = activation_spec(sequence)
-    run = device_view(project, "vocab_parallel_logits", in_specs=(activation, TABLE_SPEC), out_specs=token_spec(TP))
-    return softcapped(run(x_BTD, table_VD)[..., :vocab_size], softcap)
+    in_specs = (activation, head.table_spec)
+    run = device_view(project, "vocab_parallel_logits", in_specs=in_specs, out_specs=token_spec(TP))
+    return softcapped(run(x_BTD, table_VD)[..., : head.vocab_size], head.softcap)

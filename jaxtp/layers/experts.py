@@ -6,14 +6,14 @@ row, sorted by expert (`layers/kernels/grouped.py`). Kernels are stacked, `[E, D
     experts over tp   if tp divides E: a device has E/tp whole experts and computes the rows that chose them.
     experts inside    otherwise: a device has F/tp of every expert and computes its part of every row.
 
-Both move what a dense MLP moves under sequence parallelism, plus two floats per choice, without all-to-all.
-The price is memory: a device has a row for every choice of the tp group, since all may choose its experts.
+Both move what a dense MLP moves under sequence parallelism, plus two floats per choice, without all-to-all. The price
+is memory: a device has a row for every choice of the tp group, since all may choose its experts.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,13 @@ from jaxtp.config.hints import Problem, nearest_multiples
 from jaxtp.config.schema import ConfigError, Count, CountOrZero
 from jaxtp.layers.activations import activation_spec, sequence_dim
 from jaxtp.layers.balance import Routing, SelectionBias
-from jaxtp.layers.branch import Memory, Padded, PositionwiseBranch, ShrinkSpec
-from jaxtp.layers.cache import NewTokens
+from jaxtp.layers.branch import Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.kernels.grouped import Implementation, Method, grouped_matmul, method_of
+from jaxtp.layers.kernels.grouped import Implementation, grouped_matmul, method_of
 from jaxtp.layers.linear import default_kernel_init
-from jaxtp.layers.lora import LayerContext, layer_context
+from jaxtp.layers.lora import LayerContext
 from jaxtp.layers.mlp import ACTIVATIONS, MLP_TARGETS, MLPConfig
-from jaxtp.layers.parameter import Weights, own, parameter
+from jaxtp.layers.parameter import Weights, parameter, params_and_specs
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, platform_here
 
 EXPERTS = "mixture_of_experts"
@@ -89,9 +88,9 @@ class ExpertsConfig(MLPConfig):
                 f"at most {experts} works"
             )
         if self.mlp != "gated" or self.mlp_bias:
-            given = f"model.mlp={self.mlp} and model.mlp_bias={str(self.mlp_bias).lower()}"
+            current = f"model.mlp={self.mlp} and model.mlp_bias={str(self.mlp_bias).lower()}"
             yield Problem(
-                f"{given}: the {experts} experts of model.num_experts are gated, without biases; use model.mlp=gated "
+                f"{current}: the {experts} experts of model.num_experts are gated, without biases; use model.mlp=gated "
                 "and model.mlp_bias=false"
             )
         if not self.over_tp(tp) and self.d_ff % tp:
@@ -136,23 +135,16 @@ class MixtureOfExperts(PositionwiseBranch):
     `[E, F, D]`, `selection_bias` `[E]`.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        config: ExpertsConfig,
-        **context: Unpack[LayerContext],
-    ):
-        context = layer_context(**context)  # overlap is of linear layers
-        if context["lora"].adapted("gate_proj", "up_proj", "down_proj"):
+    def __init__(self, d_model: int, config: ExpertsConfig, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
+        if context.lora.adapted(*MLP_TARGETS):
             raise ConfigError("experts have no adapters; choose targets of attention")
-        precision, rngs = context["precision"], context["rngs"]
         self.d_model, self.config = d_model, config
-        self.sequence_parallel, self.precision = context["sequence_parallel"], precision
+        self.sequence_parallel, self.precision = context.sequence_parallel, context.precision
         experts, features = config.num_experts, config.d_ff
         over, inside = (TP, None) if config.over_tp(axis_size(TP)) else (None, TP)
 
         def kernel(name: str, shape: tuple[int, ...], spec: P) -> nnx.Param[Array]:
-            value = default_kernel_init(rngs.params(), shape, precision.param)
+            value = default_kernel_init(rngs.params(), shape, self.precision.param)
             made: nnx.Param[Array] = parameter(name, value, spec)
             return made
 
@@ -168,30 +160,21 @@ class MixtureOfExperts(PositionwiseBranch):
         """Transforms each position and returns the routing; padding stays zero."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         activation = activation_spec(sequence)
-        weights, specs = own(self)
-        of_tokens: dict[str, Array] = {}
+        weights, specs = params_and_specs(self)
         if self.config.selection_bias:
             weights["selection_bias"], specs["selection_bias"] = self.selection_bias[...], P(None)
-        if sequences.segments is not None:
-            of_tokens["segments"] = sequences.own(sequences.segments)
-        if sequences.experts is not None:
-            of_tokens["experts"] = sequences.own(sequences.experts)
         # Each device slices its part itself: if these came in split over tp, XLA would split their other readers too.
-        token_specs = {name: token_spec() for name in of_tokens}
-        sums = batch_spec(SEQUENCE)
-        recorded = P(*activation[:2]) if sequences.record else None
+        by_token = {"segments": sequences.segments, "experts": sequences.experts}
+        of_tokens = {name: sequences.local_tokens(x) for name, x in by_token.items() if x is not None}
+        sums, recorded = batch_spec(SEQUENCE), P(*activation[:2]) if sequences.record else None
         transform = device_view(
             partial(self._transform, sequence, sequences.record),
             EXPERTS,
-            in_specs=(activation, specs, token_specs),
+            in_specs=(activation, specs, {name: token_spec() for name in of_tokens}),
             out_specs=(activation, Routing(*[sums] * 5, *[recorded] * 2)),  # type: ignore[arg-type]
         )
         result: tuple[Array, Routing] = transform(x_BTD, weights, of_tokens)
         return result
-
-    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
-        """See `Branch`."""
-        return self(x_BTD)[0], ()
 
     def _transform(
         self, sequence: int | None, record: bool, x: Array, weights: Weights, of_tokens: Weights
@@ -204,50 +187,39 @@ class MixtureOfExperts(PositionwiseBranch):
         counts = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         experts, shares, routing = self._route(sequence, record, x, weights, counts, of_tokens.get("experts"))
         # One exchange for both: float32 holds expert indices exactly.
-        told = enter_parallel(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), sequence)
-        shares, experts = told[..., : config.experts_per_token], told[..., config.experts_per_token :].astype(jnp.int32)
+        both = enter_parallel(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), sequence)
+        shares, experts = both[..., : config.experts_per_token], both[..., config.experts_per_token :].astype(jnp.int32)
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [b, T/cp, D]
         count, _ = self.on_device(axis_size(TP))
         local = experts - (axis_index(TP) * count if over_tp else 0)
-        mine = (local >= 0) & (local < count)
-        rows = Rows.of(jnp.where(mine, local, count).reshape(-1, config.experts_per_token), count)
+        is_here = (local >= 0) & (local < count)
+        rows = Rows.of(jnp.where(is_here, local, count).reshape(-1, config.experts_per_token), count)
         y = self._compute(rows, x.reshape(-1, x.shape[-1]), shares.reshape(-1), weights)
-        computed = jnp.sum(mine, axis=(1, 2), dtype=jnp.float32)
+        computed = jnp.sum(is_here, axis=(1, 2), dtype=jnp.float32)
         # With experts divided inside, every device of a tp group computes a part of each row; only the first counts it.
         routing = replace(routing, computed=(computed if over_tp else _once(computed))[:, None])
         return leave_parallel(y.reshape(*x.shape[:2], -1), sequence), routing
 
-    @property
-    def _method(self) -> Method:
-        return method_of(self.config.grouped, platform_here())[0]
-
     def _route(
-        self,
-        sequence: int | None,
-        record: bool,
-        x: Array,
-        weights: Weights,
-        counts: Array,
-        given: Array | None,
+        self, sequence: int | None, record: bool, x: Array, weights: Weights, counts: Array, replayed: Array | None
     ) -> tuple[Array, Array, Routing]:
         """Returns the experts of this device's tokens, their weights, both `[b, t, k]`, and the sums.
 
-        Padding gets expert E, which does not exist. `given` experts replace the router's choice, which is then only
+        Padding gets expert E, which does not exist. `replayed` experts replace the router's choice, which is then only
         recorded.
         """
         config, k = self.config, self.config.experts_per_token
-        router = replace(self.precision, compute="float32").load(
-            weights["router"], 0, used_by_all_tp=sequence is not None
-        )
+        in_float32 = replace(self.precision, compute="float32")
+        router = in_float32.load(weights["router"], 0, used_by_all_tp=sequence is not None)
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
         scores = jax.nn.softmax(logits)
         for_choice = jax.lax.stop_gradient(scores)
         if config.selection_bias:
             for_choice = for_choice + weights["selection_bias"]
-        best, own_choice = jax.lax.top_k(for_choice, min(k + record, config.num_experts))
+        best, choice = jax.lax.top_k(for_choice, min(k + record, config.num_experts))
         # Saved under every remat policy: recomputed scores could round differently and choose other experts.
-        own_choice = checkpoint_name(own_choice[..., :k], CHOSEN)
-        experts = own_choice if given is None else given
+        choice = checkpoint_name(choice[..., :k], CHOSEN)
+        experts = choice if replayed is None else replayed
         # Scores over their sum are a softmax of the chosen logits, so the gradient of the other logits is exactly zero.
         # Rounding noise there would become full steps in Adafactor, different on each mesh.
         shares = (
@@ -269,7 +241,7 @@ class MixtureOfExperts(PositionwiseBranch):
         routing = Routing(*(each[:, None] for each in sums), computed=valid)  # type: ignore[misc]
         if record:
             last = jnp.zeros_like(best[..., 0]) if best.shape[-1] == k else best[..., k]
-            routing = replace(routing, experts=own_choice, margin=best[..., k - 1] - last)
+            routing = replace(routing, experts=choice, margin=best[..., k - 1] - last)
         return jnp.where(counts[..., None], experts, config.num_experts), shares, routing
 
     def _compute(self, rows: "Rows", x: Array, shares: Array, weights: Weights) -> Array:
@@ -277,7 +249,8 @@ class MixtureOfExperts(PositionwiseBranch):
         gate, up = (self.precision.load(weights[name], 1) for name in ("gate", "up"))
         down = self.precision.load(weights["down"], 2)
         inputs = rows.spread(x)
-        multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=self._method)
+        method, _ = method_of(self.config.grouped, platform_here())
+        multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
         gates, ups = (checkpoint_name(multiply(inputs, kernels), PROJECTED) for kernels in (gate, up))
         hidden = ACTIVATIONS[self.config.activation](gates) * ups
         # Weighted before the last product, so that the backward pass does not need that product's result.
@@ -286,10 +259,8 @@ class MixtureOfExperts(PositionwiseBranch):
 
     def on_device(self, tp: int) -> tuple[int, int]:
         """Returns the experts on each of tp devices, and the width of each."""
-        config = self.config
-        return (
-            (config.num_experts // tp, config.d_ff) if config.over_tp(tp) else (config.num_experts, config.d_ff // tp)
-        )
+        experts, features = self.config.num_experts, self.config.d_ff
+        return (experts // tp, features) if self.config.over_tp(tp) else (experts, features // tp)
 
 
 @dataclass(frozen=True)
@@ -299,14 +270,9 @@ class Rows:
     N * k is the place of a choice without an expert on this device, and the choice of an unused place.
     """
 
-    sizes: Array
-    """Rows of each expert, `[experts]` int32."""
-
-    places: Array
-    """Place of each choice, `[N, k]`."""
-
-    choices: Array
-    """Choice in each place, `[N * k]`: the number of a token times k, plus which of its choices it is."""
+    sizes: Array  # rows of each expert, `[experts]` int32
+    places: Array  # place of each choice, `[N, k]`
+    choices: Array  # choice in each place, `[N * k]`: the number of a token times k, plus which of its choices it is
 
     @classmethod
     def of(cls, experts: Array, count: int) -> "Rows":
@@ -317,9 +283,7 @@ class Rows:
         sizes = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0)
         none = jnp.arange(flat.size) >= jnp.sum(sizes)
         return cls(
-            sizes,
-            jnp.where(flat < count, places, flat.size).reshape(experts.shape),
-            jnp.where(none, flat.size, order),
+            sizes, jnp.where(flat < count, places, flat.size).reshape(experts.shape), jnp.where(none, flat.size, order)
         )
 
     def spread(self, x: Array) -> Array:
@@ -349,11 +313,11 @@ def _collect(rows: Array, places: Array, choices: Array) -> Array:
 
 _spread.defvjp(
     lambda x, places, choices: (_spread(x, places, choices), (places, choices)),
-    lambda kept, grad: (_collect(grad, *kept), None, None),
+    lambda residuals, grad: (_collect(grad, *residuals), None, None),
 )
 _collect.defvjp(
     lambda rows, places, choices: (_collect(rows, places, choices), (places, choices)),
-    lambda kept, grad: (_spread(grad, *kept), None, None),
+    lambda residuals, grad: (_spread(grad, *residuals), None, None),
 )
 
 

@@ -11,14 +11,13 @@ section 3):
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import (
@@ -33,9 +32,9 @@ from jaxtp.collectives import (
     leave_parallel,
 )
 from jaxtp.layers.activations import sequence_dim
-from jaxtp.layers.lora import LayerContext, Lora, layer_context
+from jaxtp.layers.lora import LayerContext, Lora, Target
 from jaxtp.layers.overlap import Overlap, gather_matmul, is_ring, matmul_scatter, sum_of_products
-from jaxtp.layers.parameter import Split, Unpadded, Weights, check_sizes, own, parameter
+from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, check_sizes, parameter, params_and_specs
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
@@ -50,53 +49,45 @@ class ColumnParallelLinear(nnx.Module):
 
     Args:
       in_features: D.
-      features: F of each output; a `Split` if tp may pad it.
-      fixed_biases: outputs whose bias gets no gradient.
-      unit: columns that each device needs whole, e.g. the head dim. If tp cuts finer (fewer kv heads than tp), the
-        devices that share a unit gather it, and each outputs it: `[B, T, max(F, tp * unit)]`.
-      adapted: outputs with an adapter.
-      **context: see `LayerContext`.
+      features: F of each output; a `PaddedDim` if tp may pad it.
+      targets: names of the outputs, by which `context.lora` gives them adapters.
 
-    Shapes: `[B, ..., D] -> [B, ..., F]`, split over tp; a tuple if `features` is a sequence. Kernels `[D, F]` are
-    stored as `P(STORAGE, TP)`, biases `[F]` as `P(TP)`.
+    Shapes: `[B, ..., D] -> [B, ..., F]`, split over tp; a tuple if `features` is a sequence. An output whose parts
+    devices share (`PaddedDim.shared_by`) has a copy on each. Kernels `[D, F]` are stored as `P(STORAGE, TP)`, biases
+    `[F]` as `P(TP)`.
     """
+
+    fixed_biases: tuple[int, ...] = ()  # outputs whose bias gets no gradient
 
     def __init__(
         self,
         in_features: int,
-        features: int | Split | Sequence[int | Split],
+        features: int | PaddedDim | Sequence[int | PaddedDim],
+        context: LayerContext = LayerContext(),
         *,
         use_bias: bool = False,
-        fixed_biases: Sequence[int] = (),
-        unit: int = 1,
-        adapted: Sequence[int] = (),
-        kernel_init: Initializer = default_kernel_init,
-        **context: Unpack[LayerContext],
+        targets: Sequence[Target] = (),
+        rngs: nnx.Rngs,
     ):
-        context = layer_context(**context)
-        lora, precision, rngs = context["lora"], context["precision"], context["rngs"]
         outputs = tuple(features) if isinstance(features, Sequence) else (features,)
         self.single = not isinstance(features, Sequence)
-        self.features = tuple(_split("ColumnParallelLinear", each, in_features=in_features) for each in outputs)
+        self.features = tuple(_as_dim("ColumnParallelLinear", each, in_features=in_features) for each in outputs)
         self.in_features = in_features
-        self.unit = unit
-        self.fixed_biases = tuple(fixed_biases)
-        self.sequence_parallel = context["sequence_parallel"]
-        self.overlap = context["overlap"]
-        self.precision = precision
-        kernels = ((f, kernel_init(rngs.params(), (in_features, f.size), precision.param)) for f in self.features)
+        self.sequence_parallel, self.overlap = context.sequence_parallel, context.overlap
+        self.precision, dtype = context.precision, context.precision.param
+        kernels = ((f, default_kernel_init(rngs.params(), (in_features, f.size), dtype)) for f in self.features)
         self.kernels = nnx.List(parameter("kernel", k, P(STORAGE, TP), padding=((-1, f),)) for f, k in kernels)
-        biases = ((f, jnp.zeros(f.size, precision.param)) for f in self.features if use_bias)
+        biases = ((f, jnp.zeros(f.size, dtype)) for f in self.features if use_bias)
         self.biases = nnx.List(parameter("bias", b, P(TP), padding=((-1, f),)) for f, b in biases)
-        self.adapted = tuple(adapted)
-        specs = P(STORAGE), P(None, TP)
-        self.loras = nnx.List(Lora((in_features, self.features[i]), lora, specs, rngs=rngs) for i in self.adapted)
+        self.adapted = tuple(context.lora.adapted(*targets))
+        dims = ((ExactDim((in_features,)), self.features[i]) for i in self.adapted)
+        self.loras = nnx.List(Lora(each, context.lora, (P(STORAGE), P(None, TP)), rngs=rngs) for each in dims)
 
     def __call__(self, x_BTD: Array) -> Array | tuple[Array, ...]:
         """Projects `[B, ..., D]` to `[B, ..., F]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         split, whole = _activation_specs(x_BTD.ndim, sequence)
-        weights, specs = own(self)
+        weights, specs = params_and_specs(self)
         project = device_view(
             partial(self._project, sequence), COLUMN, in_specs=(whole, specs), out_specs=(split,) * len(self.features)
         )
@@ -119,50 +110,42 @@ class ColumnParallelLinear(nnx.Module):
             outputs[i] += lora.scale * (small @ self._load(weights[f"loras.{at}.b"], None, self.features[i]))
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)  # each [B/(dp*fsdp), T/cp, F/tp]
 
-    def _load(self, shard: Array, fsdp_dim: int | None, features: Split) -> Array:
-        group = self.group_size(features, axis_size(TP))
-        return self.precision.load(shard, fsdp_dim, tp_dim=shard.ndim - 1, tp_group=group)
-
-    def group_size(self, features: Split, tp: int) -> int:
-        """Returns how many devices share, and gather, a unit of an output."""
-        return max(1, self.unit * tp // features.padded(tp))
+    def _load(self, shard: Array, fsdp_dim: int | None, features: PaddedDim) -> Array:
+        return self.precision.load(shard, fsdp_dim, tp_gather=(shard.ndim - 1, features.shared_by(axis_size(TP))))
 
 
 class RowParallelLinear(nnx.Module):
     """Projects features split over tp and sums over tp: `[B, ..., F] -> [B, ..., D]`.
 
-    `use_bias` adds a bias once, after the reduction; `sequence_parallel` (`LayerContext`) reduce-scatters the result
-    along the sequence. The kernel `[F, D]` is stored as `P(TP, STORAGE)`, the bias `[D]` as `P(STORAGE)`.
+    `use_bias` adds a bias once, after the reduction; sequence parallelism reduce-scatters the result along the
+    sequence. The kernel `[F, D]` is stored as `P(TP, STORAGE)`, the bias `[D]` as `P(STORAGE)`.
     """
 
     def __init__(
         self,
-        in_features: int | Split,
+        in_features: int | PaddedDim,
         features: int,
+        context: LayerContext = LayerContext(),
         *,
         use_bias: bool = False,
-        kernel_init: Initializer = default_kernel_init,
-        **context: Unpack[LayerContext],
+        target: Target | None = None,
+        rngs: nnx.Rngs,
     ):
-        context = layer_context(**context)
-        lora, precision, rngs = context["lora"], context["precision"], context["rngs"]
-        self.in_features, self.features = _split("RowParallelLinear", in_features, out_features=features), features
-        self.sequence_parallel = context["sequence_parallel"]
-        self.overlap = context["overlap"]
-        self.precision = precision
-        kernel = kernel_init(rngs.params(), (self.in_features.size, features), precision.param)
+        self.in_features, self.features = _as_dim("RowParallelLinear", in_features, out_features=features), features
+        self.sequence_parallel, self.overlap = context.sequence_parallel, context.overlap
+        self.precision, dtype = context.precision, context.precision.param
+        kernel = default_kernel_init(rngs.params(), (self.in_features.size, features), dtype)
         self.kernel = parameter("kernel", kernel, P(TP, STORAGE), padding=((-2, self.in_features),))
-        self.bias = parameter("bias", jnp.zeros(features, precision.param), P(STORAGE)) if use_bias else None
-        specs = P(TP), P(None, STORAGE)
-        adapter = partial(Lora, (self.in_features, features), lora, specs, rngs=rngs)
-        self.loras = nnx.List([adapter()] if lora.rank else [])
+        self.bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE)) if use_bias else None
+        dims, adapted = (self.in_features, ExactDim((features,))), target and context.lora.adapted(target)
+        self.loras = nnx.List([Lora(dims, context.lora, (P(TP), P(None, STORAGE)), rngs=rngs)] if adapted else [])
 
     def __call__(self, x_BTF: Array) -> Array:
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTF.shape)
         split, whole = _activation_specs(x_BTF.ndim, sequence)
         check_divides(ROW, (*x_BTF.shape[:-1], self.features), whole)
-        weights, specs = own(self)
+        weights, specs = params_and_specs(self)
         project = device_view(partial(self._project, sequence), ROW, in_specs=(split, specs), out_specs=whole)
         return project(x_BTF, weights)
 
@@ -198,9 +181,9 @@ def leave_matmul(inputs: Sequence[Array], kernels: Sequence[Array], sequence: in
     return leave_parallel(sum_of_products(inputs, kernels), sequence)  # [b, T, D], or [b, T/tp, D]
 
 
-def _split(layer: str, features: int | Split, **others: int) -> Split:
-    check_sizes(layer, features=features.size if isinstance(features, Split) else features, **others)
-    return features if isinstance(features, Split) else Unpadded((features,))
+def _as_dim(layer: str, features: int | PaddedDim, **others: int) -> PaddedDim:
+    check_sizes(layer, features=features.size if isinstance(features, PaddedDim) else features, **others)
+    return features if isinstance(features, PaddedDim) else ExactDim((features,))
 
 
 def _activation_specs(ndim: int, sequence: int | None) -> tuple[P, P]:

@@ -1,15 +1,13 @@
 """Low-rank adapters (LoRA: Hu et al., arXiv 2106.09685).
 
 A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero, split
-like the dims of W that they share. A column of A and a row of B that are both zero have zero gradients.
-
-Adapters are `nnx.LoRAParam`, a subclass of `nnx.Param`; the other params become `FrozenParam`, which is not, so code
-that handles every `nnx.Param` sees only adapters. Outside of training `hf/adapters.py` merges them into the kernels.
+like the dims of W that they share. Adapters are `nnx.LoRAParam`, a subclass of `nnx.Param`; the other params become
+`FrozenParam`, which is not, so code that handles every `nnx.Param` sees only adapters.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Required, TypedDict
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,7 @@ from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.schema import FromPath, Positive, Rank
 from jaxtp.layers.activations import SequenceParallel
 from jaxtp.layers.overlap import Overlap
-from jaxtp.layers.parameter import DType, FrozenParam, Precision, Split, parameter
+from jaxtp.layers.parameter import DType, FrozenParam, PaddedDim, Precision, parameter
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -58,10 +56,6 @@ class LoraConfig:
         """Returns the indices of the projections that have an adapter."""
         return [i for i, name in enumerate(projections) if self.rank and name in self.targets]
 
-    def only(self, projection: Target) -> "LoraConfig":
-        """Returns this if the projection has an adapter, else a config without adapters."""
-        return self if self.adapted(projection) else LoraConfig()
-
 
 def frozen(state: nnx.State) -> nnx.State:
     """Freezes every param of a real or abstract state except adapters."""
@@ -85,37 +79,16 @@ def _frozen(param: nnx.Param[Any]) -> nnx.Variable[Any]:
     return FrozenParam.from_metadata(param.get_raw_value(), param.get_metadata())
 
 
-class LayerContext(TypedDict, total=False):
-    """Keyword arguments that the parallel layers of a model share, and that a layer passes to the layers in it."""
+@dataclass(frozen=True, kw_only=True)
+class LayerContext:
+    """Settings that the parallel layers of a model share."""
 
-    sequence_parallel: SequenceParallel
-    """Activations outside are split over tp along the sequence (`layers.activations`). Default: False."""
-    overlap: Overlap
-    """Whether projections overlap their products with communication (`layers.overlap`). Default: "none"."""
-    lora: LoraConfig
-    """Adapters of projections. Default: none."""
-    precision: Precision
-    """The dtypes. Default: float32."""
-    rngs: Required[nnx.Rngs]
-    """Source of the `params` key."""
+    sequence_parallel: SequenceParallel = False
+    """Activations between layers are split over tp along the sequence (`layers/activations.py`)."""
 
-
-def layer_context(
-    *,
-    sequence_parallel: SequenceParallel = False,
-    overlap: Overlap = "none",
-    lora: LoraConfig = LoraConfig(),
-    precision: Precision = Precision(),
-    rngs: nnx.Rngs,
-) -> LayerContext:
-    """Returns a context with every field. An unknown keyword is a TypeError, as in any call."""
-    return {
-        "sequence_parallel": sequence_parallel,
-        "overlap": overlap,
-        "lora": lora,
-        "precision": precision,
-        "rngs": rngs,
-    }
+    overlap: Overlap = "none"  # projections overlap their products with communication (`layers/overlap.py`)
+    lora: LoraConfig = LoraConfig()
+    precision: Precision = Precision()
 
 
 class Lora(nnx.Module):
@@ -123,18 +96,16 @@ class Lora(nnx.Module):
 
     def __init__(
         self,
-        features: tuple[int | Split, int | Split],
+        features: tuple[PaddedDim, PaddedDim],
         config: LoraConfig,
         specs: tuple[PartitionSpec, PartitionSpec],
         *,
         rngs: nnx.Rngs,
     ):
-        self.rank = config.rank
-        self.scale = config.scale
-        inner, outer = (f.size if isinstance(f, Split) else f for f in features)
-        rows, columns = (((dim, f),) if isinstance(f, Split) else () for dim, f in zip((-2, -1), features, strict=True))
-        bound = inner**-0.5  # PEFT's initial values, the default of PyTorch's linear layers
-        a = jax.random.uniform(rngs.params(), (inner, config.rank), config.dtype, -bound, bound)
-        b = jnp.zeros((config.rank, outer), config.dtype)
-        self.a = parameter("lora_a", a, specs[0], kind=nnx.LoRAParam, padding=rows)
-        self.b = parameter("lora_b", b, specs[1], kind=nnx.LoRAParam, padding=columns)
+        inner, outer = features
+        self.rank, self.scale = config.rank, config.scale
+        bound = inner.size**-0.5  # PEFT's initial values, the default of PyTorch's linear layers
+        a = jax.random.uniform(rngs.params(), (inner.size, config.rank), config.dtype, -bound, bound)
+        b = jnp.zeros((config.rank, outer.size), config.dtype)
+        self.a = parameter("lora_a", a, specs[0], kind=nnx.LoRAParam, padding=((-2, inner),))
+        self.b = parameter("lora_b", b, specs[1], kind=nnx.LoRAParam, padding=((-1, outer),))

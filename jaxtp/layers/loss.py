@@ -7,7 +7,6 @@ exponentials and label logit (Megatron-LM, arXiv 1909.08053, section 3).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Required, TypedDict, Unpack
 
 import chex
 import jax
@@ -17,36 +16,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, device_view, enter_parallel, token_spec
-from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.layers.embedding import TABLE_SPEC, softcapped
-from jaxtp.layers.parameter import Precision
+from jaxtp.layers.activations import activation_spec, sequence_dim
+from jaxtp.layers.embedding import HeadConfig, softcapped
 from jaxtp.mesh import TOKENS, TP
 
 LOSS = "vocab_parallel_cross_entropy"
 
-CHUNK_SIZE = 2048
-"""Tokens of a chunk by default. For each chunk a float32 gradient of the table's size is read and written: with so many
-tokens that is a quarter of the time of their products, by the numbers of an H100."""
-
-IGNORE = -100
-"""The label of a position that does not count."""
+IGNORE = -100  # the label of a position that does not count
 
 _REDUCED = "softmax_reduction"
 
 
-class Head(TypedDict, total=False):
-    """How hidden states become logits; see `vocab_parallel_cross_entropy`."""
-
-    vocab_size: Required[int]
-    table_spec: P
-    chunk_size: int
-    softcap: float | None
-    sequence_parallel: SequenceParallel
-    precision: Precision
-
-
 def vocab_parallel_cross_entropy(
-    x_BTD: Array, table_VD: Array, labels_BT: Array, *, z_loss: float = 0.0, **head: Unpack[Head]
+    x_BTD: Array, table_VD: Array, labels_BT: Array, head: HeadConfig, *, z_loss: float = 0.0
 ) -> tuple[Array, Array]:
     """Returns the summed cross-entropy, in nats, under `softmax(x @ table.T)`, and the number of labels.
 
@@ -56,90 +38,73 @@ def vocab_parallel_cross_entropy(
       x_BTD: final hidden states.
       table_VD: the (tied) embedding or head, `[V padded, D]`.
       labels_BT: integers; `IGNORE` (-100) does not count.
+      head: V, softcap, tokens projected at a time.
       z_loss: adds `z_loss * log(sum(exp(logits)))^2` per token (PaLM, arXiv 2204.02311, section 5).
-      vocab_size: V.
-      chunk_size: tokens projected at a time on each device.
-      softcap: squashes each logit l to `softcap * tanh(l / softcap)`.
-      sequence_parallel: the input is split over tp along the sequence.
     """
 
-    def summed(losses: Array, labels: Array) -> tuple[Array, Array]:
-        valid = labels.reshape(-1) != IGNORE
+    def total(statistics: _Statistics, labels: Array) -> tuple[Array, Array]:
+        log_normaliser, label_logit, _ = statistics
+        losses = log_normaliser - label_logit + z_loss * jnp.square(log_normaliser)
+        valid = labels != IGNORE
         sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
         loss_sum, num_valid = all_reduce(sums, *TOKENS)
         return loss_sum, num_valid
 
-    token_loss = partial(_token_loss, z_loss=z_loss)
-    return _map_tokens(token_loss, summed, (P(), P()), x_BTD, table_VD, labels_BT, **head)
+    return _on_devices(total, (P(), P()), (x_BTD, table_VD, labels_BT), head)
 
 
 def vocab_parallel_token_losses(
-    x_BTD: Array, table_VD: Array, labels_BT: Array, **head: Unpack[Head]
+    x_BTD: Array, table_VD: Array, labels_BT: Array, head: HeadConfig
 ) -> tuple[Array, Array]:
     """Returns the cross-entropy of each label in nats, and whether no other token is likelier, both `[B, T]`.
 
     `IGNORE` gives 0 and False. Arguments: see `vocab_parallel_cross_entropy`.
     """
 
-    def each(scores: Array, labels: Array) -> tuple[Array, Array]:
-        loss, likeliest = jnp.moveaxis(scores.reshape(*labels.shape, 2), -1, 0)  # [B/(dp*fsdp), T/cp]
+    def each(statistics: _Statistics, labels: Array) -> tuple[Array, Array]:
+        log_normaliser, label_logit, highest = statistics
         valid = labels != IGNORE
-        return jnp.where(valid, loss, 0), valid & (likeliest > 0)
+        return jnp.where(valid, log_normaliser - label_logit, 0), valid & (label_logit >= highest)
 
-    return _map_tokens(_token_score, each, (token_spec(), token_spec()), x_BTD, table_VD, labels_BT, **head)
+    return _on_devices(each, (token_spec(), token_spec()), (x_BTD, table_VD, labels_BT), head)
 
 
-def _map_tokens(
-    score: Callable[..., Array],
-    finish: Callable[[Array, Array], tuple[Array, Array]],
+_Statistics = tuple[Array, Array, Array]
+"""Log-normaliser, label logit and highest logit of each token, over the whole vocabulary."""
+
+
+def _on_devices(
+    reduce: Callable[[_Statistics, Array], tuple[Array, Array]],
     out_specs: tuple[P, P],
-    x_BTD: Array,
-    table_VD: Array,
-    labels_BT: Array,
-    *,
-    vocab_size: int,
-    table_spec: P = TABLE_SPEC,
-    chunk_size: int = CHUNK_SIZE,
-    softcap: float | None = None,
-    sequence_parallel: SequenceParallel = False,
-    precision: Precision = Precision(),
+    arrays: tuple[Array, Array, Array],
+    head: HeadConfig,
 ) -> tuple[Array, Array]:
+    """Returns `reduce(statistics, labels)` of each device's tokens; `arrays` are hidden states, table and labels."""
+    x_BTD, _, labels_BT = arrays
     chex.assert_equal_shape_prefix((x_BTD, labels_BT), 2)
-    sequence = sequence_dim(sequence_parallel, x_BTD.shape)
+    precision, sequence = head.context.precision, sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
     def run(x: Array, shard: Array, labels: Array) -> tuple[Array, Array]:
         x = enter_parallel(x.astype(precision.compute), sequence)
         # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three times (fsdp-1)*V/tp
         # floats per token, which is less than the table only where a device has fewer than about D/(2*fsdp) tokens.
         table = precision.load(shard, 1, accumulate="float32")  # chunks accumulate gradients in float32
-        token_score = partial(score, table=table, vocab_size=vocab_size, softcap=softcap, precision=precision)
+        token_statistics = partial(_token_statistics, head, table)
         # [tokens, D] and [tokens]: nothing is copied
-        return finish(_map_chunks(token_score, x.reshape(-1, x.shape[-1]), labels.reshape(-1), chunk_size), labels)
+        statistics = _map_chunks(token_statistics, x.reshape(-1, x.shape[-1]), labels.reshape(-1), head.chunk_size)
+        return reduce(jax.tree.map(lambda each: each.reshape(labels.shape), statistics), labels)
 
-    in_specs = (activation_spec(sequence), table_spec, token_spec())
-    return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, labels_BT)
-
-
-def _token_loss(x: Array, labels: Array, *, z_loss: float, **head: Any) -> Array:
-    log_normaliser, label_logit, _ = _normalised(x, labels, **head)
-    return log_normaliser - label_logit + z_loss * jnp.square(log_normaliser)
+    in_specs = (activation_spec(sequence), head.table_spec, token_spec())
+    return device_view(run, LOSS, in_specs, out_specs)(*arrays)
 
 
-def _token_score(x: Array, labels: Array, **head: Any) -> Array:
-    """Returns (cross-entropy, 1 if no other token is likelier else 0), `[t, 2]`."""
-    log_normaliser, label_logit, highest = _normalised(x, labels, **head)
-    return jnp.stack([log_normaliser - label_logit, (label_logit >= highest).astype(jnp.float32)], axis=-1)
-
-
-def _normalised(
-    x: Array, labels: Array, *, table: Array, vocab_size: int, softcap: float | None, precision: Precision
-) -> tuple[Array, Array, Array]:
-    """Returns log-normaliser, label logit and highest logit over the whole vocabulary, each `[t]`."""
+def _token_statistics(head: HeadConfig, table: Array, x: Array, labels: Array) -> _Statistics:
+    precision = head.context.precision
     logits = jnp.einsum("td,vd->tv", x, table.astype(precision.compute), preferred_element_type=precision.logits)
-    logits = softcapped(logits.astype(jnp.float32), softcap)
+    logits = softcapped(logits.astype(jnp.float32), head.softcap)
     start = axis_index(TP) * table.shape[0]
     local_vocab = start + jnp.arange(table.shape[0])
-    logits = jnp.where(local_vocab < vocab_size, logits, -jnp.inf)
+    logits = jnp.where(local_vocab < head.vocab_size, logits, -jnp.inf)
     # The maximum is -inf on a device that holds only padding.
     highest = checkpoint_name(all_reduce_max(jnp.max(logits, axis=-1), TP), _REDUCED)
     exp_sum = jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1)
@@ -150,18 +115,19 @@ def _normalised(
     return jnp.log(exp_sum) + highest, label_logit, highest
 
 
-def _map_chunks(token_loss: Callable[[Array, Array], Array], x: Array, labels: Array, chunk_size: int) -> Array:
+def _map_chunks(fn: Callable[[Array, Array], _Statistics], x: Array, labels: Array, chunk_size: int) -> _Statistics:
     """Maps over chunks; the backward pass needs only a few floats per token."""
-    token_loss = jax.checkpoint(token_loss, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED))
+    fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED))
     num_chunks, rest = divmod(x.shape[0], chunk_size)
 
     def chunked(a: Array) -> Array:  # [tokens, ...] -> [num_chunks, chunk_size, ...]
         return a[: num_chunks * chunk_size].reshape(num_chunks, chunk_size, *a.shape[1:])
 
-    pieces = []
+    pieces: list[_Statistics] = []
     if num_chunks:
-        losses = jax.lax.map(lambda chunk: token_loss(*chunk), (chunked(x), chunked(labels)))
-        pieces.append(losses.reshape(-1, *losses.shape[2:]))
+        statistics = jax.lax.map(lambda chunk: fn(*chunk), (chunked(x), chunked(labels)))
+        pieces.append(jax.tree.map(jnp.ravel, statistics))
     if rest:
-        pieces.append(token_loss(x[-rest:], labels[-rest:]))
-    return jnp.concatenate(pieces)
+        pieces.append(fn(x[-rest:], labels[-rest:]))
+    joined: _Statistics = jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)
+    return joined

@@ -3,21 +3,21 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import jax
+from flax import nnx
 from jax import Array
 
 from jaxtp.config.schema import Count
 from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.lora import LayerContext, Target, layer_context
-from jaxtp.layers.parameter import Split
+from jaxtp.layers.lora import LayerContext, Target
+from jaxtp.layers.parameter import PaddedDim
 
 _MIN_FEATURES = 48
-MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
-"""Projections of an MLP that can have adapters."""
+MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")  # projections of an MLP that can have adapters
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
@@ -47,7 +47,7 @@ class MLPConfig(BranchConfig):
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`."""
         yield from super().padding(tp)
-        yield "d_ff", self.d_ff, Split((self.d_ff,)).padded(tp)
+        yield "d_ff", self.d_ff, PaddedDim((self.d_ff,)).padded(tp)
 
     def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
         """See `BranchConfig`."""
@@ -60,25 +60,15 @@ class MLP(PositionwiseBranch):
     Kernels: gate and up `[D, F]` (`gate_up.kernels` 0, 1) or only up (`up.kernels` 0), and down `[F, D]`.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        config: MLPConfig,
-        **context: Unpack[LayerContext],
-    ):
-        context = layer_context(**context)
-        self.config, self.precision = config, context["precision"]
-        self.hidden, bias, lora = Split((config.d_ff,)), config.mlp_bias, context["lora"]
+    def __init__(self, d_model: int, config: MLPConfig, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
+        self.config, self.precision = config, context.precision
+        self.hidden, bias = PaddedDim((config.d_ff,)), config.mlp_bias
+        column = partial(ColumnParallelLinear, d_model, context=context, use_bias=bias, rngs=rngs)
         if config.mlp == "gated":
-            adapted = lora.adapted("gate_proj", "up_proj")
-            self.gate_up = ColumnParallelLinear(
-                d_model, (self.hidden, self.hidden), use_bias=bias, adapted=adapted, **context
-            )
+            self.gate_up = column((self.hidden, self.hidden), targets=("gate_proj", "up_proj"))
         else:
-            adapted = lora.adapted("up_proj")
-            self.up = ColumnParallelLinear(d_model, (self.hidden,), use_bias=bias, adapted=adapted, **context)
-        context["lora"] = lora.only("down_proj")
-        self.down = RowParallelLinear(self.hidden, d_model, use_bias=bias, **context)
+            self.up = column((self.hidden,), targets=("up_proj",))
+        self.down = RowParallelLinear(self.hidden, d_model, context, use_bias=bias, target="down_proj", rngs=rngs)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """See `Branch`."""

@@ -1,4 +1,4 @@
-"""Normalisation of the residual stream.
+"""Normalisation of the residual stream, and of queries and keys.
 
 Scales are split over fsdp like all weights, so that fsdp communication is only weight gathers and gradient
 reduce-scatters.
@@ -14,14 +14,18 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import device_view
+from jaxtp.collectives import all_reduce, axis_size, device_view
 from jaxtp.config.schema import Positive
-from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.layers.parameter import Precision, Weights, check_sizes, own, parameter
-from jaxtp.mesh import STORAGE
+from jaxtp.layers.activations import activation_spec, sequence_dim
+from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.parameter import PaddedDim, Precision, Weights, check_sizes, parameter, params_and_specs
+from jaxtp.mesh import STORAGE, TP
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 NormPlacement = Literal["before", "after", "both"]
+QKNormKind = Literal["none", "head", "projection"]
+
+ATTEND = "attend"  # name of the part of attention between its projections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +46,24 @@ class NormConfig:
 class Norm(nnx.Module):
     """Normalises the last dim of `[B, T, D]` in float32 (RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450).
 
-    With `sequence_parallel`, the scale's gradient is summed over tp. Scale and bias `[D]` are stored as `P(STORAGE)`.
+    Under sequence parallelism the scale's gradient is summed over tp. Scale and bias `[D]` are stored as `P(STORAGE)`.
     """
 
-    def __init__(
-        self,
-        features: int,
-        config: NormConfig = NormConfig(),
-        *,
-        sequence_parallel: SequenceParallel = False,
-        precision: Precision = Precision(),
-    ):
+    def __init__(self, features: int, config: NormConfig = NormConfig(), context: LayerContext = LayerContext()):
         check_sizes("Norm", features=features)
         self.features, self.kind, self.eps = features, config.norm, config.norm_eps
         self.name = "layer_norm" if self.kind == "layer" else "rms_norm"
-        self.sequence_parallel = sequence_parallel
-        self.precision = precision
+        self.sequence_parallel = context.sequence_parallel
+        self.precision, dtype = context.precision, context.precision.param
         initial = jnp.zeros if self.kind == "rms_plus_one" else jnp.ones
-        self.scale = parameter("scale", initial(features, precision.param), P(STORAGE))
-        self.bias = (
-            parameter("bias", jnp.zeros(features, precision.param), P(STORAGE)) if self.kind == "layer" else None
-        )
+        self.scale = parameter("scale", initial(features, dtype), P(STORAGE))
+        self.bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE)) if self.kind == "layer" else None
 
     def __call__(self, x_BTD: Array) -> Array:
         """Normalises the last dim of `[B, T, D]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         activation = activation_spec(sequence)
-        weights, specs = own(self)
+        weights, specs = params_and_specs(self)
         normalise = partial(self._normalise, sequence is not None)
         return device_view(normalise, self.name, in_specs=(activation, specs), out_specs=activation)(x_BTD, weights)
 
@@ -88,3 +83,34 @@ def rms_normalise(x: Array, eps: float) -> Array:
     """Returns `x / sqrt(mean(x^2) + eps)` over the last dim, computed in float32, in the dtype of `x`."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+class QKNorm(nnx.Module):
+    """RMS normalisation of a projection whose heads are split over tp; called inside attention's `device_view`.
+
+    Kind "head" normalises each head, with one scale `[H]` (Qwen 3); "projection" normalises the whole projection, with
+    a scale `[heads * H]` split like the heads and a sum over tp (OLMo 2). The factor is 1 + scale if `norm` is
+    rms_plus_one (Gemma 3).
+    """
+
+    def __init__(self, kind: QKNormKind, heads: PaddedDim, norm: NormConfig, precision: Precision = Precision()):
+        self.heads, self.precision, self.per_head = heads, precision, kind == "head"
+        self.eps, self.plus_one = norm.norm_eps, norm.norm == "rms_plus_one"
+        size, spec = (heads.factors[-1], P()) if self.per_head else (heads.size, P(TP))
+        initial = (jnp.zeros if self.plus_one else jnp.ones)(size, precision.param)
+        self.scale = parameter("scale", initial, spec, padding=() if self.per_head else ((-1, heads),))
+
+    def __call__(self, x: Array, scale_shard: Array) -> Array:
+        """Normalises this device's heads, `[b, T, heads, H]`."""
+        if self.per_head:
+            scale = self.precision.load(scale_shard, None, used_by_all_tp=True)
+            if self.plus_one:
+                x32 = x.astype(jnp.float32)
+                return (rms_normalise(x32, self.eps) * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+            return rms_normalise(x, self.eps) * scale
+        sharing = self.heads.shared_by(axis_size(TP))
+        scale = self.precision.load(scale_shard, None, tp_gather=(0, sharing))
+        x32 = x.astype(jnp.float32)
+        squares = all_reduce(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True), TP)
+        normalised = x32 * jax.lax.rsqrt(squares / (self.heads.size * sharing) + self.eps)
+        return normalised.astype(x.dtype) * scale.reshape(x.shape[-2:])

@@ -6,11 +6,9 @@ They replace sequence parallelism's all-gather or reduce-scatter and its product
     gather_matmul     all_gather(x) @ w      [b, T/tp, D] @ [D, F/tp] -> [b, T, F/tp]
     matmul_scatter    reduce_scatter(x @ w)  [b, T, F/tp] @ [F/tp, D] -> [b, T/tp, D]
 
-Gradients are hand-written rings, because autodiff would save every part that passes by. Sums over devices use the dtype
-of the activations; a weight gradient is summed over the parts in float32 and rounded once. No device holds the whole
-input: for weight gradients of a column layer it goes around again (`layers/remat.py` has the cost).
-
-Rings are unidirectional: XLA runs one collective at a time, and behind a switch one direction gets the full bandwidth.
+Gradients are hand-written rings, because autodiff would save every part that passes by. A weight gradient is summed
+over the parts in float32 and rounded once; the input of a column layer goes around again for it. Rings are
+unidirectional: XLA runs one collective at a time, and behind a switch one direction gets the full bandwidth.
 """
 
 import operator
@@ -24,12 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxtp.collectives import (
-    axis_index,
-    axis_size,
-    permute,
-    vary_like,
-)
+from jaxtp.collectives import axis_index, axis_size, permute, vary_like
 from jaxtp.layers.activations import SEQUENCE_DIM
 from jaxtp.mesh import TP
 
@@ -81,8 +74,8 @@ def _scattering(inputs: Sequence[Array], kernels: Sequence[Array]) -> Array:
 
     def turn(total: Array, number: Array) -> tuple[Array, None]:
         # Otherwise XLA may fuse the sum into the product, which then waits for the permute (jax 0.12, H100).
-        come, own = lax.optimization_barrier((permute(total, TP), summand(number)))
-        return come + own, None
+        arrived, local = lax.optimization_barrier((permute(total, TP), summand(number)))
+        return arrived + local, None
 
     total, _ = lax.scan(turn, summand(1), jnp.arange(2, tp + 1))
     return total
@@ -111,21 +104,21 @@ def gather_matmul(x: Array, kernels: tuple[Array, ...]) -> tuple[Array, ...]:
 
 def _gather_forward(x: Any, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], Any]:
     values = tuple(w.value for w in kernels)
-    wanted = NeedsGrad((x.perturbed,), tuple(w.perturbed for w in kernels))
-    return gather_matmul.fun(x.value, values), (x.value, values, wanted)
+    needs_grad = NeedsGrad((x.perturbed,), tuple(w.perturbed for w in kernels))
+    return gather_matmul.fun(x.value, values), (x.value, values, needs_grad)
 
 
-def _gather_backward(kept: Any, grads: tuple[Any, ...]) -> tuple[Array | None, tuple[Array | None, ...]]:
-    x, kernels, wanted = kept
+def _gather_backward(residuals: Any, grads: tuple[Any, ...]) -> tuple[Array | None, tuple[Array | None, ...]]:
+    x, kernels, needs_grad = residuals
     used = [i for i, grad in enumerate(grads) if not isinstance(grad, SymbolicZero)]
-    grad_x = _scattering([grads[i] for i in used], [kernels[i].T for i in used]) if wanted.inputs[0] else None
-    asked = [i for i in used if wanted.kernels[i]]
+    grad_x = _scattering([grads[i] for i in used], [kernels[i].T for i in used]) if needs_grad.inputs[0] else None
+    trained = [i for i in used if needs_grad.kernels[i]]
 
     def visit(sums: list[Array], part: Array, at: Array) -> list[Array]:
-        return [_added(s, part, _part(grads[i], at, part)) for s, i in zip(sums, asked, strict=True)]
+        return [_added(s, part, _part(grads[i], at, part)) for s, i in zip(sums, trained, strict=True)]
 
-    sums = _gathering(x, visit, [_no_sum(x, grads[i]) for i in asked]) if asked else []
-    return grad_x, _rounded(sums, asked, kernels)
+    sums = _gathering(x, visit, [_no_sum(x, grads[i]) for i in trained]) if trained else []
+    return grad_x, _rounded(sums, trained, kernels)
 
 
 @jax.custom_vjp
@@ -138,26 +131,26 @@ def matmul_scatter(inputs: tuple[Array, ...], kernels: tuple[Array, ...]) -> Arr
 
 
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, Any]:
-    xs, ws = (tuple(each.value for each in given) for given in (inputs, kernels))
-    wanted = NeedsGrad(*(tuple(each.perturbed for each in given) for given in (inputs, kernels)))
-    return _scattering(xs, ws), (xs, ws, wanted)
+    xs, ws = (tuple(each.value for each in args) for args in (inputs, kernels))
+    needs_grad = NeedsGrad(*(tuple(each.perturbed for each in args) for args in (inputs, kernels)))
+    return _scattering(xs, ws), (xs, ws, needs_grad)
 
 
-def _scatter_backward(kept: Any, grad: Array) -> tuple[tuple[Array | None, ...], tuple[Array | None, ...]]:
-    inputs, kernels, wanted = kept
-    moving = [i for i, asked in enumerate(wanted.inputs) if asked]
-    asked = [i for i, asked in enumerate(wanted.kernels) if asked]
+def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Array | None, ...], tuple[Array | None, ...]]:
+    inputs, kernels, needs_grad = residuals
+    moving = [i for i, needed in enumerate(needs_grad.inputs) if needed]
+    trained = [i for i, needed in enumerate(needs_grad.kernels) if needed]
     transposed = [kernels[i].T for i in moving]
     empty = [vary_like(jnp.zeros(inputs[i].shape, inputs[i].dtype), grad, kernels[i]) for i in moving]
 
     def visit(carry: tuple[list[Array], list[Array]], part: Array, at: Array) -> tuple[list[Array], list[Array]]:
         ys, sums = carry
-        added = [_added(s, _part(inputs[i], at, part), part) for s, i in zip(sums, asked, strict=True)]
+        added = [_added(s, _part(inputs[i], at, part), part) for s, i in zip(sums, trained, strict=True)]
         return _placed(ys, part, transposed, at), added
 
-    ys, sums = _gathering(grad, visit, (empty, [_no_sum(inputs[i], grad) for i in asked]))
+    ys, sums = _gathering(grad, visit, (empty, [_no_sum(inputs[i], grad) for i in trained]))
     grad_inputs = dict(zip(moving, ys, strict=True))
-    return tuple(grad_inputs.get(i) for i in range(len(inputs))), _rounded(sums, asked, kernels)
+    return tuple(grad_inputs.get(i) for i in range(len(inputs))), _rounded(sums, trained, kernels)
 
 
 gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
@@ -189,5 +182,5 @@ def _added(total: Array, x: Array, grad: Array) -> Array:
 
 
 def _rounded(sums: Sequence[Array], at: Sequence[int], kernels: Sequence[Array]) -> tuple[Array | None, ...]:
-    found = dict(zip(at, sums, strict=True))
-    return tuple(found[i].astype(w.dtype) if i in found else None for i, w in enumerate(kernels))
+    by_index = dict(zip(at, sums, strict=True))
+    return tuple(by_index[i].astype(w.dtype) if i in by_index else None for i, w in enumerate(kernels))

@@ -1,9 +1,6 @@
 """Parameters of layers: a value, the `PartitionSpec` that stores it, and the dtypes.
 
-Gradients are summed over devices in the reduction dtype, first by the reduce-scatter over fsdp, then over dp
-(`collectives.load_weight`). Gradients of several uses of a weight accumulate in float32 and are cast once.
-
-A dim that tp does not divide is padded when its parameter is created (`Split`), so a model runs on any tp.
+A dim that tp does not divide is padded when its parameter is created (`PaddedDim`), so a model runs on any tp.
 `checkpoint/logical.py` and `train/state.py` remove the padding.
 """
 
@@ -12,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -19,14 +17,15 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import axis_size, check_divides, load_weight
-from jaxtp.mesh import TP, current_mesh
+from jaxtp.collectives import WeightDtypes, all_reduce, axis_size, check_divides, device_view, load_weight
+from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
-Weights = dict[str, Array]
-"""A layer's parameters by the path of the attribute that holds them, such as `kernels.0`."""
+Weights = dict[str, Array]  # A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
+
+Variable = nnx.Variable[Any]
 
 GRADIENTS = "gradients"
-"""Name of the module that sums the gradients of all micro-batches over devices (`layers/gradients.py`)."""
+"""Name in profiles of the sum of all micro-batches' gradients over devices (`sum_copies`)."""
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -55,17 +54,17 @@ class Precision:
         """Returns the dtype in which gradients accumulate over micro-batches."""
         return jnp.promote_types(param, self.reduce)
 
-    def load(self, shard: Array, fsdp_dim: int | None, **kwargs: bool | int | str | None) -> Array:
-        """Calls `collectives.load_weight` with these dtypes."""
-        return load_weight(shard, fsdp_dim, compute=self.compute, reduce=self.reduce, **kwargs)  # type: ignore[arg-type]
+    def load(self, shard: Array, fsdp_dim: int | None, *, accumulate: DType | None = None, **layout: Any) -> Array:
+        """Calls `load_weight`; gradients of the weight's uses accumulate in `accumulate`."""
+        dtypes = WeightDtypes(self.compute, self.reduce, accumulate or self.compute)
+        return load_weight(shard, fsdp_dim, dtypes, **layout)
 
 
 @dataclass(frozen=True)
-class Split:
+class PaddedDim:
     """The division of a dim over tp into equal parts, padded with zeros.
 
-    Padding stays zero, as its gradients are zero: padded heads output zero, the softmax masks padded ids. Checkpoints,
-    exports and parameter counts exclude it.
+    Padding stays zero, as its gradients are zero: padded heads output zero, the softmax masks padded ids.
     """
 
     factors: tuple[int, ...]
@@ -84,8 +83,16 @@ class Split:
         """Returns the padded size on tp devices."""
         return math.prod(self.stored(tp))
 
+    def shared_by(self, tp: int) -> int:
+        """Returns how many neighbouring devices share, and gather, their parts."""
+        return 1
 
-class Unpadded(Split):
+    def local(self, tp: int) -> int:
+        """Returns the size of a device's part, after that gather."""
+        return self.padded(tp) * self.shared_by(tp) // tp
+
+
+class ExactDim(PaddedDim):
     """A dim that tp must divide."""
 
     def stored(self, tp: int) -> tuple[int, ...]:
@@ -100,42 +107,30 @@ class FrozenParam(nnx.Variable[Any]):
     """
 
 
-PARAMETERS = (nnx.Param, FrozenParam)
-"""Filter of all parameters, trained or not."""
+PARAMETERS = (nnx.Param, FrozenParam)  # filter of all parameters, trained or not
 
-Padding = tuple[tuple[int, Split], ...]
+Padding = tuple[tuple[int, PaddedDim], ...]
 """The dims of an array that are padded, counted from the last one: -1, -2, ..."""
 
 
 def parameter(
-    name: str,
-    value: Array,
-    spec: PartitionSpec,
-    *,
-    kind: type[nnx.Variable[Any]] = nnx.Param,
-    padding: Padding = (),
+    name: str, value: Array, spec: PartitionSpec, *, kind: type[Variable] = nnx.Param, padding: Padding = ()
 ) -> Any:
-    """Returns a parameter, sharded by `spec` over the mesh in context.
-
-    `value` has no padding; `name` is for errors.
-
-    Raises:
-      ValueError: a dim is not divisible by its mesh axes (JAX would silently replicate it).
-    """
+    """Returns a parameter, sharded by `spec` over the mesh in context. `value` has no padding; `name` is for errors."""
     value = pad(value, padding, axis_size(TP))
-    check_divides(name, value.shape, spec)
+    check_divides(name, value.shape, spec)  # JAX would silently replicate
     spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))  # one entry per dim: `spec_of` counts them
-    padded = tuple((dim, split) for dim, split in padding if not isinstance(split, Unpadded))
+    padded = tuple((dim, split) for dim, split in padding if not isinstance(split, ExactDim))
     metadata: dict[str, Any] = {"padding": padded} if padded else {}
     return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
 
 
-def padding_of(variable: nnx.Variable[Any]) -> Padding:
+def padding_of(variable: Variable) -> Padding:
     """Returns a variable's padded dims."""
     return tuple(variable.get_metadata().get("padding", ()))
 
 
-def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:
+def logical_shape(variable: Variable) -> tuple[int, ...]:
     """Returns the shape without padding, equal on every mesh."""
     shape = list(variable.shape)
     for dim, split in padding_of(variable):
@@ -157,19 +152,19 @@ def pad(array: Any, padding: Padding, tp: int) -> Any:
     return array
 
 
-def cut(array: Any, padding: Padding, tp: int) -> Any:
+def unpad(array: Any, padding: Padding, tp: int) -> Any:
     """Removes the padding of tp devices from a JAX or NumPy array."""
     for dim, split in padding:
         stored = split.stored(tp)
         if stored != split.factors:
             axis = array.ndim + dim
             factored = array.reshape(*array.shape[:axis], *stored, *array.shape[axis + 1 :])
-            kept = factored[(slice(None),) * axis + tuple(slice(size) for size in split.factors)]
-            array = kept.reshape(*array.shape[:axis], split.size, *array.shape[axis + 1 :])
+            unpadded = factored[(slice(None),) * axis + tuple(slice(size) for size in split.factors)]
+            array = unpadded.reshape(*array.shape[:axis], split.size, *array.shape[axis + 1 :])
     return array
 
 
-def own(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
+def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
     """Returns modules' parameters and specs by name, for `device_view`."""
     weights: Weights = {}
     specs: dict[str, PartitionSpec] = {}
@@ -181,18 +176,59 @@ def own(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
     return weights, specs
 
 
-def spec_of(variable: nnx.Variable[Any]) -> PartitionSpec:
+def spec_of(variable: Variable) -> PartitionSpec:
     """Returns a variable's spec, P() if undeclared, without a stack's dim after unstacking."""
     declared = tuple(variable.get_metadata().get("out_sharding") or ())
     return PartitionSpec(*declared[max(0, len(declared) - len(variable.shape)) :])
 
 
 def check_sizes(layer: str, **sizes: Any) -> None:
-    """Checks sizes.
-
-    Raises:
-      ValueError: a size is not an integer, or is below 1.
-    """
+    """Raises a ValueError unless sizes are integers from 1 on."""
     bad = [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]
     if bad:
         raise ValueError(f"{layer}: {', '.join(bad)}: should be a whole number, 1 or more")
+
+
+# By default every layer all-reduces its gradients over dp, for each micro-batch. A training step marks weights as
+# different on those devices, so `load_weight` omits the sum, and sums once, after the last micro-batch. Sums over fsdp
+# stay, or every device would hold whole gradients, and so do sums of norms over tp.
+
+
+def mark_unreduced(params: nnx.State) -> nnx.State:
+    """Returns params marked as different on the devices along `TOKENS` that hold replicas; nothing moves.
+
+    The last dim of params and gradients then has all these replicas side by side.
+    """
+
+    def apart(param: Variable) -> Variable:
+        spec, axes = spec_of(param), _copied_over(param)
+        *others, last = spec
+        side_by_side = PartitionSpec(*others, (*axes_of(last), *axes))
+        view = device_view(lambda shard: shard, GRADIENTS, in_specs=(spec,), out_specs=side_by_side)
+        return param.copy(view(param[...]), out_sharding=side_by_side) if axes else param
+
+    return jax.tree.map(apart, params, is_leaf=_is_variable)
+
+
+def sum_copies(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> nnx.State:
+    """All-reduces, in `dtype`, accumulated gradients of params that `mark_unreduced` marked."""
+
+    def total(param: Variable, grad: Variable) -> Variable:
+        axes = _copied_over(param)
+
+        def add(shard: Array) -> Array:
+            return all_reduce(shard.astype(dtype), *axes).astype(shard.dtype)
+
+        view = device_view(add, GRADIENTS, in_specs=(spec_of(grad),), out_specs=spec_of(param))
+        return param.copy(view(grad[...])) if axes else grad
+
+    return jax.tree.map(total, params, grads, is_leaf=_is_variable)
+
+
+def _copied_over(param: Variable) -> tuple[str, ...]:
+    split = {axis for entry in spec_of(param) for axis in axes_of(entry)}
+    return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)

@@ -31,10 +31,14 @@ from jaxtp.config.entry import UserError
 RematPolicy = Literal["none", "save_dots", "save_gathered", "save_reduced", "full", "offload"]
 
 BLOCK_INPUT = "block_input"
+_SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
+    "save_dots": (PROJECTED, REDUCED, ATTENDED, CHOSEN),
+    "save_gathered": (GATHERED, REDUCED, CHOSEN),
+    "save_reduced": (REDUCED, CHOSEN),
+    "full": (CHOSEN,),
+}
 _VIEWS = {"name", "pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
-
-_FROZEN = "custom_vjp_call"
-"""The primitive that loads a weight of which no gradient is asked; else its rules take its place."""
+_FROZEN = "custom_vjp_call"  # the primitive that loads a weight without a gradient; else its rules take its place
 
 
 class RematError(UserError):
@@ -47,41 +51,21 @@ def policy(name: RematPolicy) -> Callable[..., Any]:
     Raises:
       RematError: `offload` on devices that cannot address pinned host memory.
     """
+
+    def save_named(primitive: Any, *_: Any, **params: Any) -> bool:
+        if name in ("save_dots", "save_reduced") and is_tp_reduction(primitive, params):
+            return True
+        return primitive.name == "name" and params["name"] in _SAVED_NAMES[name]
+
     if name == "offload":
         return _offload()
-    return {
-        "none": _keep_all,
-        "save_dots": _keep_dots,
-        "save_gathered": _keep_gathered,
-        "save_reduced": _keep_reduced,
-        "full": _keep_chosen,
-    }[name]
+    return _save_all if name == "none" else save_named
 
 
-def _keep_all(primitive: Any, *_: Any, **params: Any) -> bool:
+def _save_all(primitive: Any, *_: Any, **params: Any) -> bool:
     # Refusing the gather of a weight alone would save the cast or reshape that follows it, so cheap views are refused
     # too; and so is _FROZEN, whose result is the gathered weight: without a gradient it stays one primitive.
     return primitive.name not in _VIEWS | {_FROZEN} and not is_weight_gather(primitive, params)
-
-
-def _keep_dots(primitive: Any, *_: Any, **params: Any) -> bool:
-    return _is_named(primitive, params, PROJECTED, REDUCED, ATTENDED, CHOSEN) or is_tp_reduction(primitive, params)
-
-
-def _keep_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    return _is_named(primitive, params, GATHERED, REDUCED, CHOSEN)
-
-
-def _keep_reduced(primitive: Any, *_: Any, **params: Any) -> bool:
-    return _is_named(primitive, params, REDUCED, CHOSEN) or is_tp_reduction(primitive, params)
-
-
-def _keep_chosen(primitive: Any, *_: Any, **params: Any) -> bool:
-    return _is_named(primitive, params, CHOSEN)
-
-
-def _is_named(primitive: Any, params: dict[str, Any], *names: str) -> bool:
-    return primitive.name == "name" and params["name"] in names
 
 
 def _offload() -> Callable[..., Any]:

@@ -1,9 +1,8 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), half-split as in Llama checkpoints.
 
-Scaling follows transformers. longrope uses its long list if there can be more than `original_length` positions
-(sequence length, or slots of a cache). That is static and the same on every mesh, as in vLLM and llama.cpp.
-transformers decides by the highest position of a batch: packed documents would depend on their neighbours, and queries
-past the limit would meet keys rotated by the other list.
+Scaling follows transformers, but longrope uses its long list if there can be more than `original_length` positions
+(sequence length, or slots of a cache), which is static. transformers decides by the highest position of a batch: packed
+documents would depend on their neighbours, and queries past the limit would meet keys rotated by the other list.
 """
 
 import math
@@ -23,8 +22,7 @@ RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope"]
 MAX_FREQUENCY = 1024.0
 """Radians per position up to which float64 is enough for angles within 1e-6 at four million positions."""
 
-Frequencies = NDArray[np.float64]
-"""Radians per position, `[head_dim / 2]`."""
+Frequencies = NDArray[np.float64]  # radians per position, `[head_dim / 2]`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +68,10 @@ class RopeScaling:
 
     def __str__(self) -> str:
         """Returns the settings that are not defaults, for lists their length: `kind yarn, factor 2.0`."""
-        told = {name: value for name, value in vars(self).items() if value != getattr(UNSCALED, name)}
+        changed = {name: value for name, value in vars(self).items() if value != getattr(UNSCALED, name)}
         return (
-            ", ".join(f"{name} {f'of {len(v)}' if isinstance(v, tuple) else v}" for name, v in told.items()) or "none"
+            ", ".join(f"{name} {f'of {len(v)}' if isinstance(v, tuple) else v}" for name, v in changed.items())
+            or "none"
         )
 
     def shrink(self, head_dim: int, length: int) -> "RopeScaling":
@@ -130,8 +129,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling, length: 
         return plain / scaling.factor
     if scaling.kind == "longrope":
         return plain / np.array(scaling.long_factor if length > scaling.original_length else scaling.short_factor)
-    kept = _kept_by_wavelength(plain, scaling) if scaling.kind == "llama3" else _kept_by_dim(head_dim, theta, scaling)
-    return plain / scaling.factor * (1 - kept) + plain * kept
+    keep = _keep_by_wavelength(plain, scaling) if scaling.kind == "llama3" else _keep_by_dim(head_dim, theta, scaling)
+    return plain / scaling.factor * (1 - keep) + plain * keep
 
 
 def apply_rope(x_BTNH: Array, positions: Array, theta: float, scaling: RopeScaling, length: int) -> Array:
@@ -162,7 +161,7 @@ def _angles(positions: Array, frequencies: Frequencies) -> Array:
     return counted.astype(jnp.float32) * np.float32(unit) + rest
 
 
-def _kept_by_wavelength(frequencies: Frequencies, scaling: RopeScaling) -> Frequencies:
+def _keep_by_wavelength(frequencies: Frequencies, scaling: RopeScaling) -> Frequencies:
     """llama3: 1 for short wavelengths, 0 for long ones, linear in turns within the original length between."""
     turns = scaling.original_length * frequencies / (2 * math.pi)
     with np.errstate(over="ignore"):  # for nearly equal factors
@@ -170,7 +169,7 @@ def _kept_by_wavelength(frequencies: Frequencies, scaling: RopeScaling) -> Frequ
     return np.clip(smooth, 0, 1)
 
 
-def _kept_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequencies:
+def _keep_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequencies:
     """yarn (Peng et al., arXiv 2309.00071, section 3.2): 1 for the first dims, 0 for the last, a ramp between."""
 
     def dim_that_turns(times: float) -> float:

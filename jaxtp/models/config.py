@@ -8,7 +8,7 @@ settings, so YAML stays flat: `model.num_kv_heads`.
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, count, groupby, islice
 from typing import Annotated, Any
 
@@ -24,9 +24,9 @@ from jaxtp.config.schema import ConfigError, Count, Keys, Positive, UserPath, al
 from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.branch import Branch, ShrinkSpec, smallest_congruent
+from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.lora import LayerContext, LoraConfig, Target
-from jaxtp.layers.loss import CHUNK_SIZE
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.overlap import Overlap
@@ -41,8 +41,8 @@ _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="K
 class Changes(dict[str, Any]):
     """Settings in which a block differs from the model's; hashable, so never mutate them."""
 
-    def __init__(self, given: Mapping[str, Any] | Iterable[tuple[str, Any]]):
-        super().__init__({name: _plain(value) for name, value in dict(given).items()})
+    def __init__(self, changes: Mapping[str, Any] | Iterable[tuple[str, Any]]):
+        super().__init__({name: _plain(value) for name, value in dict(changes).items()})
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self))
@@ -53,17 +53,13 @@ def _plain(value: Any) -> Any:
 
 
 BlockChanges = Annotated[dict[str, Any], AfterValidator(Changes)]
-MAX_DESCRIBED = 128
-"""Blocks that a pattern can have: each kind is compiled by itself."""
+MAX_DESCRIBED = 128  # blocks that a pattern can have: each kind is compiled by itself
 _Described = Annotated[tuple[BlockChanges, ...], Field(max_length=MAX_DESCRIBED), tyro.conf.Fixed]
 
-BLOCKS = "blocks"
-"""Path of the decoder's parameters that are stacked."""
+BLOCKS = "blocks"  # path of the decoder's parameters that are stacked
 
-_MAX_UNFIT = 4
-"""Kinds of blocks whose problems are told: those of the others are seen when these are gone."""
-_OF_ALL_BLOCKS = {"attention", "grouped"}
-"""Kernels: chosen for all blocks."""
+_MAX_UNFIT = 4  # kinds of blocks whose problems are listed at once
+_OF_ALL_BLOCKS = {"attention", "grouped"}  # kernels: chosen for all blocks
 _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
 
 
@@ -157,16 +153,12 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def __post_init__(self) -> None:
         for name in ("first_blocks", "pattern"):
-            if isinstance(given := getattr(self, name), list | tuple):
-                hashable = (Changes(changes) if isinstance(changes, Mapping) else changes for changes in given)
+            if isinstance(blocks := getattr(self, name), list | tuple):
+                hashable = (Changes(changes) if isinstance(changes, Mapping) else changes for changes in blocks)
                 object.__setattr__(self, name, tuple(hashable))
 
     def stacks(self) -> tuple[Stack, ...]:
-        """Returns the stacks; layers that the pattern does not divide form further stacks.
-
-        Raises:
-          ConfigError: a block has an unknown setting or an invalid value.
-        """
+        """Returns the stacks; layers that the pattern does not divide form further stacks."""
         return _stacks(self)
 
     @property
@@ -202,28 +194,19 @@ class ModelConfig(BlockConfig, DecoderSizes):
         kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
         return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
 
-    def layer_context(self, rngs: nnx.Rngs) -> LayerContext:
-        """Returns the arguments that all parallel layers share."""
-        return {
-            "sequence_parallel": self.sequence_parallel,
-            "overlap": self.overlap,
-            "lora": self.lora,
-            "precision": self.precision,
-            "rngs": rngs,
-        }
+    @property
+    def layer_context(self) -> LayerContext:
+        """The settings that all parallel layers share."""
+        return LayerContext(
+            sequence_parallel=self.sequence_parallel, overlap=self.overlap, lora=self.lora, precision=self.precision
+        )
 
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
-        context = self.layer_context(rngs)
-        plus_one = block.norm == "rms_plus_one"
-        attention = partial(CausalSelfAttention, norm_eps=block.norm_eps, norm_plus_one=plus_one)
+        width, context, mlp = self.d_model, self.layer_context, MixtureOfExperts if block.num_experts else MLP
         return {
-            "attention": attention(self.d_model, block, **context),
-            "mlp": (
-                MixtureOfExperts(self.d_model, block, **context)
-                if block.num_experts
-                else MLP(self.d_model, block, **context)
-            ),
+            "attention": CausalSelfAttention(width, block, context, norm=block, rngs=rngs),
+            "mlp": mlp(width, block, context, rngs=rngs),
         }
 
     def zigzag(self, shape: LocalShape) -> bool:
@@ -235,17 +218,12 @@ class ModelConfig(BlockConfig, DecoderSizes):
         heads = f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
         others = len(self.block_kinds()) - 1
         differing = f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
-        experts = (
-            f" in each of {self.num_experts} experts, {self.experts_per_token} a token" if self.num_experts else ""
-        )
+        count = self.num_experts
+        experts = f" in each of {count} experts, {self.experts_per_token} a token" if count else ""
         return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{experts}{differing}"
 
     def described(self) -> Mapping[str, BlockConfig]:
-        """Returns the settings of blocks in `first_blocks` and `pattern`, by place: `model.pattern[0]`.
-
-        Raises:
-          ConfigError: a block has an unknown setting or an invalid value.
-        """
+        """Returns the settings of blocks in `first_blocks` and `pattern`, by place: `model.pattern[0]`."""
         return _described(self)
 
     def block_kinds(self) -> tuple[BlockConfig, ...]:
@@ -256,14 +234,14 @@ class ModelConfig(BlockConfig, DecoderSizes):
 @lru_cache(maxsize=256)
 def _described(config: ModelConfig) -> Mapping[str, BlockConfig]:
     places = (("first_blocks", config.first_blocks), ("pattern", config.pattern))
-    given = {f"model.{name}[{i}]": changes for name, found in places for i, changes in enumerate(found)}
-    return {place: _changed_block(config, place, changes) for place, changes in given.items()}
+    by_place = {f"model.{name}[{i}]": changes for name, blocks in places for i, changes in enumerate(blocks)}
+    return {place: _changed_block(config, place, changes) for place, changes in by_place.items()}
 
 
 def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> BlockConfig:
     block = config.block()
-    own = {field.name for field in dataclasses.fields(block)} - _OF_ALL_BLOCKS
-    if shared := [name for name in changes if name in vars(config) and name not in own]:
+    of_blocks = {field.name for field in dataclasses.fields(block)} - _OF_ALL_BLOCKS
+    if shared := [name for name in changes if name in vars(config) and name not in of_blocks]:
         instead = ", ".join(f"model.{name}" for name in shared)
         raise ConfigError(f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for all of them")
     return validate(type(block), {**dataclasses.asdict(block), **changes}, source=place)
@@ -287,11 +265,8 @@ def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
 
 
 def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> ModelConfig:
-    """Returns the validated config.
-
-    Raises:
-      ConfigError: a value is invalid or does not fit the others and the mesh.
-    """
+    """Returns the validated config; a ConfigError says which values are invalid, or do not fit the others or the
+    mesh."""
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a decoder is made of a ModelConfig, not of {str(config)[:100]!r}")
     config = validate(type(config), dataclasses.asdict(config), source=type(config).__name__)
@@ -311,9 +286,9 @@ def shrunk(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     pattern, first = max(1, len(config.pattern)), len(config.first_blocks)
     turns, rest = divmod(config.num_layers - first, pattern)
     every = (*config.first_blocks, *config.pattern)
-    changes = [
-        Changes({name: block.shrink(small).get(name, value) for name, value in own.items()})
-        for own, block in zip(every, config.described().values(), strict=True)
+    smaller = [
+        Changes({name: block.shrink(small).get(name, value) for name, value in changes.items()})
+        for changes, block in zip(every, config.described().values(), strict=True)
     ]
     return dataclasses.replace(
         config,
@@ -321,8 +296,8 @@ def shrunk(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
         d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
         num_layers=first + pattern * min(turns, _MAX_TURNS) + rest,
         loss_chunk=small.positions(config.loss_chunk),
-        first_blocks=tuple(changes[:first]),
-        pattern=tuple(changes[first:]),
+        first_blocks=tuple(smaller[:first]),
+        pattern=tuple(smaller[first:]),
         learned_positions=config.learned_positions and small.positions(config.learned_positions),
         **config.shrink(small),
     )
@@ -365,9 +340,9 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     """Yields the reasons of `violations`, without suggestions."""
     first, pattern = len(config.first_blocks), len(config.pattern)
     if config.num_layers < first + pattern:
-        given = f"{first} in model.first_blocks and {pattern} in model.pattern"
+        described = f"{first} in model.first_blocks and {pattern} in model.pattern"
         yield Problem(
-            f"model.num_layers={config.num_layers} is less than the blocks that are described: {given}; at least "
+            f"model.num_layers={config.num_layers} is less than the blocks that are described: {described}; at least "
             f"{first + pattern} works"
         )
         return

@@ -16,10 +16,16 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers import remat
 from jaxtp.layers.activations import Context, LocalShape, activation_spec, dropout, segment_positions, sequence_dim
 from jaxtp.layers.balance import Balance, Routing, balance, moved_bias, no_balance
-from jaxtp.layers.branch import Branch, Memory
+from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
+from jaxtp.layers.embedding import (
+    HeadConfig,
+    LearnedPositions,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    vocab_parallel_logits,
+)
 from jaxtp.layers.experts import MixtureOfExperts
 from jaxtp.layers.lora import freeze
 from jaxtp.layers.loss import vocab_parallel_cross_entropy, vocab_parallel_token_losses
@@ -28,8 +34,7 @@ from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
 
-BlockMemory = Mapping[str, Memory]
-"""The memory of a block, by branch."""
+BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
 
 Routings = list[Routing | None]
 """Measures of the router of each kind of block, stacked over its layers; None of a block without experts."""
@@ -40,14 +45,9 @@ Routings = list[Routing | None]
 class LossTerms:
     """The terms of a training loss: sums, which add up over parts of a batch."""
 
-    loss: Array
-    """Cross-entropy in nats, with the z-loss of the logits."""
-
-    count: Array
-    """Number of labels that count."""
-
-    balance: Balance | None
-    """The balance of experts; None of a model that has none."""
+    loss: Array  # cross-entropy in nats, with the z-loss of the logits
+    count: Array  # number of labels that count
+    balance: Balance | None  # the balance of experts; None of a model that has none
 
     def objective(self, balance_loss: float, router_z_loss: float) -> Array:
         """Returns the sum to minimise, with the weights of the expert losses."""
@@ -66,9 +66,7 @@ class DecoderBlock(nnx.Module):
         self.config, block = config, block or config.block()
         branches = config.branches(block, rngs)
         self.names = tuple(branches)
-        norm = partial(
-            Norm, config.d_model, block, sequence_parallel=config.sequence_parallel, precision=config.precision
-        )
+        norm = partial(Norm, config.d_model, block, config.layer_context)
         for name, branch in branches.items():
             setattr(self, f"{name}_norm", None if block.norm_placement == "after" else norm())
             setattr(self, name, branch)
@@ -93,19 +91,19 @@ class DecoderBlock(nnx.Module):
                 x_BTD = x_BTD + self._dropout(y_BTD if after is None else after(y_BTD), keys[i], sequences)
         return x_BTD, routing
 
-    def memory(self, num_rows: int, num_slots: int) -> BlockMemory:
+    def init_cache(self, num_rows: int, num_slots: int) -> BlockCache:
         """See `Branch`."""
-        return {name: branch.memory(num_rows, num_slots) for name, branch, *_ in self.branches()}
+        return {name: branch.init_cache(num_rows, num_slots) for name, branch, *_ in self.branches()}
 
-    def extend(self, x_BTD: Array, memory: BlockMemory, new: NewTokens) -> tuple[Array, BlockMemory]:
+    def decode(self, x_BTD: Array, cache: BlockCache, new: NewTokens) -> tuple[Array, BlockCache]:
         """See `Branch`."""
-        memory = dict(memory)
+        cache = dict(cache)
         for name, branch, before, after in self.branches():
             with jax.named_scope(name):
                 y_BTD = x_BTD if before is None else before(x_BTD)
-                y_BTD, memory[name] = branch.extend(y_BTD, memory[name], new)
+                y_BTD, cache[name] = branch.decode(y_BTD, cache[name], new)
                 x_BTD = x_BTD + (y_BTD if after is None else after(y_BTD))
-        return x_BTD, memory
+        return x_BTD, cache
 
     def branches(self) -> Iterator[tuple[str, Branch, Norm | None, Norm | None]]:
         """Yields (name, branch, norm before, norm after)."""
@@ -128,7 +126,7 @@ class EmbeddingAndHead(nnx.Module):
 
     def embed(self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None) -> Array:
         """Returns the residual stream; positions count within a document."""
-        x_BTD = self.embedding(sequences.own(ids_BT))
+        x_BTD = self.embedding(sequences.local_tokens(ids_BT))
         if self.positions is None:
             return x_BTD
         if positions_BT is None:
@@ -139,18 +137,12 @@ class EmbeddingAndHead(nnx.Module):
                 )
             from_start = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
             segments_BT = sequences.segments
-            positions_BT = sequences.own(from_start if segments_BT is None else segment_positions(segments_BT))
+            positions_BT = sequences.local_tokens(from_start if segments_BT is None else segment_positions(segments_BT))
         return x_BTD + self.positions(positions_BT)
 
     def logits_of_hidden(self, x_BTD: Array) -> Array:
         """Returns logits `[B, T, V]`."""
-        return vocab_parallel_logits(
-            x_BTD,
-            jnp.asarray(self._head_table[...]),
-            self.config.vocab_size,
-            softcap=self.config.logit_softcap,
-            **self._shared,
-        )
+        return vocab_parallel_logits(x_BTD, *self._head())
 
     def logits_at(self, x_BTD: Array, at_BR: Array) -> Array:
         """Returns logits `[B * R, V]` at R positions of each sequence; -1 is no position."""
@@ -160,13 +152,15 @@ class EmbeddingAndHead(nnx.Module):
         rows_1D = constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
         return self.logits_of_hidden(rows_1D)[:, 0]
 
-    @property
-    def _shared(self) -> dict[str, Any]:
-        return {"sequence_parallel": self.config.sequence_parallel, "precision": self.config.precision}
-
-    @property
-    def _head_table(self) -> nnx.Param[Array]:
-        return self.embedding.embedding if self.head is None else self.head.kernel
+    def _head(self) -> tuple[Array, HeadConfig]:
+        config, table = self.config, self.embedding.embedding if self.head is None else self.head.kernel
+        return jnp.asarray(table[...]), HeadConfig(
+            config.vocab_size,
+            config.layer_context,
+            softcap=config.logit_softcap,
+            chunk_size=config.loss_chunk,
+            table_spec=spec_of(table),
+        )
 
 
 class Decoder(EmbeddingAndHead):
@@ -174,45 +168,21 @@ class Decoder(EmbeddingAndHead):
 
     Params of blocks at the same place of a pattern are stacked on an unsplit leading dim: `blocks` if all blocks are
     equal, otherwise `blocks.0`, `blocks.1`, ..., stack by stack.
-
-    Raises:
-      ConfigError: a config value is invalid, or does not fit the others and the mesh.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config = checked(config, mesh_sizes(current_mesh()))
-        self.embedding = VocabParallelEmbedding(
-            config.vocab_size,
-            config.d_model,
-            scale=config.embedding_scale,
-            **self._shared,
-            rngs=rngs,
-        )
-        self.positions = (
-            None
-            if config.learned_positions is None
-            else LearnedPositions(config.learned_positions, config.d_model, **self._shared, rngs=rngs)
-        )
+        vocab_size, width, context = config.vocab_size, config.d_model, config.layer_context
+        self.embedding = VocabParallelEmbedding(vocab_size, width, context, scale=config.embedding_scale, rngs=rngs)
+        positions = config.learned_positions
+        self.positions = None if positions is None else LearnedPositions(positions, width, context, rngs=rngs)
         self.stacks = config.stacks()
         kinds = [_stacked(config, block, stack.repeats, rngs) for stack in self.stacks for block in stack.pattern]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
-        self.norm = Norm(config.d_model, config, **self._shared)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else VocabParallelHead(config.vocab_size, config.d_model, precision=config.precision, rngs=rngs)
-        )
+        self.norm = Norm(width, config, context)
+        self.head = None if config.tie_embeddings else VocabParallelHead(vocab_size, width, context, rngs=rngs)
         if config.lora.rank:
             freeze(self)
-
-    @property
-    def _loss_kwargs(self) -> dict[str, Any]:
-        return self._shared | {
-            "vocab_size": self.config.vocab_size,
-            "table_spec": spec_of(self._head_table),
-            "chunk_size": self.config.loss_chunk,
-            "softcap": self.config.logit_softcap,
-        }
 
     def __call__(self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto") -> Array:
         """Returns next-token logits `[B, T, V]`.
@@ -224,12 +194,7 @@ class Decoder(EmbeddingAndHead):
         return self.logits_of_hidden(sequences.natural(self.hidden(ids_BT, sequences=sequences)))
 
     def sequences(self, ids_BT: Array, segments_BT: Array | None = None, context: Context = "auto") -> Sequences:
-        """Returns the facts about rows that layers need.
-
-        Raises:
-          ConfigError: unknown `context`.
-          ValueError: cp does not divide T.
-        """
+        """Returns the facts about rows that layers need."""
         if not isinstance(context, str) or context not in get_args(Context):
             raise ConfigError(f"context={context!r}: attention over cp is by {', '.join(get_args(Context))}")
         check_divides("sequences over cp", ids_BT.shape, token_spec())
@@ -249,13 +214,8 @@ class Decoder(EmbeddingAndHead):
     ) -> tuple[Array, Array]:
         """Returns the summed cross-entropy in nats and the number of labels that are not -100, as float32 scalars.
 
-        Args:
-          ids_BT: integers below V.
-          labels_BT: `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100.
-          segments_BT: see `__call__`.
-          z_loss: weight of the squared log-normaliser.
-          dropout_keys: `[B]`; turn dropout on.
-          context: see `__call__`.
+        `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100. `z_loss` is the weight of the squared
+        log-normaliser; `dropout_keys` `[B]` turn dropout on; for the others see `__call__`.
         """
         shared: dict[str, Any] = {"z_loss": z_loss, "dropout_keys": dropout_keys}
         terms = self.loss_terms(ids_BT, labels_BT, self.sequences(ids_BT, segments_BT, context), **shared)[0]
@@ -276,7 +236,7 @@ class Decoder(EmbeddingAndHead):
         `experts` replaces the routers' choices: `[B, layers, T, k]` per kind of block.
         """
         x_BTD, routings = self.routed(ids_BT, dropout_keys, sequences, experts)
-        loss, count = self.loss_of_hidden(x_BTD, sequences.own(labels_BT), z_loss=z_loss)
+        loss, count = self.loss_of_hidden(x_BTD, sequences.local_tokens(labels_BT), z_loss=z_loss)
         with_experts = [routing for routing in routings if routing is not None]
         if not with_experts:
             return LossTerms(loss, count, None), routings
@@ -300,13 +260,8 @@ class Decoder(EmbeddingAndHead):
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
         """Returns `loss` for final hidden states and labels, in the same order."""
-        return vocab_parallel_cross_entropy(
-            x_BTD,
-            jnp.asarray(self._head_table[...]),
-            labels_BT,
-            z_loss=z_loss,
-            **self._loss_kwargs,
-        )
+        table_VD, head = self._head()
+        return vocab_parallel_cross_entropy(x_BTD, table_VD, labels_BT, head, z_loss=z_loss)
 
     def token_losses(
         self, ids_BT: Array, labels_BT: Array, *, segments_BT: Array | None = None, context: Context = "auto"
@@ -316,13 +271,14 @@ class Decoder(EmbeddingAndHead):
         Labels of -100 give 0 and False. For evaluation.
         """
         sequences = self.sequences(ids_BT, segments_BT, context)
-        found = self.token_losses_of_hidden(self.hidden(ids_BT, sequences=sequences), sequences.own(labels_BT))
+        found = self.token_losses_of_hidden(self.hidden(ids_BT, sequences=sequences), sequences.local_tokens(labels_BT))
         losses_BT, likeliest_BT = (sequences.natural(each) for each in found)
         return losses_BT, likeliest_BT
 
     def token_losses_of_hidden(self, x_BTD: Array, labels_BT: Array) -> tuple[Array, Array]:
         """Returns `token_losses` for final hidden states and labels, in their order."""
-        return vocab_parallel_token_losses(x_BTD, jnp.asarray(self._head_table[...]), labels_BT, **self._loss_kwargs)
+        table_VD, head = self._head()
+        return vocab_parallel_token_losses(x_BTD, table_VD, labels_BT, head)
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`, in device order."""
@@ -336,16 +292,15 @@ class Decoder(EmbeddingAndHead):
         experts: Sequence[Array | None] | None = None,
     ) -> tuple[Array, Routings]:
         """Returns the hidden states and the router statistics; see `loss_terms`."""
-        config = self.config
-        keys = None if dropout_keys is None else split_keys(dropout_keys, config.num_layers)
+        keys = None if dropout_keys is None else split_keys(dropout_keys, self.config.num_layers)
         x_BTD, done = self.embed(ids_BT, sequences), 0
         routings: Routings = []
         for stack, blocks in self.stacked():
             count = stack.repeats * len(blocks)
-            own = None if keys is None else keys[done : done + count]
-            given = [None] * len(blocks) if experts is None else experts[len(routings) : len(routings) + len(blocks)]
-            by_layer = [None if each is None else jnp.swapaxes(each, 0, 1) for each in given]
-            x_BTD, found = _run(config, stack, blocks, x_BTD, own, sequences, by_layer)
+            stack_keys = None if keys is None else keys[done : done + count]
+            chosen = [None] * len(blocks) if experts is None else experts[len(routings) : len(routings) + len(blocks)]
+            by_layer = [None if each is None else jnp.swapaxes(each, 0, 1) for each in chosen]
+            x_BTD, found = _run(stack, blocks, x_BTD, stack_keys, sequences, by_layer)
             routings += found
             done += count
         return self.norm(x_BTD), routings
@@ -380,7 +335,6 @@ def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
 
 
 def _run(
-    config: ModelConfig,
     stack: Stack,
     blocks: list[DecoderBlock],
     x_BTD: Array,
@@ -388,7 +342,8 @@ def _run(
     sequences: Sequences,
     experts: list[Array | None],
 ) -> tuple[Array, Routings]:
-    """Runs a stack by one scan over its turns, or unrolled."""
+    """Runs a stack by one scan over its turns; `keys` and `experts` are by layer and by place of the pattern."""
+    config = blocks[0].config
 
     @nnx.remat(policy=remat.policy(config.remat), prevent_cse=not config.scan_layers)
     def run(
@@ -396,27 +351,16 @@ def _run(
     ) -> tuple[Array, Routing | None]:
         return block.routed(x_BTD, keys, sequences)
 
-    if not config.scan_layers:
-        found: list[list[Any]] = [[] for _ in blocks]
-        for index in range(stack.repeats * len(blocks)):
-            number, place = divmod(index, len(blocks))
-            given = replace(sequences, experts=None if (each := experts[place]) is None else each[number])
-            x_BTD, routing = run(x_BTD, layer(blocks[place], number), None if keys is None else keys[index], given)
-            found[place].append(routing)
-        return x_BTD, [None if each[0] is None else jax.tree.map(lambda *a: jnp.stack(a), *each) for each in found]
+    unroll = 1 if config.scan_layers else stack.repeats
 
-    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, 0), out_axes=(nnx.Carry, 0))
+    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, 0), out_axes=(nnx.Carry, 0), unroll=unroll)
     def turn(
-        x_BTD: Array,
-        blocks: list[DecoderBlock],
-        keys: Array | None,
-        sequences: Sequences,
-        experts: list[Array | None],
+        x_BTD: Array, blocks: list[DecoderBlock], keys: Array | None, sequences: Sequences, experts: list[Array | None]
     ) -> tuple[Array, Routings]:
         routings: Routings = []
         for i, block in enumerate(blocks):
-            given = replace(sequences, experts=experts[i])
-            x_BTD, routing = run(x_BTD, block, None if keys is None else keys[i], given)
+            with_experts = replace(sequences, experts=experts[i])
+            x_BTD, routing = run(x_BTD, block, None if keys is None else keys[i], with_experts)
             routings.append(routing)
         return x_BTD, routings
 

@@ -51,14 +51,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Role:
     """How a module runs in a parallel model."""
 
-    style: Style | None
-    """None: its code is unchanged, and its parameters are gathered over fsdp and cp."""
-
-    fsdp: bool
-    """Whether its parameters are stored split over fsdp and cp."""
-
-    context: bool
-    """Whether it is in a `ContextParallel` module."""
+    style: Style | None  # none: its code is unchanged, and its parameters are gathered over fsdp and cp
+    fsdp: bool  # its parameters are stored split over fsdp and cp
+    context: bool  # it is in a `ContextParallel` module
 
 
 def role_of(module: nnx.Module) -> Role | None:
@@ -163,11 +158,8 @@ def _on_global_arrays(cls: type, role: Role, module: nnx.Module, /, *args: Any, 
 
 
 def _unsplit_window_dims(module: Any, x: Any) -> Array:
-    """Splits only the batch of a convolution's input or result.
-
-    XLA would split the other dims over cp, and the kernel's gradient would be too large, by the number of devices along
-    other axes that hold copies (an openxla bug, seen in jaxlib 0.10 and 0.12).
-    """
+    # Only the batch stays split: XLA would split the other dims over cp, and the kernel's gradient would be too large,
+    # by the number of devices along other axes that hold copies (an openxla bug, seen in jaxlib 0.10 and 0.12).
     x = jnp.asarray(x)
     leading = leading_axes(x.shape, len(module.kernel_size) + 2, context=False)
     divides = bool(leading) and x.shape[0] % axis_size(*BATCH) == 0
@@ -197,13 +189,13 @@ def _gather(value: Any) -> Any:
 
 
 def _current_spec(parameter: nnx.Param[Any]) -> PartitionSpec:
-    """Drops the leading dim that a scan over stacked layers removed."""
+    # Without the leading dim that a scan over stacked layers removed.
     spec = tuple(parameter.get_metadata().get("out_sharding") or ())
     return PartitionSpec(*spec[max(len(spec) - parameter.ndim, 0) :])
 
 
 def _divides_rows(x: Any, dims: Signature, role: Role) -> bool:
-    """Returns whether dp and fsdp split the rows; without a sequence, devices along cp repeat them."""
+    # Without a sequence, devices along cp repeat the rows.
     shape = jnp.shape(x) if not isinstance(x, Copies) else x.shape
     leading = module_leading_axes(shape, dims, context=role.context)
     return bool(leading) and shape[0] % axis_size(*BATCH) == 0

@@ -1,12 +1,10 @@
 """Specs of activations and stored parameters, and layout changes of activations.
 
 Layouts describe only tp. dp and fsdp always split dim 0, the batch; cp splits dim 1, the sequence, inside
-`ContextParallel` modules. A call computes a parameter's spec again from its shape, so a scan over stacked layers need
-not shift specs.
+`ContextParallel` modules.
 """
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jaxtp.collectives import axis_size, check_divides, constrain, device_view, enter_parallel
 from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, axes_of, parts
@@ -24,11 +23,7 @@ LeadingAxes = tuple[tuple[str, ...], ...]
 
 
 def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) -> PartitionSpec:
-    """Returns the spec of a global activation. In a dim that cp splits, tp splits the parts.
-
-    Raises:
-      ValueError: `layout` names the batch, or a dim that does not exist.
-    """
+    """Returns the spec of a global activation. In a dim that cp splits, tp splits the parts."""
     dims: list[tuple[str, ...] | str | None] = [*leading, *(None,) * (ndim - len(leading))]
     if isinstance(layout, Shard):
         if not -ndim <= layout.dim < ndim:
@@ -41,13 +36,9 @@ def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) 
 
 
 def leading_axes(shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool) -> LeadingAxes:
-    """Returns the axes that split the first dims of an activation.
+    """Returns the axes that split the first dims of an activation; `context` is True inside `ContextParallel`.
 
-    Args:
-      shape: fewer than `batch_ndim` dims, or a single row, stay whole.
-      batch_ndim: minimum number of dims for a batch in dim 0.
-      sequence_ndim: minimum number of dims for a sequence in dim 1.
-      context: whether this is inside `ContextParallel`. A sequence that cp does not divide stays whole.
+    Dim 0 is a batch from `batch_ndim` dims on, dim 1 a sequence from `sequence_ndim` on. A single row stays whole.
     """
     cp = axis_size(*CONTEXT)
     one_row = len(shape) > 0 and shape[0] == 1 and not (context and cp > 1 and axis_size(*BATCH) == 1)
@@ -60,7 +51,7 @@ def leading_axes(shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int
 
 
 def same_layout(one: Layout, other: Layout, ndim: int) -> bool:
-    """Returns whether layouts are equal for `ndim` dims: `Shard(-1)` equals `Shard(2)` for 3."""
+    """Returns whether layouts of `ndim` dims are equal: `Shard(-1)` equals `Shard(2)` for 3."""
     if isinstance(one, Shard) and isinstance(other, Shard):
         return one.dim % ndim == other.dim % ndim
     return one == other
@@ -92,21 +83,13 @@ def gathered_spec(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(entry if set(STORAGE).isdisjoint(axes_of(entry)) else None for entry in spec))
 
 
-class Copies:
+class Copies(NDArrayOperatorsMixin):
     """A replicated activation with a separate copy on each device of a tp group.
 
-    Column layers that read one replicated array would each reduce its gradient over tp. `Copies` holds the array once
-    per device: `[tp, *shape]` split over tp in dim 0, in a replicated array's memory. Each column layer reads its
-    device's copy and returns that device's part of the gradient. The transpose of `make_copies` reduces their local sum
-    once. A Llama block then sends the same bytes over tp as the decoder's fused layers.
-
-    It acts as the global array, but `jax.lax` needs `jnp.asarray(copies)`. Its pytree has only the array: after
-    `jax.tree.map`, `jax.vmap` or `jax.checkpoint` each column layer reduces its own gradient.
-
-    Args:
-      array: the array before `make_copies`; gathered only if read.
-      copies: `[tp, *shape]`, or None.
-      context: whether cp may split its sequences.
+    Column layers that read one replicated array would each reduce its gradient over tp. Here each reads its device's
+    copy (`copies` is `[tp, *shape]`, split over tp) and returns that device's part of the gradient; the transpose of
+    `make_copies` reduces their local sum once. It acts as the global array, but `jax.lax` needs `jnp.asarray(copies)`.
+    Its pytree has only the array: after `jax.vmap` or `jax.checkpoint` each column layer reduces its own gradient.
     """
 
     def __init__(self, array: Any, copies: Any, context: bool = False):
@@ -128,8 +111,11 @@ class Copies:
             raise AttributeError(name)
         return getattr(self.array if name in _ARRAY_METADATA else self.__jax_array__(), name)
 
-    def __neg__(self) -> Array:
-        return -self.__jax_array__()
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **kwargs: Any) -> Any:
+        return getattr(jnp, ufunc.__name__)(*(jnp.asarray(x) if isinstance(x, Copies) else x for x in operands))
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.__jax_array__()[index]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.__jax_array__(), dtype)
@@ -142,23 +128,6 @@ class Copies:
 
 
 _ARRAY_METADATA = {"shape", "dtype", "ndim", "size", "itemsize", "nbytes", "aval", "weak_type"}
-
-
-def _binary(operation: Callable[[Any, Any], Any], *, swapped: bool = False) -> Callable[[Copies, Any], Any]:
-    def call(self: Copies, other: Any) -> Any:
-        other = jnp.asarray(other) if isinstance(other, Copies) else other
-        return operation(other, self.__jax_array__()) if swapped else operation(self.__jax_array__(), other)
-
-    return call
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
-    _operation, _bare = getattr(operator, _name), _name.rstrip("_")
-    setattr(Copies, f"__{_bare}__", _binary(_operation))
-    setattr(Copies, f"__r{_bare}__", _binary(_operation, swapped=True))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "getitem"):
-    setattr(Copies, f"__{_name}__", _binary(getattr(operator, _name)))
-
 jax.tree_util.register_pytree_node(  # functions of leaves see the shape of the array, not of the copies
     Copies, lambda x: ((x.array,), x.context), lambda context, children: Copies(*children, None, context)
 )
@@ -188,11 +157,7 @@ def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | C
 def prepare_arguments(
     cls: type, style: PrepareInput, args: tuple[Any, ...], kwargs: dict[str, Any], *, context: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call's arguments in the layouts that `style` requires.
-
-    Raises:
-      TypeError: `style` names a positional argument that the call omits or passes by keyword.
-    """
+    """Returns a call's arguments in the layouts that `style` requires."""
     desired = as_tuple(style.desired_input_layouts)
     if any(layout is not None for layout in desired[len(args) :]):
         raise TypeError(
@@ -229,11 +194,7 @@ def change_layout(x: Any, before: Layout | None, after: Layout | None, *, contex
 
 
 def constrain_layout(x: Any, layout: Layout, *, context: bool) -> Array:
-    """Changes a global array's layout with the compiler's collectives.
-
-    Raises:
-      ValueError: tp does not divide the dim.
-    """
+    """Changes a global array's layout with the compiler's collectives."""
     x = jnp.asarray(x)
     spec = activation_spec(layout, x.ndim, leading_axes(x.shape, context=context))
     check_divides(f"an activation that the plan has as {layout}", x.shape, spec)

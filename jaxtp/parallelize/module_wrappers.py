@@ -1,8 +1,4 @@
-"""Finds a model's modules and wraps their calls.
-
-A wrapped module gets a subclass of its class, so `isinstance`, tied weights, checkpoints and `nnx.split` work as
-before.
-"""
+"""Finds a model's modules and wraps their calls: a module gets a subclass of its class, so `isinstance` still works."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +9,7 @@ from flax import nnx
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-METHODS = ("__call__", "attend")
-"""The methods that are wrapped; `attend` uses an embedding as the head."""
+METHODS = ("__call__", "attend")  # the methods that are wrapped; `attend` uses an embedding as the head
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
 """Types without calls; only their names appear in the paths of modules."""
@@ -71,11 +66,8 @@ class ModuleInfo:
     """A module with all its paths."""
 
     module: nnx.Module
-    paths: tuple[str, ...]
-    """Several if the module is shared; `""` is the model itself."""
-
-    parameters: dict[str, nnx.Param[Any]]
-    """Parameters of the module by name, also those in containers, without those of submodules."""
+    paths: tuple[str, ...]  # several if the module is shared; `""` is the model itself
+    parameters: dict[str, nnx.Param[Any]]  # by name, also in containers; without parameters of submodules
 
     @property
     def path(self) -> str:

@@ -1,10 +1,10 @@
 """`parallelize`: splits any Flax NNX model over a mesh by a plan.
 
-It validates the whole plan before it changes anything. `original_model` undoes it, so that the plan can be put on an
-abstract mesh of any size (`jaxtp explain`).
+`original_model` undoes it, so that the plan can be put on an abstract mesh of any size (`jaxtp explain`).
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
 from jaxtp.parallelize.class_swap import role_of, swap_class
-from jaxtp.parallelize.initialisation import AbstractArray, ModelBuilder, abstract_model
+from jaxtp.parallelize.initialisation import AbstractArray, abstract_model, arrays_of
 from jaxtp.parallelize.module_wrappers import Model, find_modules, original_class, set_class
 from jaxtp.parallelize.plan import Plan
 from jaxtp.parallelize.styles import Style
@@ -34,17 +34,15 @@ def parallelize(
     original code.
 
     Args:
-      model: a model, changed in place; or a function that returns a model. The function is compiled, so parameters are
-        initialised sharded and no device ever holds the whole model.
+      model: a model, changed in place; or a function that returns one, which is compiled, so no device ever holds the
+        whole model.
       plan: styles by pattern of module paths (`plan.py`): `{"blocks.*.mlp.up": Colwise()}`. Other modules run unchanged
-        on their part of the batch. With cp > 1 the plan must name the modules whose sequences cp splits: `{"":
-        ContextParallel()}`.
+        on their part of the batch.
       mesh: by default the mesh in context; an abstract mesh for abstract models (`nnx.eval_shape`).
       fsdp: also split stored parameters over fsdp and cp, in the largest dim that they divide, and gather before use.
 
     Raises:
-      PlanError: the plan does not fit the model or the mesh; the message names the nearest fit. MeshError: there is no
-        mesh.
+      PlanError: the plan does not fit the model or the mesh; then nothing has changed.
     """
     mesh = _mesh(mesh)
     if not isinstance(model, nnx.Module):
@@ -58,9 +56,7 @@ def parallelize(
 def original_model(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[nnx.Module, dict[str, Style], bool]:
     """Undoes `parallelize` on an abstract copy of a model, or of the model that a function returns.
 
-    Returns:
-      The copy with its original classes, the styles by module path, and whether fsdp split parameters (True for other
-      models).
+    Returns the copy, the styles by module path, and whether fsdp split parameters (True for other models).
     """
     copy = abstract_model(model)
     parallel = [(info, role) for info in find_modules(copy) if (role := role_of(info.module)) is not None]
@@ -114,9 +110,9 @@ def _put(value: Any, sharding: NamedSharding) -> Any:
 
 
 def _initialise_sharded(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool) -> Model:
-    builder = ModelBuilder(build)
-    abstract = builder.abstract()
+    abstract = abstract_model(build)
     _apply_plan(abstract, plan, mesh_sizes(mesh), fsdp)
     graph, state = nnx.split(abstract)
-    arrays = builder.run(tuple(jax.tree.leaves(_shardings(state, mesh))))
+    shardings = tuple(jax.tree.leaves(_shardings(state, mesh)))
+    arrays = jax.jit(partial(arrays_of, build), out_shardings=shardings)()
     return cast(Model, nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays)))

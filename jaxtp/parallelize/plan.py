@@ -15,8 +15,7 @@ from dataclasses import fields
 from jaxtp.config.entry import UserError
 from jaxtp.parallelize.styles import Style
 
-Plan = Mapping[str, Style]
-"""Styles by pattern."""
+Plan = Mapping[str, Style]  # styles by pattern
 
 
 class PlanError(UserError):
@@ -53,11 +52,9 @@ def _match(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
 def assign_styles(
     plan: Plan, modules: Sequence[Sequence[str]], parameters: Iterable[str] = ()
 ) -> list[tuple[str, Style | None]]:
-    """Returns each module's pattern and style; `""` and None if no pattern matches.
+    """Returns each module's pattern and style, `""` and None if no pattern matches.
 
-    Args:
-      modules: all paths of each module.
-      parameters: parameter paths, for messages.
+    `modules` are all paths of each module; parameter paths are for messages.
 
     Raises:
       PlanError: a pattern matches nothing, two match one module, or a value is not a style.
@@ -73,8 +70,10 @@ def assign_styles(
         if not isinstance(style, Style):
             styles = ", ".join(kind.__name__ for kind in Style.__args__)
             raise PlanError(f"{pattern!r}: {style!r} is not a style; the styles are {styles}")
-        if not _is_hashable(style):
-            raise PlanError(f"{pattern!r}: {style}: layouts of several arguments are a tuple")
+        try:
+            hash(style)
+        except TypeError:
+            raise PlanError(f"{pattern!r}: {style}: layouts of several arguments are a tuple") from None
         if not any(matches(pattern, path) for path in paths):
             raise PlanError(_no_match(pattern, paths, list(parameters)))
     return [_style_of(plan, aliases) for aliases in modules]
@@ -108,14 +107,6 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(names[:n]) for n in range(len(names), -1, -1)]
 
 
-def _is_hashable(style: Style) -> bool:
-    try:
-        hash(style)
-    except TypeError:
-        return False
-    return True
-
-
 def format_style(style: Style) -> str:
     """Formats a style as Python code."""
     values = [(field.name, getattr(style, field.name)) for field in fields(style)]
@@ -135,7 +126,7 @@ def patterns_for(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _general_pattern(path: str, values: Mapping[str, object], matching: Mapping[str, set[str]]) -> str:
-    """No star matches a single number."""
+    # No star matches a single number.
     valid = [p for p in _generalisations(path) if all(values[other] == values[path] for other in matching[p])]
     return [p for p in valid if matching[p] == matching[valid[0]]][-1]
 

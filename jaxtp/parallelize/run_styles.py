@@ -1,8 +1,7 @@
-"""Runs a stock module's code on shards.
+"""Runs a stock module's code on shards: a copy of the module with this device's parameters and sizes runs Flax's code.
 
-Inside `device_view` a copy of the module, with this device's parameters and sizes, runs Flax's code with the module's
-dtypes, precision and hooks. The split letter (`stock.py`) sets the communication: a result with the letter is split by
-columns; without it, each device has a partial sum.
+The split letter (`stock.py`) sets the communication: a result with the letter is split by columns; without it, each
+device has a partial sum.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from jaxtp.collectives import (
+    WeightDtypes,
     axis_index,
     axis_size,
     check_divides,
@@ -46,16 +46,13 @@ from jaxtp.parallelize.styles import Colwise, Layout, Replicate, Rowwise, Sequen
 class ResolvedStyle:
     """A style applied to a module with a signature."""
 
-    letter: str | None
-    """The letter that tp splits; None if parameters are whole along tp."""
-
+    letter: str | None  # the letter that tp splits; None if parameters are whole along tp
     input_layout: Layout
     output_layout: Layout
-    fsdp: bool = True
-    """Whether parameters are stored split over fsdp and cp."""
+    fsdp: bool = True  # parameters are stored split over fsdp and cp
 
     def tp_dim(self, letters: str) -> int | None:
-        """Returns the dim that tp splits in a parameter."""
+        """Returns the dim of a parameter that tp splits."""
         return letters.index(self.letter) if self.letter is not None and self.letter in letters else None
 
 
@@ -91,19 +88,12 @@ def module_leading_axes(shape: tuple[int, ...], signature: Signature, *, context
 class ShardedCall:
     """A stock module's method on global arrays, computed on shards."""
 
-    module: Any
-    """An `nnx.Module`."""
-
-    method: Callable[..., Array]
-    """Called with a module of the original class, and the input."""
-
+    module: Any  # an `nnx.Module`
+    method: Callable[..., Array]  # called with a module of the original class, and the input
     signature: Signature
     style: ResolvedStyle
-    name: str
-    """Name in profiles and errors."""
-
-    context: bool = False
-    """Whether cp divides the sequences of this module."""
+    name: str  # name in profiles and errors
+    context: bool = False  # cp divides the sequences of this module
 
     def __call__(self, x: Any) -> Array:
         """Returns a global array."""
@@ -146,10 +136,8 @@ class ShardedCall:
 
     @property
     def _body_layout(self) -> Layout:
-        letter = self.style.letter
-        if letter is not None and letter in self.signature.outputs:
-            return Shard(self.signature.outputs[letter])
-        return self.style.output_layout
+        outputs, letter = self.signature.outputs, self.style.letter
+        return Shard(outputs[letter]) if letter is not None and letter in outputs else self.style.output_layout
 
     def _spec(self, name: str, shape: tuple[int, ...], stored: bool) -> PartitionSpec:
         sizes = mesh_sizes(current_mesh())
@@ -182,13 +170,10 @@ class ShardedCall:
         # Cast to the dtype in which the module computes before the gather: it sends less.
         casts = self.module.dtype is not None and self.module.promote_dtype is promote_dtype
         layout = self.style.output_layout if name in self._post_reduction_params else self.style.input_layout
-        return load_weight(
-            shard,
-            dim_over(STORAGE, specs[name]),
-            compute=self.module.dtype if casts else shard.dtype,
-            reduce=jnp.promote_types(shard.dtype, jnp.float32),
-            used_by_all_tp=dim_over(TP, specs[name]) is None and (self._splits_columns or isinstance(layout, Shard)),
-        )
+        compute = self.module.dtype if casts else shard.dtype
+        dtypes = WeightDtypes(compute, jnp.promote_types(shard.dtype, jnp.float32), compute)
+        used_by_all_tp = dim_over(TP, specs[name]) is None and (self._splits_columns or isinstance(layout, Shard))
+        return load_weight(shard, dim_over(STORAGE, specs[name]), dtypes, used_by_all_tp=used_by_all_tp)
 
     def _local_module(self, weights: Mapping[str, Array]) -> nnx.Module:
         local: Any = nnx.clone(self.module)

@@ -1,8 +1,7 @@
 """Signatures of Flax's stock modules: a letter for each dim, as in an einsum.
 
 `nnx.Linear` is `...i, io -> ...o`. Splitting a letter of the result (columns) needs no reduction; other letters (rows)
-are summed over. The letters determine how tp splits arrays, and which size attributes change. Modules without a
-signature run on global arrays with gathered parameters (`class_swap.py`).
+are summed over. Modules without a signature run on global arrays with gathered parameters (`class_swap.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,32 +17,16 @@ from jaxtp.parallelize.module_wrappers import original_class
 class Signature:
     """Letters of the dims of a module's parameters, input and result."""
 
-    params: Mapping[str, str]
-    """Letters of each parameter's dims, without stacked dims."""
+    params: Mapping[str, str]  # letters of each parameter's dims, without stacked dims
+    inputs: Mapping[str, int]  # dim of each letter in the first argument
+    outputs: Mapping[str, int]  # dim of each letter in the result
+    column: str | None = None  # the letter that `Colwise` splits; None if the style does not fit
+    row: str | None = None  # the letter that `Rowwise` splits; None if the style does not fit
+    attributes: Mapping[str, str] = field(default_factory=dict)  # letters whose sizes an attribute holds
 
-    inputs: Mapping[str, int]
-    """Dim of each letter in the first argument."""
-
-    outputs: Mapping[str, int]
-    """Dim of each letter in the result."""
-
-    column: str | None = None
-    """The letter that `Colwise` splits; None if the style does not fit."""
-
-    row: str | None = None
-    """The letter that `Rowwise` splits; None if the style does not fit."""
-
-    attributes: Mapping[str, str] = field(default_factory=dict)
-    """Letters whose sizes an attribute holds (a number or a tuple) that the module's code reads."""
-
-    more_dims: int = 0
-    """Number of dims of the result minus that number for the input."""
-
-    batch_ndim: int | None = 2
-    """Minimum number of dims if dim 0 of the input is a batch; None if the module mixes rows."""
-
-    mixes_positions: bool = False
-    """Whether the result depends on other positions along dim 1 of the input."""
+    more_dims: int = 0  # dims of the result minus dims of the input
+    batch_ndim: int | None = 2  # minimum number of dims if dim 0 of the input is a batch; None if the module mixes rows
+    mixes_positions: bool = False  # depends on other positions along dim 1 of the input
 
     def keeps_positions(self, ndim: int) -> bool:
         """Returns whether dim 1 stays dim 1 in the result, with independent positions."""
@@ -61,10 +44,7 @@ class Signature:
 
 
 def signature(module: nnx.Module, **kwargs: Any) -> Signature | None:
-    """Returns the signature of a stock module, or a subclass with the same `__call__`; None for others.
-
-    `kwargs` are call arguments that change the computation (`einsum_str`).
-    """
+    """Returns the signature of a stock module, or a subclass with the same `__call__`; None for others."""
     cls = original_class(module)
     for kind, read in _READERS.items():
         if issubclass(cls, kind) and cls.__call__ is kind.__call__:
@@ -155,7 +135,7 @@ def _einsum(module: nnx.Einsum, einsum_str: str | None = None) -> Signature | No
 
 
 def _positions(operand: str, letters: str) -> dict[str, int]:
-    """Returns the dims of letters in an einsum operand; after an ellipsis they count from the end."""
+    # After an ellipsis, dims count from the end.
     before, dots, after = operand.partition("...")
     if not dots:
         before, after = "", operand

@@ -59,11 +59,9 @@ class Rowwise:
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """Runs a norm or dropout on tokens split over tp, with parameters whole along tp.
+    """Runs a norm or dropout on tokens split over tp along `sequence_dim`, with parameters whole along tp.
 
-    Args:
-      sequence_dim: the split dim of the first argument and the result.
-      output_layouts: None leaves the result split; `Replicate()` gathers it once for all readers.
+    `output_layouts=Replicate()` gathers the result once for all readers; None leaves it split.
     """
 
     sequence_dim: int = 1
@@ -77,9 +75,7 @@ class PrepareInput:
     `Replicate()` gathers an argument once, and reduces its gradient once, for all column layers that read it (q, k and
     v; gate and up). Otherwise each layer does both for itself.
 
-    Args:
-      input_layouts: layouts of the positional arguments, or of the first.
-      input_kwarg_layouts: layouts of keyword arguments.
+    `input_layouts` are of the positional arguments, or of the first.
     """
 
     input_layouts: Layouts = None

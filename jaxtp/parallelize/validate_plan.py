@@ -1,9 +1,7 @@
 """Decides how each module runs and stores its parameters, or why the plan does not fit. Changes nothing.
 
-`ContextParallel` splits sequences over cp in all submodules, whatever their styles. No layout names cp, so a plan works
-with and without cp. Types do not show which arrays have a sequence, so a mesh with cp needs `ContextParallel`. Modules
-that mix positions, or have no sequence, run on global arrays with gathered weights. All devices along cp then compute
-the same, so autodiff sums no gradient twice.
+Types do not show which arrays have a sequence, so a mesh with cp needs `ContextParallel`. In it, modules that mix
+positions, or have no sequence, run on global arrays with gathered weights: all devices along cp compute the same.
 """
 
 import inspect
@@ -41,9 +39,7 @@ class ModulePlan:
     """A module, its role, and its parameters' specs by name."""
 
     info: ModuleInfo
-    role: Role | None
-    """None if the module keeps its class."""
-
+    role: Role | None  # none if the module keeps its class
     specs: dict[str, PartitionSpec]
     has_signature: bool
 
@@ -53,8 +49,7 @@ class _StyledModule:
     info: ModuleInfo
     style: Style | None
     signature: Signature | None
-    stack: tuple[int, ...]
-    """Sizes of the leading dims of the parameters of layers that `nnx.vmap` stacked."""
+    stack: tuple[int, ...]  # sizes of the leading dims of the parameters of layers that `nnx.vmap` stacked
 
     @property
     def is_called(self) -> bool:
@@ -71,28 +66,19 @@ class _StyledModule:
 def validate_plan(
     modules: Sequence[ModuleInfo], plan: Plan, sizes: Mapping[str, int], *, fsdp: bool
 ) -> list[ModulePlan]:
-    """Returns each module's role and its parameters' specs; `fsdp` lets fsdp and cp split stored parameters.
-
-    Raises:
-      PlanError: the plan does not fit.
-    """
+    """Returns each module's role and its parameters' specs; a PlanError says why the plan does not fit."""
     parameters = [f"{info.path}.{name}".removeprefix(".") for info in modules for name in info.parameters]
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     signatures = {info.path: signature(info.module) for info in modules}
     stacks = {info.path: _stack(info.module, dims) for info in modules if (dims := signatures[info.path])}
-    context = [
-        p
-        for info, (_, style) in zip(modules, assigned, strict=True)
-        if isinstance(style, ContextParallel)
-        for p in info.paths
-    ]
+    styled = [(info, pattern, style) for info, (pattern, style) in zip(modules, assigned, strict=True)]
+    context = [path for info, _, style in styled if isinstance(style, ContextParallel) for path in info.paths]
     plans = []
-    for info, (pattern, style) in zip(modules, assigned, strict=True):
+    for info, pattern, style in styled:
         stack = stacks[info.path] if info.path in stacks else _surrounding_stack(info.path, stacks)
         module = _StyledModule(info, style, signatures[info.path], stack)
-        role = Role(
-            style, fsdp and not isinstance(style, Replicate), any(_is_inside(p, c) for p in info.paths for c in context)
-        )
+        is_in_context = any(_is_inside(path, outer) for path in info.paths for outer in context)
+        role = Role(style, fsdp and not isinstance(style, Replicate), is_in_context)
         try:
             plans.append(_plan_module(module, role, sizes))
         except PlanError as error:
@@ -127,7 +113,7 @@ def _stack(module: nnx.Module, dims: Signature) -> tuple[int, ...]:
 
 
 def _surrounding_stack(path: str, stacks: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Takes the stack of the nearest stock modules, inside or around."""
+    # Of the nearest stock modules, inside or around.
     while path:
         inside = {stack for other, stack in stacks.items() if _is_inside(other, path)}
         if inside:
@@ -254,7 +240,7 @@ def _check_sizes(module: _StyledModule, style: Style, sizes: Mapping[str, int]) 
 
 
 def _check_tied(plans: Sequence[ModulePlan]) -> None:
-    """Unstyled modules without a signature follow the others."""
+    # Unstyled modules without a signature follow the others.
     first: dict[int, tuple[str, PartitionSpec]] = {}
     for plan in plans:
         follows = not plan.has_signature and plan.role is not None and plan.role.style is None

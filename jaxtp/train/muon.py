@@ -25,7 +25,7 @@ from jaxtp.analysis.collective import ALL_TO_ALL, Axes, Collective
 from jaxtp.analysis.costs import Product
 from jaxtp.checkpoint.logical import Arrays, split_dims
 from jaxtp.collectives import all_to_all, axis_size, device_view
-from jaxtp.layers.parameter import Padding, cut, logical_shape, pad, padding_of, spec_of
+from jaxtp.layers.parameter import Padding, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes, parts
 
 MUON = "muon"
@@ -141,7 +141,7 @@ def _of_kind(kind: Kind, members: Sequence[Member], shards: Sequence[Array]) -> 
     tp = axis_size(TP)
     turned = [shard.mT if member.transposed else shard for member, shard in zip(members, shards, strict=True)]
     stack = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in turned])  # [n, rows/parts, columns/parts]
-    whole = cut(_deal(stack, kind.axes), kind.padding, tp)
+    whole = unpad(_deal(stack, kind.axes), kind.padding, tp)
     scaled = pad(kind.scale * _newton_schulz(whole), kind.padding, tp)
     made = jnp.split(_give_back(scaled, kind.axes), list(accumulate(member.count for member in members)))
     results = [part.reshape(x.shape) for part, x in zip(made, turned, strict=False)]  # the rest is padding

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtp.checkpoint.logical import divisible_axes, logical_size, logical_spec, named_variables, split_dims
 from jaxtp.collectives import axis_size, constrain
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.parameter import cut, logical_shape, pad, padding_of, spec_of
+from jaxtp.layers.parameter import logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
@@ -78,7 +78,7 @@ class Optimizer(nnx.Module):
             return found
         tp, sizes = axis_size(TP), mesh_sizes(current_mesh())
         return {
-            name: constrain(cut(array, padding, tp), logical_spec(owners[name], sizes))
+            name: constrain(unpad(array, padding, tp), logical_spec(owners[name], sizes))
             if (padding := padding_of(owners[name])) and array.shape != logical_shape(owners[name])
             else array
             for name, array in found.items()

@@ -22,8 +22,7 @@ from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.activations import Context
 from jaxtp.layers.balance import Routing
-from jaxtp.layers.gradients import mark_unreduced, sum_copies
-from jaxtp.layers.parameter import spec_of
+from jaxtp.layers.parameter import mark_unreduced, spec_of, sum_copies
 from jaxtp.mesh import AXES, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
@@ -199,7 +198,7 @@ def loss_and_grads(
     """Returns the loss terms of a batch, the routers' choices if `record`, and the gradient of the mean loss.
 
     The mean is over the batch's valid tokens (`count`, at least 1), not over means of micro-batches. With accumulation,
-    replicas sum their own gradients, which are reduced once (`layers/gradients.py`).
+    replicas sum their own gradients, which are reduced once (`layers/parameter.py`).
     """
     graph, stored, frozen = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
     params = mark_unreduced(stored) if loop.accumulation > 1 else stored

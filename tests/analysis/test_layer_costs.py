@@ -1,6 +1,7 @@
 """Formulas of costs, against the choices of layers that depend on them and against traced programs."""
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,8 @@ def test_the_cheaper_way_is_chosen(sizes, rows, length, vocab_size, features, pr
     embedding = SimpleNamespace(vocab_size=vocab_size, features=features, precision=precision, sequence_parallel=split)
     shape = Workload(sizes=sizes, rows=rows, length=length * sizes["cp"])
     gathered, exchanged = (bytes_sent(lookup_costs(embedding, shape, exchanges=way), shape) for way in (False, True))
-    assert jaxtp.VocabParallelEmbedding.exchanges(embedding, shape) == (exchanged < gathered)
+    if not math.isclose(gathered, exchanged):  # sums of equal terms in another order
+        assert jaxtp.VocabParallelEmbedding.exchanges(embedding, shape) == (exchanged < gathered)
 
 
 @settings(max_examples=500)

@@ -85,7 +85,7 @@ def test_a_second_save_or_restore_compiles_nothing():
     """To cut the padding off an array, and to pad it again, is a program."""
     mesh = jaxtp.make_mesh(tp=4)
     with jax.set_mesh(mesh):
-        table = vocabulary_table(21, 26, jaxtp.Precision(), nnx.initializers.normal(), nnx.Rngs(0))
+        table = vocabulary_table(21, 26, jaxtp.Precision(), nnx.Rngs(0))
     state = nnx.State({"table": table})
 
     def there_and_back():

@@ -273,7 +273,7 @@ def test_megatron_lm_4075_positions_are_those_in_the_whole_row(monkeypatch):
     """https://github.com/NVIDIA/Megatron-LM/pull/4075: where a device has a part of a packed sequence, rotary positions
     could be counted from zero again. Here they are those in the row, or in the document."""
     assert model_without_a_bug()
-    monkeypatch.setattr(Sequences, "own_positions", lambda self, length: jnp.arange(length // axis_size(CP)))
+    monkeypatch.setattr(Sequences, "local_positions", lambda self, length: jnp.arange(length // axis_size(CP)))
     loss, _ = model_off()
     assert loss > WRONG / 10
 

@@ -22,6 +22,7 @@ from jaxtp.hf.config_json import model_config
 from jaxtp.layers import balance, experts, parameter
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.kernels.grouped import grouped_matmul
+from jaxtp.layers.lora import LayerContext
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import DP, SEQUENCE, TP
 
@@ -320,7 +321,7 @@ def test_vllm_14027_the_router_is_float32(monkeypatch):
 def chosen_of_close_logits():
     """The experts of a token by a layer that computes in bfloat16, where logits differ by 1 in 1000."""
     config = ExpertsConfig(num_experts=4, d_ff=4)
-    layer = MixtureOfExperts(1, config, precision=Precision(compute="bfloat16"), rngs=nnx.Rngs(0))
+    layer = MixtureOfExperts(1, config, LayerContext(precision=Precision(compute="bfloat16")), rngs=nnx.Rngs(0))
     logits = 1 + np.arange(4, dtype=np.float32) / 1000
     weights, one = {"router": jnp.asarray(logits[None])}, np.ones((1, 1, 1))
     chosen = jax.jit(lambda weights: layer._route(None, False, one, weights, one[0], None)[0])(weights)

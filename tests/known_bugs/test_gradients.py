@@ -15,7 +15,7 @@ from support import by_name, random_weights, relative_error, state_on_mesh
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.collectives import axis_index, axis_size, batch_spec, device_view, load_weight
+from jaxtp.collectives import WeightDtypes, axis_index, axis_size, batch_spec, device_view, load_weight
 from jaxtp.layers import loss, parameter
 from jaxtp.layers.activations import dropout
 from jaxtp.layers.lora import LoraConfig
@@ -31,7 +31,8 @@ B, T, F, D, RANK, SCALE = 2, 4, 8, 6, 2, 3.0
 def row_layer():
     """With all that the devices along tp have in common: a bias, and the second factor of an adapter."""
     adapter = LoraConfig(rank=RANK, alpha=SCALE * RANK)
-    return jaxtp.RowParallelLinear(F, D, use_bias=True, sequence_parallel=True, lora=adapter, rngs=nnx.Rngs(0))
+    context = jaxtp.LayerContext(sequence_parallel=True, lora=adapter)
+    return jaxtp.RowParallelLinear(F, D, context, use_bias=True, target="o_proj", rngs=nnx.Rngs(0))
 
 
 @cache
@@ -137,7 +138,8 @@ def head_errors(softcap):
 
     def ours(x, table):
         padded = jnp.pad(table, ((0, -V % 4), (0, 0)))
-        return loss.vocab_parallel_cross_entropy(x, padded, jnp.asarray(labels), vocab_size=V, softcap=softcap)[0]
+        head = jaxtp.HeadConfig(V, softcap=softcap)
+        return loss.vocab_parallel_cross_entropy(x, padded, jnp.asarray(labels), head)[0]
 
     with jax.enable_x64(True):
         expected = jax.value_and_grad(plain, argnums=(0, 1))(jnp.asarray(x), jnp.asarray(table))
@@ -207,7 +209,7 @@ def summed_gradient(reduce):
     mesh, tokens = make_mesh(fsdp=2, tp=2), jnp.array([[1, 2**-10], [2**-10, 2**-10]], jnp.bfloat16)
 
     def scaled(scale, x):
-        return load_weight(scale, 0, compute="bfloat16", reduce=reduce, used_by_all_tp=True)[:1] * x
+        return load_weight(scale, 0, WeightDtypes("bfloat16", reduce, "bfloat16"), used_by_all_tp=True)[:1] * x
 
     def total(scale):
         view = device_view(scaled, "scale", (jax.P(STORAGE), batch_spec(SEQUENCE)), batch_spec(SEQUENCE))

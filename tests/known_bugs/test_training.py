@@ -286,5 +286,5 @@ def test_automodel_3677_full_remat_covers_attention(monkeypatch):
     the same, and only a measurement of memory, 16% more, showed it. Here `full` keeps the input of each block, and
     nothing of its attention."""
     assert kept_of_blocks() == [(2, 3, 11, MODEL.d_model)]
-    monkeypatch.setattr(remat, "_keep_chosen", lambda prim, *_, **params: remat._is_named(prim, params, ATTENDED))
+    monkeypatch.setitem(remat._SAVED_NAMES, "full", (ATTENDED,))
     assert len(kept_of_blocks()) > 1, "with what attention keeps"

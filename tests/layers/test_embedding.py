@@ -17,7 +17,9 @@ LOW = jaxtp.Precision(compute="bfloat16")
 
 
 def layer(vocab_size, precision=LOW):
-    return jaxtp.VocabParallelEmbedding(vocab_size, D, sequence_parallel=None, precision=precision, rngs=nnx.Rngs(0))
+    return jaxtp.VocabParallelEmbedding(
+        vocab_size, D, jaxtp.LayerContext(sequence_parallel=None, precision=precision), rngs=nnx.Rngs(0)
+    )
 
 
 def traced(vocab_size, mesh, precision=LOW):

@@ -62,7 +62,7 @@ def programs(name):
 
     def attend(q, k, v, segments, window, part=None):
         settings = {"scale": SCALE, "window": window, "softcap": softcap, "part": part}
-        return fused_attention(q, k, v, segments, **settings, interpret=True)
+        return fused_attention(q, k, v, segments, **settings)
 
     expected = partial(with_gradients, lambda q, k, v, seen: plain(q, k, v, seen, softcap))
     return jax.jit(partial(with_gradients, attend)), jax.jit(expected)
@@ -132,7 +132,7 @@ def test_any_part(rows, window, queries, first_key):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_without_documents(dtype):
     arrays = draw(21, 2, 1, 16, dtype)
-    attend = partial(fused_attention, scale=SCALE, interpret=True)
+    attend = partial(fused_attention, scale=SCALE)
     with in_blocks(SMALL):
         found = jax.jit(partial(with_gradients, attend))(*arrays)
     assert {x.dtype.name for x in found.values()} == {dtype}
@@ -156,7 +156,7 @@ def test_blocks_that_are_excluded_are_not_read(case):
     segments, window, block, readers, read = NOT_SEEN[case]
     poisoned = slice(8 * block, 8 * block + 8)
     segments = np.asarray([segments] * ROWS, np.int32)
-    attend = partial(fused_attention, scale=SCALE, window=window, interpret=True)
+    attend = partial(fused_attention, scale=SCALE, window=window)
     q, k, v, do = draw(TOKENS, 2, 1, 16)
     nan = lambda *arrays: (x.at[:, poisoned].set(jnp.nan) for x in arrays)
     with in_blocks((Blocks(8, 8, 4, 2), Blocks(8, 8, 4, 2))):
@@ -178,7 +178,7 @@ def test_on_a_mesh_in_a_scan_with_remat():
     segments = np.stack([documents(21, [i, 3 * i + 5], i % 2) for i in range(4)]).astype(np.int32)
 
     def twice(q, k, v, segments):
-        attend = jax.checkpoint(partial(fused_attention, scale=SCALE, window=7, interpret=True))
+        attend = jax.checkpoint(partial(fused_attention, scale=SCALE, window=7))
         return jax.lax.scan(lambda x, _: (attend(x, k, v, segments), None), q, length=2)[0]
 
     heads = batch_spec(None, "tp")
@@ -196,7 +196,7 @@ def test_keys_that_are_equal_over_tp_have_their_gradient_summed():
     q, k, v, do = draw(21, 4, 1, 16)
     equal = PartitionSpec(None, None, None)
     heads = PartitionSpec(None, None, "tp")
-    attend = partial(fused_attention, scale=SCALE, interpret=True)
+    attend = partial(fused_attention, scale=SCALE)
     run = lambda attend: jax.jit(partial(with_gradients, attend))(q, k, v, do)
     with in_blocks(SMALL):
         expected = run(attend)
@@ -215,7 +215,7 @@ def test_a_device_knows_its_part_only_when_it_runs():
 
     def attend(q, k, v, segments):
         queries = jnp.asarray(order.reshape(2, 12), jnp.int32)[axis_index("fsdp")]
-        return fused_attention(q, k, v, segments, scale=SCALE, part=Part(queries, 0), interpret=True)
+        return fused_attention(q, k, v, segments, scale=SCALE, part=Part(queries, 0))
 
     view = device_view(attend, "attention", (split, equal, equal, equal), split)
     with in_blocks(SMALL), jax.set_mesh(jaxtp.make_mesh(fsdp=2, devices=jax.devices()[:2])):
@@ -243,4 +243,4 @@ def test_every_head_has_blocks_that_triton_takes(dtype):
 def test_what_the_kernels_do_not_take(heads, kv_heads, width, dtype, message):
     q, k, v, _ = draw(4, heads, kv_heads, width, dtype)
     with pytest.raises(ValueError, match=message):
-        fused_attention(q, k, v, scale=1.0, interpret=True)
+        fused_attention(q, k, v, scale=1.0)

@@ -48,7 +48,7 @@ def draw(widths=(10, 20), groups=GROUPS, dtype="float32", rows=ROWS):
 
 @partial(jax.jit, static_argnames=("method",))
 def found(method, x, w, dy, sizes):
-    y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, method, interpret=True), x, w)
+    y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, method), x, w)
     dx, dw = backward(dy)
     return {"output": y, "rows": dx, "kernels": dw}
 
@@ -147,7 +147,7 @@ def test_on_a_mesh_in_a_scan_with_remat(method):
     sizes = np.array([[20, 8], [0, ROWS]])
 
     def layers(x, w, sizes):
-        layer = jax.checkpoint(lambda x: grouped_matmul(x, w, sizes[0], method, interpret=True))
+        layer = jax.checkpoint(lambda x: grouped_matmul(x, w, sizes[0], method))
         return jax.lax.scan(lambda x, _: (layer(x), None), x, length=2)[0]
 
     rows, whole = PartitionSpec("fsdp"), PartitionSpec()
@@ -179,7 +179,7 @@ def test_kernels_that_are_split_over_tp(method):
     sizes = np.array([5, 0, 21, 3])
     columns, equal = PartitionSpec(None, None, "tp"), PartitionSpec()
     view = device_view(
-        lambda x, w, sizes: grouped_matmul(x, w, sizes, method, interpret=True),
+        lambda x, w, sizes: grouped_matmul(x, w, sizes, method),
         "groups",
         (equal, columns, equal),
         PartitionSpec(None, "tp"),

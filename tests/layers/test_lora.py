@@ -99,4 +99,4 @@ def test_a_keyword_that_no_layer_takes_is_an_error(layer):
 def test_experts_refuse_adapters():
     config = jaxtp.ModelConfig(num_experts=4, experts_per_token=2)
     with pytest.raises(ConfigError, match="experts have no adapters"):
-        jaxtp.MixtureOfExperts(8, config, lora=LoraConfig(rank=2), rngs=nnx.Rngs(0))
+        jaxtp.MixtureOfExperts(8, config, jaxtp.LayerContext(lora=LoraConfig(rank=2)), rngs=nnx.Rngs(0))

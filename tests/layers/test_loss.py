@@ -15,7 +15,7 @@ import jaxtp
 from jaxtp.analysis.costs import Workload, Workspace
 from jaxtp.analysis.step_costs import loss_costs
 from jaxtp.layers.loss import vocab_parallel_token_losses
-from jaxtp.layers.parameter import Split
+from jaxtp.layers.parameter import PaddedDim
 from jaxtp.mesh import sized
 
 D, V, CHUNK = 24, 40, 6
@@ -23,9 +23,8 @@ LOW = jaxtp.Precision(compute="bfloat16")
 
 
 def total(x, table, labels, chunk_size, precision=jaxtp.Precision()):
-    return jaxtp.vocab_parallel_cross_entropy(
-        x, table, labels, vocab_size=V, chunk_size=chunk_size, precision=precision
-    )[0]
+    head = jaxtp.HeadConfig(V, jaxtp.LayerContext(precision=precision), chunk_size=chunk_size)
+    return jaxtp.vocab_parallel_cross_entropy(x, table, labels, head)[0]
 
 
 def given(rows, length):
@@ -84,10 +83,10 @@ def test_the_loss_of_each_token_and_whether_it_is_the_likeliest(case):
     labels = labels.at[:, :3].set(logits.argmax(-1)[:, :3])
     label_logits = np.take_along_axis(logits, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     expected = np.where(labels >= 0, np.log(np.exp(logits).sum(-1)) - label_logits, 0)
-    settings = {"chunk_size": CHUNK, "softcap": softcap, "sequence_parallel": split}
+    head = jaxtp.HeadConfig(vocab_size, jaxtp.LayerContext(sequence_parallel=split), softcap=softcap, chunk_size=CHUNK)
     with jax.set_mesh(jaxtp.make_mesh(*mesh[:2], mesh[3], cp=mesh[2])):
-        losses, likeliest = jax.jit(partial(vocab_parallel_token_losses, vocab_size=vocab_size, **settings))(
-            x, table[: Split((vocab_size,)).padded(mesh[3])], labels
+        losses, likeliest = jax.jit(partial(vocab_parallel_token_losses, head=head))(
+            x, table[: PaddedDim((vocab_size,)).padded(mesh[3])], labels
         )
     assert relative_error(losses, expected) < 1e-6
     assert np.array_equal(likeliest, (labels >= 0) & (label_logits == logits.max(-1)))

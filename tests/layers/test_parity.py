@@ -34,12 +34,13 @@ LABELS = jnp.where(
     jax.random.randint(jax.random.key(6), (B, T), 0, V),
 )
 LARGE_V = 203
+SEQUENCE_PARALLEL = jaxtp.LayerContext(sequence_parallel=None)
 LARGE_IDS = jax.random.randint(jax.random.key(8), (B, 8), 0, LARGE_V).at[:, ::3].set(7)  # often the same
 IDS = jax.random.randint(jax.random.key(7), (B, T), 0, V)
 
 
 def loss_and_count(head, x):
-    total, count = jaxtp.vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, vocab_size=V, chunk_size=2)
+    total, count = jaxtp.vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, jaxtp.HeadConfig(V, chunk_size=2))
     return jnp.stack([total, count])
 
 
@@ -92,14 +93,14 @@ CASES = {
         lambda w, x: w["embedding"][IDS] * x,
     ),
     "embedding_exchanged": Case(  # a large table and few tokens
-        lambda rngs: jaxtp.VocabParallelEmbedding(LARGE_V, D, scale=3.0, sequence_parallel=None, rngs=rngs),
+        lambda rngs: jaxtp.VocabParallelEmbedding(LARGE_V, D, SEQUENCE_PARALLEL, scale=3.0, rngs=rngs),
         lambda layer, x: layer(LARGE_IDS) * x,
         lambda w, x: 3 * w["embedding"][LARGE_IDS] * x,
         input_shape=(B, 8, D),
     ),
     "logits": Case(
         lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
-        lambda head, x: jaxtp.vocab_parallel_logits(x, head.kernel[...], V),
+        lambda head, x: jaxtp.vocab_parallel_logits(x, head.kernel[...], jaxtp.HeadConfig(V)),
         lambda w, x: x @ w["kernel"].T,
     ),
     "loss": Case(

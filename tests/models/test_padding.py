@@ -17,9 +17,9 @@ from jaxtp.checkpoint.logical import from_logical, named_variables, to_logical
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.hf.safetensors import read_header
-from jaxtp.layers.attention import HeadSplit
+from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import Split, cut, logical_shape, pad, padding_of
+from jaxtp.layers.parameter import PaddedDim, logical_shape, pad, padding_of, unpad
 from jaxtp.mesh import mesh_sizes, sized
 from jaxtp.models.config import padded_sizes
 from jaxtp.tools.check import parity
@@ -101,7 +101,7 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     assert {"model.blocks.attention.out.kernel", "model.blocks.mlp.down.kernel"} <= padded.keys()
     for name, variable in padded.items():
         array, padding = np.asarray(variable[...]), padding_of(variable)
-        np.testing.assert_array_equal(pad(cut(array, padding, 8), padding, 8), array, err_msg=name)
+        np.testing.assert_array_equal(pad(unpad(array, padding, 8), padding, 8), array, err_msg=name)
     logical = to_logical(state, plan.mesh)
     for other in (jaxtp.make_mesh(), jaxtp.make_mesh(fsdp=2, tp=2), jaxtp.make_mesh(tp=5)):
         there = from_logical(
@@ -116,7 +116,7 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
 
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 16).map(lambda half: 2 * half), st.integers(1, 16))
 def test_every_device_has_the_query_heads_of_its_kv_heads(kv_heads, group, width, tp):
-    split = HeadSplit((kv_heads, group, width))
+    split = PaddedHeads((kv_heads, group, width))
     stored_kv, stored_group, stored_width = split.stored(tp)
     assert (stored_kv >= kv_heads, stored_group >= group, stored_width) == (True, True, width)
     assert stored_kv * stored_group % tp == 0
@@ -131,19 +131,19 @@ def test_every_device_has_the_query_heads_of_its_kv_heads(kv_heads, group, width
 
 
 def test_an_absurd_mesh_takes_no_time():
-    assert HeadSplit((8, 4, 64)).stored(10**40) == (10**40, 4, 64)
+    assert PaddedHeads((8, 4, 64)).stored(10**40) == (10**40, 4, 64)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 5), st.booleans())
 def test_what_is_padded_is_cut_off_again(factors, tp, first):
-    split = Split(tuple(factors))
+    split = PaddedDim(tuple(factors))
     shape = (split.size, 3) if first else (3, split.size)
     array = np.arange(1, 1 + 3 * split.size).reshape(shape)
     padding = ((-2 if first else -1, split),)
     padded = pad(array, padding, tp)
     assert padded.shape[0 if first else 1] % tp == 0
     assert padded.sum() == array.sum()
-    np.testing.assert_array_equal(cut(padded, padding, tp), array)
+    np.testing.assert_array_equal(unpad(padded, padding, tp), array)
 
 
 @pytest.mark.wide
@@ -159,8 +159,8 @@ def test_a_cache_of_padded_heads_generates_what_one_device_does():
         def read(state):
             model = nnx.merge(graph, state)
             reader = DecodeModel(model)
-            first, memories = reader.continue_rows(ids[:, :4], reader.empty(4, 6), jnp.zeros(4, jnp.int32))
-            last, _ = reader.continue_rows(ids[:, 4:], memories, jnp.full(4, 4))
+            first, caches = reader.continue_rows(ids[:, :4], reader.empty(4, 6), jnp.zeros(4, jnp.int32))
+            last, _ = reader.continue_rows(ids[:, 4:], caches, jnp.full(4, 4))
             return model.logits_of_hidden(jnp.concatenate([first, last], axis=1)), model(ids)
 
         with jax.set_mesh(mesh):

@@ -96,12 +96,12 @@ def test_reading_in_parts_equals_reading_at_once(case):
     found, lengths = np.full(expected.shape, np.nan), np.zeros(B, np.int32)
 
     @partial(jax.jit, donate_argnums=1)
-    def read(weights, memories, ids, new):
+    def read(weights, caches, ids, new):
         model = nnx.merge(reader, weights)
-        x, memories = model(ids, memories, new)
-        return model.logits_of_hidden(x), memories
+        x, caches = model(ids, caches, new)
+        return model.logits_of_hidden(x), caches
 
-    def packed(memories, counts, *, continued):
+    def packed(caches, counts, *, continued):
         """Reads so many of the next tokens of each row, those of a part in one sequence; padding may be any ids."""
         size, length = B // parts, 48
         given, positions = np.full((parts, length), 3, np.int32), np.full((parts, length), T, np.int32)
@@ -113,21 +113,21 @@ def test_reading_in_parts_equals_reading_at_once(case):
                     given[part, at], positions[part, at] = ids[row, position], position
                     rows[part, at], at = row % size, at + 1
                     places.append((part, at - 1, row, position))
-        logits, memories = read(weights, memories, given, NewTokens(positions, rows, continued))
+        logits, caches = read(weights, caches, given, NewTokens(positions, rows, continued))
         for part, at, row, position in places:
             found[row, position] = np.asarray(logits[part, at], np.float64)
         lengths[:] += counts
-        return memories
+        return caches
 
     with jax.set_mesh(whole) if whole else nullcontext():
-        memories = jax.jit(lambda weights: nnx.merge(reader, weights).empty(B, T))(weights)
+        caches = jax.jit(lambda weights: nnx.merge(reader, weights).empty(B, T))(weights)
         first = np.arange(B) % (B // parts) == 0  # in its part, which has them read before the others
-        memories = packed(memories, np.where(first, FIRST, 0), continued=False)
-        memories = packed(memories, np.where(first, SECOND, FIRST), continued=True)
+        caches = packed(caches, np.where(first, FIRST, 0), continued=False)
+        caches = packed(caches, np.where(first, SECOND, FIRST), continued=True)
         while lengths.min() < T:
             positions = np.where(lengths < T, lengths, T).astype(np.int32)[:, None]
             one = np.take_along_axis(ids, np.minimum(positions, T - 1), axis=1)
-            logits, memories = read(weights, memories, one, NewTokens(positions))
+            logits, caches = read(weights, caches, one, NewTokens(positions))
             for row in np.flatnonzero(lengths < T):
                 found[row, lengths[row]] = np.asarray(logits[row, 0], np.float64)
             lengths += lengths < T
@@ -143,9 +143,9 @@ def test_the_cache_is_split_over_rows_and_kv_heads(sizes, heads):
     mesh = jaxtp.make_mesh(*sizes)
     reader = to_decode_model(nnx.merge(*built("shared", mesh)), decode_mesh(mesh))
     with jax.set_mesh(decode_mesh(mesh)):
-        memories = jax.jit(lambda: reader.empty(B, T))()
+        caches = jax.jit(lambda: reader.empty(B, T))()
     dp, fsdp, tp = sizes
-    keys_and_values = jax.tree.leaves(memories)
+    keys_and_values = jax.tree.leaves(caches)
     assert [array.shape for array in keys_and_values] == [(B, heads, T, 4)] * 4
     (shape,) = {shard.data.shape for array in keys_and_values for shard in array.addressable_shards}
     assert shape == (B // (dp * fsdp), heads // tp, T, 4)
@@ -170,9 +170,9 @@ def test_reading_a_token_moves_two_sums_a_layer_and_none_of_the_cache():
     mesh = jaxtp.make_mesh(tp=8)
     reader, weights = nnx.split(to_decode_model(nnx.merge(*built("plain", mesh)), mesh))
     with jax.set_mesh(mesh):
-        memories = jax.eval_shape(lambda: nnx.merge(reader, weights).empty(B, T))
-        read = lambda weights, memories, ids: nnx.merge(reader, weights).continue_rows(ids, memories, ids[:, 0])
-        jaxpr = jax.make_jaxpr(read)(weights, memories, jnp.zeros((B, 1), jnp.int32))
+        caches = jax.eval_shape(lambda: nnx.merge(reader, weights).empty(B, T))
+        read = lambda weights, caches, ids: nnx.merge(reader, weights).continue_rows(ids, caches, ids[:, 0])
+        jaxpr = jax.make_jaxpr(read)(weights, caches, jnp.zeros((B, 1), jnp.int32))
     found = count_collectives(jaxpr, mesh_sizes(mesh))
     assert {(c.kind, c.shape) for c in found} == {("all-reduce", (B, 1, PLAIN.d_model))}
     assert found.total() == 2 * PLAIN.num_layers + 1  # the embedding's

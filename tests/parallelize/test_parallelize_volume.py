@@ -15,7 +15,7 @@ import jaxtp
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.analysis.audit import audit
 from jaxtp.mesh import AXES, STORAGE
-from jaxtp.parallelize.initialisation import ModelBuilder
+from jaxtp.parallelize.initialisation import arrays_of
 
 B = 8
 SEQUENCE = {
@@ -121,10 +121,12 @@ def test_initialised_sharded():
     with jax.set_mesh(mesh):
         model = jaxtp.parallelize(lambda: Wide(nnx.Rngs(0)), plan)
         leaves = jax.tree.leaves(nnx.state(model))
-        create = ModelBuilder(lambda: Wide(nnx.Rngs(0))).lower(tuple(leaf.sharding for leaf in leaves)).compile()
+        create = jax.jit(
+            lambda: arrays_of(lambda: Wide(nnx.Rngs(0))), out_shardings=tuple(leaf.sharding for leaf in leaves)
+        )
     whole = sum(leaf.nbytes for leaf in leaves)
     assert all(kernel.addressable_shards[0].data.nbytes * 8 == kernel.nbytes for kernel in leaves if kernel.ndim == 2)
-    memory = create.memory_analysis()
+    memory = create.lower().compile().memory_analysis()
     assert memory.output_size_in_bytes < 1.01 * whole / 8
     assert memory.temp_size_in_bytes < whole / 2, "more than a part of it is there at once"
 

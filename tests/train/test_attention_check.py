@@ -1,7 +1,6 @@
 """The check of attention's kernels on the devices of a run: what is right passes, what is planted is named."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +159,7 @@ def test_a_right_kernel_passes_with_a_part(use):
 
 @pytest.mark.wide
 def test_the_fused_kernels_pass_with_a_part():
-    assert worst(partial(fused_attention, interpret=True), PART_USES["documents, window and softcap"]) < 1
+    assert worst(fused_attention, PART_USES["documents, window and softcap"]) < 1
 
 
 @pytest.mark.parametrize(

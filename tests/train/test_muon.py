@@ -16,9 +16,9 @@ from jaxtp.analysis.census import count_collectives
 from jaxtp.analysis.collective import ALL_TO_ALL
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo, count_flops_in_hlo
-from jaxtp.layers.attention import HeadSplit
+from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import Split, cut, padding_of, parameter, spec_of
+from jaxtp.layers.parameter import PaddedDim, padding_of, parameter, spec_of, unpad
 from jaxtp.mesh import mesh_of, sized
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
@@ -30,7 +30,7 @@ from jaxtp.train.state import plan_state
 from jaxtp.train.step import trace_step
 
 MESHES = [sized(dp=2, fsdp=2, tp=2), sized(fsdp=2, tp=2), sized(tp=4), sized(fsdp=4), sized(tp=8), sized(dp=2)]
-QUERIES, HIDDEN = HeadSplit((3, 3, 4)), Split((22,))
+QUERIES, HIDDEN = PaddedHeads((3, 3, 4)), PaddedDim((22,))
 COLUMNS, ROWS = PartitionSpec(None, "fsdp", "tp"), PartitionSpec(None, "tp", "fsdp")
 SHAPES = {
     "query": ((3, 16, 36), COLUMNS, ((-1, QUERIES),)),  # 9 heads of 4
@@ -86,7 +86,7 @@ def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
     for name, variable in variables.items():
         assert updates[name].sharding.is_equivalent_to(NamedSharding(mesh, spec_of(variable)), updates[name].ndim), name
     for arrays, those, tolerance in zip((updates, state.mu), expected, (1e-5, 1e-6), strict=True):
-        whole = {name: cut(np.asarray(arrays[name]), padding_of(v), sizes["tp"]) for name, v in variables.items()}
+        whole = {name: unpad(np.asarray(arrays[name]), padding_of(v), sizes["tp"]) for name, v in variables.items()}
         assert_close(whole, those, tolerance)
 
 

@@ -1,11 +1,10 @@
 """Causal attention by blocks in plain `lax`, for every backend; it never holds more than one block of scores.
 
-It visits pairs of a query block and a key block with an online softmax (Milakov and Gimelshein, arXiv 1805.02867; Dao
-et al., arXiv 2205.14135). The backward pass recomputes scores from the log-sum-exp; autodiff of the loop would save
-every block.
+It visits pairs of a query block and a key block with an online softmax (Dao et al., arXiv 2205.14135). The backward
+pass recomputes scores from the log-sum-exp; autodiff of the loop would save every block.
 
-Shapes: n blocks of c positions, b sequences, K kv heads of G query heads each, head width H. Query blocks are
-`[n, b, K, G*c, H]`, so that a pair is one product per kv head; blocks of keys and values are `[n, b, K, c, H]`.
+Query blocks are `[n, b, K, G*c, H]` (n blocks of c positions, K kv heads of G query heads), so that a pair is one
+product per kv head; blocks of keys and values are `[n, b, K, c, H]`.
 """
 
 from collections.abc import Sequence
@@ -25,8 +24,7 @@ MOST_IN_BLOCK = 256
 """Positions in a block of a long sequence: of 128 to 512 the quickest on CPUs (`scripts/attention_speed.py`)."""
 
 _LEAST_IN_BLOCK, _FEWEST_BLOCKS = 8, 4
-_NO_SCORE = -1e30
-"""Maximum of no scores: finite, so that two of them differ by 0."""
+_NO_SCORE = -1e30  # maximum of no scores: finite, so that two of them differ by 0
 
 
 class _Settings(NamedTuple):
@@ -51,8 +49,7 @@ def blockwise_attention(
 
     Args:
       q_BTNH: queries; head n attends to kv head n // (N // K).
-      k_BSKH: keys.
-      v_BSKH: values.
+      k_BSKH, v_BSKH: keys and values.
       segments_BT: documents of whole sequences.
       scale: factor of the scores.
       window: positions that each query sees, including its position; None for all.
@@ -121,8 +118,8 @@ def _forward(
     return y, (q, k, v, segments, part, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
 
 
-def _backward(settings: _Settings, kept: tuple[Any, ...], dy: Array) -> tuple[Array | None, ...]:
-    q, k, v, segments, part, y, log_sum = kept
+def _backward(settings: _Settings, residuals: tuple[Any, ...], dy: Array) -> tuple[Array | None, ...]:
+    q, k, v, segments, part, y, log_sum = residuals
     pairs = _Pairs(settings, q, k, segments, part)
     queries, keys, values, grads = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v), pairs.of_queries(dy)
     # The softmax subtracts from the gradient of each weight their weighted mean.

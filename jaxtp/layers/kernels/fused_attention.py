@@ -8,11 +8,8 @@ blocks that these rows see, or are seen by:
     queries    query block         key blocks                                    dq
     keys       key block           query blocks of all heads of its group        dk, dv
 
-Sums are float32 in a fixed order, without atomics: results are deterministic. float32 products follow
-`jax.default_matmul_precision`, by default TF32, like XLA's.
-
-JAX's kernel (`jax.experimental.pallas.ops.gpu.attention.mha`, deprecated in jax 0.12) lacks grouped queries, windows
-and softcaps, and needs divisible lengths. jax 0.12 warns that Pallas will drop Triton.
+Sums are float32 in a fixed order, without atomics: results are deterministic. JAX's kernel (`pallas.ops.gpu.attention`)
+lacks grouped queries, windows and softcaps, and needs divisible lengths.
 """
 
 import math
@@ -31,39 +28,29 @@ from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, vary_like
 from jaxtp.layers.activations import Part, key_ranges, query_ranges
+from jaxtp.mesh import platform_here
 
-MOST_HEAD_DIM = 256
-"""Widest head: blocks of wider ones do not fit a GPU's shared memory."""
+MOST_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
 
-DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes of queries, keys and values."""
+DTYPES = ("bfloat16", "float16", "float32")  # dtypes of queries, keys and values
 
 _LEAST_HEAD_DIM = 16
 """Narrowest product that Triton computes; narrower heads are padded to it, others to a power of two."""
 
-_Ranges = tuple[Array, Array]
-"""The first and the last that each row sees or is seen by."""
+_Ranges = tuple[Array, Array]  # the first and the last that each row sees or is seen by
 
 _LOG2_E = math.log2(math.e)
-_NOTHING_SEEN = -1e30
-"""A maximum below all scores; finite, so that differences of it are not NaN."""
+_NOTHING_SEEN = -1e30  # A maximum below all scores; finite, so that differences of it are not NaN
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Block sizes of a kernel, and Triton's options."""
 
-    queries: int
-    """Rows of a block of queries; a power of two, at least 16 on a GPU."""
-
-    keys: int
-    """Rows of a block of keys, alike."""
-
-    warps: int
-    """Groups of 32 threads that share a program."""
-
-    stages: int
-    """Blocks that are loaded ahead, and the one that is computed."""
+    queries: int  # rows of a block of queries; a power of two, at least 16 on a GPU
+    keys: int  # rows of a block of keys
+    warps: int  # groups of 32 threads that share a program
+    stages: int  # blocks that are loaded ahead, and the one that is computed
 
 
 @dataclass(frozen=True)
@@ -74,7 +61,6 @@ class _Settings:
     softcap: float | None
     forward: Blocks
     backward: Blocks
-    interpret: bool
 
 
 def block_sizes(head_dim: int, dtype: DTypeLike) -> tuple[Blocks, Blocks]:
@@ -99,11 +85,10 @@ def fused_attention(
     window: int | None = None,
     softcap: float | None = None,
     part: Part | None = None,
-    interpret: bool = False,
 ) -> Array:
     """Returns values weighted by causal attention, shaped like the queries; 0 if a query sees nothing.
 
-    For the arguments see `blockwise_attention`; `interpret` runs the kernels on any device, slowly, for tests.
+    For the arguments see `blockwise_attention`. Off CUDA the kernels run in Pallas' interpreter, slowly, for tests.
 
     Raises:
       ValueError: unsupported heads or dtype.
@@ -112,7 +97,7 @@ def fused_attention(
     length, num_keys, width = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     padded_width = max(_LEAST_HEAD_DIM, pl.next_power_of_2(width))
     forward, backward = block_sizes(padded_width, q_BTNH.dtype)
-    settings = _Settings(scale, softcap, forward, backward, interpret)
+    settings = _Settings(scale, softcap, forward, backward)
     of_queries = key_ranges(q_BTNH.shape[:2], num_keys, window, segments_BT, part)
     of_keys = query_ranges(of_queries, num_keys, window, segments_BT, part)
 
@@ -138,8 +123,8 @@ def _check(q: Array, k: Array, v: Array) -> None:
     if width > MOST_HEAD_DIM:
         raise ValueError(f"head_dim {width} is above {MOST_HEAD_DIM}, the widest of the fused attention kernels")
     if {x.dtype for x in (q, k, v)} != {q.dtype} or q.dtype.name not in DTYPES:
-        given = ", ".join(x.dtype.name for x in (q, k, v))
-        raise ValueError(f"queries, keys and values are {given}: fused attention takes one of {', '.join(DTYPES)}")
+        dtypes = ", ".join(x.dtype.name for x in (q, k, v))
+        raise ValueError(f"queries, keys and values are {dtypes}: fused attention takes one of {', '.join(DTYPES)}")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -165,8 +150,8 @@ def _forward(
     return o, (q, k, v, of_queries, of_keys, o, checkpoint_name(lse, ATTENDED))
 
 
-def _backward(settings: _Settings, kept: tuple[Any, ...], do: Array) -> tuple[Array | None, ...]:
-    q, k, v, of_queries, of_keys, o, lse = kept
+def _backward(settings: _Settings, residuals: tuple[Any, ...], do: Array) -> tuple[Array | None, ...]:
+    q, k, v, of_queries, of_keys, o, lse = residuals
     blocks, group = settings.backward, q.shape[2] // k.shape[2]
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, N, T]
     rows, statistics, keys = _block(q, blocks.queries), _statistics(blocks.queries), _all_keys(q, k)
@@ -239,7 +224,7 @@ def _run(
         out_specs=[spec for *_, spec in outputs],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _ in outputs],
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=settings.interpret,
+        interpret=platform_here() != "cuda",
         name=f"attention{kernel.__name__}".removesuffix("_kernel"),
     )(*(array for array, _ in inputs))
 
@@ -298,10 +283,7 @@ def _keys_kernel(settings: _Settings, *refs: Any) -> None:
     lower, upper = _visited(first, last, size)
     zeros = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(
-        0,
-        q_ref.shape[1],
-        lambda g, carry: lax.fori_loop(lower, upper, partial(visit, g), carry),
-        (zeros, zeros),
+        0, q_ref.shape[1], lambda g, carry: lax.fori_loop(lower, upper, partial(visit, g), carry), (zeros, zeros)
     )
     dk_ref[...] = (dk * settings.scale).astype(dk_ref.dtype)
     dv_ref[...] = dv.astype(dv_ref.dtype)

@@ -1,8 +1,7 @@
 """Grouped matmul, for a mixture of experts: rows sorted by group, one kernel per group.
 
 The first `sizes[0]` rows of `[M, K]` are multiplied by kernel 0 of `[E, K, N]`, the next `sizes[1]` by kernel 1, and so
-on; groups may be empty. Rows beyond all groups (most rows, if experts are split over devices) give 0 and get
-gradient 0.
+on. Rows beyond all groups (most rows, if experts are split over devices) give 0 and get gradient 0.
 
     method    computes                                                              platforms
     xla       `jax.lax.ragged_dot`; except on TPUs, XLA multiplies all rows by      all
@@ -28,19 +27,14 @@ Implementation = Literal["auto", Method]
 _PALLAS_PLATFORM = "cuda"
 
 
-def grouped_matmul(
-    rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: Method, *, interpret: bool = False
-) -> Array:
+def grouped_matmul(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: Method) -> Array:
     """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
 
-    `sizes_E` are the rows per group; `interpret` runs pallas on any device, slowly, for tests.
-
-    Raises:
-      ValueError: shapes or dtypes do not match.
+    `sizes_E` are the rows per group. Off CUDA, pallas runs in its interpreter, slowly, for tests.
     """
     _check(rows_MK, kernels_EKN, sizes_E)
     arrays = rows_MK, kernels_EKN, sizes_E.astype(jnp.int32)
-    return _grouped(method, interpret, *(vary_like(x, *arrays) for x in arrays))
+    return _grouped(method, *(vary_like(x, *arrays) for x in arrays))
 
 
 def dense(method: Method, platform: str | None) -> bool:
@@ -51,10 +45,10 @@ def dense(method: Method, platform: str | None) -> bool:
     return method == "xla" and platform != "tpu"
 
 
-def method_of(asked: Implementation, platform: str | None) -> tuple[Method, str]:
+def method_of(requested: Implementation, platform: str | None) -> tuple[Method, str]:
     """Returns the method and the reason; see `refused` for a requested method. None: unknown platform."""
-    if asked != "auto":
-        return asked, "as configured"
+    if requested != "auto":
+        return requested, "as configured"
     if _has_pallas(platform):
         return "pallas", "it multiplies each row with its own expert alone"
     return "xla", f"pallas: it runs on {_PALLAS_PLATFORM}, not on {platform}"
@@ -64,9 +58,9 @@ def _has_pallas(platform: str | None) -> bool:
     return platform is None or platform.startswith(_PALLAS_PLATFORM)
 
 
-def refused(asked: Implementation, platform: str | None) -> Iterator[str]:
+def refused(requested: Implementation, platform: str | None) -> Iterator[str]:
     """Yields why the requested method cannot run."""
-    if asked == "pallas" and not _has_pallas(platform):
+    if requested == "pallas" and not _has_pallas(platform):
         yield f"model.grouped=pallas: it runs on {_PALLAS_PLATFORM}, not on {platform}; use auto (xla)"
 
 
@@ -78,39 +72,32 @@ def _check(rows: Array, kernels: Array, sizes: Array) -> None:
     if rows.shape[1] != kernels.shape[1] or kernels.shape[0] != sizes.shape[0]:
         raise ValueError(f"rows {rows.shape} and sizes {sizes.shape} do not belong to kernels {kernels.shape}")
     if rows.dtype != kernels.dtype or not jnp.issubdtype(sizes.dtype, jnp.integer):
-        given = ", ".join(x.dtype.name for x in (rows, kernels, sizes))
-        raise ValueError(f"rows, kernels and sizes are {given}: the first two have one dtype, the last are integers")
+        dtypes = ", ".join(x.dtype.name for x in (rows, kernels, sizes))
+        raise ValueError(f"rows, kernels and sizes are {dtypes}: the first two have one dtype, the last are integers")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped(method: Method, interpret: bool, rows: Array, kernels: Array, sizes: Array) -> Array:
-    return _forward(method, interpret, rows, kernels, sizes)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(method: Method, rows: Array, kernels: Array, sizes: Array) -> Array:
+    return _product(method, rows, kernels, sizes, transposed=False)
 
 
-def _forward(
-    method: Method, interpret: bool, rows: Array, kernels: Array, sizes: Array
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _product(method, interpret, rows, kernels, sizes, transposed=False), (rows, kernels, sizes)
-
-
-def _backward(
-    method: Method, interpret: bool, kept: tuple[Array, Array, Array], grad: Array
-) -> tuple[Array, Array, None]:
-    rows, kernels, sizes = kept
-    of_rows = _product(method, interpret, grad, kernels, sizes, transposed=True)
+def _backward(method: Method, residuals: tuple[Array, Array, Array], grad: Array) -> tuple[Array, Array, None]:
+    rows, kernels, sizes = residuals
+    of_rows = _product(method, grad, kernels, sizes, transposed=True)
     if method == "pallas":
-        of_kernels = _kernels().kernels_gradient(rows, grad, sizes, interpret=interpret)
+        of_kernels = _kernels().kernels_gradient(rows, grad, sizes)
     else:
-        of_kernels = _xla_kernels_gradient(rows, grad, sizes)
+        y = lax.ragged_dot_general(rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32)
+        of_kernels = y.astype(rows.dtype)
     return of_rows, of_kernels, None
 
 
-_grouped.defvjp(_forward, _backward)
+_grouped.defvjp(lambda method, *arrays: (_product(method, *arrays, transposed=False), arrays), _backward)
 
 
-def _product(method: Method, interpret: bool, rows: Array, kernels: Array, sizes: Array, *, transposed: bool) -> Array:
+def _product(method: Method, rows: Array, kernels: Array, sizes: Array, *, transposed: bool) -> Array:
     if method == "pallas":
-        return _kernels().product(rows, kernels, sizes, transposed=transposed, interpret=interpret)
+        return _kernels().product(rows, kernels, sizes, transposed=transposed)
     kernels = kernels.swapaxes(1, 2) if transposed else kernels
     y = lax.ragged_dot(rows, kernels, sizes, preferred_element_type=jnp.float32)
     return y.astype(rows.dtype)
@@ -119,11 +106,6 @@ def _product(method: Method, interpret: bool, rows: Array, kernels: Array, sizes
 _SUM_OVER_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
-
-
-def _xla_kernels_gradient(rows: Array, grad: Array, sizes: Array) -> Array:
-    y = lax.ragged_dot_general(rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32)
-    return y.astype(rows.dtype)
 
 
 def _kernels() -> Any:

@@ -23,31 +23,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes of rows and kernels."""
+from jaxtp.mesh import platform_here
 
-_LEAST = 16
-"""Narrowest product that Triton computes."""
+DTYPES = ("bfloat16", "float16", "float32")  # dtypes of rows and kernels
+
+_LEAST = 16  # narrowest product that Triton computes
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Block sizes of a program, powers of two >= 16 on a GPU, and Triton's options."""
 
-    rows: int
-    """Rows of the output: of a tile, or of a group's kernel."""
-
-    columns: int
-    """Columns of the output."""
-
-    summed: int
-    """Elements of a sum that are multiplied at a time."""
-
-    warps: int
-    """Groups of 32 threads that share a program."""
-
-    stages: int
-    """Blocks that are loaded ahead, and the one that is computed."""
+    rows: int  # rows of the output: of a tile, or of a group's kernel
+    columns: int  # columns of the output
+    summed: int  # elements of a sum that are multiplied at a time
+    warps: int  # groups of 32 threads that share a program
+    stages: int  # blocks that are loaded ahead, and the one that is computed
 
 
 def product_blocks(num_rows: int, groups: int, columns: int, summed: int, dtype: DTypeLike) -> Blocks:
@@ -73,12 +64,10 @@ def _fitting(width: int, most: int) -> int:
     return block
 
 
-def product(
-    rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: bool = False, interpret: bool = False
-) -> Array:
+def product(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: bool = False) -> Array:
     """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
 
-    Kernels are `[E, N, K]` if `transposed`; `interpret` runs on any device.
+    Kernels are `[E, N, K]` if `transposed`.
     """
     num_rows, summed = rows_MK.shape
     columns = kernels_EKN.shape[1 if transposed else 2]
@@ -91,11 +80,10 @@ def product(
         (*tiles, rows_MK, kernels_EKN),
         (num_rows, columns),
         "transposed_product" if transposed else "product",
-        interpret=interpret,
     )
 
 
-def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
+def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array) -> Array:
     """Returns `rows.T @ grad` of each group, `[E, K, N]`."""
     shape = len(sizes_E), rows_MK.shape[1], grad_MN.shape[1]
     blocks = gradient_blocks(*shape[1:], rows_MK.dtype)
@@ -107,7 +95,6 @@ def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array, *, interpre
         (begins[:-1], ends[:-1], rows_MK, grad_MN),
         shape,
         "kernels_gradient",
-        interpret=interpret,
     )
 
 
@@ -136,8 +123,6 @@ def _run(
     inputs: tuple[Array, ...],
     shape: tuple[int, ...],
     name: str,
-    *,
-    interpret: bool,
 ) -> Array:
     *_, x, y = inputs
     if x.dtype != y.dtype or x.dtype.name not in DTYPES:
@@ -154,7 +139,7 @@ def _run(
         grid=grid,
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=varying),
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=interpret,
+        interpret=platform_here() != "cuda",
         name=f"grouped_{name}",
     )(*inputs)
 
@@ -165,8 +150,7 @@ class _Span:
 
     begin: Array
     size: int
-    end: Array | None = None
-    """None where it is known that all are before it."""
+    end: Array | None = None  # none where it is known that all are before it
 
     @property
     def slice(self) -> Any:

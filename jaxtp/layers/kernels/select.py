@@ -1,11 +1,9 @@
 """Attention kernels: one table of their capabilities and costs, and the choice of `model.attention: auto`.
 
-No kernel is used with a `[T, T]` mask: for packed documents cuDNN would build it, not split over tp.
-`blockwise` and `fused` take the first and last key of each query instead (`activations.key_ranges`).
-
-cuDNN is the fastest on Hopper only: 1.7 to 2.3 times as fast as FlashAttention on an H100, but 0.82 on an A100, 0.93 on
-an A10G, 1.00 on an L40S, 0.88 on an RTX PRO 6000 (huggingface/transformers#48163). Elsewhere `auto` prefers `fused`. On
-GPUs a run checks its kernel against plain products, and times the candidates of `auto` (`train/self_check.py`).
+No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused` take the first and last key of each
+query (`activations.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to 2.3 times as fast as FlashAttention on an
+H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX PRO 6000 (huggingface/transformers#48163). On GPUs a run checks its
+kernel against plain products, and times the candidates of `auto` (`train/self_check.py`).
 """
 
 import importlib.metadata
@@ -26,8 +24,7 @@ from jaxtp.mesh import device_here, platform_of
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
 Implementation = Literal["auto", KernelName]
 
-_HOPPER, _BLACKWELL = 9, 10
-"""Major compute capabilities; consumer cards of Blackwell have 12."""
+_HOPPER, _BLACKWELL = 9, 10  # major compute capabilities; consumer cards of Blackwell have 12
 
 _WIDE_ON_BLACKWELL = (9, 25)
 """The first cuDNN with a backward pass for head_dim 256 on Blackwell; JAX accepts older ones.
@@ -74,18 +71,12 @@ class Use:
     head_dim: int
     window: int | None = None
     softcap: float | None = None
-    scale: float | None = None
-    """`factor`, where it is not head_dim ** -0.5."""
-    dtype: str | None = None
-    """The compute dtype."""
-    length: int | None = None
-    """Tokens in a sequence."""
-    packed: bool | None = None
-    """Whether a sequence holds several documents that do not see each other."""
-    part: bool | None = None
-    """Whether a device holds a part of the queries of a sequence."""
-    platform: str | None = None
-    """cpu, rocm, tpu, or cuda with a compute capability, as in `cuda 9.0`."""
+    scale: float | None = None  # `factor`, where it is not head_dim ** -0.5
+    dtype: str | None = None  # the compute dtype
+    length: int | None = None  # tokens in a sequence
+    packed: bool | None = None  # a sequence holds several documents that do not see each other
+    part: bool | None = None  # a device holds a part of the queries of a sequence
+    platform: str | None = None  # cpu, rocm, tpu, or cuda with a compute capability, as in `cuda 9.0`
 
     @property
     def family(self) -> str | None:
@@ -103,6 +94,11 @@ class Use:
         """Factor of the scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    @property
+    def scores(self) -> dict[str, Any]:
+        """Keyword arguments of a kernel: how scores are made."""
+        return {"scale": self.factor, "softcap": self.softcap}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
@@ -114,36 +110,22 @@ class Kernel:
     """Returns `[B, T, N, H]` of queries, keys, values and segments, as `blockwise_attention` does."""
 
     blocks: Callable[[Sequence[range], int | None], tuple[int, int, int]]
-    """Returns the number of products of which the scores of a head are made, and the queries and keys of each, for
-    the chunks of a sequence that a device has, the positions of its queries, and a window. Keys are those from
-    position 0 to the last query's; of packed documents it may make fewer."""
+    """Returns the number of products that make a head's scores, and the queries and keys of each, for the chunks of
+    positions of a device's queries, and a window."""
 
-    holds_scores: bool = False
-    """Whether scores `[T, T]` lie in memory."""
-
-    streams_scores: bool = False
-    """Whether scores go through memory between products, all at once or block by block."""
-
+    holds_scores: bool = False  # scores `[T, T]` lie in memory
+    streams_scores: bool = False  # scores go through memory between products, all at once or block by block
     keeps_result: bool = True
-    """Whether its result and log-sum-exp can be kept for the backward pass, which then does not run it again."""
+    """The backward pass need not run it again: remat policies can save its result and log-sum-exp."""
 
-    platforms: tuple[str, ...] | None = None
-    """Where it runs; None is everywhere."""
-
-    sixteen_bits: bool = False
-    """Whether it computes in 16 bits alone."""
-
+    platforms: tuple[str, ...] | None = None  # None: everywhere
+    sixteen_bits: bool = False  # computes in 16 bits only
     head_dims: Callable[[Use], tuple[int, int]] | None = None
     """Returns the widest head of a use, and what its width is a multiple of."""
 
-    packed: bool = True
-    """Whether it keeps documents apart without a `[T, T]` mask."""
-
-    softcap: bool = True
-    """Whether it can squash scores."""
-
-    part: bool = True
-    """Whether it can take a part of the queries of a sequence."""
+    packed: bool = True  # keeps documents apart without a `[T, T]` mask
+    softcap: bool = True  # can squash scores
+    part: bool = True  # can take a part of the queries of a sequence
 
     def problems(self, use: Use) -> Iterator[str]:
         """Yields why the kernel does not support a use."""
@@ -191,17 +173,9 @@ def _whole(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
 
 
 def _cudnn(
-    q: Array,
-    k: Array,
-    v: Array,
-    segments_BT: None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: None,
-    part: None = None,
+    q: Array, k: Array, v: Array, segments_BT: None, *, scale: float, window: int | None, **without: None
 ) -> Array:  # never with `return_residual`: its log-sum-exp has no gradient
-    del segments_BT, softcap, part
+    del segments_BT, without  # it has no documents, softcap and parts
     reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale, is_causal=True, local_window_size=reach, implementation="cudnn"
@@ -265,11 +239,7 @@ def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
 def masked_attention(
     q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, seen_BTS: Array, *, scale: float, softcap: float | None
 ) -> Array:
-    """Returns values weighted by attention, shaped like the queries.
-
-    `k_BKSH` and `v_BKSH` have a matrix per kv head; each query must see at least one key. For other arguments see
-    `blockwise_attention`.
-    """
+    """Returns `blockwise_attention` for keys and values with a matrix per kv head; each query must see a key."""
     rows, length, _, width = q_BTNH.shape
     groups = q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width)
     scores = scale * jnp.einsum("btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32)
@@ -297,20 +267,12 @@ KERNELS: dict[KernelName, Kernel] = {
         ),
         Kernel(name="fused", run=_fused, blocks=_exact, platforms=("cuda",), head_dims=lambda use: (256, 2)),
         Kernel(name="blockwise", run=blockwise_attention, blocks=_by_blocks, streams_scores=True),
-        Kernel(
-            name="xla",
-            run=_xla,
-            blocks=_whole,
-            holds_scores=True,
-            streams_scores=True,
-            keeps_result=False,
-        ),
+        Kernel(name="xla", run=_xla, blocks=_whole, holds_scores=True, streams_scores=True, keeps_result=False),
     )
 }
 """By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper."""
 
-_MEASURED: dict[Use, tuple[KernelName, str]] = {}
-"""The fastest kernel of `rivals` for each use, and the measurement."""
+_MEASURED: dict[Use, tuple[KernelName, str]] = {}  # the fastest kernel of `rivals` for each use, and the measurement
 
 
 def settle(use: Use, name: KernelName, why: str) -> None:
@@ -318,17 +280,17 @@ def settle(use: Use, name: KernelName, why: str) -> None:
     _MEASURED[use] = (name, why)
 
 
-def rivals(asked: Implementation, use: Use) -> list[Kernel]:
+def rivals(requested: Implementation, use: Use) -> list[Kernel]:
     """Returns the result of `chosen` and kernels that may be faster, to time them."""
-    kernel, _ = chosen(asked, use)
-    others = [] if asked != "auto" or kernel.platforms is None else [KERNELS["cudnn"], KERNELS["fused"]]
+    kernel, _ = chosen(requested, use)
+    others = [] if requested != "auto" or kernel.platforms is None else [KERNELS["cudnn"], KERNELS["fused"]]
     return [kernel, *(other for other in others if other != kernel and not any(other.problems(use)))]
 
 
-def chosen(asked: Implementation, use: Use) -> tuple[Kernel, str]:
+def chosen(requested: Implementation, use: Use) -> tuple[Kernel, str]:
     """Returns the kernel and the reason; see `refused` for a requested kernel."""
-    if asked != "auto":
-        return KERNELS[asked], "as configured"
+    if requested != "auto":
+        return KERNELS[requested], "as configured"
     if use in _MEASURED:
         name, why = _MEASURED[use]
         return KERNELS[name], why
@@ -345,9 +307,9 @@ def chosen(asked: Implementation, use: Use) -> tuple[Kernel, str]:
     return kernel, "; ".join(reasons) or preferred
 
 
-def refused(asked: Implementation, use: Use) -> Iterator[str]:
+def refused(requested: Implementation, use: Use) -> Iterator[str]:
     """Yields why the requested kernel cannot run."""
-    if asked == "auto":
+    if requested == "auto":
         return
     able = [
         f"{kernel.name} on {' and '.join(kernel.platforms)}"
@@ -356,5 +318,5 @@ def refused(asked: Implementation, use: Use) -> Iterator[str]:
         for kernel in KERNELS.values()
         if not any(kernel.problems(use))
     ]
-    for problem in KERNELS[asked].problems(use):
-        yield f"model.attention={asked}: {problem}; use auto ({' or '.join(able)})"
+    for problem in KERNELS[requested].problems(use):
+        yield f"model.attention={requested}: {problem}; use auto ({' or '.join(able)})"

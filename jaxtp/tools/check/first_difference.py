@@ -118,7 +118,7 @@ def _run(model: Decoder, batch: dict[str, Any], run: TrainConfig, watch: _Watch)
         layer_keys = None if keys is None else keys[index]
         x_BTD = watch.on(block, f"blocks.{index}")(x_BTD, layer_keys, sequences)
     x_BTD = watch.on(model.norm, "norm")(x_BTD)
-    total, count = model.loss_of_hidden(x_BTD, sequences.own(jnp.asarray(batch["labels"])))
+    total, count = model.loss_of_hidden(x_BTD, sequences.local_tokens(jnp.asarray(batch["labels"])))
     mean: Array = watch.record(LOSS, total / count)
     return mean
 

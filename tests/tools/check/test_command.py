@@ -163,10 +163,10 @@ def test_a_weight_gradient_counted_twice_is_named(capsys):
 class Swapped(jaxtp.MLP):
     """An MLP with row and column layers the wrong way round: right numbers, more communication."""
 
-    def __init__(self, d_model, config, **kwargs):
-        self.config, self.precision = config, kwargs["precision"]
-        self.up = jaxtp.RowParallelLinear(d_model, config.d_ff, use_bias=config.mlp_bias, **kwargs)
-        self.down = jaxtp.ColumnParallelLinear(config.d_ff, d_model, use_bias=config.mlp_bias, **kwargs)
+    def __init__(self, d_model, config, context, *, rngs):
+        self.config, self.precision = config, context.precision
+        self.up = jaxtp.RowParallelLinear(d_model, config.d_ff, context, use_bias=config.mlp_bias, rngs=rngs)
+        self.down = jaxtp.ColumnParallelLinear(config.d_ff, d_model, context, use_bias=config.mlp_bias, rngs=rngs)
 
     def __call__(self, x, segments=None):
         return self.down(jax.nn.silu(self.up(x)))

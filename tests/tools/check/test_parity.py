@@ -1,7 +1,6 @@
 """Sixteen meshes, sequence parallel or not, and many models: every gradient and three updates equal one device's."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
@@ -115,9 +114,7 @@ TRIED += [
 def interpreted():
     """The kernel for GPUs, run by its interpreter."""
     with pytest.MonkeyPatch.context() as patched:
-        anywhere = dataclasses.replace(
-            KERNELS["fused"], run=functools.partial(fused_attention, interpret=True), platforms=None
-        )
+        anywhere = dataclasses.replace(KERNELS["fused"], run=fused_attention, platforms=None)
         patched.setitem(KERNELS, "fused", anywhere)
         yield
 

@@ -318,12 +318,6 @@ def test_mistakes(file, capsys, words):
     assert MISTAKES[words].format(**places) in capsys.readouterr().err
 
 
-def test_random_numbers_from_outside():
-    rngs = nnx.Rngs(0)
-    assert jaxtp.explain(lambda: Model(rngs), X, plan=SHARED, mesh={"tp": 4}).sent("tp")
-    assert jaxtp.propose_plan(lambda: Model(rngs), X, mesh={"tp": 4}, report=None)
-
-
 @pytest.mark.parametrize("remat", sweep(["none", "full"], "none"))
 @pytest.mark.parametrize("sizes", [{"tp": 1}, {"fsdp": 2, "tp": 4}, {"cp": 2, "tp": 2}], ids=str)
 def test_flops_of_the_decoder_are_those_of_its_formulas(sizes, remat):
