@@ -23,6 +23,8 @@ from jaxtp.hf.model_folder import (
     Folder,
     HFError,
     choice,
+    join_problems,
+    named,
     open_folder,
     quote,
     read_attributes,
@@ -34,19 +36,13 @@ from jaxtp.layers.mlp import MLPConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig, architecture
 
-_LISTED = 10
-"""Attributes in a message."""
 _ALWAYS_WRITTEN = ("hidden_act", "attention_dropout")
 """Attributes with one supported value that are written."""
-
-
 _EXPERT_DEFAULTS = {
     field.name: field.default for field in dataclasses.fields(ExpertsConfig) if not hasattr(MLPConfig, field.name)
 }
 """Settings of experts, with their defaults."""
 _DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MAX_LOST = 4
-"""Settings in a message."""
 
 
 def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
@@ -66,9 +62,9 @@ def stored_dtype(path: str | Path) -> str | None:
     """Returns the dtype in config.json, e.g. bfloat16, else of the weights, else None."""
     folder = Path(path)
     attributes = read_attributes(folder)
-    quote = attributes.get("dtype") or attributes.get("torch_dtype")
-    if isinstance(quote, str):
-        return quote
+    dtype = attributes.get("dtype") or attributes.get("torch_dtype")
+    if isinstance(dtype, str):
+        return dtype
     try:
         return dtype_of(open_folder(folder))
     except HFError:
@@ -92,26 +88,20 @@ def family_of(attributes: Attributes, source: str) -> Family:
 
 def model_config(attributes: Attributes, source: str, ignore_config: Collection[str] = ()) -> ModelConfig:
     """Returns the configuration in attributes of the file `source`; raises as `read_config`."""
-    family, original = family_of(attributes, source), attributes
-    try:
-        attributes = _canonical_names(attributes, family)
-    except HFError as error:
-        raise HFError(f"{source}: {error}") from None
-    problems = [
-        *_ignore_mistakes(attributes, family, ignore_config),
-        *_unknown_attributes(attributes, family, ignore_config),
-    ]
-    if problems:
-        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-        raise HFError(f"{source}: {'; '.join([*problems[:_LISTED], *more])}")
-    try:
-        fields = _fields(attributes, family)
-    except HFError as error:
-        raise HFError(f"{source}: {_with_spelled_names(str(error), original, family)}") from None
-    try:
+    family = family_of(attributes, source)
+    with named(source):
+        canonical = _canonical_names(attributes, family)
+        problems = [
+            *_ignore_mistakes(canonical, family, ignore_config),
+            *_unknown_attributes(canonical, family, ignore_config),
+        ]
+        if problems:
+            raise HFError(join_problems(problems))
+        try:
+            fields = _fields(canonical, family)
+        except HFError as error:
+            raise HFError(_with_spelled_names(str(error), attributes, family)) from None
         return configuration.validate(ModelConfig, fields, source=f"{source} describes a model that cannot be")
-    except configuration.ConfigError as error:
-        raise HFError(str(error)) from None
 
 
 def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
@@ -134,8 +124,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     except HFError as error:
         raise HFError(f"a {family.model_type} cannot be this model: {error}") from None
     if lost := configuration.differences(_comparable(config), read, "model."):
-        more = f"; and {len(lost) - _MAX_LOST} more" if len(lost) > _MAX_LOST else ""
-        found = "; ".join(shown(line) for line in lost[:_MAX_LOST]) + more
+        found = join_problems([shown(line) for line in lost])
         raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {found}")
     return written
 
@@ -179,19 +168,15 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
     if name is not None:
         return family_of({"model_type": name}, "--family")
     reasons = []
-    of_experts = [family for family in FAMILIES.values() if _has_experts(family)]
-    for family in of_experts if config.most_experts else FAMILIES.values():
+    for family in FAMILIES.values():
+        if config.most_experts and not any("num_experts" in attribute.fields for attribute in family.attributes):
+            continue
         try:
             write_attributes(config, family, "float32")
+            return family
         except HFError as error:
             reasons.append(str(error))
-        else:
-            return family
     raise HFError("no family can be this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
-
-
-def _has_experts(family: Family) -> bool:
-    return any("num_experts" in attribute.fields for attribute in family.attributes)
 
 
 def _unknown_attributes(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
@@ -251,17 +236,13 @@ def _fields(attributes: Attributes, family: Family) -> dict[str, Any]:
     for attribute in family.attributes:
         fields |= dict.fromkeys(attribute.fields, _read(attributes, attribute))
     fields["head_dim"] = _head_dim(attributes, family, fields)
-    _check_experts(family, fields)
-    return fields | read_layers(attributes, family, fields)
-
-
-def _check_experts(family: Family, fields: Mapping[str, Any]) -> None:
     most, chosen = fields.get("num_experts"), fields.get("experts_per_token", 0)
     if most is not None and chosen > most:
         names = {field: attribute.name for attribute in family.attributes for field in attribute.fields}
         raise HFError(
             f"{names['experts_per_token']} = {chosen}: should be at most {names['num_experts']}, which is {most}"
         )
+    return fields | read_layers(attributes, family, fields)
 
 
 def _read(attributes: Attributes, attribute: Attribute) -> Any:

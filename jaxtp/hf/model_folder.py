@@ -1,23 +1,23 @@
 """Reads an untrusted Hugging Face folder: config.json, and safetensors in one file or several with an index.
 
-Nothing in it is executed. An index must name files directly in the folder; pickles are never opened. Weights may be
-links to any file, parsed only as safetensors. Other files may be copied or printed, so they must be in the folder or a
-blob of the hub's cache (`models--.../blobs/...`).
+Nothing in it is executed; pickles are never opened. Weights may be links to any file, parsed only as safetensors. Other
+files may be copied or printed, so they must be in the folder or a blob of the hub's cache (`models--.../blobs/...`).
 """
 
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxtp.config import reading
-from jaxtp.config.entry import UserError
 from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, shown
-from jaxtp.config.schema import nearest_file
-from jaxtp.hf.safetensors import SafetensorsError, StoredTensor, read_header
+from jaxtp.config.schema import ConfigError, nearest_file
+from jaxtp.hf.safetensors import HFError as HFError
+from jaxtp.hf.safetensors import StoredTensor, read_header
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -26,14 +26,12 @@ _MAX_COPIED = 2**28
 """Bytes; the largest tokenizers have about 50 million."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
-
+_DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
+_LISTED = 10
+"""Problems in a message."""
 
 Attributes = Mapping[str, Any]
 """The JSON object in a configuration file."""
-
-
-class HFError(UserError):
-    """A folder cannot be imported, or a model cannot be exported."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,25 @@ class Folder:
     tensors: Mapping[str, StoredTensor]
 
 
-_DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
-
-
 def open_folder(path: Path) -> Folder:
     """Reads config.json and all weight headers."""
-    attributes = read_attributes(path)
+    return Folder(path, read_attributes(path), _read_headers(path))
+
+
+@contextmanager
+def named(source: Path | str) -> Iterator[None]:
+    """Makes a mistake in a folder or file an `HFError` whose message begins with its name."""
     try:
-        return Folder(path, attributes, _read_headers(path))
-    except SafetensorsError as error:
-        raise HFError(str(error)) from None
+        yield
+    except (ConfigError, HFError) as error:
+        text = str(error)
+        raise HFError(text if text.startswith(str(source)) else f"{source}: {text}") from None
+
+
+def join_problems(problems: list[str]) -> str:
+    """Returns the first problems in one message."""
+    more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+    return "; ".join([*problems[:_LISTED], *more])
 
 
 def read_attributes(path: Path) -> dict[str, Any]:
@@ -86,10 +93,9 @@ def _read(folder: Path, name: str, most: int) -> bytes:
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Reads a JSON object."""
+    content = _read(folder, name, MAX_JSON)
     try:
-        return parse_json(_read(folder, name, MAX_JSON), str(folder / name))
-    except HFError:
-        raise
+        return parse_json(content, str(folder / name))
     except ValueError as error:
         raise HFError(str(error)) from None
 
@@ -99,13 +105,10 @@ def _read_headers(path: Path) -> dict[str, StoredTensor]:
         return read_header(path / WEIGHTS)
     if os.path.lexists(path / INDEX):
         return _read_indexed(path, read_json(path, INDEX).get("weight_map"))
-    raise HFError(f"{path}: {_explain_missing_weights(path)}")
-
-
-def _explain_missing_weights(path: Path) -> str:
     if any(_SHARD.fullmatch(file.name) for file in path.iterdir()):
-        return f"the weights are in several files, and {INDEX}, which says what is where, is missing"
-    return explain_pickle(path, "transformers") or f"neither {WEIGHTS} nor {INDEX} is there"
+        raise HFError(f"{path}: the weights are in several files, and {INDEX}, which says what is where, is missing")
+    reason = explain_pickle(path, "transformers") or f"neither {WEIGHTS} nor {INDEX} is there"
+    raise HFError(f"{path}: {reason}")
 
 
 def explain_pickle(path: Path, library: str) -> str | None:

@@ -17,7 +17,7 @@ import jaxtp
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, read
 from jaxtp.hf.model_folder import Folder, open_folder
 from jaxtp.hf.runs import copy_hf_files
-from jaxtp.hf.safetensors import DTYPES, SafetensorsError, read_header, write_file
+from jaxtp.hf.safetensors import DTYPES, HFError, read_header, write_file
 from jaxtp.tools.convert.__main__ import main
 
 CONFIG = {
@@ -505,7 +505,7 @@ HEADER = {
 def check_header(header, path):
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(32))
-    gives_one_of(dict, SafetensorsError, lambda: read_header(path))
+    gives_one_of(dict, HFError, lambda: read_header(path))
 
 
 def check_index(index, folder):
