@@ -258,7 +258,7 @@ CASES = {
         "the attribute unknown_0 = 0 .* and 9990 more$",
     ),
     "eps is NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps = nan: should be a number above 0"),
-    "layers by the billion": (config(num_hidden_layers=2**31 - 1), "num_hidden_layers = 2147483647, and the tensors"),
+    "layers by the billion": (config(num_hidden_layers=2**31 - 1), "num_hidden_layers = 2147483647: at most 1,024"),
     "fewer layers": (config(num_hidden_layers=1), "num_hidden_layers = 1, and the tensors are those of 2 layers"),
     "unknown rotation": (
         config(rope_scaling={"type": "dynamic", "factor": 2}),
