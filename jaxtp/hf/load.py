@@ -21,20 +21,7 @@ from jaxtp.checkpoint.logical import logical_spec, named_variables, pad_array, r
 from jaxtp.hf.config_json import family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, named, open_folder
 from jaxtp.hf.safetensors import Block, StoredTensor
-from jaxtp.hf.tensor_map import (
-    HEAD,
-    TABLE,
-    TensorPart,
-    check_experts,
-    check_layers,
-    check_tensors,
-    dtypes,
-    full_names,
-    group_by_tensor,
-    in_stored_layout,
-    name_of,
-    tensor_parts,
-)
+from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, dtypes, match_tensors, name_of
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, checked
@@ -103,12 +90,8 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
     with named(folder.path):
         checked(config, mesh_sizes(mesh), fixed=True)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
-        stored = full_names(folder.tensors, family)
-        check_layers(stored, config.num_layers, family)
         graph, abstract = abstract_decoder(config)
-        check_experts(stored, config, family)
-        needed = group_by_tensor(tensor_parts(named_variables(abstract), config, family, in_stored_layout(stored)))
-        check_tensors(stored, needed, family, config.tie_embeddings)
+        stored, needed = match_tensors(folder.tensors, named_variables(abstract), config, family)
         copies = {name_of(TABLE, family): stored.get(name_of(HEAD, family))} if config.tie_embeddings else {}
         total = sum(stored[name].num_bytes for name in needed)
         arrays = _read(_Source(stored, copies, progress, total), needed, abstract, mesh)

@@ -90,7 +90,7 @@ def _extent(tensor: Tensor, path: str, parameters: Parameters, family: Family) -
     return sum(widths[:before]), sum(widths)
 
 
-def in_stored_layout(stored: Mapping[str, StoredTensor]) -> Choose:
+def _in_stored_layout(stored: Mapping[str, StoredTensor]) -> Choose:
     """Returns a `Choose` for a file's tensors, which raises `HFError` for a duplicate parameter."""
     by_general = {_EXPERT.sub(EXPERT, name): name for name in reversed(list(stored))}
     separate = any(EXPERT in name for name in by_general)
@@ -127,27 +127,20 @@ def full_names(stored: Mapping[str, StoredTensor], family: Family) -> Mapping[st
     return {name if name == head else family.prefix + name: tensor for name, tensor in stored.items()}
 
 
-def check_layers(stored: Mapping[str, StoredTensor], num_layers: int, family: Family) -> None:
-    """Raises `HFError` for a wrong number of layers, before allocating them."""
+def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
+    """Refuses a wrong number of layers or experts before anything is allocated; shapes tell it of stacked experts."""
     before = next(tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs)
     numbered = re.compile(rf"{re.escape(before)}(\d{{1,9}})\.")
     layers = {int(match[1]) for name in stored if (match := numbered.match(name))}
-    if num_layers != max(layers, default=-1) + 1 or num_layers > len(stored):
-        raise HFError(
-            f"num_hidden_layers = {num_layers}, and the tensors are those of {len(layers)} layers"
-            + (f", the last of them {max(layers)}" if layers else "")
-        )
-
-
-def check_experts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
-    """Raises `HFError` for a wrong number of experts, before allocating them; shapes tell it for stacked ones."""
-    found = {int(match[0]) for name in stored if (match := _EXPERT.search(name))}
-    most = max((block.num_experts for block in config.block_kinds()), default=0)
-    if most and found and (most != max(found) + 1 or most > len(stored)):
-        said = next(attribute.name for attribute in family.attributes if "num_experts" in attribute.fields)
-        raise HFError(
-            f"{said} = {most}, and the tensors are those of {len(found)} experts, the last of them {max(found)}"
-        )
+    experts = {int(match[0]) for name in stored if (match := _EXPERT.search(name))}
+    attribute = next((each.name for each in family.attributes if "num_experts" in each.fields), "")
+    for name, count, what, numbers in (
+        ("num_hidden_layers", config.num_layers, "layers", layers),
+        (attribute, config.most_experts if experts else 0, "experts", experts),
+    ):
+        if count and (count != max(numbers, default=-1) + 1 or count > len(stored)):
+            last = f", the last of them {max(numbers)}" if numbers else ""
+            raise HFError(f"{name} = {count}, and the tensors are those of {len(numbers)} {what}{last}")
 
 
 def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
@@ -155,10 +148,18 @@ def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
     return {tensor.dtype for name, tensor in full_names(stored, family).items() if not _is_ignored(name, family)}
 
 
-def check_tensors(
-    stored: Mapping[str, StoredTensor], needed: Mapping[str, list[TensorPart]], family: Family, tied: bool
-) -> None:
-    """Checks names, shapes and dtypes; a `tied` head may be there, and a later read compares it with the embedding."""
+def match_tensors(
+    tensors: Mapping[str, StoredTensor], parameters: Parameters, config: ModelConfig, family: Family
+) -> tuple[Mapping[str, StoredTensor], dict[str, list[TensorPart]]]:
+    """Returns a file's tensors by full name, and the parts of each that a model needs.
+
+    Raises:
+      HFError: the tensors are not exactly the required ones, by name, shape and dtype. A tied head may be there.
+    """
+    stored = full_names(tensors, family)
+    _check_counts(stored, config, family)
+    needed = group_by_tensor(tensor_parts(parameters, config, family, _in_stored_layout(stored)))
+    tied = config.tie_embeddings
     head, table = (name_of(ours, family) for ours in (HEAD, TABLE))
     known = needed.keys() | ({head} if tied else set())
     both = {name: (stored[name], part) for name, (part, *_) in needed.items() if name in stored}
@@ -185,6 +186,7 @@ def check_tensors(
             problems.append(f"tie_word_embeddings is true, and {head} is {a.dtype} {dims(a.shape)}, not as {table}")
     if problems:
         raise HFError("; ".join(problems))
+    return stored, needed
 
 
 def _is_ignored(name: str, family: Family) -> bool:
