@@ -73,10 +73,7 @@ class Sums:
 
 
 def sums(arrays: Mapping[str, Array]) -> Sums:
-    """Sums arrays with elements of at most 4 bytes; every process with a part must call it.
-
-    Temporary memory is at most the largest array's size.
-    """
+    """Sums arrays with elements of at most 4 bytes, in temporary memory of one array; every process must call it."""
     columns = [_columns(array) for array in arrays.values()]
     replicas = replica_groups_by_name(arrays)
     meshes = {_mesh_of(each) for each in columns}
@@ -92,10 +89,7 @@ def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
 
 
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
-    """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`; call it in `jax.jit`.
-
-    There is no communication: each column lies on its device. Equal replicas have equal checksums.
-    """
+    """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`, without communication."""
 
     def on_device(*shards: Array) -> Array:
         # A loop over layers would make XLA write gradients to memory that the update otherwise fuses.
@@ -125,10 +119,7 @@ def replica_groups_by_name(arrays: Mapping[str, Array]) -> dict[str, ReplicaGrou
 
 
 def minority_devices(table: Iterable[np.ndarray], replicas: Mapping[str, ReplicaGroups]) -> MeshPositions:
-    """Returns the devices whose replica differs from the majority, or all of a part without a majority.
-
-    `table` has the checksums, uint32 `[arrays, devices]`, in mesh order.
-    """
+    """Returns the devices whose checksum in `table` `[arrays, devices]` is not the majority's, all if there is none."""
     found: MeshPositions = {}
     for row, (name, groups) in zip(table, replicas.items(), strict=True):
         for group in groups:

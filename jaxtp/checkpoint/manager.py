@@ -121,9 +121,6 @@ class Checkpoints:
       keep: number of newest checkpoints to keep.
       keep_every: also keeps multiples; 0 for none.
       keep_best: also keeps the lowest validation loss.
-
-    Raises:
-      CheckpointError: the folder is unusable, or differs between processes.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False):
@@ -230,12 +227,7 @@ class Checkpoints:
         return storage.read_info_on_all(folder, lambda: folder)[1]
 
     def restore(self, step: int, state: nnx.State, mesh: Mesh, info: storage.Info | None = None) -> nnx.State:
-        """Reads a checkpoint into the shapes and shardings of `state` on `mesh`.
-
-        Raises:
-          DamagedError: the checkpoint is damaged.
-          CheckpointError: the checkpoint is unreadable or does not match the state.
-        """
+        """Reads a checkpoint into the shapes and shardings of `state` on `mesh`; raises `CheckpointError`."""
         info = self.info(step) if info is None else info
         target = abstract_logical(state, mesh)
         if extra := sorted(info["checksums"].keys() - target.keys()):
@@ -375,11 +367,7 @@ def restore_newest(
 
 
 def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Reads the parameters in a run's newest checkpoint, or in one checkpoint; returns them and its folder.
-
-    Raises:
-      CheckpointError: the checkpoint is missing, damaged, unreadable, or of other names or shapes.
-    """
+    """Reads the parameters in a run's newest checkpoint, or in one checkpoint; returns them and its folder."""
     folder, info = storage.read_info_on_all(run, lambda: storage.newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = storage.read_verified(folder, target, info)

@@ -145,12 +145,7 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata:
 
 
 def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
-    """Reads arrays, compares checksums, and casts to `target`; all processes must call it.
-
-    Raises:
-      DamagedError: the arrays differ from their checksums.
-      CheckpointError: other names or shapes, or unreadable arrays.
-    """
+    """Reads arrays, compares checksums, and casts to `target`; all processes must call it and raise together."""
     arrays = read_on_all(lambda: _read_as_stored(folder, target, info))
     computed = checksums(arrays)
     differ = [name for name in computed if computed[name] != info[_CHECKSUMS][name]]

@@ -105,11 +105,7 @@ def model_config(attributes: Attributes, source: str, ignore_config: Collection[
 
 
 def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
-    """Returns config.json attributes that every transformers version reads.
-
-    Raises:
-      HFError: the family cannot represent this model.
-    """
+    """Returns config.json attributes that every transformers version reads; raises if the family has no such model."""
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

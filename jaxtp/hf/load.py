@@ -18,10 +18,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxtp.checkpoint.logical import logical_spec, named_variables, pad_array, replace_arrays
-from jaxtp.hf.config_json import family_of, model_config
+from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, named, open_folder
 from jaxtp.hf.safetensors import Block, StoredTensor
-from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, dtypes, match_tensors, name_of
+from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, match_tensors, name_of
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, checked
@@ -80,8 +80,7 @@ def import_config(
     if fixed := [name for name in overrides if name in architecture(config)]:
         raise HFError(f"{', '.join(fixed)}: what the model is follows from {folder.path / CONFIG}; leave it out")
     if precision is None:
-        stored = dtypes(folder.tensors, family_of(folder.attributes, str(folder.path / CONFIG)))
-        precision = Precision(param="bfloat16" if stored == {"BF16"} else "float32")
+        precision = Precision(param="bfloat16" if dtype_of(folder) == "bfloat16" else "float32")
     return dataclasses.replace(config, precision=precision, **overrides)
 
 

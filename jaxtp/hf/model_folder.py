@@ -76,11 +76,7 @@ def read_attributes(path: Path) -> dict[str, Any]:
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Returns the contents of `names` that exist in a folder.
-
-    Raises:
-      HFError: a file is too large, not regular, or a link out of the folder.
-    """
+    """Returns the contents of `names` that exist; refuses large files and links out of the folder."""
     return {name: _read(folder, name, _MAX_COPIED) for name in names if os.path.lexists(folder / name)}
 
 

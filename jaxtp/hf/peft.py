@@ -160,7 +160,7 @@ _KNOWN = frozenset(
         *("qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying"),
     }
 )
-INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+_INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 
@@ -199,11 +199,7 @@ class PeftFolder:
 
 
 def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> PeftFolder:
-    """Opens a folder of adapters for a model configuration without adapters.
-
-    Raises:
-      HFError: the adapters are unreadable, unsupported, or do not fit.
-    """
+    """Opens a folder of adapters; raises `HFError` if they are unreadable, unsupported, or do not fit the model."""
     if not path.is_dir():
         raise HFError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}{nearest_file(path)}")
     if not os.path.lexists(path / CONFIG):
@@ -220,7 +216,7 @@ def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) ->
 
     Args:
       model: without adapters, on the mesh in context or on one device.
-      family: PEFT's `model_type`; by default the first that can represent this model.
+      family: `model_type`; by default the first that can represent this model.
 
     Raises:
       HFError: the folder is refused, or its adapters cannot be trained.
@@ -266,7 +262,7 @@ def _check_attributes(attributes: Attributes) -> None:
         problems.append(f"peft_type = {quote(kind)} is not supported, only 'LORA'")
     if (bias := attributes.get("bias", "none")) not in ("none", None):
         problems.append(f"bias = {quote(bias)} is not supported, only 'none': biases are not trained with adapters")
-    if (init := attributes.get("init_lora_weights", True)) not in INITS_THAT_KEEP_BASE:
+    if (init := attributes.get("init_lora_weights", True)) not in _INITS_THAT_KEEP_BASE:
         problems.append(
             f"init_lora_weights = {quote(init)} is not supported: it changes the kernels as well; PEFT converts them "
             "(path_initial_model_for_weight_conversion)"

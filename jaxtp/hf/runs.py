@@ -115,10 +115,7 @@ def run_model_config(checkpoint: Path, info: Mapping[str, Any]) -> ModelConfig:
 
 
 def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Returns the parameters, except adapters, in a Hugging Face folder, run or checkpoint, and its folder.
-
-    All processes must call it.
-    """
+    """Returns the parameters except adapters in a model's folder, run or checkpoint; all processes must call it."""
     whole = replace(config, lora=LoraConfig())
     if all_gather_json((path / CONFIG).is_file())[0]:
         with jax.set_mesh(mesh), raise_everywhere():

@@ -84,11 +84,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Returns a file's tensors by name, in data order.
-
-    Raises:
-      HFError: the file is not regular, or its header is damaged or does not fit the data.
-    """
+    """Returns a file's tensors by name, in data order; refuses a header that is damaged or does not fit the data."""
     try:
         with open_regular(path) as file:
             size, prefix = os.fstat(file.fileno()).st_size, file.read(_LENGTH)

@@ -195,11 +195,7 @@ def num_bytes(part: TensorPart, dtype: DType) -> int:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder, renamed to `path` on success and deleted on failure.
-
-    Raises:
-      HFError: `path` exists or is not writable.
-    """
+    """Yields a temporary folder, renamed to `path` (new or empty) on success and deleted on failure."""
     partial_folder = None
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):

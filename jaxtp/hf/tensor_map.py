@@ -153,8 +153,7 @@ def match_tensors(
 ) -> tuple[Mapping[str, StoredTensor], dict[str, list[TensorPart]]]:
     """Returns a file's tensors by full name, and the parts of each that a model needs.
 
-    Raises:
-      HFError: the tensors are not exactly the required ones, by name, shape and dtype. A tied head may be there.
+    Raises `HFError` unless they agree in names, shapes and dtypes; a tied head may be there.
     """
     stored = full_names(tensors, family)
     _check_counts(stored, config, family)
