@@ -1,7 +1,4 @@
-"""Converts config.json to a `ModelConfig` and back.
-
-A round trip through config.json decides whether a family can represent a model.
-"""
+"""Converts config.json to a `ModelConfig` and back; a round trip decides whether a family can represent a model."""
 
 import dataclasses
 import difflib
@@ -60,13 +57,12 @@ def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelC
 
 def stored_dtype(path: str | Path) -> str | None:
     """Returns the dtype in config.json, e.g. bfloat16, else of the weights, else None."""
-    folder = Path(path)
-    attributes = read_attributes(folder)
+    attributes = read_attributes(Path(path))
     dtype = attributes.get("dtype") or attributes.get("torch_dtype")
     if isinstance(dtype, str):
         return dtype
     try:
-        return dtype_of(open_folder(folder))
+        return dtype_of(open_folder(Path(path)))
     except HFError:
         return None
 
@@ -91,11 +87,7 @@ def model_config(attributes: Attributes, source: str, ignore_config: Collection[
     family = family_of(attributes, source)
     with named(source):
         canonical = _canonical_names(attributes, family)
-        problems = [
-            *_ignore_mistakes(canonical, family, ignore_config),
-            *_unknown_attributes(canonical, family, ignore_config),
-        ]
-        if problems:
+        if problems := list(_problems(canonical, family, ignore_config)):
             raise HFError(join_problems(problems))
         try:
             fields = _fields(canonical, family)
@@ -175,8 +167,15 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
     raise HFError("no family can be this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
 
 
-def _unknown_attributes(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
+def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
     known = _known_attributes(family)
+    for name in ignored:
+        if name in family.required or name in known or name == "architectures":
+            yield f"--ignore-config {shown(name)}: it is known to change the model, and cannot be passed over"
+        elif name not in attributes:
+            close = difflib.get_close_matches(name, attributes, n=1)
+            hint = f"; did you mean {shown(close[0])}?" if close else ""
+            yield f"--ignore-config {shown(name)}: there is no such attribute{hint}"
     for name, value in attributes.items():
         if name in family.required:
             only = family.required[name]
@@ -192,21 +191,12 @@ def _unknown_attributes(attributes: Attributes, family: Family, ignored: Collect
         yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
 
 
-def _ignore_mistakes(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
-    for name in ignored:
-        if name in family.required or name in _known_attributes(family) or name == "architectures":
-            yield f"--ignore-config {shown(name)}: it is known to change the model, and cannot be passed over"
-        elif name not in attributes:
-            close = difflib.get_close_matches(name, attributes, n=1)
-            hint = f"; did you mean {shown(close[0])}?" if close else ""
-            yield f"--ignore-config {shown(name)}: there is no such attribute{hint}"
-
-
 def _known_attributes(family: Family) -> frozenset[str]:
-    own = {attribute.name for attribute in family.attributes} | ({"head_dim"} if family.head_dim else set())
-    by_layer = {family.scale_by_layer} if family.scale_by_layer is not None else set()
+    own = {"model_type", *(attribute.name for attribute in family.attributes)}
+    own |= {"head_dim"} if family.head_dim else set()
+    own |= {family.scale_by_layer} if family.scale_by_layer is not None else set()
     dense = DENSE_LAYERS if family.dense_layers else frozenset()
-    return ROPE_ATTRIBUTES[family.rope] | WINDOW_ATTRIBUTES[family.window] | own | by_layer | dense | {"model_type"}
+    return ROPE_ATTRIBUTES[family.rope] | WINDOW_ATTRIBUTES[family.window] | dense | own
 
 
 def _canonical_names(attributes: Attributes, family: Family) -> dict[str, Any]:

@@ -39,11 +39,9 @@ HF_FILES = "hf"
 
 
 def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
-    """Returns a run's model, with any adapters, on the mesh in context.
+    """Returns the model in a run (its newest checkpoint) or a checkpoint, with any adapters, on the mesh in context.
 
-    Args:
-      path: folder of a run (its newest checkpoint) or of one checkpoint.
-      base: the adapters' base model, if moved.
+    `base` is the adapters' base model, if moved.
 
     Raises:
       CheckpointError: the checkpoint is missing or damaged, or the base model does not match.

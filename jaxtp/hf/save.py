@@ -54,7 +54,7 @@ class SaveOptions(TypedDict, total=False):
     tokenizer_from: str | Path | None
     """Source of tokenizer files and special token ids; without it, stderr reports that no tokenizer is written."""
     dtype: DType | None
-    """Of the tensors; by default the parameters' dtype. A model loaded in it is equal bit by bit."""
+    """Dtype of the tensors; by default the parameters' dtype. A model loaded in it is equal bit by bit."""
     allow_non_finite: bool
     """Also writes weights that are not finite."""
     progress: Progress | None

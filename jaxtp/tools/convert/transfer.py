@@ -55,7 +55,6 @@ class MeshFlags:
 
     fsdp: int = 1
     """Shards of each parameter."""
-
     tp: int = 1
     """Shards of each matrix product."""
 
@@ -70,16 +69,12 @@ class Import:
 
     source: HFDir
     """config.json and safetensors, in one file or several with an index."""
-
     run: RunDir
     """New folder. The tokenizer files are copied to its hf/, where export finds them."""
-
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the parameters in the run; by default the one of the safetensors (float16 becomes float32)."""
-
     ignore_config: Keys = ()
     """Unknown attributes of config.json to ignore, because they do not affect what the model computes. Repeatable."""
-
     mesh: MeshFlags = MeshFlags()
 
 
@@ -90,43 +85,31 @@ class Export:
     run: RunDir
     """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model in Hugging Face
     format."""
-
     out: HFDir
     """New folder; it appears when it is complete."""
-
     family: str | None = None
     """model_type, such as qwen3 or gemma2; by default the one of the model that the run started from, or the first that
     fits."""
-
     tokenizer_from: OptionalDir = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
-
     merged: Switch = False
     """Writes the whole model of a run that trained adapters, merged into the kernels."""
-
     adapters: OptionalDir = None
     """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
-
     base: OptionalDir = None
     """Base model of a run that trained adapters, if it is no longer where the run found it."""
-
     dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
     """Dtype of the tensors that are written: by default the one of an imported model's files, and for other runs the
     one of the parameters (model.precision.param)."""
-
     experts: Layout = "separate"
     """Tensors of a mixture of experts: one for each expert, as on the Hub, or one for all experts of a layer, as
     transformers 5 has in memory."""
-
     max_shard_size: str = "5GB"
     """Most bytes in a file; a tensor is never split."""
-
     allow_non_finite: Switch = False
     """Also writes weights that are not finite."""
-
     ignore_config: Keys = ()
     """Unknown attributes of config.json to ignore, as in an import. Repeatable."""
-
     mesh: MeshFlags = MeshFlags()
 
 
