@@ -84,8 +84,8 @@ def verify(args: Inspect) -> int:
         if problem := stored.verify(name):
             problems[name] = problem
             print(f"{name}: {problem}")
-    found = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
-    print(f"{stored.folder}: {len(stored.arrays)} arrays, {found}")
+    count = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
+    print(f"{stored.folder}: {len(stored.arrays)} arrays, {count}")
     write_json("--json", args.json, {"folder": str(stored.folder), "arrays": len(stored.arrays), "problems": problems})
     return 1 if problems else 0
 
@@ -96,9 +96,9 @@ def diff(args: Diff) -> int:
     names = dict.fromkeys((*one.arrays, *other.arrays))
     differ = {}
     for name in names:
-        if found := describe_difference(one, other, name):
-            differ[name] = found
-            print(f"{found:<23} {name}")
+        if difference := describe_difference(one, other, name):
+            differ[name] = difference
+            print(f"{difference:<23} {name}")
     print(f"{len(differ) or 'none'} of {len(names)} arrays differ")
     write_json("--json", args.json, {"a": str(one.folder), "b": str(other.folder), "differ": differ})
     return 1 if differ else 0

@@ -120,14 +120,14 @@ def replica_groups_by_name(arrays: Mapping[str, Array]) -> dict[str, ReplicaGrou
 
 def minority_devices(table: Iterable[np.ndarray], replicas: Mapping[str, ReplicaGroups]) -> MeshPositions:
     """Returns the devices whose checksum in `table` `[arrays, devices]` is not the majority's, all if there is none."""
-    found: MeshPositions = {}
+    positions: MeshPositions = {}
     for row, (name, groups) in zip(table, replicas.items(), strict=True):
         for group in groups:
             (usual, count), *others = Counter(row[group].tolist()).most_common()
             if others:
                 tied = others[0][1] == count
-                found.setdefault(name, set()).update(each for each in group if tied or row[each] != usual)
-    return found
+                positions.setdefault(name, set()).update(each for each in group if tied or row[each] != usual)
+    return positions
 
 
 def describe_devices(positions: MeshPositions, devices: Sequence[jax.Device], hosts: Sequence[str]) -> str:

@@ -164,12 +164,12 @@ class Checkpoints:
         return self.folder.is_dir(), self.steps()
 
     def _stored_losses(self) -> list[tuple[int, float]]:
-        found = []
+        losses = []
         for step in self.steps():
             with contextlib.suppress(CheckpointError):
                 if (loss := storage.read_info(self.folder / str(step)).get("eval_loss")) is not None:
-                    found.append((step, loss))
-        return found
+                    losses.append((step, loss))
+        return losses
 
     def steps(self) -> list[int]:
         """Returns the steps of finished checkpoints on disk, oldest first."""

@@ -185,8 +185,8 @@ def finished_checkpoints(run: Path) -> list[Path]:
 
 def newest_checkpoint(run: Path) -> Path:
     """Returns the last of `finished_checkpoints`; raises `CheckpointError` if there is none."""
-    if found := finished_checkpoints(run):
-        return found[-1]
+    if checkpoints := finished_checkpoints(run):
+        return checkpoints[-1]
     raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
 
 
@@ -202,8 +202,8 @@ def newest_with_info(run: Path) -> tuple[Path, Info] | None:
 
 def newest_info(run: Path) -> Info | None:
     """Returns the info of `newest_with_info`."""
-    found = newest_with_info(run)
-    return None if found is None else found[1]
+    newest = newest_with_info(run)
+    return None if newest is None else newest[1]
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,12 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
         raise ConfigError(f"lora.rank={lora.rank} and lora.targets={lora.targets} are no adapters; rank=8 is usual")
     config = replace(model.config, lora=lora)
     graph, abstract = abstract_decoder(config)
-    own = nnx.filter_state(abstract, nnx.LoRAParam)
+    factors = nnx.filter_state(abstract, nnx.LoRAParam)
 
     def create() -> nnx.State:
         return nnx.filter_state(nnx.state(Decoder(config, rngs=nnx.Rngs(seed))), nnx.LoRAParam)
 
-    shardings = None if current_mesh() is None else nnx.get_named_sharding(own, jax.sharding.get_mesh())
+    shardings = None if current_mesh() is None else nnx.get_named_sharding(factors, jax.sharding.get_mesh())
     created: nnx.State = jax.jit(create, out_shardings=shardings)()
     adapted: Decoder = nnx.merge(graph, nnx.merge_state(frozen(nnx.state(model)), created))
     return adapted

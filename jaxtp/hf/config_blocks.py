@@ -217,7 +217,7 @@ def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowe
             raise HFError(f"{shown(key)} of the rotary embedding {kind!r} is not understood; it may change the model")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise HFError(f"partial_rotary_factor = {quote(parameters['partial_rotary_factor'])}: only 1.0 is supported")
-    values = [found["rope_theta"] for found in (parameters, attributes) if found.get("rope_theta") is not None]
+    values = [source["rope_theta"] for source in (parameters, attributes) if source.get("rope_theta") is not None]
     thetas = sorted({positive("rope_theta", value) for value in values}) or [default_theta]
     if len(thetas) > 1:
         raise HFError(f"rope_theta is there twice, as {' and as '.join(map(str, thetas))}")
@@ -268,10 +268,10 @@ def _read_scaling(kind: str, parameters: Attributes, attributes: Attributes) -> 
 
 
 def _factors(name: str, parameters: Attributes) -> tuple[float, ...]:
-    found = parameters.get(name)
-    if not isinstance(found, list):
-        raise HFError(f"{name} of the rotary embedding = {quote(found)}: should be a list of numbers")
-    return tuple(positive(f"{name}[{i}] of the rotary embedding", factor) for i, factor in enumerate(found))
+    values = parameters.get(name)
+    if not isinstance(values, list):
+        raise HFError(f"{name} of the rotary embedding = {quote(values)}: should be a list of numbers")
+    return tuple(positive(f"{name}[{i}] of the rotary embedding", factor) for i, factor in enumerate(values))
 
 
 def _attention_factor(parameters: Attributes, factor: float) -> float | None:

@@ -112,8 +112,8 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     except HFError as error:
         raise HFError(f"a {family.model_type} cannot be this model: {error}") from None
     if lost := configuration.differences(_comparable(config), read, "model."):
-        found = join_problems([shown(line) for line in lost])
-        raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {found}")
+        changes = join_problems([shown(line) for line in lost])
+        raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {changes}")
     return written
 
 
@@ -140,15 +140,15 @@ def _common_settings(config: ModelConfig) -> ModelConfig:
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    found = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
+    fields = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
     plain = {block: configuration.to_plain(block) for _, _, block in config.kinds()}
     for block, settings in plain.items():  # expert settings are meaningless without experts
         settings |= {} if block.num_experts else _EXPERT_DEFAULTS
-    own = next(iter(plain.values()))
+    by_layer = next(iter(plain.values()))
     if len(plain) > 1:
-        every = {name: [plain[block][name] for block in config.layers()] for name in own}
-        own = {name: found if any(value != found[0] for value in found) else found[0] for name, found in every.items()}
-    return found | {name: value for name, value in own.items() if name in found}
+        every = {name: [plain[block][name] for block in config.layers()] for name in by_layer}
+        by_layer = {name: v if any(each != v[0] for each in v) else v[0] for name, v in every.items()}
+    return fields | {name: value for name, value in by_layer.items() if name in fields}
 
 
 def choose_family(config: ModelConfig, name: str | None) -> Family:
@@ -192,22 +192,22 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
 
 
 def _known_attributes(family: Family) -> frozenset[str]:
-    own = {"model_type", *(attribute.name for attribute in family.attributes)}
-    own |= {"head_dim"} if family.head_dim else set()
-    own |= {family.scale_by_layer} if family.scale_by_layer is not None else set()
+    known = {"model_type", *(attribute.name for attribute in family.attributes)}
+    known |= {"head_dim"} if family.head_dim else set()
+    known |= {family.scale_by_layer} if family.scale_by_layer is not None else set()
     dense = DENSE_LAYERS if family.dense_layers else frozenset()
-    return ROPE_ATTRIBUTES[family.rope] | WINDOW_ATTRIBUTES[family.window] | dense | own
+    return ROPE_ATTRIBUTES[family.rope] | WINDOW_ATTRIBUTES[family.window] | dense | known
 
 
 def _canonical_names(attributes: Attributes, family: Family) -> dict[str, Any]:
-    found = dict(attributes)
+    renamed = dict(attributes)
     for alias, name in family.aliases.items():
-        if alias in found and found.setdefault(name, found[alias]) != found.pop(alias):
+        if alias in renamed and renamed.setdefault(name, renamed[alias]) != renamed.pop(alias):
             raise HFError(
                 f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])} are one attribute of a "
                 f"{family.model_type}"
             )
-    return found
+    return renamed
 
 
 def _with_spelled_names(message: str, attributes: Attributes, family: Family) -> str:

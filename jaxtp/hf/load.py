@@ -127,7 +127,7 @@ def _read(
     source: _Source, needed: Mapping[str, list[TensorPart]], abstract: nnx.State, mesh: Mesh | None
 ) -> dict[str, Array]:
     variables = named_variables(abstract)
-    remaining = Counter(place.target for found in needed.values() for place in found)
+    remaining = Counter(place.target for parts in needed.values() for place in parts)
     stacked = {ours: variables[ours] for ours, index in remaining if index is not None}
     shapes = {ours: (tuple(v.shape), v.dtype) for ours, v in stacked.items()}
     shardings = {ours: _sharding(mesh, spec_of(v)) for ours, v in stacked.items()}
@@ -135,17 +135,17 @@ def _read(
     zeros = jax.jit(lambda: {ours: jnp.zeros(*shape) for ours, shape in shapes.items()}, out_shardings=shardings)
     arrays: dict[str, Array] = zeros()
     parameters: dict[tuple[str, int | None], _Parameter] = {}
-    for name, found in needed.items():
-        for ours, index in (place.target for place in found):
+    for name, parts in needed.items():
+        for ours, index in (place.target for place in parts):
             if (ours, index) not in parameters:
                 parameters[ours, index] = _Parameter(variables[ours], mesh, stacked=index is not None)
-        filled = [(place, parameters[place.target]) for place in found]
+        filled = [(place, parameters[place.target]) for place in parts]
         needed_rows = [rows for place, part in filled for _, (rows, *_) in part.slices(place) if rows[0] < rows[1]]
         first, last = min((a for a, _ in needed_rows), default=0), max((b for _, b in needed_rows), default=0)
         for row, block in source.blocks(name, first, last):
             for place, part in filled:
                 part.take(place, row, block)
-        for ours, index in (place.target for place in found):
+        for ours, index in (place.target for place in parts):
             remaining[ours, index] -= 1
             if remaining[ours, index]:  # waits for tensors of other experts
                 continue
@@ -175,11 +175,11 @@ class _Parameter:
     """A parameter, or one of its layers, in transit to the devices."""
 
     def __init__(self, variable: nnx.Variable[Any], mesh: Mesh | None, *, stacked: bool):
-        own = slice(1 if stacked else 0, None)  # layers are not split
+        dims = slice(1 if stacked else 0, None)  # layers are not split
         self.padding = padding_of(variable)
-        self.shape, self.padded = logical_shape(variable)[own], tuple(variable.shape)[own]
-        self.stored = _sharding(mesh, PartitionSpec(*tuple(spec_of(variable))[own]))
-        self.sharding = _sharding(mesh, PartitionSpec(*tuple(logical_spec(variable, mesh_sizes(mesh)))[own]))
+        self.shape, self.padded = logical_shape(variable)[dims], tuple(variable.shape)[dims]
+        self.stored = _sharding(mesh, PartitionSpec(*tuple(spec_of(variable))[dims]))
+        self.sharding = _sharding(mesh, PartitionSpec(*tuple(logical_spec(variable, mesh_sizes(mesh)))[dims]))
         indices = self.sharding.addressable_devices_indices_map(self.shape)
         self.bounds = {device: _bounds(index, self.shape) for device, index in indices.items()}
         dtype = np.dtype(variable.dtype)
@@ -212,8 +212,8 @@ class _Parameter:
 
 def _bounds_in_file(place: TensorPart, where: _Bounds) -> _Bounds:
     begin, end = where[-1]
-    found = (*where[:-1], (begin + place.first, end + place.first))
-    return _swap_last_two(found) if place.transposed else found
+    bounds = (*where[:-1], (begin + place.first, end + place.first))
+    return _swap_last_two(bounds) if place.transposed else bounds
 
 
 def _swap_last_two(dims: tuple[Any, ...]) -> tuple[Any, ...]:

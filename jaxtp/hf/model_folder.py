@@ -123,22 +123,22 @@ def _read_indexed(path: Path, weight_map: Any) -> dict[str, StoredTensor]:
         raise HFError(f"{path / INDEX}: weight_map should say for each tensor in which file it is")
     if not weight_map:
         raise HFError(f"{path / INDEX}: weight_map is empty")
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in dict.fromkeys(weight_map.values()):
         if not name.endswith(".safetensors"):
             raise HFError(f"{path / INDEX}: {shown(name)!r} is not a safetensors file; no other is opened")
         if name != Path(name).name or "\\" in name or not name.isprintable():
             raise HFError(f"{path / INDEX}: '{shown(name)}' is not the plain name of a file in the folder")
-        held = read_header(path / name)
-        for tensor in held:
+        header = read_header(path / name)
+        for tensor in header:
             if weight_map.get(tensor) != name:
                 raise HFError(f"{path / name}: holds {shown(tensor)}, which {INDEX} does not say")
-        found |= held
-    missing = [tensor for tensor in weight_map if tensor not in found]
+        tensors |= header
+    missing = [tensor for tensor in weight_map if tensor not in tensors]
     if missing:
         file, name = weight_map[missing[0]], shown(missing[0])
         raise HFError(f"{path / file}: does not hold {name}, which {INDEX} says it does ({len(missing)} missing)")
-    return found
+    return tensors
 
 
 def whole(name: str, value: Any) -> int:

@@ -83,8 +83,8 @@ _AdaptedLayers = Mapping[Adapter, list[int]]
 
 
 def _adapted_layers(config: ModelConfig, variables: Mapping[str, Variable]) -> _AdaptedLayers:
-    found = {adapter: _nonzero_layers(variables[f"{adapter.lora}.a"][...]) for adapter in adapters(config)}
-    return found if any(found.values()) else {adapter: [*range(len(adapter.layers))] for adapter in found}
+    nonzero = {adapter: _nonzero_layers(variables[f"{adapter.lora}.a"][...]) for adapter in adapters(config)}
+    return nonzero if any(nonzero.values()) else {adapter: [*range(len(adapter.layers))] for adapter in nonzero}
 
 
 def _nonzero_layers(stacked: Array) -> list[int]:
@@ -223,23 +223,25 @@ def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) ->
     """
     if model.config.lora.rank:
         raise HFError("the model has adapters already; add them to their kernels by merge_adapters first")
-    found = open_peft(Path(path), model.config, family)
-    found.check_trainable()
-    return with_peft(model, found, None if current_mesh() is None else jax.sharding.get_mesh())
+    folder = open_peft(Path(path), model.config, family)
+    folder.check_trainable()
+    return with_peft(model, folder, None if current_mesh() is None else jax.sharding.get_mesh())
 
 
-def with_peft(model: Decoder, found: PeftFolder, mesh: Mesh | None) -> Decoder:
+def with_peft(model: Decoder, folder: PeftFolder, mesh: Mesh | None) -> Decoder:
     """Returns a copy of a model with an open folder's adapters; see `load_peft`."""
-    graph, abstract = abstract_decoder(replace(model.config, lora=found.lora))
-    adapted: Decoder = nnx.merge(graph, nnx.merge_state(frozen(nnx.state(model)), read_peft(found, abstract, mesh)))
+    graph, abstract = abstract_decoder(replace(model.config, lora=folder.lora))
+    adapted: Decoder = nnx.merge(graph, nnx.merge_state(frozen(nnx.state(model)), read_peft(folder, abstract, mesh)))
     return adapted
 
 
-def read_peft(found: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx.State:
+def read_peft(folder: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx.State:
     """Reads adapters into the shapes and shardings of an abstract state."""
-    own = nnx.filter_state(abstract, nnx.LoRAParam)
-    variables = named_variables(own)
-    return replace_arrays(own, {name: _placed(found.parts.get(name, ()), v, mesh) for name, v in variables.items()})
+    factors = nnx.filter_state(abstract, nnx.LoRAParam)
+    variables = named_variables(factors)
+    return replace_arrays(
+        factors, {name: _placed(folder.parts.get(name, ()), v, mesh) for name, v in variables.items()}
+    )
 
 
 def _placed(parts: Collection[_FactorPart], variable: Variable, mesh: Mesh | None) -> Array:
@@ -319,21 +321,21 @@ class _Reader:
             raise HFError(f"{self.path / WEIGHTS}: {error.strerror}") from None
         if not os.path.lexists(weights):
             raise HFError(explain_pickle(self.path, "peft") or f"no {WEIGHTS} is there")
-        found: dict[tuple[str, int], dict[str, StoredTensor]] = {}
+        factors: dict[tuple[str, int], dict[str, StoredTensor]] = {}
         for name, tensor in read_header(weights).items():
             if (match := _TENSOR.fullmatch(name)) is None:
                 raise HFError(f"{shown(name, 200)} is not supported; adapters of {self._modules()} are")
-            found.setdefault(self._place(match[1]), {})[match[2]] = tensor
+            factors.setdefault(self._place(match[1]), {})[match[2]] = tensor
             if tensor.dtype not in DTYPES:
                 raise HFError(f"{shown(name, 200)} is {tensor.dtype}, not float32, bfloat16 or float16")
             if match[2] == "A" and tensor.shape[:1] != (self.rank,):
                 raise HFError(f"{shown(name, 200)} has the shape {dims(tensor.shape)}, and r = {self.rank}")
-        for (general, layer), pair in found.items():
+        for (general, layer), pair in factors.items():
             for factor in {"A", "B"} - pair.keys():
                 raise HFError(f"missing: {PREFIX}{general.replace(LAYER, str(layer))}.lora_{factor}.weight")
-        if not found:
+        if not factors:
             raise HFError(f"{WEIGHTS} holds no adapters")
-        return found
+        return factors
 
     def _modules(self) -> str:
         return ", ".join(module.rpartition(f"{LAYER}.")[2] for module in self.targets)
@@ -394,7 +396,7 @@ class _Reader:
             for adapter in adapters(config)
             for index, layer in enumerate(adapter.layers)
         }
-        found: dict[str, list[_FactorPart]] = {}
+        parts: dict[str, list[_FactorPart]] = {}
         for (general, layer), pair in factors.items():
             inner = outer = 0
             for target in self.targets[general]:
@@ -403,15 +405,15 @@ class _Reader:
                     raise HFError(f"{PREFIX}{module}: the model has no such projection{self.made_for}")
                 adapter, index = places[target, layer]
                 a, b = (f"{adapter.lora}.{factor}" for factor in FACTORS)
-                found.setdefault(a, []).append(_FactorPart(pair["A"], index))
-                found.setdefault(b, []).append(_FactorPart(pair["B"], index, outer))
+                parts.setdefault(a, []).append(_FactorPart(pair["A"], index))
+                parts.setdefault(b, []).append(_FactorPart(pair["B"], index, outer))
                 inner, outer = logical_shape(variables[a])[1], outer + logical_shape(variables[b])[2]
             for tensor, shape in ((pair["A"], (self.rank, inner)), (pair["B"], (outer, self.rank))):
                 if tensor.shape != shape:
                     raise HFError(
                         f"{tensor.name} is {dims(tensor.shape)}, and this model needs {dims(shape)}{self.made_for}"
                     )
-        return found
+        return parts
 
 
 def _suffixes(module: str) -> set[str]:

@@ -71,10 +71,10 @@ def load_merged(
     return model
 
 
-def merge_peft(model: Decoder, found: PeftFolder, config: ModelConfig, mesh: Mesh) -> Decoder:
+def merge_peft(model: Decoder, folder: PeftFolder, config: ModelConfig, mesh: Mesh) -> Decoder:
     """Merges PEFT adapters into kernels in float32, rounded once to the dtype of `config`."""
     with jax.set_mesh(mesh):
-        added = merge_adapters(with_peft(model, found, mesh), dtype=config.precision.param)
+        added = merge_adapters(with_peft(model, folder, mesh), dtype=config.precision.param)
         merged: Decoder = nnx.merge(abstract_decoder(config)[0], nnx.state(added))
         return merged
 
@@ -99,8 +99,8 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
     """Returns an adapter checkpoint's model; its other parameters are abstract."""
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config)
-    own, _ = load_weights(checkpoint, nnx.filter_state(abstract, nnx.LoRAParam), mesh)
-    model: Decoder = nnx.merge(graph, nnx.merge_state(abstract, own))
+    factors, _ = load_weights(checkpoint, nnx.filter_state(abstract, nnx.LoRAParam), mesh)
+    model: Decoder = nnx.merge(graph, nnx.merge_state(abstract, factors))
     return model
 
 
@@ -149,16 +149,16 @@ def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) ->
 
 def copy_hf_files(source: Path, run: Path) -> None:
     """Copies config.json and tokenizer files to a run, all or none, unless the run has them; raises `HFError`."""
-    if (run / HF_FILES).exists() or not (found := read_files(source, (CONFIG, *TOKENIZER_FILES))):
+    if (run / HF_FILES).exists() or not (files := read_files(source, (CONFIG, *TOKENIZER_FILES))):
         return
     with atomic_folder(run / HF_FILES) as folder:
-        write_files(folder, found)
+        write_files(folder, files)
 
 
 def family_of_run(checkpoint: Path) -> str | None:
     """Returns the `model_type` in the run's config.json, if any."""
-    kept = hf_files_of(checkpoint)
-    return None if kept is None or not (kept / CONFIG).is_file() else read_attributes(kept).get("model_type")
+    folder = hf_files_of(checkpoint)
+    return None if folder is None or not (folder / CONFIG).is_file() else read_attributes(folder).get("model_type")
 
 
 def hf_files_of(checkpoint: Path) -> Path | None:

@@ -231,10 +231,10 @@ def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
         if jax.process_index() == 0:
             print("no tokenizer is written: tokenizer_from (--tokenizer-from DIR) copies one", file=sys.stderr)
         return {}
-    found = read_files(Path(source), TOKENIZER_FILES)
-    if not found:
+    files = read_files(Path(source), TOKENIZER_FILES)
+    if not files:
         raise HFError(f"{source}: no tokenizer there: none of {', '.join(TOKENIZER_FILES)}")
-    return found
+    return files
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -106,10 +106,10 @@ def _in_stored_layout(stored: Mapping[str, StoredTensor]) -> Choose:
     return choose
 
 
-def group_by_tensor(found: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
+def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
     """Returns the parts of each tensor, in order."""
     tensors: dict[str, list[TensorPart]] = {}
-    for place in found:
+    for place in parts:
         tensors.setdefault(place.theirs, []).append(place)
     return {name: sorted(parts, key=lambda part: part.first) for name, parts in tensors.items()}
 

@@ -187,8 +187,8 @@ def export_run(command: Export) -> str:
     if command.adapters is None:
         model = load_merged(checkpoint, info, merged, mesh, base)
     else:
-        found = open_peft(command.adapters, config, family)
-        model = merge_peft(load_merged(checkpoint, info, config, mesh), found, merged, mesh)
+        adapters = open_peft(command.adapters, config, family)
+        model = merge_peft(load_merged(checkpoint, info, config, mesh), adapters, merged, mesh)
     with _options(command, family, tokenizer, written) as options:
         _save_model(command, model, _attributes(checkpoint, info), options)
     return f"{checkpoint} is in {command.out}"
@@ -202,15 +202,15 @@ def _export_folder(command: Export, source: Path) -> str:
     folder = open_folder(source)
     config = import_config(folder, None, {}, command.ignore_config)
     family = folder.attributes["model_type"]
-    found = open_peft(command.adapters, config, family)
+    adapters = open_peft(command.adapters, config, family)
     written = command.dtype or dtype_of(folder)
     mesh = command.mesh.make()
     with jax.set_mesh(mesh), _progress("read") as progress:
         model = load_folder(folder, config, mesh, progress)
-    merged = merge_peft(model, found, _in_dtype(config, written), mesh)
+    merged = merge_peft(model, adapters, _in_dtype(config, written), mesh)
     with _options(command, family, source if has_tokenizer(source) else None, written) as options:
         _save_model(command, merged, carried_attributes(source), options)
-    return f"{source} with {found.path} is in {command.out}"
+    return f"{source} with {adapters.path} is in {command.out}"
 
 
 @contextmanager
@@ -239,10 +239,10 @@ def _in_dtype(config: ModelConfig, dtype: DType) -> ModelConfig:
 
 def _attributes(checkpoint: Path, info: dict[str, Any]) -> dict[str, Any]:
     """Returns config.json attributes that describe no computation; the trained length is the longest."""
-    kept, trained = hf_files_of(checkpoint), info["config"].get("data", {}).get("sequence_length")
-    if kept is None:
+    source, trained = hf_files_of(checkpoint), info["config"].get("data", {}).get("sequence_length")
+    if source is None:
         return {LONGEST: trained}
-    attributes = carried_attributes(kept)
+    attributes = carried_attributes(source)
     longest = attributes.get(LONGEST)
     return attributes | {LONGEST: trained} if trained and type(longest) is int and longest < trained else attributes
 
