@@ -164,7 +164,7 @@ def test_peft_3449_a_scale_that_is_put_into_alpha_is_divided_as_it_will_be(tmp_p
     from the first one, so that it was too large by the root of the rank. Here the scale that is written is the one
     that was read, and a scale for some modules alone is refused.
     """
-    with pytest.raises(jaxtp.HFError, match="alpha_pattern = .* is not supported"):
+    with pytest.raises(jaxtp.HFError, match=r"alpha_pattern = .* is not supported"):
         jaxtp.load_peft(loaded(), adapters(tmp_path / "some", use_rslora=True, alpha_pattern={"q_proj": 10}))
     folder = adapters(tmp_path / "in", use_rslora=True, lora_alpha=10)
     assert scale_of(folder) == pytest.approx(10 / RANK**0.5)
