@@ -40,7 +40,7 @@ from jaxtp.hf.model_folder import (
     whole,
 )
 from jaxtp.hf.safetensors import DTYPES, StoredTensor, read_header
-from jaxtp.hf.save import SaveOptions, json_bytes, write_folder
+from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
 from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, split_path
 from jaxtp.layers.lora import TARGETS, LoraConfig, Target, frozen
 from jaxtp.layers.parameter import logical_shape
@@ -67,6 +67,7 @@ def save_peft(
       NonFiniteError: a weight is not finite.
       HFError: the model has no adapters, no family can represent it, or the folder is not writable.
     """
+    check_options(options, SaveOptions)
     config = model.config
     if not config.lora.rank:
         raise HFError("the model has no adapters; write all of it by save_hf")

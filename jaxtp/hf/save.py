@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, get_type_hints
 
 import jax
 import numpy as np
@@ -71,6 +71,13 @@ class ModelOptions(SaveOptions, total=False):
     """Bytes per file, or a string like "5GB" (default); never splits a tensor."""
 
 
+def check_options(options: SaveOptions, kind: type) -> None:
+    """Raises a `TypeError` for an unknown option, as any call does."""
+    known = get_type_hints(kind)
+    if unknown := options.keys() - known.keys():
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; {', '.join(known)} are")
+
+
 def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -> None:
     """Writes a model without adapters, from any mesh, as a folder that transformers reads.
 
@@ -84,6 +91,7 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
       NonFiniteError: a weight is not finite, unless `allow_non_finite`.
       HFError: the model has adapters, no family can represent it, or the folder is not writable.
     """
+    check_options(options, ModelOptions)
     config = model.config
     if config.lora.rank:
         raise HFError("the model has adapters; write them by save_peft, or all of it by save_hf(merge_adapters(model))")
