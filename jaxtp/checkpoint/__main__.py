@@ -18,34 +18,30 @@ from jaxtp.mesh import describe_mesh, sized
 
 PROGRAM = "jaxtp checkpoint"
 Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+OutFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
 _RECORDED = ("next_sample", "mesh", "processes", "versions", "corpus", "config")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonOutput:
-    """Flags of every command."""
-
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """JSON file to write the result to."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inspect(JsonOutput):
+class Inspect:
     """Flags of `jaxtp checkpoint inspect` and `verify`."""
 
     dir: Folder
     """Folder of a run (its newest checkpoint), or of one checkpoint."""
+    json: OutFile = None
+    """JSON file to write the result to."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff(JsonOutput):
+class Diff:
     """Flags of `jaxtp checkpoint diff`."""
 
     a: Folder
     """Folder of a run (its newest checkpoint), or of one checkpoint."""
-
     b: Folder
     """The other one."""
+    json: OutFile = None
+    """JSON file to write the result to."""
 
 
 def inspect(args: Inspect) -> int:
@@ -85,11 +81,11 @@ def verify(args: Inspect) -> int:
     stored = open_checkpoint(args.dir)
     problems = {}
     for name in stored.arrays:
-        if (problem := stored.verify(name)) is not None:
+        if problem := stored.verify(name):
             problems[name] = problem
             print(f"{name}: {problem}")
-    found = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
-    print(f"{stored.folder}: {len(stored.arrays)} arrays, {found}")
+    count = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
+    print(f"{stored.folder}: {len(stored.arrays)} arrays, {count}")
     write_json("--json", args.json, {"folder": str(stored.folder), "arrays": len(stored.arrays), "problems": problems})
     return 1 if problems else 0
 
@@ -100,33 +96,23 @@ def diff(args: Diff) -> int:
     names = dict.fromkeys((*one.arrays, *other.arrays))
     differ = {}
     for name in names:
-        if found := describe_difference(one, other, name):
-            differ[name] = found
-            print(f"{found:<23} {name}")
+        if difference := describe_difference(one, other, name):
+            differ[name] = difference
+            print(f"{difference:<23} {name}")
     print(f"{len(differ) or 'none'} of {len(names)} arrays differ")
     write_json("--json", args.json, {"a": str(one.folder), "b": str(other.folder), "differ": differ})
     return 1 if differ else 0
 
 
-COMMANDS: dict[str, Command[Any]] = {
-    "inspect": Command(
-        program=f"{PROGRAM} inspect",
-        schema=Inspect,
-        description="Shows what a checkpoint holds: step, mesh, versions, configuration, and each array.",
-    ),
-    "verify": Command(
-        program=f"{PROGRAM} verify",
-        schema=Inspect,
-        description="Compares every array with its shape and checksum; exit code 1 if one is not as it was saved.",
-    ),
-    "diff": Command(
-        program=f"{PROGRAM} diff",
-        schema=Diff,
-        description="Shows by how much each array differs between two checkpoints, in relative L2 norms; exit code 1 "
-        "if any does.",
-    ),
+_COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {
+    "inspect": (Inspect, inspect, "Shows a checkpoint's step, mesh, versions, configuration, and each array."),
+    "verify": (Inspect, verify, "Compares each array with its shape and checksum; exit code 1 if one differs."),
+    "diff": (Diff, diff, "Shows how much each array differs in relative L2 norm; exit code 1 if any does."),
 }
-_ACTIONS: dict[str, Callable[[Any], int]] = {"inspect": inspect, "verify": verify, "diff": diff}
+COMMANDS: dict[str, Command[Any]] = {
+    name: Command(program=f"{PROGRAM} {name}", schema=schema, description=text)
+    for name, (schema, _, text) in _COMMANDS.items()
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -140,7 +126,7 @@ def _run(argv: Sequence[str]) -> int:
     command, flags = choose(PROGRAM, COMMANDS, argv)
     args, _ = command.load(flags)
     require_writable("--json", args.json)
-    return _ACTIONS[command.program.rpartition(" ")[2]](args)
+    return _COMMANDS[command.program.rpartition(" ")[2]][1](args)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""Computes checksums of arrays on their devices, and compares replicas.
+"""Computes checksums of arrays on their devices, and compares replicas: corrupted memory raises no error.
 
 The bits of each element are mixed with its position (the finalizer of MurmurHash3, Austin Appleby, public domain) and
 summed modulo 2^32, twice with different seeds. Integer sums are independent of order and thus of the mesh. Mixing is
 invertible, so a change of one element is always detected; a change of several is missed with probability 2^-64 (2^-32
 in `device_checksums`, which has one seed).
-
-A device with corrupted memory reports no error, but its replica (over dp, or over tp where an array is replicated)
-differs. Each save compares replicas, since it checksums every device's memory anyway.
 """
 
 from collections import Counter
@@ -25,7 +22,7 @@ from jaxtp.config.entry import WrongNumbersError
 from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
 
-CHECKSUMS = "checksums"
+_CHECKSUMS = "checksums"
 """Name of the module in the audit of collectives."""
 DIAGNOSE = "Leave the host out of the run, and run its vendor's diagnostics (NVIDIA: dcgmi diag -r 4)"
 
@@ -57,10 +54,9 @@ class Sums:
     replicas: dict[str, ReplicaGroups]
 
     def _one_replica(self) -> dict[str, np.ndarray]:
-        return {
-            name: row[:, [group[0] for group in groups]].sum(1, dtype=np.uint64)
-            for row, (name, groups) in zip(self.rows, self.replicas.items(), strict=True)
-        }
+        firsts = [[group[0] for group in groups] for groups in self.replicas.values()]
+        totals = (row[:, first].sum(1, dtype=np.uint64) for row, first in zip(self.rows, firsts, strict=True))
+        return dict(zip(self.replicas, totals, strict=True))
 
     def checksums(self) -> dict[str, str]:
         """Returns 16 hexadecimal digits for each array, the same on any mesh."""
@@ -77,15 +73,11 @@ class Sums:
 
 
 def sums(arrays: Mapping[str, Array]) -> Sums:
-    """Sums arrays with elements of at most 4 bytes; every process with a part must call it.
-
-    Temporary memory is at most the largest array's size.
-    """
+    """Sums arrays with elements of at most 4 bytes, in temporary memory of one array; every process must call it."""
     columns = [_columns(array) for array in arrays.values()]
     replicas = replica_groups_by_name(arrays)
     meshes = {_mesh_of(each) for each in columns}
-    mesh = meshes.pop() if len(meshes) == 1 else None
-    if mesh is None:
+    if len(meshes) != 1 or (mesh := meshes.pop()) is None:
         return Sums([np.asarray(each) for each in columns], replicas)
     replicated = NamedSharding(mesh, PartitionSpec())  # one transfer for all arrays
     return Sums(list(np.asarray(jax.jit(_stack, out_shardings=replicated)(*columns))), replicas)
@@ -97,14 +89,7 @@ def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
 
 
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
-    """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`; call it in `jax.jit`.
-
-    There is no communication: each column lies on its device. Equal replicas have equal checksums.
-
-    Args:
-      arrays: elements have at most 4 bytes.
-      specs: on the mesh in context.
-    """
+    """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`, without communication."""
 
     def on_device(*shards: Array) -> Array:
         # A loop over layers would make XLA write gradients to memory that the update otherwise fuses.
@@ -112,7 +97,7 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
         return jnp.stack(sums)[:, None]
 
     out = PartitionSpec(None, AXES)
-    columns: Array = device_view(on_device, CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
+    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
     return columns
 
 
@@ -134,19 +119,15 @@ def replica_groups_by_name(arrays: Mapping[str, Array]) -> dict[str, ReplicaGrou
 
 
 def minority_devices(table: Iterable[np.ndarray], replicas: Mapping[str, ReplicaGroups]) -> MeshPositions:
-    """Returns the devices whose replica differs from the majority, or all of a part without a majority.
-
-    Args:
-      table: checksums, uint32 `[arrays, devices]`, in mesh order.
-    """
-    found: MeshPositions = {}
+    """Returns the devices whose checksum in `table` `[arrays, devices]` is not the majority's, all if there is none."""
+    positions: MeshPositions = {}
     for row, (name, groups) in zip(table, replicas.items(), strict=True):
         for group in groups:
             (usual, count), *others = Counter(row[group].tolist()).most_common()
             if others:
                 tied = others[0][1] == count
-                found.setdefault(name, set()).update(each for each in group if tied or row[each] != usual)
-    return found
+                positions.setdefault(name, set()).update(each for each in group if tied or row[each] != usual)
+    return positions
 
 
 def describe_devices(positions: MeshPositions, devices: Sequence[jax.Device], hosts: Sequence[str]) -> str:
@@ -157,9 +138,8 @@ def describe_devices(positions: MeshPositions, devices: Sequence[jax.Device], ho
     described = []
     for process, wrong in by_process.items():
         local = sorted(device.id for device in devices if device.process_index == process)
-        ids, numbers = (
-            ", ".join(map(str, each)) for each in ([d.id for d in wrong], [local.index(d.id) for d in wrong])
-        )
+        ids = ", ".join(str(device.id) for device in wrong)
+        numbers = ", ".join(str(local.index(device.id)) for device in wrong)
         plural = "s" if len(wrong) > 1 else ""
         described.append(f"device{plural} {ids}, number{plural} {numbers} of {process_name(process, hosts[process])}")
     hidden = len(described) - _MAX_PROCESSES
@@ -204,7 +184,7 @@ def _sum_parts(array: Array, spec: PartitionSpec) -> Array:
         starts = [_part_index(axes) * size for axes, size in zip(split, part.shape, strict=True)]
         return vary_everywhere(_sums_at(part, [jnp.asarray(seed) for seed in _SEEDS], starts))[:, None]
 
-    columns: Array = device_view(on_device, CHECKSUMS, in_specs=(spec,), out_specs=PartitionSpec(None, AXES))(array)
+    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=(spec,), out_specs=PartitionSpec(None, AXES))(array)
     return columns
 
 

@@ -1,7 +1,6 @@
 """Distinguishes corrupted checkpoints from transient I/O errors, with the same result in all processes.
 
-Each process reads its part without waiting; then all share their errors (`distributed/agreement.py`). Corruption takes
-precedence over a transient error. Checksums involve all devices, so every process must have read its part before.
+Each process reads its part without waiting; then all share their errors (`distributed/agreement.py`).
 """
 
 import errno
@@ -42,14 +41,10 @@ class DamagedError(CheckpointError):
 
 
 def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
-    """Calls `read` on a checkpoint and decides whether its failure proves corruption.
+    """Calls `read` on a checkpoint; raises `DamagedError`, or `CheckpointError` if it is only unreadable now.
 
     Libraries hide file system errors, so one failed read proves nothing. Corruption is proven if every file is fully
     readable and a second attempt fails. File system errors are retried after `PAUSES`.
-
-    Raises:
-      DamagedError: the files are damaged.
-      CheckpointError: the files are unreadable now.
     """
     pauses, first_failure = iter(PAUSES), ""
     while True:
@@ -67,8 +62,8 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
             first_failure = ""
         if not (isinstance(cause, OSError) and _pause(folder, cause, pauses)):
             raise CheckpointError(
-                f"{folder} cannot be read ({_describe_with_file(folder, cause)}), which proves no damage: nothing was "
-                "changed, so run the same command again"
+                f"{folder} cannot be read ({describe_error(cause)}), which proves no damage: nothing was changed, so "
+                "run the same command again"
             )
 
 
@@ -105,15 +100,6 @@ def _transient_cause(folder: Path, error: Exception) -> Exception | None:
     except _TRANSIENT as cause:
         return cause
     return None
-
-
-def _describe_with_file(folder: Path, error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is None:
-        try:
-            _read_every_byte(folder)
-        except OSError as named:
-            return describe_error(named)
-    return describe_error(error)
 
 
 def _read_every_byte(folder: Path) -> None:

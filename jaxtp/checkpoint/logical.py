@@ -40,12 +40,17 @@ def logical_size(state: nnx.State) -> int:
 def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
     """Returns arrays without padding, sharded as in `abstract_logical`."""
     targets = abstract_logical(state, mesh)
-    return {name: remove_padding(variable, targets[name]) for name, variable in named_variables(state).items()}
+    return {name: _remove_padding(variable, targets[name]) for name, variable in named_variables(state).items()}
 
 
 def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the logical shape, dtype and sharding of each array."""
-    return {name: _abstract(variable, mesh) for name, variable in named_variables(state).items()}
+
+    def abstract(variable: Variable) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, logical_spec(variable, mesh_sizes(mesh)))
+        return jax.ShapeDtypeStruct(logical_shape(variable), variable.dtype, sharding=sharding)
+
+    return {name: abstract(variable) for name, variable in named_variables(state).items()}
 
 
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
@@ -80,14 +85,8 @@ def logical_spec(variable: Variable, sizes: Mapping[str, int]) -> PartitionSpec:
     return PartitionSpec(*divisible_axes(logical_shape(variable), split_dims(variable), sizes))
 
 
-def _abstract(variable: Variable, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    sharding = NamedSharding(mesh, logical_spec(variable, mesh_sizes(mesh)))
-    return jax.ShapeDtypeStruct(logical_shape(variable), variable.dtype, sharding=sharding)
-
-
 # JAX caches programs by function: a lambda or `partial` here would recompile at each call.
-def remove_padding(variable: Variable, target: jax.ShapeDtypeStruct) -> Array:
-    """Returns a variable's array without padding, sharded as `target`."""
+def _remove_padding(variable: Variable, target: jax.ShapeDtypeStruct) -> Array:
     array: Array = variable[...]
     if array.shape == target.shape:
         return array

@@ -1,8 +1,7 @@
 """Saves and restores a run: asynchronously, sharded, atomically, verified, on any mesh and any number of processes.
 
-Orbax writes in the background, each process its part. The processes meet twice: when all parts are written, and when
-process 0 has committed the checkpoint. A failing process skips these barriers; `SaveBarriers` saves the others from
-waiting for the timeout.
+Orbax writes in the background, each process its part. The processes wait for each other when all parts are written,
+and when process 0 has committed the checkpoint; `SaveBarriers` ends the waiting if a process fails.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers as policies
 
+from jaxtp.checkpoint import io_errors, storage
 from jaxtp.checkpoint.checksum import (
     DIAGNOSE,
     NonFiniteError,
@@ -30,54 +30,23 @@ from jaxtp.checkpoint.checksum import (
     describe_not_finite,
     sums,
 )
-from jaxtp.checkpoint.io_errors import (
-    CheckpointError,
-    DamagedError,
-    UnwritableError,
-    describe_error,
-    disk_full_message,
-    read_on_all,
-    require_shared,
-    retry_io,
-)
+from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, UnwritableError, read_on_all, require_shared
 from jaxtp.checkpoint.logical import Arrays, abstract_logical, from_logical, named_variables, to_logical
-from jaxtp.checkpoint.storage import (
-    BoundedHandler,
-    Info,
-    describe_arrays,
-    newest_checkpoint,
-    read_info,
-    read_info_on_all,
-    read_verified,
-    seal,
-)
 from jaxtp.distributed.agreement import all_gather_json, call_everywhere, host_names, is_multiprocess
 from jaxtp.layers.parameter import spec_of
 
-EVAL_LOSS = "eval_loss"
 BARRIER_SECONDS = 1200
 """Time to write a checkpoint, after which a process that does not arrive has failed."""
 _BARRIERS = ("async_write_complete", "async_commit_complete")
 """Orbax's names."""
-_DAMAGED = "damaged"
 _FREE_SPACE = "; free some space and run the same command again, which first deletes the unfinished checkpoint"
 _CLOSE_SECONDS = 3.0
 """How long a process that fails waits for the save in progress, if there are several processes."""
 _instances = itertools.count()
 
 
-class PeerFailedError(Exception):
-    """Another process failed to write its part or timed out."""
-
-
 class PeerUnwritableError(UnwritableError):
     """Another process did not write its part of a checkpoint."""
-
-
-def is_peer_failure(error: Exception) -> bool:
-    """Returns whether an error only reports another process's failure."""
-    timeout = isinstance(error, TimeoutError) and error.errno is None
-    return timeout or isinstance(error, PeerFailedError | jax.errors.JaxRuntimeError)
 
 
 class SaveBarriers:
@@ -106,37 +75,26 @@ class SaveBarriers:
         self._at_start = 2
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Waits for all processes; raises `PeerFailedError` if any failed or is late."""
-        if key in self._ahead:
-            self._wait(key, timeout_ms)
-            self._ahead.remove(key)
-        elif self._at_start:
-            self._at_start -= 1
-            self._wait(key, timeout_ms)
-        elif not self._ahead:
-            self._wait(key, timeout_ms)
-        else:  # this save failed here or elsewhere: no process waits at its end
+        """Waits for all processes; raises `PeerUnwritableError` if any failed or is late."""
+        starts = key not in self._ahead and self._at_start > 0
+        self._at_start -= starts
+        if self._ahead and not starts and key not in self._ahead:
+            # This save failed here or elsewhere: no process waits at its end.
             for skipped in self._ahead:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._poison_barrier(key=skipped, timeout_ms=timeout_ms)
-
-    def _wait(self, key: str, timeout_ms: int) -> None:
+            return
         try:
             self._barrier(key=key, timeout_ms=timeout_ms)
         except jax.errors.JaxRuntimeError as error:
             late = re.search(r"timed out task names:\s*(\d+)", str(error))
-            raise PeerFailedError(
-                f"process {late[1]} did not write its part within {BARRIER_SECONDS} s"
-                if late
-                else "another process failed"
-            ) from error
+            why = f"process {late[1]} did not write its part within {BARRIER_SECONDS} s" if late else None
+            raise PeerUnwritableError(why or "another process failed") from error
+        if key in self._ahead:
+            self._ahead.remove(key)
 
 
-class _Saved(Protocol):
-    step: int
-
-
-class KeepBest(policies.PreservationPolicy):
+class _KeepBest(policies.PreservationPolicy):
     """Keeps the checkpoint with the lowest validation loss (the newest on ties).
 
     Orbax's policy keeps losses in memory, so a resumed run would delete the earlier best checkpoint.
@@ -145,45 +103,35 @@ class KeepBest(policies.PreservationPolicy):
     def __init__(self, losses: Mapping[int, float]):
         self._losses = losses
 
-    def should_preserve(self, checkpoints: Sequence[_Saved], *, context: object) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> Sequence[bool]:
         """Returns whether to keep each checkpoint."""
         steps = [each.step for each in checkpoints]
         best = min((step for step in steps if step in self._losses), key=lambda s: (self._losses[s], -s), default=None)
         return [step == best for step in steps]
 
 
-def _retention(keep: int, keep_every: int, losses: Mapping[int, float] | None) -> policies.PreservationPolicy:
-    rules: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
-    if keep_every:
-        rules.append(policies.EveryNSteps(keep_every))
-    if losses is not None:
-        rules.append(KeepBest(losses))
-    return policies.AnyPreservationPolicy(rules)
-
-
 class Checkpoints:
     """The checkpoints of one run: a folder with a subfolder for each step.
 
-    A save returns when the arrays have been copied to host memory. A background thread writes them into a temporary
-    folder, renamed when complete, so a killed run keeps the previous checkpoint. Arrays have logical, unpadded shapes
-    and checksums, which a restore verifies. All processes call the constructor and each method together, and fail
-    together.
+    A save returns when the arrays have been copied to host memory; a folder appears when it is complete. Arrays have
+    logical, unpadded shapes and checksums, which a restore verifies. All processes call the constructor and each
+    method together, and fail together.
 
     Args:
       keep: number of newest checkpoints to keep.
       keep_every: also keeps multiples; 0 for none.
       keep_best: also keeps the lowest validation loss.
-
-    Raises:
-      CheckpointError: the folder is unusable, or differs between processes.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False):
         self.folder = folder
         self._losses: dict[int, float] = {}
         self._barriers = SaveBarriers()
+        rules = [policies.LatestN(keep)]
+        rules += [policies.EveryNSteps(keep_every)] if keep_every else []
+        rules += [_KeepBest(self._losses)] if keep_best else []
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_retention(keep, keep_every, self._losses if keep_best else None),
+            preservation_policy=policies.AnyPreservationPolicy(rules),
             cleanup_tmp_directories=True,
             create=False,
             save_root_metadata=False,  # needs a barrier for nothing to save
@@ -197,42 +145,40 @@ class Checkpoints:
             self._losses.update(all_gather_json(self._stored_losses() if jax.process_index() == 0 else [])[0])
 
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        handlers.add("state", ocp.args.PyTreeSave, storage.BoundedHandler())
+        handlers.add("info", ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+
         def open_folder() -> ocp.CheckpointManager:
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-            handlers.add("state", ocp.args.PyTreeSave, BoundedHandler())
-            handlers.add("info", ocp.args.JsonSave, ocp.JsonCheckpointHandler())
             return ocp.CheckpointManager(self.folder.resolve(), options=options, handler_registry=handlers)
 
         try:
-            return retry_io(self.folder, open_folder)
+            return io_errors.retry_io(self.folder, open_folder)
         except OSError as error:
             raise CheckpointError(f"{self.folder}: {error.strerror}") from None
 
     def _visible_steps(self) -> tuple[bool, list[int]]:
-        retry_io(self.folder, self._manager.reload)
+        io_errors.retry_io(self.folder, self._manager.reload)
         return self.folder.is_dir(), self.steps()
 
     def _stored_losses(self) -> list[tuple[int, float]]:
-        found = []
+        losses = []
         for step in self.steps():
             with contextlib.suppress(CheckpointError):
-                found.append((step, read_info(self.folder / str(step)).get(EVAL_LOSS)))
-        return [(step, loss) for step, loss in found if loss is not None]
+                if (loss := storage.read_info(self.folder / str(step)).get("eval_loss")) is not None:
+                    losses.append((step, loss))
+        return losses
 
     def steps(self) -> list[int]:
         """Returns the steps of finished checkpoints on disk, oldest first."""
-        return retry_io(self.folder, lambda: _steps_in(self.folder))
+        return io_errors.retry_io(self.folder, lambda: _steps_in(self.folder))
 
     def save(
         self, step: int, state: nnx.State, mesh: Mesh, info: Mapping[str, Any], *, eval_loss: float | None = None
     ) -> None:
-        """Starts to save, after the previous save has ended.
-
-        Args:
-          step: number of updates so far.
-          info: JSON values.
+        """Starts to save `state` and `info` (JSON values), after the previous save has ended.
 
         Raises:
           UnwritableError: this or the previous save failed, or the step is not after the newest.
@@ -241,29 +187,24 @@ class Checkpoints:
         arrays = to_logical(state, mesh)
         summed = self.require_sound(arrays, mesh, f"step {step} is not saved")
         specs = {name: str(spec_of(variable)) for name, variable in named_variables(state).items()}
-        sealed = seal({**info, EVAL_LOSS: eval_loss, "specs": specs, **describe_arrays(arrays, summed)})
+        sealed = storage.seal(
+            {**info, "eval_loss": eval_loss, "specs": specs, **storage.describe_arrays(arrays, summed)}
+        )
         call_everywhere(self._require_writable, (UnwritableError,))
-
         self.wait()
         self._barriers.start(step)
         if eval_loss is not None:
             self._losses[step] = eval_loss
         try:
-            saved = self._manager.save(
-                step,
-                args=ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(sealed)),
-            )
+            args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(sealed))
+            saved = self._manager.save(step, args=args)
         except Exception as error:  # other processes may be waiting, so do not exchange errors here
             raise self._unwritable(error) from error
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
     def wait(self) -> None:
-        """Waits until the last save is on disk.
-
-        Raises:
-          UnwritableError: the save failed; all processes raise the failed process's error.
-        """
+        """Waits until the last save is on disk; if it failed, all processes raise the failed process's error."""
 
         def finish() -> None:
             try:
@@ -280,47 +221,44 @@ class Checkpoints:
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def info(self, step: int) -> Info:
+    def info(self, step: int) -> storage.Info:
         """Returns the info of a checkpoint."""
         folder = self.folder / str(step)
-        return read_info_on_all(folder, lambda: folder)[1]
+        return storage.read_info_on_all(folder, lambda: folder)[1]
 
-    def restore(self, step: int, state: nnx.State, mesh: Mesh, info: Info | None = None) -> nnx.State:
-        """Reads a checkpoint into the shapes and shardings of `state` on `mesh`.
-
-        Raises:
-          DamagedError: the checkpoint is damaged.
-          CheckpointError: the checkpoint is unreadable or does not match the state.
-        """
+    def restore(self, step: int, state: nnx.State, mesh: Mesh, info: storage.Info | None = None) -> nnx.State:
+        """Reads a checkpoint into the shapes and shardings of `state` on `mesh`; raises `CheckpointError`."""
         info = self.info(step) if info is None else info
         target = abstract_logical(state, mesh)
         if extra := sorted(info["checksums"].keys() - target.keys()):
             raise CheckpointError(
                 f"{self.folder / str(step)} does not hold this model's state: it also holds {', '.join(extra[:3])}"
             )
-        return from_logical(read_verified(self.folder / str(step), target, info), state, mesh)
+        return from_logical(storage.read_verified(self.folder / str(step), target, info), state, mesh)
 
     def set_aside(self, step: int) -> Path:
         """Moves a damaged checkpoint to `damaged/` next to the folder; raises `CheckpointError` if that fails."""
-        source = self.folder / str(step)
-        target = Path(all_gather_json(str(read_on_all(lambda: self._move_aside(source))))[0])
+        source, target = self.folder / str(step), self.folder.parent / "damaged" / str(step)
+
+        def move() -> str:
+            free = target
+            if jax.process_index() == 0:
+                try:
+                    free.parent.mkdir(parents=True, exist_ok=True)
+                    while free.exists():
+                        free = free.with_name(free.name + "_")
+                    source.rename(free)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{source} is damaged, and cannot be moved to {free} ({error.strerror})"
+                    ) from None
+            return str(free)
+
+        moved = Path(all_gather_json(read_on_all(move))[0])
         self._manager.reload()
         if is_multiprocess():
             require_shared(self.folder, self._visible_steps)
-        return target
-
-    def _move_aside(self, source: Path) -> Path:
-        target = self.folder.parent / _DAMAGED / source.name
-        if jax.process_index() != 0:
-            return target
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            while target.exists():
-                target = target.with_name(target.name + "_")
-            source.rename(target)
-        except OSError as error:
-            raise CheckpointError(f"{source} is damaged, and cannot be moved to {target} ({error.strerror})") from None
-        return target
+        return moved
 
     def close(self) -> None:
         """Waits as `wait`, and closes."""
@@ -348,14 +286,9 @@ class Checkpoints:
         closing.join(_CLOSE_SECONDS if is_multiprocess() else None)
 
     def require_sound(self, arrays: Arrays, mesh: Mesh, what: str, advice: str = "") -> Sums:
-        """Checks that all elements are finite and replicas are equal; returns the sums.
+        """Returns the sums of arrays; all processes raise if elements are not finite or replicas differ.
 
-        Args:
-          what: begins the error message.
-          advice: ends the message about non-finite elements.
-
-        Raises:
-          NonFiniteError, UnequalCopiesError: in all processes.
+        `what` begins the error message, `advice` ends the one about elements that are not finite.
         """
         summed = sums(arrays)
         if counts := summed.not_finite():
@@ -382,10 +315,12 @@ class Checkpoints:
         return f"the checkpoint at step {last[-1]} is whole" if last else "there is no checkpoint"
 
     def _unwritable(self, error: Exception) -> UnwritableError:
-        kind = PeerUnwritableError if is_peer_failure(error) else UnwritableError
-        advice = "" if disk_full_message(error) is None else _FREE_SPACE
+        timeout = isinstance(error, TimeoutError) and error.errno is None
+        peer = timeout or isinstance(error, PeerUnwritableError | jax.errors.JaxRuntimeError)
+        kind = PeerUnwritableError if peer else UnwritableError
+        advice = "" if io_errors.disk_full_message(error) is None else _FREE_SPACE
         # If the folder is missing, Orbax's message only covers its internals.
-        why = describe_error(error) if self.folder.is_dir() else "the folder is gone"
+        why = io_errors.describe_error(error) if self.folder.is_dir() else "the folder is gone"
         return kind(f"{self.folder}: a checkpoint could not be written ({why}); {self.describe_disk()}{advice}")
 
 
@@ -401,9 +336,9 @@ def restore_newest(
     checkpoints: Checkpoints,
     state: nnx.State,
     mesh: Mesh,
-    accept: Callable[[Info], None],
+    accept: Callable[[storage.Info], None],
     warn: Callable[[str], None],
-) -> tuple[int, nnx.State, Info] | None:
+) -> tuple[int, nnx.State, storage.Info] | None:
     """Restores the newest undamaged checkpoint: step, state and info, or None if there is none.
 
     Args:
@@ -432,16 +367,8 @@ def restore_newest(
 
 
 def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Reads only the parameters in a run's newest checkpoint; returns them and its folder.
-
-    Args:
-      run: folder of a run, of its checkpoints, or of one checkpoint.
-      weights: abstract; stored dtypes may differ.
-
-    Raises:
-      CheckpointError: the checkpoint is missing, damaged, unreadable, or of other names or shapes.
-    """
-    folder, info = read_info_on_all(run, lambda: newest_checkpoint(run))
+    """Reads the parameters in a run's newest checkpoint, or in one checkpoint; returns them and its folder."""
+    folder, info = storage.read_info_on_all(run, lambda: storage.newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
-    restored = read_verified(folder, target, info)
+    restored = storage.read_verified(folder, target, info)
     return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder

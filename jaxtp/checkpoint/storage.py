@@ -1,18 +1,13 @@
 """Reads a checkpoint's description and arrays, and bounds the host memory of reads and writes.
 
 A save first copies a process's part to host memory, because training continues meanwhile. Then it writes
-`MAX_BYTES_IN_FLIGHT` at a time, with a compressed copy in memory. A restore reads as many bytes at a time, in whole
-file chunks, and frees them once they are on their devices. Larger parts are read or written alone.
-
-Orbax's default bound is 96 GB per process. `StandardCheckpointHandler` cannot change it, and on GPUs it stages a save
-in pinned host memory, whose growth users have reported (orbax issue 2090). `PyTreeCheckpointHandler` writes the same
-files and has both settings.
+`MAX_BYTES_IN_FLIGHT` at a time, with a compressed copy in memory; a restore reads as many. Orbax's default is 96 GB per
+process. `StandardCheckpointHandler` cannot change it, and on GPUs it stages a save in pinned host memory, whose growth
+users have reported (orbax issue 2090). `PyTreeCheckpointHandler` writes the same files and has both settings.
 """
 
-import contextlib
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +18,9 @@ import orbax.checkpoint as ocp
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
+from jaxtp.checkpoint import io_errors
 from jaxtp.checkpoint.checksum import Sums, checksums, sums
-from jaxtp.checkpoint.io_errors import (
-    MISSING,
-    CheckpointError,
-    DamagedError,
-    files_below,
-    read_on_all,
-    read_or_explain,
-    require_shared,
-    retry_io,
-)
+from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, read_on_all, read_or_explain
 from jaxtp.checkpoint.logical import Arrays
 from jaxtp.config.files import fingerprint
 from jaxtp.distributed.agreement import is_multiprocess
@@ -59,7 +46,8 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     async def async_save(self, directory: Path, *args: object, **kwargs: Any) -> object:
         """Starts to save."""
         # A handler's limit cannot change, so each save makes a handler.
-        limit = _limit_gb(max(map(_largest_part, kwargs["args"].item.values())))
+        arrays = kwargs["args"].item.values()
+        limit = _limit_gb(max(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays))
         handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, enable_pinned_host_transfer=False)
         return await handler.async_save(directory, *args, **kwargs)
 
@@ -72,10 +60,6 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
 def _limit_gb(largest: int) -> float:
     return max(MAX_BYTES_IN_FLIGHT, largest + 1) / 10**9  # Orbax requires each part to be smaller than the limit
-
-
-def _largest_part(array: Array) -> int:
-    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def _open_reader(metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.Checkpointer:
@@ -92,21 +76,8 @@ def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct) -> int:
     chunks: Sequence[int] = (storage and storage.chunk_shape) or stored.shape
     part = target.sharding.shard_shape(tuple(stored.shape))
     # A part that begins inside a chunk overlaps one chunk more.
-    read = [
-        min(size, (-(-length // chunk) + 1) * chunk)
-        for size, length, chunk in zip(stored.shape, part, chunks, strict=True)
-    ]
-    return math.prod(read) * stored.dtype.itemsize
-
-
-@contextlib.contextmanager
-def _ignore_missing_metadata() -> Iterator[None]:
-    logger, unrelated = logging.getLogger("absl"), lambda r: "Metadata file does not exist" not in r.getMessage()
-    logger.addFilter(unrelated)
-    try:
-        yield
-    finally:
-        logger.removeFilter(unrelated)
+    counts = [(-(-length // chunk) + 1) * chunk for length, chunk in zip(part, chunks, strict=True)]
+    return math.prod(map(min, stored.shape, counts)) * stored.dtype.itemsize
 
 
 def describe_arrays(arrays: Arrays, summed: Sums) -> Info:
@@ -128,29 +99,24 @@ def read_info(folder: Path) -> Info:
 
 
 def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
-    """Finds a checkpoint and reads its info in all processes.
-
-    Raises:
-      CheckpointError: as `read_info`, or the checkpoint is missing or differs between processes.
-    """
+    """Finds a checkpoint and reads its info, the same in all processes; raises `CheckpointError`."""
     if is_multiprocess():
-        require_shared(run, lambda: _visible_files(find))
+        io_errors.require_shared(run, lambda: _visible_files(find))
     folder = read_on_all(find)
     return folder, read_on_all(lambda: read_info(folder))
 
 
 def _visible_files(find: Callable[[], Path]) -> list[str] | None:
+    def sizes() -> list[tuple[str, int]]:
+        return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in io_errors.files_below(folder))
+
     try:
         folder = find()
     except CheckpointError:
         return None
-
-    def sizes() -> list[tuple[str, int]]:
-        return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in files_below(folder))
-
     try:
-        return [str(folder), fingerprint({"files": retry_io(folder, sizes)})]
-    except MISSING:
+        return [str(folder), fingerprint({"files": io_errors.retry_io(folder, sizes)})]
+    except io_errors.MISSING:
         return None
 
 
@@ -163,8 +129,7 @@ def read_metadata(folder: Path) -> Metadata:
             raise ValueError("it does not say which arrays it holds")
         return dict(metadata.tree)
 
-    with _ignore_missing_metadata():
-        return read_or_explain(folder, read)
+    return read_or_explain(folder, read)
 
 
 def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata: Metadata) -> Arrays:
@@ -176,17 +141,11 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata:
         arrays: Arrays = _open_reader(metadata, target).restore((folder / "state").resolve(), restore)
         return arrays
 
-    with _ignore_missing_metadata():
-        return read_or_explain(folder, read)
+    return read_or_explain(folder, read)
 
 
 def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
-    """Reads arrays in stored dtypes, compares checksums, and casts to `target`; all processes must call.
-
-    Raises:
-      DamagedError: the arrays differ from their checksums.
-      CheckpointError: other names or shapes, or unreadable arrays.
-    """
+    """Reads arrays, compares checksums, and casts to `target`; all processes must call it and raise together."""
     arrays = read_on_all(lambda: _read_as_stored(folder, target, info))
     computed = checksums(arrays)
     differ = [name for name in computed if computed[name] != info[_CHECKSUMS][name]]
@@ -221,13 +180,13 @@ def finished_checkpoints(run: Path) -> list[Path]:
                 return [folder / str(step) for step in sorted(steps)]
         return []
 
-    return retry_io(run, look)
+    return io_errors.retry_io(run, look)
 
 
 def newest_checkpoint(run: Path) -> Path:
     """Returns the last of `finished_checkpoints`; raises `CheckpointError` if there is none."""
-    if found := finished_checkpoints(run):
-        return found[-1]
+    if checkpoints := finished_checkpoints(run):
+        return checkpoints[-1]
     raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
 
 
@@ -243,8 +202,8 @@ def newest_with_info(run: Path) -> tuple[Path, Info] | None:
 
 def newest_info(run: Path) -> Info | None:
     """Returns the info of `newest_with_info`."""
-    found = newest_with_info(run)
-    return None if found is None else found[1]
+    newest = newest_with_info(run)
+    return None if newest is None else newest[1]
 
 
 @dataclass(frozen=True)
@@ -280,12 +239,8 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
     folder = newest_checkpoint(folder)
     info, metadata = read_info(folder), read_metadata(folder)
     sharding = SingleDeviceSharding(jax.devices()[0])
-    arrays = {
-        name: jax.ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)
-        for name, array in sorted(metadata.items())
-    }
-    missing = sorted(info[_CHECKSUMS].keys() - arrays.keys())
-    if missing:
+    arrays = {n: jax.ShapeDtypeStruct(tuple(a.shape), a.dtype, sharding=sharding) for n, a in sorted(metadata.items())}
+    if missing := sorted(info[_CHECKSUMS].keys() - arrays.keys()):
         raise CheckpointError(f"{folder}: saved arrays are missing: {', '.join(missing[:3])}")
     return StoredCheckpoint(folder, info, arrays, metadata)
 

@@ -62,9 +62,7 @@ def adapters(config: ModelConfig) -> Iterator[Adapter]:
 def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
     """Returns a copy of a model, sharing its arrays, with new adapters that initially add zero.
 
-    Args:
-      model: without adapters, on the mesh in context or on one device.
-      seed: of the random factors.
+    The model has no adapters, and is on the mesh in context or on one device.
 
     Raises:
       ConfigError: the model has adapters, or `lora` has none.
@@ -75,24 +73,21 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
         raise ConfigError(f"lora.rank={lora.rank} and lora.targets={lora.targets} are no adapters; rank=8 is usual")
     config = replace(model.config, lora=lora)
     graph, abstract = abstract_decoder(config)
-    own = nnx.filter_state(abstract, nnx.LoRAParam)
+    factors = nnx.filter_state(abstract, nnx.LoRAParam)
 
     def create() -> nnx.State:
         return nnx.filter_state(nnx.state(Decoder(config, rngs=nnx.Rngs(seed))), nnx.LoRAParam)
 
-    shardings = None if current_mesh() is None else nnx.get_named_sharding(own, jax.sharding.get_mesh())
+    shardings = None if current_mesh() is None else nnx.get_named_sharding(factors, jax.sharding.get_mesh())
     created: nnx.State = jax.jit(create, out_shardings=shardings)()
     adapted: Decoder = nnx.merge(graph, nnx.merge_state(frozen(nnx.state(model)), created))
     return adapted
 
 
 def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
-    """Returns a model with adapters merged into its kernels in float32, rounded once.
+    """Returns a model with adapters merged in float32, rounded once to `dtype`, by default the frozen weights' dtype.
 
     Results may differ: an unmerged adapter adds to the layer's output in the compute dtype.
-
-    Args:
-      dtype: of the merged parameters; by default the frozen weights' dtype.
     """
     config = model.config
     dtype = dtype or config.precision.param

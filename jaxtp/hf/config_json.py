@@ -1,7 +1,4 @@
-"""Converts config.json to a `ModelConfig` and back.
-
-A round trip through config.json decides whether a family can represent a model.
-"""
+"""Converts config.json to a `ModelConfig` and back; a round trip decides whether a family can represent a model."""
 
 import dataclasses
 import difflib
@@ -23,6 +20,8 @@ from jaxtp.hf.model_folder import (
     Folder,
     HFError,
     choice,
+    join_problems,
+    named,
     open_folder,
     quote,
     read_attributes,
@@ -34,19 +33,13 @@ from jaxtp.layers.mlp import MLPConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig, architecture
 
-_LISTED = 10
-"""Attributes in a message."""
 _ALWAYS_WRITTEN = ("hidden_act", "attention_dropout")
 """Attributes with one supported value that are written."""
-
-
 _EXPERT_DEFAULTS = {
     field.name: field.default for field in dataclasses.fields(ExpertsConfig) if not hasattr(MLPConfig, field.name)
 }
 """Settings of experts, with their defaults."""
 _DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MAX_LOST = 4
-"""Settings in a message."""
 
 
 def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
@@ -64,13 +57,12 @@ def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelC
 
 def stored_dtype(path: str | Path) -> str | None:
     """Returns the dtype in config.json, e.g. bfloat16, else of the weights, else None."""
-    folder = Path(path)
-    attributes = read_attributes(folder)
-    quote = attributes.get("dtype") or attributes.get("torch_dtype")
-    if isinstance(quote, str):
-        return quote
+    attributes = read_attributes(Path(path))
+    dtype = attributes.get("dtype") or attributes.get("torch_dtype")
+    if isinstance(dtype, str):
+        return dtype
     try:
-        return dtype_of(open_folder(folder))
+        return dtype_of(open_folder(Path(path)))
     except HFError:
         return None
 
@@ -92,34 +84,20 @@ def family_of(attributes: Attributes, source: str) -> Family:
 
 def model_config(attributes: Attributes, source: str, ignore_config: Collection[str] = ()) -> ModelConfig:
     """Returns the configuration in attributes of the file `source`; raises as `read_config`."""
-    family, original = family_of(attributes, source), attributes
-    try:
-        attributes = _canonical_names(attributes, family)
-    except HFError as error:
-        raise HFError(f"{source}: {error}") from None
-    problems = [
-        *_ignore_mistakes(attributes, family, ignore_config),
-        *_unknown_attributes(attributes, family, ignore_config),
-    ]
-    if problems:
-        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-        raise HFError(f"{source}: {'; '.join([*problems[:_LISTED], *more])}")
-    try:
-        fields = _fields(attributes, family)
-    except HFError as error:
-        raise HFError(f"{source}: {_with_spelled_names(str(error), original, family)}") from None
-    try:
+    family = family_of(attributes, source)
+    with named(source):
+        canonical = _canonical_names(attributes, family)
+        if problems := list(_problems(canonical, family, ignore_config)):
+            raise HFError(join_problems(problems))
+        try:
+            fields = _fields(canonical, family)
+        except HFError as error:
+            raise HFError(_with_spelled_names(str(error), attributes, family)) from None
         return configuration.validate(ModelConfig, fields, source=f"{source} describes a model that cannot be")
-    except configuration.ConfigError as error:
-        raise HFError(str(error)) from None
 
 
 def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
-    """Returns config.json attributes that every transformers version reads.
-
-    Raises:
-      HFError: the family cannot represent this model.
-    """
+    """Returns config.json attributes that every transformers version reads; raises if the family has no such model."""
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -134,9 +112,8 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     except HFError as error:
         raise HFError(f"a {family.model_type} cannot be this model: {error}") from None
     if lost := configuration.differences(_comparable(config), read, "model."):
-        more = f"; and {len(lost) - _MAX_LOST} more" if len(lost) > _MAX_LOST else ""
-        found = "; ".join(shown(line) for line in lost[:_MAX_LOST]) + more
-        raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {found}")
+        changes = join_problems([shown(line) for line in lost])
+        raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {changes}")
     return written
 
 
@@ -163,15 +140,15 @@ def _common_settings(config: ModelConfig) -> ModelConfig:
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    found = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
+    fields = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
     plain = {block: configuration.to_plain(block) for _, _, block in config.kinds()}
     for block, settings in plain.items():  # expert settings are meaningless without experts
         settings |= {} if block.num_experts else _EXPERT_DEFAULTS
-    own = next(iter(plain.values()))
+    by_layer = next(iter(plain.values()))
     if len(plain) > 1:
-        every = {name: [plain[block][name] for block in config.layers()] for name in own}
-        own = {name: found if any(value != found[0] for value in found) else found[0] for name, found in every.items()}
-    return found | {name: value for name, value in own.items() if name in found}
+        every = {name: [plain[block][name] for block in config.layers()] for name in by_layer}
+        by_layer = {name: v if any(each != v[0] for each in v) else v[0] for name, v in every.items()}
+    return fields | {name: value for name, value in by_layer.items() if name in fields}
 
 
 def choose_family(config: ModelConfig, name: str | None) -> Family:
@@ -179,23 +156,26 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
     if name is not None:
         return family_of({"model_type": name}, "--family")
     reasons = []
-    of_experts = [family for family in FAMILIES.values() if _has_experts(family)]
-    for family in of_experts if config.most_experts else FAMILIES.values():
+    for family in FAMILIES.values():
+        if config.most_experts and not any("num_experts" in attribute.fields for attribute in family.attributes):
+            continue
         try:
             write_attributes(config, family, "float32")
+            return family
         except HFError as error:
             reasons.append(str(error))
-        else:
-            return family
     raise HFError("no family can be this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
 
 
-def _has_experts(family: Family) -> bool:
-    return any("num_experts" in attribute.fields for attribute in family.attributes)
-
-
-def _unknown_attributes(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
+def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
     known = _known_attributes(family)
+    for name in ignored:
+        if name in family.required or name in known or name == "architectures":
+            yield f"--ignore-config {shown(name)}: it is known to change the model, and cannot be passed over"
+        elif name not in attributes:
+            close = difflib.get_close_matches(name, attributes, n=1)
+            hint = f"; did you mean {shown(close[0])}?" if close else ""
+            yield f"--ignore-config {shown(name)}: there is no such attribute{hint}"
     for name, value in attributes.items():
         if name in family.required:
             only = family.required[name]
@@ -211,32 +191,23 @@ def _unknown_attributes(attributes: Attributes, family: Family, ignored: Collect
         yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
 
 
-def _ignore_mistakes(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
-    for name in ignored:
-        if name in family.required or name in _known_attributes(family) or name == "architectures":
-            yield f"--ignore-config {shown(name)}: it is known to change the model, and cannot be passed over"
-        elif name not in attributes:
-            close = difflib.get_close_matches(name, attributes, n=1)
-            hint = f"; did you mean {shown(close[0])}?" if close else ""
-            yield f"--ignore-config {shown(name)}: there is no such attribute{hint}"
-
-
 def _known_attributes(family: Family) -> frozenset[str]:
-    own = {attribute.name for attribute in family.attributes} | ({"head_dim"} if family.head_dim else set())
-    by_layer = {family.scale_by_layer} if family.scale_by_layer is not None else set()
+    known = {"model_type", *(attribute.name for attribute in family.attributes)}
+    known |= {"head_dim"} if family.head_dim else set()
+    known |= {family.scale_by_layer} if family.scale_by_layer is not None else set()
     dense = DENSE_LAYERS if family.dense_layers else frozenset()
-    return ROPE_ATTRIBUTES[family.rope] | WINDOW_ATTRIBUTES[family.window] | own | by_layer | dense | {"model_type"}
+    return ROPE_ATTRIBUTES[family.rope] | WINDOW_ATTRIBUTES[family.window] | dense | known
 
 
 def _canonical_names(attributes: Attributes, family: Family) -> dict[str, Any]:
-    found = dict(attributes)
+    renamed = dict(attributes)
     for alias, name in family.aliases.items():
-        if alias in found and found.setdefault(name, found[alias]) != found.pop(alias):
+        if alias in renamed and renamed.setdefault(name, renamed[alias]) != renamed.pop(alias):
             raise HFError(
                 f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])} are one attribute of a "
                 f"{family.model_type}"
             )
-    return found
+    return renamed
 
 
 def _with_spelled_names(message: str, attributes: Attributes, family: Family) -> str:
@@ -251,17 +222,13 @@ def _fields(attributes: Attributes, family: Family) -> dict[str, Any]:
     for attribute in family.attributes:
         fields |= dict.fromkeys(attribute.fields, _read(attributes, attribute))
     fields["head_dim"] = _head_dim(attributes, family, fields)
-    _check_experts(family, fields)
-    return fields | read_layers(attributes, family, fields)
-
-
-def _check_experts(family: Family, fields: Mapping[str, Any]) -> None:
     most, chosen = fields.get("num_experts"), fields.get("experts_per_token", 0)
     if most is not None and chosen > most:
         names = {field: attribute.name for attribute in family.attributes for field in attribute.fields}
         raise HFError(
             f"{names['experts_per_token']} = {chosen}: should be at most {names['num_experts']}, which is {most}"
         )
+    return fields | read_layers(attributes, family, fields)
 
 
 def _read(attributes: Attributes, attribute: Attribute) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,24 +18,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxtp.checkpoint.logical import logical_spec, named_variables, pad_array, replace_arrays
-from jaxtp.config.schema import ConfigError
-from jaxtp.hf.config_json import family_of, model_config
-from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder
-from jaxtp.hf.safetensors import Block, SafetensorsError, StoredTensor
-from jaxtp.hf.tensor_map import (
-    HEAD,
-    TABLE,
-    TensorPart,
-    check_experts,
-    check_layers,
-    check_tensors,
-    dtypes,
-    full_names,
-    group_by_tensor,
-    in_stored_layout,
-    name_of,
-    tensor_parts,
-)
+from jaxtp.hf.config_json import dtype_of, family_of, model_config
+from jaxtp.hf.model_folder import CONFIG, Folder, HFError, named, open_folder
+from jaxtp.hf.safetensors import Block, StoredTensor
+from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, match_tensors, name_of
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, checked
@@ -45,7 +31,6 @@ Progress = Callable[[int, int], None]
 """Called with the bytes read or written so far, and in total."""
 
 _TILE = 64
-"""Rows and columns of a tile."""
 _ALIGNMENT = 64
 """Bytes, of XLA's arrays on CPUs."""
 _EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
@@ -83,45 +68,32 @@ def load_hf(
 def import_config(
     folder: Folder, precision: Precision | None, overrides: Mapping[str, Any], ignore_config: Collection[str] = ()
 ) -> ModelConfig:
-    """Returns a folder's model configuration.
-
-    Raises:
-      HFError: an override changes the architecture, or as `load_hf`.
-    """
+    """Returns a folder's model configuration; raises as `load_hf`."""
     config = model_config(folder.attributes, str(folder.path / CONFIG), ignore_config)
     unknown = [name for name in overrides if not hasattr(config, name)]
     if unknown:
-        close = difflib.get_close_matches(unknown[0], [field.name for field in dataclasses.fields(config)], n=1)
+        close = difflib.get_close_matches(unknown[0], vars(config), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise HFError(f"{', '.join(unknown)}: no field of ModelConfig{hint}")
     if "lora" in overrides:
         raise HFError("lora: load the model, then give it adapters: jaxtp.add_adapters(model, LoraConfig(rank=8))")
-    fixed = [name for name in overrides if name in architecture(config)]
-    if fixed:
+    if fixed := [name for name in overrides if name in architecture(config)]:
         raise HFError(f"{', '.join(fixed)}: what the model is follows from {folder.path / CONFIG}; leave it out")
     if precision is None:
-        stored = dtypes(folder.tensors, family_of(folder.attributes, str(folder.path / CONFIG)))
-        precision = Precision(param="bfloat16" if stored == {"BF16"} else "float32")
+        precision = Precision(param="bfloat16" if dtype_of(folder) == "bfloat16" else "float32")
     return dataclasses.replace(config, precision=precision, **overrides)
 
 
 def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None) -> Decoder:
     """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
-    try:
+    with named(folder.path):
         checked(config, mesh_sizes(mesh), fixed=True)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
-        stored = full_names(folder.tensors, family)
-        check_layers(stored, config.num_layers, family)
         graph, abstract = abstract_decoder(config)
-        check_experts(stored, config, family)
-        needed = group_by_tensor(tensor_parts(named_variables(abstract), config, family, in_stored_layout(stored)))
-        check_tensors(stored, needed, family, config.tie_embeddings)
+        stored, needed = match_tensors(folder.tensors, named_variables(abstract), config, family)
         copies = {name_of(TABLE, family): stored.get(name_of(HEAD, family))} if config.tie_embeddings else {}
         total = sum(stored[name].num_bytes for name in needed)
         arrays = _read(_Source(stored, copies, progress, total), needed, abstract, mesh)
-    except (ConfigError, HFError, SafetensorsError) as error:
-        named = str(error).startswith(str(folder.path))
-        raise HFError(str(error) if named else f"{folder.path}: {error}") from None
     model: Decoder = nnx.merge(graph, replace_arrays(abstract, arrays))
     return model
 
@@ -138,39 +110,42 @@ class _Source:
     def blocks(self, name: str, first: int, last: int) -> Iterator[tuple[int, Block]]:
         """Yields rows in blocks; refuses non-finite values and a tied head that differs from the embedding."""
         tensor, copy = self.tensors[name], self.copies.get(name)
-        copied = None if copy is None else iter(copy.blocks(first, last))
+        copied = None if copy is None else copy.blocks(first, last)
         for row, block in tensor.blocks(first, last):
             check_finite(tensor, row, block)
             if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
                 raise HFError(
                     f"tie_word_embeddings is true, and {copy.name} is not {tensor.name}; one of them is wrong"
                 )
-            self._note(block.nbytes)
+            self.done += block.nbytes
+            if self.progress is not None:
+                self.progress(self.done, self.total)
             yield row, block
-
-    def _note(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        if self.progress is not None:
-            self.progress(self.done, self.total)
 
 
 def _read(
     source: _Source, needed: Mapping[str, list[TensorPart]], abstract: nnx.State, mesh: Mesh | None
 ) -> dict[str, Array]:
     variables = named_variables(abstract)
-    remaining = Counter(place.target for found in needed.values() for place in found)
+    remaining = Counter(place.target for parts in needed.values() for place in parts)
     stacked = {ours: variables[ours] for ours, index in remaining if index is not None}
-    arrays = _zeros(
-        {ours: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for ours, v in stacked.items()},
-        {ours: _sharding(mesh, spec_of(v)) for ours, v in stacked.items()},
-    )
+    shapes = {ours: (tuple(v.shape), v.dtype) for ours, v in stacked.items()}
+    shardings = {ours: _sharding(mesh, spec_of(v)) for ours, v in stacked.items()}
+    # One program, compiled once for all stacks.
+    zeros = jax.jit(lambda: {ours: jnp.zeros(*shape) for ours, shape in shapes.items()}, out_shardings=shardings)
+    arrays: dict[str, Array] = zeros()
     parameters: dict[tuple[str, int | None], _Parameter] = {}
-    for name, found in needed.items():
-        for ours, index in (place.target for place in found):
+    for name, parts in needed.items():
+        for ours, index in (place.target for place in parts):
             if (ours, index) not in parameters:
                 parameters[ours, index] = _Parameter(variables[ours], mesh, stacked=index is not None)
-        _fill(source, name, [(place, parameters[place.target]) for place in found])
-        for ours, index in (place.target for place in found):
+        filled = [(place, parameters[place.target]) for place in parts]
+        needed_rows = [rows for place, part in filled for _, (rows, *_) in part.slices(place) if rows[0] < rows[1]]
+        first, last = min((a for a, _ in needed_rows), default=0), max((b for _, b in needed_rows), default=0)
+        for row, block in source.blocks(name, first, last):
+            for place, part in filled:
+                part.take(place, row, block)
+        for ours, index in (place.target for place in parts):
             remaining[ours, index] -= 1
             if remaining[ours, index]:  # waits for tensors of other experts
                 continue
@@ -187,13 +162,6 @@ def _sharding(mesh: Mesh | None, declared: PartitionSpec) -> Sharding:
     return SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, declared)
 
 
-def _zeros(shapes: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, Sharding]) -> dict[str, Array]:
-    """One program, compiled once for all stacks."""
-    zeros = jax.jit(lambda: {n: jnp.zeros(s.shape, s.dtype) for n, s in shapes.items()}, out_shardings=dict(shardings))
-    arrays: dict[str, Array] = zeros()
-    return arrays
-
-
 @partial(jax.jit, donate_argnums=0)
 def _with_layer(stacked: Array, layer: Array, index: Array) -> Array:
     return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
@@ -207,11 +175,11 @@ class _Parameter:
     """A parameter, or one of its layers, in transit to the devices."""
 
     def __init__(self, variable: nnx.Variable[Any], mesh: Mesh | None, *, stacked: bool):
-        own = slice(1 if stacked else 0, None)  # layers are not split
+        dims = slice(1 if stacked else 0, None)  # layers are not split
         self.padding = padding_of(variable)
-        self.shape, self.padded = logical_shape(variable)[own], tuple(variable.shape)[own]
-        self.stored = _sharding(mesh, PartitionSpec(*tuple(spec_of(variable))[own]))
-        self.sharding = _sharding(mesh, PartitionSpec(*tuple(logical_spec(variable, mesh_sizes(mesh)))[own]))
+        self.shape, self.padded = logical_shape(variable)[dims], tuple(variable.shape)[dims]
+        self.stored = _sharding(mesh, PartitionSpec(*tuple(spec_of(variable))[dims]))
+        self.sharding = _sharding(mesh, PartitionSpec(*tuple(logical_spec(variable, mesh_sizes(mesh)))[dims]))
         indices = self.sharding.addressable_devices_indices_map(self.shape)
         self.bounds = {device: _bounds(index, self.shape) for device, index in indices.items()}
         dtype = np.dtype(variable.dtype)
@@ -242,18 +210,10 @@ class _Parameter:
         return array if self.shape == self.padded else pad_array(array, self.padding, self.stored)
 
 
-def _fill(source: _Source, name: str, parameters: Sequence[tuple[TensorPart, _Parameter]]) -> None:
-    needed = [rows for place, part in parameters for _, (rows, *_) in part.slices(place) if rows[0] < rows[1]]
-    first, last = min((a for a, _ in needed), default=0), max((b for _, b in needed), default=0)
-    for row, rows in source.blocks(name, first, last):
-        for place, part in parameters:
-            part.take(place, row, rows)
-
-
 def _bounds_in_file(place: TensorPart, where: _Bounds) -> _Bounds:
     begin, end = where[-1]
-    found = (*where[:-1], (begin + place.first, end + place.first))
-    return _swap_last_two(found) if place.transposed else found
+    bounds = (*where[:-1], (begin + place.first, end + place.first))
+    return _swap_last_two(bounds) if place.transposed else bounds
 
 
 def _swap_last_two(dims: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -267,14 +227,10 @@ def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
 
 def _copy_transposed(target: Block, source: Block) -> None:
     """Copies in tiles that fit a core's cache: 3x faster."""
-    if source.ndim > 2:
-        for one, other in zip(target, source, strict=True):
-            _copy_transposed(one, other)
-        return
     for row in range(0, source.shape[0], _TILE):
         for column in range(0, source.shape[1], _TILE):
-            tile = source[row : row + _TILE, column : column + _TILE]
-            target[column : column + _TILE, row : row + _TILE] = tile.T
+            tile = source[..., row : row + _TILE, column : column + _TILE]
+            target[..., column : column + _TILE, row : row + _TILE] = tile.swapaxes(-2, -1)
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Block:

@@ -1,23 +1,23 @@
 """Reads an untrusted Hugging Face folder: config.json, and safetensors in one file or several with an index.
 
-Nothing in it is executed. An index must name files directly in the folder; pickles are never opened. Weights may be
-links to any file, parsed only as safetensors. Other files may be copied or printed, so they must be in the folder or a
-blob of the hub's cache (`models--.../blobs/...`).
+Nothing in it is executed; pickles are never opened. Weights may be links to any file, parsed only as safetensors. Other
+files may be copied or printed, so they must be in the folder or a blob of the hub's cache (`models--.../blobs/...`).
 """
 
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxtp.config import reading
-from jaxtp.config.entry import UserError
 from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, shown
-from jaxtp.config.schema import nearest_file
-from jaxtp.hf.safetensors import SafetensorsError, StoredTensor, read_header
+from jaxtp.config.schema import ConfigError, nearest_file
+from jaxtp.hf.safetensors import HFError as HFError
+from jaxtp.hf.safetensors import StoredTensor, read_header
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -26,14 +26,12 @@ _MAX_COPIED = 2**28
 """Bytes; the largest tokenizers have about 50 million."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
-
+_DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
+_LISTED = 10
+"""Problems in a message."""
 
 Attributes = Mapping[str, Any]
 """The JSON object in a configuration file."""
-
-
-class HFError(UserError):
-    """A folder cannot be imported, or a model cannot be exported."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,25 @@ class Folder:
     tensors: Mapping[str, StoredTensor]
 
 
-_DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
-
-
 def open_folder(path: Path) -> Folder:
     """Reads config.json and all weight headers."""
-    attributes = read_attributes(path)
+    return Folder(path, read_attributes(path), _read_headers(path))
+
+
+@contextmanager
+def named(source: Path | str) -> Iterator[None]:
+    """Makes a mistake in a folder or file an `HFError` whose message begins with its name."""
     try:
-        return Folder(path, attributes, _read_headers(path))
-    except SafetensorsError as error:
-        raise HFError(str(error)) from None
+        yield
+    except (ConfigError, HFError) as error:
+        text = str(error)
+        raise HFError(text if text.startswith(str(source)) else f"{source}: {text}") from None
+
+
+def join_problems(problems: list[str]) -> str:
+    """Returns the first problems in one message."""
+    more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+    return "; ".join([*problems[:_LISTED], *more])
 
 
 def read_attributes(path: Path) -> dict[str, Any]:
@@ -69,11 +76,7 @@ def read_attributes(path: Path) -> dict[str, Any]:
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Returns the contents of `names` that exist in a folder.
-
-    Raises:
-      HFError: a file is too large, not regular, or a link out of the folder.
-    """
+    """Returns the contents of `names` that exist; refuses large files and links out of the folder."""
     return {name: _read(folder, name, _MAX_COPIED) for name in names if os.path.lexists(folder / name)}
 
 
@@ -86,10 +89,9 @@ def _read(folder: Path, name: str, most: int) -> bytes:
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Reads a JSON object."""
+    content = _read(folder, name, MAX_JSON)
     try:
-        return parse_json(_read(folder, name, MAX_JSON), str(folder / name))
-    except HFError:
-        raise
+        return parse_json(content, str(folder / name))
     except ValueError as error:
         raise HFError(str(error)) from None
 
@@ -99,13 +101,10 @@ def _read_headers(path: Path) -> dict[str, StoredTensor]:
         return read_header(path / WEIGHTS)
     if os.path.lexists(path / INDEX):
         return _read_indexed(path, read_json(path, INDEX).get("weight_map"))
-    raise HFError(f"{path}: {_explain_missing_weights(path)}")
-
-
-def _explain_missing_weights(path: Path) -> str:
     if any(_SHARD.fullmatch(file.name) for file in path.iterdir()):
-        return f"the weights are in several files, and {INDEX}, which says what is where, is missing"
-    return explain_pickle(path, "transformers") or f"neither {WEIGHTS} nor {INDEX} is there"
+        raise HFError(f"{path}: the weights are in several files, and {INDEX}, which says what is where, is missing")
+    reason = explain_pickle(path, "transformers") or f"neither {WEIGHTS} nor {INDEX} is there"
+    raise HFError(f"{path}: {reason}")
 
 
 def explain_pickle(path: Path, library: str) -> str | None:
@@ -124,22 +123,22 @@ def _read_indexed(path: Path, weight_map: Any) -> dict[str, StoredTensor]:
         raise HFError(f"{path / INDEX}: weight_map should say for each tensor in which file it is")
     if not weight_map:
         raise HFError(f"{path / INDEX}: weight_map is empty")
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in dict.fromkeys(weight_map.values()):
         if not name.endswith(".safetensors"):
             raise HFError(f"{path / INDEX}: {shown(name)!r} is not a safetensors file; no other is opened")
         if name != Path(name).name or "\\" in name or not name.isprintable():
             raise HFError(f"{path / INDEX}: '{shown(name)}' is not the plain name of a file in the folder")
-        held = read_header(path / name)
-        for tensor in held:
+        header = read_header(path / name)
+        for tensor in header:
             if weight_map.get(tensor) != name:
                 raise HFError(f"{path / name}: holds {shown(tensor)}, which {INDEX} does not say")
-        found |= held
-    missing = [tensor for tensor in weight_map if tensor not in found]
+        tensors |= header
+    missing = [tensor for tensor in weight_map if tensor not in tensors]
     if missing:
         file, name = weight_map[missing[0]], shown(missing[0])
         raise HFError(f"{path / file}: does not hold {name}, which {INDEX} says it does ({len(missing)} missing)")
-    return found
+    return tensors
 
 
 def whole(name: str, value: Any) -> int:

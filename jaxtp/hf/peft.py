@@ -2,19 +2,15 @@
 
 The format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Tensor names decide which modules have
 adapters. A list in `target_modules` must agree; a regular expression is not run, since an attacker can make it run
-forever.
-
-Our adapters have one rank and one scale in all layers. Zeros pad a lower rank and fill a layer without an adapter;
-training does not change them (`jaxtp/layers/lora.py`). A different scale is multiplied into B.
+forever. A layer without an adapter gets zeros, which training does not change (`jaxtp/layers/lora.py`).
 """
 
-import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +26,24 @@ from jaxtp.config.schema import nearest_file
 from jaxtp.hf.adapters import Adapter, adapters, target_of
 from jaxtp.hf.config_json import choose_family
 from jaxtp.hf.families.family import LAYER, Family, Tensor
-from jaxtp.hf.load import Progress, check_finite
-from jaxtp.hf.model_folder import Attributes, HFError, explain_pickle, positive, quote, read_json, switch, whole
-from jaxtp.hf.safetensors import DTYPES, Block, SafetensorsError, StoredTensor, read_header, write_file
-from jaxtp.hf.save import FORMAT_DTYPES, HostGather, atomic_folder, require_finite, tokenizer_files, write_json
-from jaxtp.hf.tensor_map import TensorPart, group_by_tensor, split_path
+from jaxtp.hf.load import check_finite
+from jaxtp.hf.model_folder import (
+    Attributes,
+    HFError,
+    explain_pickle,
+    join_problems,
+    named,
+    positive,
+    quote,
+    read_json,
+    switch,
+    whole,
+)
+from jaxtp.hf.safetensors import DTYPES, StoredTensor, read_header
+from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
+from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, split_path
 from jaxtp.layers.lora import TARGETS, LoraConfig, Target, frozen
-from jaxtp.layers.parameter import DType, logical_shape
+from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, unadapted
 from jaxtp.models.decoder import Decoder, abstract_decoder
@@ -47,76 +54,61 @@ FACTORS = {"a": "lora_A", "b": "lora_B"}
 
 
 def save_peft(
-    model: Decoder,
-    path: str | Path,
-    *,
-    base: str | Path | None = None,
-    family: str | None = None,
-    tokenizer_from: str | Path | None = None,
-    dtype: DType | None = None,
-    allow_non_finite: bool = False,
-    progress: Progress | None = None,
+    model: Decoder, path: str | Path, *, base: str | Path | None = None, **options: Unpack[SaveOptions]
 ) -> None:
     """Writes a model's adapters, from any mesh, for `peft.PeftModel.from_pretrained`.
 
     Args:
       path: a new or empty folder; appears when complete.
       base: base model folder to record; without it, users name it when they load the adapters.
-      family: `model_type`; by default the first that can represent the model.
-      tokenizer_from: see `save_hf`.
-      dtype: of the tensors; by default the adapters' dtype.
+      **options: see `SaveOptions`.
 
     Raises:
       NonFiniteError: a weight is not finite.
       HFError: the model has no adapters, no family can represent it, or the folder is not writable.
     """
+    check_options(options, SaveOptions)
     config = model.config
     if not config.lora.rank:
         raise HFError("the model has no adapters; write all of it by save_hf")
-    stored_as = FORMAT_DTYPES[dtype or config.lora.dtype]
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
-    if not allow_non_finite:
-        require_finite(variables)
-    chosen = choose_family(replace(config, lora=LoraConfig()), family)
-    adapted_layers = _adapted_layers(config, variables)
-    tensors = group_by_tensor(_factor_parts(adapted_layers, variables, chosen))
-    copied = tokenizer_files(tokenizer_from)
-    gather = HostGather(variables, tensors, DTYPES[stored_as], progress)
-    if jax.process_index() != 0:
-        for name in tensors:  # a gather is collective
-            gather(name)
-        return
-    with atomic_folder(Path(path)) as folder:
-        write_file(folder / WEIGHTS, {name: (stored_as, part.shape) for name, (part, *_) in tensors.items()}, gather)
-        write_json(folder / CONFIG, _peft_config(config, adapted_layers, chosen, base))
-        for file, content in copied.items():
-            (folder / file).write_bytes(content)
+    family = choose_family(replace(config, lora=LoraConfig()), options.get("family"))
+    layers = _adapted_layers(config, variables)
+    files = {WEIGHTS: group_by_tensor(_factor_parts(layers, variables, family))}
+    others = {CONFIG: json_bytes(_peft_config(config, layers, family, base))}
+    write_folder(Path(path), variables, files, others, options.get("dtype") or config.lora.dtype, options)
 
 
 _AdaptedLayers = Mapping[Adapter, list[int]]
 """Indices of the stacked layers that have each adapter; the others are zero, as they were read from PEFT."""
 
 
-def _adapted_layers(config: ModelConfig, variables: dict[str, Variable]) -> _AdaptedLayers:
-    some = {adapter: _nonzero_layers(variables[f"{adapter.lora}.a"][...]) for adapter in adapters(config)}
-    found = {adapter: np.flatnonzero(layers).tolist() for adapter, layers in some.items()}
-    return found if any(found.values()) else {adapter: [*range(len(adapter.layers))] for adapter in found}
+def _adapted_layers(config: ModelConfig, variables: Mapping[str, Variable]) -> _AdaptedLayers:
+    nonzero = {adapter: _nonzero_layers(variables[f"{adapter.lora}.a"][...]) for adapter in adapters(config)}
+    return nonzero if any(nonzero.values()) else {adapter: [*range(len(adapter.layers))] for adapter in nonzero}
 
 
-def _nonzero_layers(stacked: Array) -> Block:
+def _nonzero_layers(stacked: Array) -> list[int]:
     sharding = stacked.sharding
     everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    return np.asarray(jax.jit(lambda a: jnp.any(a != 0, axis=(1, 2)), out_shardings=everywhere)(stacked))
+    nonzero = jax.jit(lambda a: jnp.any(a != 0, axis=(1, 2)), out_shardings=everywhere)(stacked)
+    indices: list[int] = np.flatnonzero(nonzero).tolist()
+    return indices
 
 
-def _factor_parts(
-    adapted_layers: _AdaptedLayers, variables: dict[str, Variable], family: Family
-) -> Iterator[TensorPart]:
-    for adapter, layers in adapted_layers.items():
-        module = _tensor_of(adapter, family).theirs.removesuffix(".weight")
-        for factor in FACTORS:
-            shape = logical_shape(variables[f"{adapter.lora}.{factor}"])
-            yield from _factor_parts_of(adapter, layers, module, factor, shape)
+def _factor_parts(layers: _AdaptedLayers, variables: Mapping[str, Variable], family: Family) -> Iterator[TensorPart]:
+    for adapter, indices in layers.items():
+        module = _module(_tensor_of(adapter, family))
+        for factor, theirs in FACTORS.items():
+            path = f"{adapter.lora}.{factor}"
+            shape = logical_shape(variables[path])[:0:-1]
+            for index in indices:
+                name = f"{PREFIX}{module.replace(LAYER, str(adapter.layers[index]))}.{theirs}.weight"
+                yield TensorPart(path, name, index, transposed=True, shape=shape)
+
+
+def _module(tensor: Tensor) -> str:
+    return tensor.theirs.removesuffix(".weight")
 
 
 def _tensor_of(adapter: Adapter, family: Family) -> Tensor:
@@ -130,23 +122,17 @@ def _tensor_of(adapter: Adapter, family: Family) -> Tensor:
     return tensor
 
 
-def _factor_parts_of(
-    adapter: Adapter, layers: Sequence[int], module: str, factor: str, shape: tuple[int, ...]
-) -> Iterator[TensorPart]:
-    for index in layers:
-        name = f"{PREFIX}{module.replace(LAYER, str(adapter.layers[index]))}.{FACTORS[factor]}.weight"
-        yield TensorPart(f"{adapter.lora}.{factor}", name, index, transposed=True, shape=shape[:0:-1])
-
-
 def _peft_config(
-    config: ModelConfig, adapted_layers: _AdaptedLayers, family: Family, base: str | Path | None
+    config: ModelConfig, layers: _AdaptedLayers, family: Family, base: str | Path | None
 ) -> dict[str, Any]:
-    beside = {adapter.target: _tensor_of(adapter, family) for adapter in adapters(config)}
-    modules = {target: tensor.theirs.removesuffix(".weight") for target, tensor in beside.items()}
-    lora, names = config.lora, [_short_name(target, module) for target, module in modules.items()]
-    if any(len(layers) < len(adapter.layers) for adapter, layers in adapted_layers.items()):
-        places = [(adapter, adapter.layers[index]) for adapter, layers in adapted_layers.items() for index in layers]
+    tensors = {adapter.target: _tensor_of(adapter, family) for adapter in layers}
+    modules = {target: _module(tensor) for target, tensor in tensors.items()}
+    if all(len(indices) == len(adapter.layers) for adapter, indices in layers.items()):
+        names = [_short_name(target, module) for target, module in modules.items()]
+    else:
+        places = [(adapter, adapter.layers[index]) for adapter, indices in layers.items() for index in indices]
         names = [modules[adapter.target].replace(LAYER, str(layer)) for adapter, layer in places]
+    lora = config.lora
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -157,7 +143,7 @@ def _peft_config(
         "lora_dropout": 0.0,
         "target_modules": names,
         "bias": "none",
-        "fan_in_fan_out": not all(tensor.transposed for tensor in beside.values()),
+        "fan_in_fan_out": not all(tensor.transposed for tensor in tensors.values()),
         "inference_mode": True,
     }
 
@@ -166,27 +152,18 @@ def _short_name(target: str, module: str) -> str:
     return target if module.endswith(f".{target}") else module.partition(f"{LAYER}.")[2]
 
 
-_READ = frozenset(
+_KNOWN = frozenset(
     {
-        *("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "alpha_pattern", "rank_pattern", "bias"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
-        *("fan_in_fan_out", "task_type"),
-    }
-)
-"""Attributes that are read, or that repeat what the tensors or the model say."""
-_IGNORED = frozenset(
-    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "bias", "target_modules", "exclude_modules"),
+        *("layers_to_transform", "layers_pattern", "init_lora_weights", "fan_in_fan_out", "task_type"),
+        # Without effect on what adapters compute, or only with another attribute, which is refused:
         *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "megatron_core"),
         *("qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying"),
     }
 )
-"""Attributes that do not affect what adapters compute, or only with another one, which is refused."""
-INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+_INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
-_LITERAL = re.compile(r"[\w.]+")
-"""A key of alpha_pattern that is not a regular expression."""
-_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -194,13 +171,10 @@ class _FactorPart:
     """A tensor with one layer's factor, or a part of it."""
 
     tensor: StoredTensor
-    ours: str
     index: int
     """Index in the stack of layers."""
-    first: int
+    first: int = 0
     """First row in the tensor: PEFT's B of a fused kernel concatenates projections."""
-    times: float
-    """Factor for a scale that differs from the model's."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +183,7 @@ class PeftFolder:
 
     path: Path
     lora: LoraConfig
-    parts: Mapping[str, tuple[_FactorPart, ...]]
+    parts: Mapping[str, list[_FactorPart]]
     """By dotted path of the factor."""
     notes: tuple[str, ...]
     """Messages to print before training."""
@@ -226,23 +200,16 @@ class PeftFolder:
 
 
 def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> PeftFolder:
-    """Opens a folder of adapters for a model configuration without adapters.
-
-    Raises:
-      HFError: the adapters are unreadable, unsupported, or do not fit.
-    """
+    """Opens a folder of adapters; raises `HFError` if they are unreadable, unsupported, or do not fit the model."""
     if not path.is_dir():
         raise HFError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}{nearest_file(path)}")
     if not os.path.lexists(path / CONFIG):
         raise HFError(f"{path}: no {CONFIG}; a folder of adapters in PEFT's format has one")
     attributes = read_json(path, CONFIG)
     plain = replace(config, lora=LoraConfig())
-    try:
+    with named(path):
         _check_attributes(attributes)
         return _Reader(path, attributes, plain, choose_family(plain, family)).result()
-    except (HFError, SafetensorsError) as error:
-        named = str(error).startswith(str(path))
-        raise HFError(str(error) if named else f"{path}: {error}") from None
 
 
 def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) -> Decoder:
@@ -250,46 +217,40 @@ def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) ->
 
     Args:
       model: without adapters, on the mesh in context or on one device.
-      family: PEFT's `model_type`; by default the first that can represent this model.
+      family: `model_type`; by default the first that can represent this model.
 
     Raises:
       HFError: the folder is refused, or its adapters cannot be trained.
     """
     if model.config.lora.rank:
         raise HFError("the model has adapters already; add them to their kernels by merge_adapters first")
-    found = open_peft(Path(path), model.config, family)
-    found.check_trainable()
-    return with_peft(model, found, None if current_mesh() is None else jax.sharding.get_mesh())
+    folder = open_peft(Path(path), model.config, family)
+    folder.check_trainable()
+    return with_peft(model, folder, None if current_mesh() is None else jax.sharding.get_mesh())
 
 
-def with_peft(model: Decoder, found: PeftFolder, mesh: Mesh | None) -> Decoder:
+def with_peft(model: Decoder, folder: PeftFolder, mesh: Mesh | None) -> Decoder:
     """Returns a copy of a model with an open folder's adapters; see `load_peft`."""
-    config = replace(model.config, lora=found.lora)
-    graph, abstract = abstract_decoder(config)
-    adapted: Decoder = nnx.merge(graph, nnx.merge_state(frozen(nnx.state(model)), read_peft(found, abstract, mesh)))
+    graph, abstract = abstract_decoder(replace(model.config, lora=folder.lora))
+    adapted: Decoder = nnx.merge(graph, nnx.merge_state(frozen(nnx.state(model)), read_peft(folder, abstract, mesh)))
     return adapted
 
 
-def read_peft(found: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx.State:
+def read_peft(folder: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx.State:
     """Reads adapters into the shapes and shardings of an abstract state."""
-    own = nnx.filter_state(abstract, nnx.LoRAParam)
-    try:
-        return replace_arrays(
-            own, {name: _placed(found.parts.get(name, ()), v, mesh) for name, v in named_variables(own).items()}
-        )
-    except SafetensorsError as error:
-        raise HFError(str(error)) from None
+    factors = nnx.filter_state(abstract, nnx.LoRAParam)
+    variables = named_variables(factors)
+    return replace_arrays(
+        factors, {name: _placed(folder.parts.get(name, ()), v, mesh) for name, v in variables.items()}
+    )
 
 
 def _placed(parts: Collection[_FactorPart], variable: Variable, mesh: Mesh | None) -> Array:
     host = np.zeros(logical_shape(variable), np.float32)
     for part in parts:
-        target = host[part.index].T
-        stored = part.tensor.read()
+        target, stored = host[part.index].T, part.tensor.read()
         check_finite(part.tensor, 0, stored)
-        rows = stored[part.first : part.first + len(target)]
-        target[: len(rows), : rows.shape[1]] = rows
-        target *= part.times
+        target[...] = stored[part.first : part.first + len(target)]
     host = host.astype(jnp.dtype(variable.dtype))
     if mesh is None:
         return jnp.asarray(host)
@@ -303,136 +264,122 @@ def _check_attributes(attributes: Attributes) -> None:
     if (kind := attributes.get("peft_type")) != "LORA":
         problems.append(f"peft_type = {quote(kind)} is not supported, only 'LORA'")
     if (bias := attributes.get("bias", "none")) not in ("none", None):
-        problems.append(f"bias = {quote(bias)} is not supported, only 'none': biases are not trained beside adapters")
-    if (init := attributes.get("init_lora_weights", True)) not in INITS_THAT_KEEP_BASE:
+        problems.append(f"bias = {quote(bias)} is not supported, only 'none': biases are not trained with adapters")
+    if (init := attributes.get("init_lora_weights", True)) not in _INITS_THAT_KEEP_BASE:
         problems.append(
             f"init_lora_weights = {quote(init)} is not supported: it changes the kernels as well; PEFT converts them "
             "(path_initial_model_for_weight_conversion)"
         )
-    if not isinstance(attributes.get("rank_pattern") or {}, dict):
-        problems.append(f"rank_pattern = {quote(attributes['rank_pattern'])}: should give ranks by names of modules")
     if dropout := attributes.get("lora_dropout"):
         positive("lora_dropout", dropout)
     for name, value in attributes.items():
-        if name not in _READ | _IGNORED and value not in (None, False) and value != {} and value != []:
+        if name not in _KNOWN and value not in (None, False, {}, []):
             problems.append(f"{shown(name)} = {quote(value)} is not supported: only LoRA as PEFT has it by default is")
     if problems:
-        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-        raise HFError("; ".join([*problems[:_LISTED], *more]))
+        raise HFError(join_problems(problems))
 
 
 class _Reader:
+    """Compares the names and shapes in a folder with a model's."""
+
     def __init__(self, path: Path, attributes: Attributes, config: ModelConfig, family: Family):
         self.path, self.attributes, self.config, self.family = path, attributes, config, family
-        self.rank, self.alpha = whole("r", attributes.get("r")), positive("lora_alpha", attributes.get("lora_alpha"))
-        self.rslora = switch("use_rslora", attributes.get("use_rslora") or False)
-        self.alphas = _alphas(attributes.get("alpha_pattern") or {})
-        self.targets: dict[str, tuple[Target, ...]] = {}
+        self.rank = whole("r", attributes.get("r"))
+        base = attributes.get("base_model_name_or_path")
+        self.made_for = f"; they were made for {shown(base, 200)} (base_model_name_or_path)" if base else ""
+        self.targets: dict[str, list[Target]] = {}
         for tensor in family.tensors:
-            if (target := target_of(tensor.ours)) is not None:
-                module = tensor.theirs.removesuffix(".weight")
-                self.targets[module] = tuple(dict.fromkeys((*self.targets.get(module, ()), target)))
+            target = target_of(tensor.ours)
+            if target is not None and target not in self.targets.setdefault(_module(tensor), []):
+                self.targets[_module(tensor)].append(target)
 
     def result(self) -> PeftFolder:
+        """Returns the folder; raises `HFError` if it does not fit."""
+        alpha = positive("lora_alpha", self.attributes.get("lora_alpha"))
+        rslora = switch("use_rslora", self.attributes.get("use_rslora") or False)
         factors = self._factors()
-        self._check_names(factors)
-        ranks = {module: self._rank(pair) for module, pair in factors.items()}
-        scales = {module: self._scale(module, rank) for module, rank in ranks.items()}
-        least, most = min(scales.values()), max(scales.values())
-        one_scale = math.isclose(least, most, rel_tol=1e-9)
-        lora = LoraConfig(rank=max(ranks.values()), alpha=self.alpha, rslora=self.rslora)
-        if one_scale and not math.isclose(most, lora.scale, rel_tol=1e-9):
-            lora = replace(lora, alpha=self.alpha * most / lora.scale)
-        general = {module: self._general(module) for module in factors}
-        chosen = {target for module, _ in general.values() for target in self.targets[module]}
-        lora = replace(lora, targets=tuple(target for target in TARGETS if target in chosen))
-        for problem in unadapted(self.config, lora.targets):
+        self._check_names({general.replace(LAYER, str(layer)) for general, layer in factors})
+        modules = dict.fromkeys(general for general, _ in factors)
+        chosen = {target for module in modules for target in self.targets[module]}
+        targets = tuple(target for target in TARGETS if target in chosen)
+        for problem in unadapted(self.config, targets):
             raise HFError(problem.text)
-        times = {module: 1.0 if one_scale else scale / lora.scale for module, scale in scales.items()}
-        parts = self._parts(factors, lora, times)
-        fused = next((module for module, _ in general.values() if len(self.targets[module]) > 1), None)
-        untrainable = None
-        if fused is not None:
-            untrainable = f"{fused} is several projections with one adapter, which would be trained apart"
-        elif not one_scale:
-            untrainable = f"the adapters have several scales (alpha_pattern, rank_pattern), from {least:g} to {most:g}"
-        return PeftFolder(self.path, lora, parts, tuple(self._notes(general)), untrainable)
+        lora = LoraConfig(rank=self.rank, alpha=alpha, rslora=rslora, targets=targets)
+        notes, untrainable = [], None
+        if dropout := self.attributes.get("lora_dropout"):
+            notes.append(f"lora_dropout = {quote(dropout)} is not applied")
+        if len(factors) < (places := len(modules) * self.config.num_layers):
+            notes.append(f"{len(factors)} of {places} modules have an adapter, and the others stay as they are")
+        if fused := [module for module in modules if len(self.targets[module]) > 1]:
+            untrainable = f"{fused[0]} is several projections with one adapter, which would be trained apart"
+        return PeftFolder(self.path, lora, self._parts(factors, lora), tuple(notes), untrainable)
 
-    def _factors(self) -> dict[str, dict[str, StoredTensor]]:
+    def _factors(self) -> dict[tuple[str, int], dict[str, StoredTensor]]:
+        """Returns A and B of each module, by its name with a placeholder for the layer, and its layer."""
         try:
             weights = reading.inside(self.path, WEIGHTS)
         except OSError as error:
             raise HFError(f"{self.path / WEIGHTS}: {error.strerror}") from None
         if not os.path.lexists(weights):
             raise HFError(explain_pickle(self.path, "peft") or f"no {WEIGHTS} is there")
-        found: dict[str, dict[str, StoredTensor]] = {}
+        factors: dict[tuple[str, int], dict[str, StoredTensor]] = {}
         for name, tensor in read_header(weights).items():
             if (match := _TENSOR.fullmatch(name)) is None:
-                raise HFError(f"{shown(name, 200)} is not supported; adapters of {', '.join(self._modules())} are")
-            module, factor = match.groups()
-            self._general(module)
-            found.setdefault(module, {})[factor] = tensor
+                raise HFError(f"{shown(name, 200)} is not supported; adapters of {self._modules()} are")
+            factors.setdefault(self._place(match[1]), {})[match[2]] = tensor
             if tensor.dtype not in DTYPES:
                 raise HFError(f"{shown(name, 200)} is {tensor.dtype}, not float32, bfloat16 or float16")
-        for module, pair in found.items():
-            for factor in FACTORS.values():
-                if factor.removeprefix("lora_") not in pair:
-                    raise HFError(f"missing: {PREFIX}{shown(module, 200)}.{factor}.weight")
-        if not found:
+            if match[2] == "A" and tensor.shape[:1] != (self.rank,):
+                raise HFError(f"{shown(name, 200)} has the shape {dims(tensor.shape)}, and r = {self.rank}")
+        for (general, layer), pair in factors.items():
+            for factor in {"A", "B"} - pair.keys():
+                raise HFError(f"missing: {PREFIX}{general.replace(LAYER, str(layer))}.lora_{factor}.weight")
+        if not factors:
             raise HFError(f"{WEIGHTS} holds no adapters")
-        return found
+        return factors
 
-    def _modules(self) -> list[str]:
-        return [module.rpartition(f"{LAYER}.")[2] for module in self.targets]
+    def _modules(self) -> str:
+        return ", ".join(module.rpartition(f"{LAYER}.")[2] for module in self.targets)
 
-    def _general(self, module: str) -> tuple[str, int]:
+    def _place(self, module: str) -> tuple[str, int]:
         match = re.search(r"\.(\d{1,9})\.", module)
         general = "" if match is None else f"{module[: match.start(1)]}{LAYER}{module[match.end(1) :]}"
         if match is None or general not in self.targets:
             raise HFError(
                 f"adapters of {shown(module, 200)} are not supported; a {self.family.model_type} can have them of "
-                f"{', '.join(self._modules())}"
+                + self._modules()
             )
         if (layer := int(match[1])) >= self.config.num_layers or match[1] != str(layer):
             raise HFError(
                 f"{PREFIX}{shown(module, 200)} is of layer {match[1]}, and the model has {self.config.num_layers}"
-                + self._made_for()
+                + self.made_for
             )
         return general, layer
 
-    def _made_for(self) -> str:
-        name = self.attributes.get("base_model_name_or_path")
-        return f"; they were made for {shown(name, 200)} (base_model_name_or_path)" if name else ""
-
-    def _check_names(self, factors: Collection[str]) -> None:
-        asked, excluded = (self._names(name) for name in ("target_modules", "exclude_modules"))
-        chosen, layers = self.attributes.get("layers_to_transform"), list(range(self.config.num_layers))
-        if chosen not in (None, []):
-            listed = chosen if isinstance(chosen, list) else [chosen]
-            if not all(type(layer) is int for layer in listed):
-                raise HFError(f"layers_to_transform = {quote(chosen)}: should be numbers of layers")
-            layers = sorted({*layers} & {*listed})
-        if asked is None or excluded is None or self.attributes.get("layers_pattern"):
+    def _check_names(self, modules: Collection[str]) -> None:
+        """Compares the modules that have adapters with target_modules, unless a regular expression chooses them."""
+        names = [self.attributes.get(name) for name in ("target_modules", "exclude_modules")]
+        if any(isinstance(value, str) for value in names) or self.attributes.get("layers_pattern"):
             return
-        modules = (module.replace(LAYER, str(layer)) for layer in layers for module in self._existing())
-        expected = [module for module in modules if _suffixes(module) & asked and not _suffixes(module) & excluded]
+        for name, value in zip(("target_modules", "exclude_modules"), names, strict=True):
+            if not (value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))):
+                raise HFError(f"{name} = {quote(value)}: should be a list of names, or an expression")
+        layers = self.attributes.get("layers_to_transform")
+        layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
+        if not all(type(layer) is int for layer in layers):
+            raise HFError(f"layers_to_transform = {quote(layers)}: should be numbers of layers")
+        wanted, excluded = (set(value or ()) for value in names)
+        expected = [
+            module
+            for layer in range(self.config.num_layers)
+            for module in (general.replace(LAYER, str(layer)) for general in self._existing())
+            if (not layers or layer in layers) and _suffixes(module) & wanted and not _suffixes(module) & excluded
+        ]
         for module in expected:
-            if module not in factors:
-                raise HFError(
-                    f"missing: {PREFIX}{module}.lora_A.weight, which target_modules ask for" + self._made_for()
-                )
-        known = set(expected)
-        for module in factors:
-            if module not in known:
-                raise HFError(f"left over: {PREFIX}{module}.lora_A.weight, which target_modules do not name")
-
-    def _names(self, name: str) -> set[str] | None:
-        value = self.attributes.get(name)
-        if isinstance(value, str):
-            return None
-        if not (value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))):
-            raise HFError(f"{name} = {quote(value)}: should be a list of names, or an expression")
-        return set(value or ())
+            if module not in modules:
+                raise HFError(f"missing: {PREFIX}{module}.lora_A.weight, which target_modules ask for{self.made_for}")
+        for module in sorted({*modules} - {*expected}):
+            raise HFError(f"left over: {PREFIX}{module}.lora_A.weight, which target_modules do not name")
 
     def _existing(self) -> list[str]:
         plain = all(block.mlp == "plain" for block in self.config.block_kinds())
@@ -440,70 +387,36 @@ class _Reader:
         skipped = {"gate_proj"} if plain else {"gate_proj", "up_proj", "down_proj"} if sparse else set()
         return [module for module, targets in self.targets.items() if not skipped & {*targets}]
 
-    def _rank(self, pair: Mapping[str, StoredTensor]) -> int:
-        first = pair["A"].shape[0] if len(pair["A"].shape) == 2 else 0
-        if first != self.rank and not self.attributes.get("rank_pattern"):
-            raise HFError(f"{pair['A'].name} has the shape {_dims(pair['A'])}, and r = {self.rank}")
-        if not 0 < first < 2**16:
-            raise HFError(f"{pair['A'].name} has the shape {_dims(pair['A'])}; a rank from 1 to 65,535 is supported")
-        return first
-
-    def _scale(self, module: str, rank: int) -> float:
-        named = [self.alphas[name] for name in _suffixes(module) if name in self.alphas]
-        alpha = min(named)[1] if named else self.alpha  # the first match wins
-        return LoraConfig(rank=rank, alpha=alpha, rslora=self.rslora).scale
-
     def _parts(
-        self, factors: Mapping[str, Mapping[str, StoredTensor]], lora: LoraConfig, times: Mapping[str, float]
-    ) -> dict[str, tuple[_FactorPart, ...]]:
+        self, factors: Mapping[tuple[str, int], Mapping[str, StoredTensor]], lora: LoraConfig
+    ) -> dict[str, list[_FactorPart]]:
         config = replace(self.config, lora=lora)
         variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
-        places: dict[tuple[Target, int], tuple[Adapter, int]] = {
+        places = {
             (adapter.target, layer): (adapter, index)
             for adapter in adapters(config)
             for index, layer in enumerate(adapter.layers)
         }
-        found: dict[str, list[_FactorPart]] = {}
-        for module, pair in factors.items():
-            general, layer = self._general(module)
-            first = 0
+        parts: dict[str, list[_FactorPart]] = {}
+        for (general, layer), pair in factors.items():
+            inner = outer = 0
             for target in self.targets[general]:
                 if (target, layer) not in places:
-                    raise HFError(f"{PREFIX}{module}: the model has no such projection" + self._made_for())
+                    module = general.replace(LAYER, str(layer))
+                    raise HFError(f"{PREFIX}{module}: the model has no such projection{self.made_for}")
                 adapter, index = places[target, layer]
                 a, b = (f"{adapter.lora}.{factor}" for factor in FACTORS)
-                inner, outer = logical_shape(variables[a])[1], logical_shape(variables[b])[2]
-                found.setdefault(a, []).append(_FactorPart(pair["A"], a, index, 0, 1.0))
-                found.setdefault(b, []).append(_FactorPart(pair["B"], b, index, first, times[module]))
-                first += outer
-            rank = pair["A"].shape[0]
-            for tensor, shape in ((pair["A"], (rank, inner)), (pair["B"], (first, rank))):
+                parts.setdefault(a, []).append(_FactorPart(pair["A"], index))
+                parts.setdefault(b, []).append(_FactorPart(pair["B"], index, outer))
+                inner, outer = logical_shape(variables[a])[1], outer + logical_shape(variables[b])[2]
+            for tensor, shape in ((pair["A"], (self.rank, inner)), (pair["B"], (outer, self.rank))):
                 if tensor.shape != shape:
                     raise HFError(
-                        f"{tensor.name} is {_dims(tensor)}, and this model needs {'x'.join(map(str, shape))}"
-                        + self._made_for()
+                        f"{tensor.name} is {dims(tensor.shape)}, and this model needs {dims(shape)}{self.made_for}"
                     )
-        return {name: tuple(parts) for name, parts in found.items()}
-
-    def _notes(self, general: Mapping[str, tuple[str, int]]) -> Iterator[str]:
-        if dropout := self.attributes.get("lora_dropout"):
-            yield f"lora_dropout = {quote(dropout)} is not applied"
-        places = len({module for module, _ in general.values()}) * self.config.num_layers
-        if len(general) < places:
-            yield f"{len(general)} of {places} modules have an adapter, and the others stay as they are"
-
-
-def _alphas(pattern: Any) -> dict[str, tuple[int, float]]:
-    if not isinstance(pattern, dict) or not all(map(_LITERAL.fullmatch, pattern)):
-        raise HFError(f"alpha_pattern = {quote(pattern)} is not supported: names of modules are, and no expressions")
-    alphas = ((name, positive(f"alpha_pattern[{shown(name)}]", alpha)) for name, alpha in pattern.items())
-    return {name: (at, alpha) for at, (name, alpha) in enumerate(alphas)}
+        return parts
 
 
 def _suffixes(module: str) -> set[str]:
     words = module.split(".")
     return {".".join(words[at:]) for at in range(len(words))}
-
-
-def _dims(tensor: StoredTensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "a scalar"

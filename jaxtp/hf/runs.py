@@ -26,7 +26,7 @@ from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.load import load_folder
 from jaxtp.hf.model_folder import CONFIG, open_folder, read_attributes, read_files
 from jaxtp.hf.peft import PeftFolder, with_peft
-from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder
+from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder, write_files
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import current_mesh, make_mesh
 from jaxtp.models.config import ModelConfig, recorded
@@ -39,11 +39,9 @@ HF_FILES = "hf"
 
 
 def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
-    """Returns a run's model, with any adapters, on the mesh in context.
+    """Returns the model in a run (its newest checkpoint) or a checkpoint, with any adapters, on the mesh in context.
 
-    Args:
-      path: folder of a run (its newest checkpoint) or of one checkpoint.
-      base: the adapters' base model, if moved.
+    `base` is the adapters' base model, if moved.
 
     Raises:
       CheckpointError: the checkpoint is missing or damaged, or the base model does not match.
@@ -60,12 +58,7 @@ def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
 def load_merged(
     checkpoint: Path, info: Mapping[str, Any], config: ModelConfig, mesh: Mesh, base: Path | None = None
 ) -> Decoder:
-    """Returns a checkpoint's model, with any adapters merged; raises as `load_run`.
-
-    Args:
-      config: its `run_model_config` without adapters; e.g. dtypes may differ.
-      base: the base model, if moved.
-    """
+    """Returns a checkpoint's model as in `config`, with any adapters merged; raises as `load_run`."""
     trained = run_model_config(checkpoint, info)
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config)
@@ -78,10 +71,10 @@ def load_merged(
     return model
 
 
-def merge_peft(model: Decoder, found: PeftFolder, config: ModelConfig, mesh: Mesh) -> Decoder:
+def merge_peft(model: Decoder, folder: PeftFolder, config: ModelConfig, mesh: Mesh) -> Decoder:
     """Merges PEFT adapters into kernels in float32, rounded once to the dtype of `config`."""
     with jax.set_mesh(mesh):
-        added = merge_adapters(with_peft(model, found, mesh), dtype=config.precision.param)
+        added = merge_adapters(with_peft(model, folder, mesh), dtype=config.precision.param)
         merged: Decoder = nnx.merge(abstract_decoder(config)[0], nnx.state(added))
         return merged
 
@@ -89,12 +82,16 @@ def merge_peft(model: Decoder, found: PeftFolder, config: ModelConfig, mesh: Mes
 def load_adapted(checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Path | None = None) -> Decoder:
     """Returns an adapter checkpoint's model with its base weights; see `load_merged`."""
     if BASE not in info:
-        raise CheckpointError(f"{checkpoint} does not say beside which model its adapters were trained")
+        raise CheckpointError(f"{checkpoint} does not name the base model of its adapters")
     config = run_model_config(checkpoint, info)
-    kept, origin = load_base(_find_base(checkpoint, info, base), config, mesh)
-    check_base(info, describe_base(kept, origin, mesh), origin)
+    path = Path(info[BASE]["from"]) if base is None else base
+    if not path.is_dir():
+        where = f"--base {path}" if base is not None else f"{path}, the base model of {checkpoint}"
+        raise CheckpointError(f"{where}: no such folder; name the model's by --base DIR")
+    weights, origin = load_base(path, config, mesh)
+    check_base(info, describe_base(weights, origin, mesh), origin)
     model = load_adapters(checkpoint, config, mesh)
-    nnx.update(model, kept)
+    nnx.update(model, weights)
     return model
 
 
@@ -102,8 +99,8 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
     """Returns an adapter checkpoint's model; its other parameters are abstract."""
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config)
-    own, _ = load_weights(checkpoint, nnx.filter_state(abstract, nnx.LoRAParam), mesh)
-    model: Decoder = nnx.merge(graph, nnx.merge_state(abstract, own))
+    factors, _ = load_weights(checkpoint, nnx.filter_state(abstract, nnx.LoRAParam), mesh)
+    model: Decoder = nnx.merge(graph, nnx.merge_state(abstract, factors))
     return model
 
 
@@ -116,11 +113,7 @@ def run_model_config(checkpoint: Path, info: Mapping[str, Any]) -> ModelConfig:
 
 
 def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Returns a model's parameters except adapters, and their folder; all processes must call.
-
-    Args:
-      path: a Hugging Face folder, a jaxtp run, or one of its checkpoints.
-    """
+    """Returns the parameters except adapters in a model's folder, run or checkpoint; all processes must call it."""
     whole = replace(config, lora=LoraConfig())
     if all_gather_json((path / CONFIG).is_file())[0]:
         with jax.set_mesh(mesh), raise_everywhere():
@@ -137,11 +130,9 @@ def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, P
 
 
 def describe_base(weights: nnx.State, origin: Path, mesh: Mesh) -> dict[str, str]:
-    """Returns a base model's folder and hash, for the checkpoints of its adapters.
-
-    Hashing float32 values makes bfloat16 and float32 copies equal.
-    """
+    """Returns a base model's folder and hash, for the checkpoints of its adapters."""
     arrays = to_logical(weights, mesh)
+    # In float32, so that copies in bfloat16 and float32 are equal.
     sums = {name: checksums({name: array.astype(jnp.float32)})[name] for name, array in sorted(arrays.items())}
     return {"from": str(origin.resolve()), "sha256": hashlib.sha256(json.dumps(sums).encode()).hexdigest()}
 
@@ -151,36 +142,23 @@ def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) ->
     stored = info.get(BASE, {})
     if stored.get("sha256") != now["sha256"]:
         raise CheckpointError(
-            f"the adapters were trained beside the model in {stored.get('from', 'a folder that is not recorded')}, and "
+            f"the adapters were trained with the model in {stored.get('from', 'a folder that is not recorded')}, and "
             f"what is in {origin} now has other values, or another dtype (model.precision.param)"
         )
 
 
-def _find_base(checkpoint: Path, info: Mapping[str, Any], given: Path | None) -> Path:
-    path = Path(info[BASE]["from"]) if given is None else given
-    if not path.is_dir():
-        where = f"--base {path}" if given is not None else f"{path}, beside which {checkpoint} was trained"
-        raise CheckpointError(f"{where}: no such folder; name the model's by --base DIR")
-    return path
-
-
 def copy_hf_files(source: Path, run: Path) -> None:
-    """Copies config.json and tokenizer files to a run, all or none, unless the run has them.
-
-    Raises:
-      HFError: a file is unreadable or a link out of the folder.
-    """
-    if (run / HF_FILES).exists() or not (found := read_files(source, (CONFIG, *TOKENIZER_FILES))):
+    """Copies config.json and tokenizer files to a run, all or none, unless the run has them; raises `HFError`."""
+    if (run / HF_FILES).exists() or not (files := read_files(source, (CONFIG, *TOKENIZER_FILES))):
         return
     with atomic_folder(run / HF_FILES) as folder:
-        for name, content in found.items():
-            (folder / name).write_bytes(content)
+        write_files(folder, files)
 
 
 def family_of_run(checkpoint: Path) -> str | None:
     """Returns the `model_type` in the run's config.json, if any."""
-    kept = hf_files_of(checkpoint)
-    return None if kept is None or not (kept / CONFIG).is_file() else read_attributes(kept).get("model_type")
+    folder = hf_files_of(checkpoint)
+    return None if folder is None or not (folder / CONFIG).is_file() else read_attributes(folder).get("model_type")
 
 
 def hf_files_of(checkpoint: Path) -> Path | None:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack, get_type_hints
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxtp.checkpoint.checksum import NonFiniteError, describe_not_finite, sums
-from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config.files import sync_file, sync_folder
 from jaxtp.data.tokenizer_files import LONGEST
 from jaxtp.hf.config_json import choose_family, write_attributes
@@ -37,11 +37,109 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 """Files to copy with a model; they also say how to prompt it and sample from it."""
-FORMAT_DTYPES: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_FORMAT_DTYPES: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", LONGEST, "initializer_range", "use_cache")
+"""Attributes that our models lack, copied from the folder of the tokenizer."""
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+Tensors = Mapping[str, Sequence[TensorPart]]
+"""The parts of each tensor by its name."""
 
 
-def require_finite(variables: Mapping[str, nnx.Variable[Any]]) -> None:
-    """Raises `NonFiniteError` before an export if an element is not finite."""
+class SaveOptions(TypedDict, total=False):
+    """How models and adapters are written."""
+
+    family: str | None
+    """`model_type`; by default the first that can represent the model."""
+    tokenizer_from: str | Path | None
+    """Source of tokenizer files and special token ids; without it, stderr reports that no tokenizer is written."""
+    dtype: DType | None
+    """Dtype of the tensors; by default the parameters' dtype. A model loaded in it is equal bit by bit."""
+    allow_non_finite: bool
+    """Also writes weights that are not finite."""
+    progress: Progress | None
+
+
+class ModelOptions(SaveOptions, total=False):
+    """How whole models are written."""
+
+    attributes: Mapping[str, Any] | None
+    """More config.json attributes. Its max_position_embeddings overrides `tokenizer_from`."""
+    experts: Layout
+    """"separate" (default) writes a tensor per expert, as on the Hub; "stacked" one per layer, as in transformers 5."""
+    max_shard_size: int | str
+    """Bytes per file, or a string like "5GB" (default); never splits a tensor."""
+
+
+def check_options(options: SaveOptions, kind: type) -> None:
+    """Raises a `TypeError` for an unknown option, as any call does."""
+    known = get_type_hints(kind)
+    if unknown := options.keys() - known.keys():
+        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; {', '.join(known)} are")
+
+
+def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -> None:
+    """Writes a model without adapters, from any mesh, as a folder that transformers reads.
+
+    Host memory holds one tensor at a time, or one layer's kernel of all experts.
+
+    Args:
+      path: a new or empty folder; appears when complete.
+      **options: see `SaveOptions` and `ModelOptions`.
+
+    Raises:
+      NonFiniteError: a weight is not finite, unless `allow_non_finite`.
+      HFError: the model has adapters, no family can represent it, or the folder is not writable.
+    """
+    check_options(options, ModelOptions)
+    config = model.config
+    if config.lora.rank:
+        raise HFError("the model has adapters; write them by save_peft, or all of it by save_hf(merge_adapters(model))")
+    family, dtype = choose_family(config, options.get("family")), options.get("dtype") or config.precision.param
+    more = options.get("attributes") or {}
+    # Without pad_token_id, transformers uses the family's default, which may exceed the model's vocabulary.
+    attributes = {"pad_token_id": None, **more, **carried_attributes(options.get("tokenizer_from"))}
+    if LONGEST in more:
+        attributes[LONGEST] = more[LONGEST]
+    attributes = {name: value for name, value in attributes.items() if name not in family.aliases}
+    attributes |= write_attributes(config, family, dtype)
+    variables = named_variables(nnx.state(model, PARAMETERS))
+    parts = tensor_parts(variables, config, family, in_layout(options.get("experts", "separate")))
+    files = _shards(group_by_tensor(parts), dtype, options.get("max_shard_size", "5GB"))
+    others = {CONFIG: json_bytes(attributes)}
+    if list(files) != [WEIGHTS]:
+        total = sum(num_bytes(parts[0], dtype) for tensors in files.values() for parts in tensors.values())
+        weight_map = {name: file for file, tensors in files.items() for name in tensors}
+        others[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_folder(Path(path), variables, files, others, dtype, options)
+
+
+def write_folder(
+    path: Path,
+    variables: Mapping[str, Variable],
+    files: Mapping[str, Tensors],
+    others: Mapping[str, bytes],
+    dtype: DType,
+    options: SaveOptions,
+) -> None:
+    """Writes safetensors `files`, `others` and the tokenizer's; every process must call it."""
+    if not options.get("allow_non_finite"):
+        _require_finite(variables)
+    others = {**others, **_tokenizer_files(options.get("tokenizer_from"))}
+    tensors = {name: parts for group in files.values() for name, parts in group.items()}
+    gather = HostGather(variables, tensors, dtype, options.get("progress"))
+    if jax.process_index() != 0:
+        for name in tensors:  # a gather is collective
+            gather(name)
+        return
+    with atomic_folder(path) as folder:
+        for file, group in files.items():
+            header = {name: (_FORMAT_DTYPES[dtype], parts[0].shape) for name, parts in group.items()}
+            write_file(folder / file, header, gather)
+        write_files(folder, others)
+
+
+def _require_finite(variables: Mapping[str, Variable]) -> None:
     if counts := sums({name: variable[...] for name, variable in variables.items()}).not_finite():
         raise NonFiniteError(
             f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or allow it: "
@@ -56,46 +154,41 @@ class HostGather:
     """
 
     def __init__(
-        self,
-        variables: Mapping[str, nnx.Variable[Any]],
-        tensors: Mapping[str, Sequence[TensorPart]],
-        dtype: np.dtype,
-        progress: Progress | None,
+        self, variables: Mapping[str, Variable], tensors: Tensors, dtype: DType, progress: Progress | None = None
     ):
         self.variables, self.tensors, self.dtype, self.progress = variables, tensors, dtype, progress
-        self.held: tuple[tuple[str, int | None], Block] | None = None
+        self.cached: tuple[tuple[str, int | None], Block] | None = None
         self.done, self.total = 0, sum(num_bytes(parts[0], dtype) for parts in tensors.values())
 
     def __call__(self, name: str) -> Block:
         """Returns a tensor; every process must call it."""
         parts = self.tensors[name]
-        hosts = [self._part(place) for place in parts]
+        hosts = [self._part(part) for part in parts]
         host = hosts[0] if len(hosts) == 1 else np.concatenate(hosts, axis=-1)
         self.done += num_bytes(parts[0], self.dtype)
         if self.progress is not None:
             self.progress(self.done, self.total)
         return host.swapaxes(-2, -1) if parts[0].transposed else host
 
-    def _part(self, place: TensorPart) -> Block:
-        if place.expert is None:
-            self.held = None
-            return self._gathered(place)
-        if self.held is None or self.held[0] != place.target:
-            self.held = None  # frees the old kernel before gathering the next
-            self.held = place.target, self._gathered(place)
-        experts = self.held[1]
-        expert: Block = experts[place.expert]
+    def _part(self, part: TensorPart) -> Block:
+        if part.expert is None or self.cached is None or self.cached[0] != part.target:
+            self.cached = None  # frees the old kernel before gathering the next
+            host = self._gathered(part)
+            if part.expert is None:
+                return host
+            self.cached = part.target, host
+        expert: Block = self.cached[1][part.expert]
         return expert
 
-    def _gathered(self, place: TensorPart) -> Block:
-        variable = self.variables[place.ours]
+    def _gathered(self, part: TensorPart) -> Block:
+        variable = self.variables[part.ours]
         array = variable[...]
         mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-        if place.index is not None:
-            array = _layer(array, np.int32(place.index))
+        if part.index is not None:
+            array = _layer(array, np.int32(part.index))
         whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
         host: Block = unpad(np.asarray(whole), padding_of(variable), mesh_sizes(mesh)[TP])
-        return host.astype(self.dtype, copy=False)
+        return host.astype(DTYPES[_FORMAT_DTYPES[self.dtype]], copy=False)
 
 
 @jax.jit
@@ -103,26 +196,20 @@ def _layer(stacked: Array, index: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)
 
 
-def num_bytes(place: TensorPart, dtype: np.dtype) -> int:
-    """Returns the bytes of a tensor in the file."""
-    return int(np.prod(place.shape)) * dtype.itemsize
+def num_bytes(part: TensorPart, dtype: DType) -> int:
+    """Returns the bytes of a part's whole tensor in the file."""
+    return int(np.prod(part.shape)) * DTYPES[_FORMAT_DTYPES[dtype]].itemsize
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder, renamed to `path` on success and deleted on failure.
-
-    Raises:
-      HFError: `path` exists or is not writable.
-    """
+    """Yields a temporary folder, renamed to `path` (new or empty) on success and deleted on failure."""
+    partial_folder = None
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise HFError(f"{path} is there already; name a new folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial_folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
-    except OSError as error:
-        raise HFError(f"{path}: {error.strerror}") from None
-    try:
         yield partial_folder
         partial_folder.chmod(0o755)  # mkdtemp's mode is 0o700
         partial_folder.rename(path)
@@ -130,27 +217,32 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise HFError(f"{path}: {error.strerror}") from None
     finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        if partial_folder is not None:
+            shutil.rmtree(partial_folder, ignore_errors=True)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON file and flushes it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, sort_keys=True)
-        file.write("\n")
-        sync_file(file)
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """Returns a JSON file's content."""
+    return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
-    """Returns a folder's tokenizer files; warns on stderr without a folder."""
+def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Writes files and flushes them to disk."""
+    for name, content in contents.items():
+        with (folder / name).open("wb") as file:
+            file.write(content)
+            sync_file(file)
+
+
+def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
     if source is None:
         if jax.process_index() == 0:
             print("no tokenizer is written: tokenizer_from (--tokenizer-from DIR) copies one", file=sys.stderr)
         return {}
-    found = read_files(Path(source), TOKENIZER_FILES)
-    if not found:
+    files = read_files(Path(source), TOKENIZER_FILES)
+    if not files:
         raise HFError(f"{source}: no tokenizer there: none of {', '.join(TOKENIZER_FILES)}")
-    return found
+    return files
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -158,104 +250,23 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in TOKENIZER_FILES)
 
 
-_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", LONGEST, "initializer_range", "use_cache")
-"""Attributes that our models lack, copied from the folder of the tokenizer."""
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def save_hf(
-    model: Decoder,
-    path: str | Path,
-    *,
-    family: str | None = None,
-    tokenizer_from: str | Path | None = None,
-    attributes: Mapping[str, Any] | None = None,
-    dtype: DType | None = None,
-    experts: Layout = "separate",
-    max_shard_size: int | str = "5GB",
-    allow_non_finite: bool = False,
-    progress: Progress | None = None,
-) -> None:
-    """Writes a model, from any mesh, as a folder that transformers reads.
-
-    Host memory holds one tensor at a time, or one layer's kernel of all experts.
-
-    Args:
-      model: without adapters.
-      path: a new or empty folder; appears when complete.
-      family: `model_type`; by default the first that can represent the model.
-      tokenizer_from: source of tokenizer files and special token ids; without it, stderr reports that no tokenizer is
-        written.
-      attributes: more config.json attributes. Its max_position_embeddings overrides `tokenizer_from`.
-      dtype: of the tensors; by default the parameters' dtype. A model loaded in it is equal bit by bit.
-      experts: "separate" writes a tensor per expert, as on the Hub; "stacked" one per layer, as in transformers 5.
-      max_shard_size: bytes per file, or a string like "5GB"; never splits a tensor.
-
-    Raises:
-      NonFiniteError: a weight is not finite, unless `allow_non_finite`.
-      HFError: the model has adapters, no family can represent it, or the folder is not writable.
-    """
-    path, config = Path(path), model.config
-    if config.lora.rank:
-        raise HFError("the model has adapters; write them by save_peft, or all of it by save_hf(merge_adapters(model))")
-    chosen, stored_as = choose_family(config, family), dtype or config.precision.param
-    # Without it, transformers uses the family's default, which may exceed the model's vocabulary.
-    beside = {"pad_token_id": None, **(attributes or {}), **carried_attributes(tokenizer_from)}
-    if attributes and LONGEST in attributes:
-        beside[LONGEST] = attributes[LONGEST]
-    described = {name: value for name, value in beside.items() if name not in chosen.aliases}
-    described |= write_attributes(config, chosen, stored_as)
-    variables = named_variables(nnx.state(model, PARAMETERS))
-    if not allow_non_finite:
-        require_finite(variables)
-    tensors = group_by_tensor(tensor_parts(variables, config, chosen, in_layout(experts)))
-    shards = _shards(tensors, FORMAT_DTYPES[stored_as], _parse_size(max_shard_size))
-    copied = tokenizer_files(tokenizer_from)
-    gather = HostGather(variables, tensors, DTYPES[FORMAT_DTYPES[stored_as]], progress)
-    if jax.process_index() != 0:
-        for name in tensors:  # a gather is collective
-            gather(name)
-        return
-    with atomic_folder(path) as folder:
-        for name, layout in shards.items():
-            write_file(folder / name, layout, gather)
-        if list(shards) != [WEIGHTS]:
-            write_json(folder / INDEX, _index(shards))
-        write_json(folder / CONFIG, described)
-        for file, content in copied.items():
-            (folder / file).write_bytes(content)
-
-
-_Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]
-
-
-def _shards(tensors: Mapping[str, list[TensorPart]], dtype: str, most: int) -> _Layouts:
-    groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+def _shards(tensors: Tensors, dtype: DType, most: int | str) -> dict[str, Tensors]:
+    match = re.fullmatch(r"(\d{1,12}) ?(KB|MB|GB)?", str(most))
+    if match is None or not int(match[1]):
+        raise HFError(f"max_shard_size = {most!r}: should be a number of bytes, or such as 5GB or 500MB")
+    limit = int(match[1]) * _UNITS.get(match[2], 1)
+    groups: list[dict[str, Sequence[TensorPart]]] = [{}]
     size = 0
-    for name, (place, *_) in tensors.items():
-        needed = num_bytes(place, DTYPES[dtype])
-        if groups[-1] and size + needed > most:
+    for name, parts in tensors.items():
+        needed = num_bytes(parts[0], dtype)
+        if groups[-1] and size + needed > limit:
             groups.append({})
             size = 0
-        groups[-1][name] = (dtype, place.shape)
+        groups[-1][name] = parts
         size += needed
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, start=1)}
-
-
-def _index(shards: _Layouts) -> dict[str, Any]:
-    layouts = [layout for group in shards.values() for layout in group.values()]
-    total = sum(int(np.prod(shape)) * DTYPES[dtype].itemsize for dtype, shape in layouts)
-    weight_map = {name: file for file, group in shards.items() for name in group}
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-
-
-def _parse_size(size: int | str) -> int:
-    match = re.fullmatch(r"(\d{1,12}) ?(KB|MB|GB)?", str(size))
-    if match is None or not int(match[1]):
-        raise HFError(f"max_shard_size = {size!r}: should be a number of bytes, or such as 5GB or 500MB")
-    return int(match[1]) * _UNITS.get(match[2], 1)
 
 
 def carried_attributes(source: str | Path | None) -> dict[str, Any]:

@@ -22,10 +22,9 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A parameter, or one layer or expert of it, as a file tensor or a part of it."""
+    """A parameter, or one layer or expert of it, as a file tensor (`theirs`) or a part of it."""
 
     ours: str
-    """Dotted path of the parameter."""
     theirs: str
     index: int | None
     """Index in the stack of layers; None for a parameter that is not stacked."""
@@ -46,6 +45,8 @@ class TensorPart:
 
 Choose = Callable[[Sequence[Tensor], str], Tensor]
 """Chooses among the tensors that can be a parameter, given the number of the layer."""
+Parameters = Mapping[str, nnx.Variable[Any]]
+"""By dotted path, abstract or real."""
 
 
 def in_layout(layout: Layout) -> Choose:
@@ -53,18 +54,10 @@ def in_layout(layout: Layout) -> Choose:
     return lambda tensors, layer: next(tensor for tensor in tensors if tensor.layout in (None, layout))
 
 
-Parameters = Mapping[str, nnx.Variable[Any]]
-"""By dotted path, abstract or real."""
-
-
 def tensor_parts(
     parameters: Parameters, config: ModelConfig, family: Family, choose: Choose = in_layout("separate")
 ) -> Iterator[TensorPart]:
-    """Yields every parameter's tensor, in order.
-
-    Raises:
-      HFError: the family has no name for a parameter.
-    """
+    """Yields every parameter's tensors; raises `HFError` if the family has no name for a parameter."""
     layers = {stack: numbers for stack, numbers, _ in config.kinds()}
     for path, variable in parameters.items():
         stack, general = split_path(path)
@@ -97,9 +90,9 @@ def _extent(tensor: Tensor, path: str, parameters: Parameters, family: Family) -
     return sum(widths[:before]), sum(widths)
 
 
-def in_stored_layout(stored: Mapping[str, StoredTensor]) -> Choose:
+def _in_stored_layout(stored: Mapping[str, StoredTensor]) -> Choose:
     """Returns a `Choose` for a file's tensors, which raises `HFError` for a duplicate parameter."""
-    by_general = {_general(name): name for name in reversed(list(stored))}
+    by_general = {_EXPERT.sub(EXPERT, name): name for name in reversed(list(stored))}
     separate = any(EXPERT in name for name in by_general)
 
     def choose(tensors: Sequence[Tensor], layer: str) -> Tensor:
@@ -113,14 +106,10 @@ def in_stored_layout(stored: Mapping[str, StoredTensor]) -> Choose:
     return choose
 
 
-def _general(name: str) -> str:
-    return _EXPERT.sub(EXPERT, name)
-
-
-def group_by_tensor(found: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
+def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
     """Returns the parts of each tensor, in order."""
     tensors: dict[str, list[TensorPart]] = {}
-    for place in found:
+    for place in parts:
         tensors.setdefault(place.theirs, []).append(place)
     return {name: sorted(parts, key=lambda part: part.first) for name, parts in tensors.items()}
 
@@ -138,30 +127,20 @@ def full_names(stored: Mapping[str, StoredTensor], family: Family) -> Mapping[st
     return {name if name == head else family.prefix + name: tensor for name, tensor in stored.items()}
 
 
-def check_layers(stored: Mapping[str, StoredTensor], num_layers: int, family: Family) -> None:
-    """Raises `HFError` for a wrong number of layers, before allocating them."""
+def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
+    """Refuses a wrong number of layers or experts before anything is allocated; shapes tell it of stacked experts."""
     before = next(tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs)
     numbered = re.compile(rf"{re.escape(before)}(\d{{1,9}})\.")
     layers = {int(match[1]) for name in stored if (match := numbered.match(name))}
-    if num_layers != max(layers, default=-1) + 1 or num_layers > len(stored):
-        raise HFError(
-            f"num_hidden_layers = {num_layers}, and the tensors are those of {len(layers)} layers"
-            + (f", the last of them {max(layers)}" if layers else "")
-        )
-
-
-def check_experts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
-    """Raises `HFError` for a wrong number of experts, before allocating them.
-
-    Later checks cover the shapes of stacked experts.
-    """
-    found = {int(match[0]) for name in stored if (match := _EXPERT.search(name))}
-    most = max((block.num_experts for block in config.block_kinds()), default=0)
-    if most and found and (most != max(found) + 1 or most > len(stored)):
-        said = next(attribute.name for attribute in family.attributes if "num_experts" in attribute.fields)
-        raise HFError(
-            f"{said} = {most}, and the tensors are those of {len(found)} experts, the last of them {max(found)}"
-        )
+    experts = {int(match[0]) for name in stored if (match := _EXPERT.search(name))}
+    attribute = next((each.name for each in family.attributes if "num_experts" in each.fields), "")
+    for name, count, what, numbers in (
+        ("num_hidden_layers", config.num_layers, "layers", layers),
+        (attribute, config.most_experts if experts else 0, "experts", experts),
+    ):
+        if count and (count != max(numbers, default=-1) + 1 or count > len(stored)):
+            last = f", the last of them {max(numbers)}" if numbers else ""
+            raise HFError(f"{name} = {count}, and the tensors are those of {len(numbers)} {what}{last}")
 
 
 def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
@@ -169,62 +148,50 @@ def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
     return {tensor.dtype for name, tensor in full_names(stored, family).items() if not _is_ignored(name, family)}
 
 
-def check_tensors(
-    stored: Mapping[str, StoredTensor], needed: Mapping[str, list[TensorPart]], family: Family, tied: bool
-) -> None:
-    """Checks that a file has exactly the required tensors, with their shapes and supported dtypes.
+def match_tensors(
+    tensors: Mapping[str, StoredTensor], parameters: Parameters, config: ModelConfig, family: Family
+) -> tuple[Mapping[str, StoredTensor], dict[str, list[TensorPart]]]:
+    """Returns a file's tensors by full name, and the parts of each that a model needs.
 
-    If `tied`, a head is allowed; a later read compares it with the embedding.
+    Raises `HFError` unless they agree in names, shapes and dtypes; a tied head may be there.
     """
-    problems = [
-        _listed("missing", [name for name in needed if name not in stored]),
-        _listed("left over", _left_over(stored, needed, family, tied)),
-        _listed("of another shape", list(_misshapen(stored, needed))),
-        _listed("not of float32, bfloat16 or float16", list(_mistyped(stored, needed))),
-        _tied_head(stored, family) if tied else "",
-    ]
-    if any(problems):
-        raise HFError("; ".join(filter(None, problems)))
-
-
-def _left_over(
-    stored: Mapping[str, StoredTensor], needed: Mapping[str, list[TensorPart]], family: Family, tied: bool
-) -> list[str]:
-    known = needed.keys() | ({name_of(HEAD, family)} if tied else set())
-    return [name for name in stored if name not in known and not _is_ignored(name, family)]
+    stored = full_names(tensors, family)
+    _check_counts(stored, config, family)
+    needed = group_by_tensor(tensor_parts(parameters, config, family, _in_stored_layout(stored)))
+    tied = config.tie_embeddings
+    head, table = (name_of(ours, family) for ours in (HEAD, TABLE))
+    known = needed.keys() | ({head} if tied else set())
+    both = {name: (stored[name], part) for name, (part, *_) in needed.items() if name in stored}
+    wrong = {
+        "missing": [name for name in needed if name not in stored],
+        "left over": [name for name in stored if name not in known and not _is_ignored(name, family)],
+        "of another shape": [
+            f"{name} is {dims(tensor.shape)}, not {dims(part.shape)}"
+            for name, (tensor, part) in both.items()
+            if tensor.shape != part.shape
+        ],
+        "not of float32, bfloat16 or float16": [
+            f"{name} is {tensor.dtype}" for name, (tensor, _) in both.items() if tensor.dtype not in DTYPES
+        ],
+    }
+    problems = []
+    for what, items in wrong.items():
+        more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
+        if items:
+            problems.append(f"{what}: {', '.join(shown(item, 200) for item in items[:_LISTED])}{more}")
+    if tied and head in stored and table in stored:
+        a, b = stored[head], stored[table]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            problems.append(f"tie_word_embeddings is true, and {head} is {a.dtype} {dims(a.shape)}, not as {table}")
+    if problems:
+        raise HFError("; ".join(problems))
+    return stored, needed
 
 
 def _is_ignored(name: str, family: Family) -> bool:
     return re.sub(r"\.\d+\.", f".{LAYER}.", name) in family.ignored_tensors
 
 
-def _tied_head(stored: Mapping[str, StoredTensor], family: Family) -> str:
-    head, table = (stored.get(name_of(ours, family)) for ours in (HEAD, TABLE))
-    if head is None or table is None or (head.shape, head.dtype) == (table.shape, table.dtype):
-        return ""
-    return f"tie_word_embeddings is true, and {head.name} is {head.dtype} {_dims(head.shape)}, not as {table.name}"
-
-
-def _misshapen(stored: Mapping[str, StoredTensor], needed: Mapping[str, list[TensorPart]]) -> Iterator[str]:
-    for name, (part, *_) in needed.items():
-        found = stored.get(name)
-        if found is not None and found.shape != part.shape:
-            yield f"{name} is {_dims(found.shape)}, not {_dims(part.shape)}"
-
-
-def _mistyped(stored: Mapping[str, StoredTensor], needed: Mapping[str, list[TensorPart]]) -> Iterator[str]:
-    for name in needed:
-        found = stored.get(name)
-        if found is not None and found.dtype not in DTYPES:
-            yield f"{name} is {found.dtype}"
-
-
-def _dims(shape: tuple[int, ...]) -> str:
+def dims(shape: tuple[int, ...]) -> str:
+    """Returns a shape as in `2x3`."""
     return "x".join(map(str, shape)) or "a scalar"
-
-
-def _listed(what: str, items: list[str]) -> str:
-    if not items:
-        return ""
-    more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
-    return f"{what}: {', '.join(shown(item, 200) for item in items[:_LISTED])}{more}"

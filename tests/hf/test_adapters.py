@@ -156,6 +156,15 @@ def test_the_other_function_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_option_that_there_is_not_is_an_error(tmp_path):
+    model = jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"dtpye: no such option; family, .*dtype, .*max_shard_size are"):
+        jaxtp.save_hf(model, tmp_path / "out", dtpye="bfloat16")
+    with pytest.raises(TypeError, match="experts: no such option"):
+        jaxtp.save_peft(decoder(), tmp_path / "out", experts="stacked")
+    assert not list(tmp_path.iterdir())
+
+
 def test_adapters_are_not_replaced_and_are_some(folders):
     adapted = jaxtp.add_adapters(jaxtp.load_hf(folders[0] / "base"), LORA)
     with pytest.raises(ConfigError, match="has adapters already; add them to their kernels by merge_adapters"):

@@ -17,7 +17,7 @@ import jaxtp
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, read
 from jaxtp.hf.model_folder import Folder, open_folder
 from jaxtp.hf.runs import copy_hf_files
-from jaxtp.hf.safetensors import DTYPES, SafetensorsError, read_header, write_file
+from jaxtp.hf.safetensors import DTYPES, HFError, read_header, write_file
 from jaxtp.tools.convert.__main__ import main
 
 CONFIG = {
@@ -258,7 +258,7 @@ CASES = {
         "the attribute unknown_0 = 0 .* and 9990 more$",
     ),
     "eps is NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps = nan: should be a number above 0"),
-    "layers by the billion": (config(num_hidden_layers=2**31 - 1), "num_hidden_layers = 2147483647, and the tensors"),
+    "layers by the billion": (config(num_hidden_layers=2**31 - 1), "num_hidden_layers = 2147483647: at most 1,024"),
     "fewer layers": (config(num_hidden_layers=1), "num_hidden_layers = 1, and the tensors are those of 2 layers"),
     "unknown rotation": (
         config(rope_scaling={"type": "dynamic", "factor": 2}),
@@ -505,7 +505,7 @@ HEADER = {
 def check_header(header, path):
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(32))
-    gives_one_of(dict, SafetensorsError, lambda: read_header(path))
+    gives_one_of(dict, HFError, lambda: read_header(path))
 
 
 def check_index(index, folder):

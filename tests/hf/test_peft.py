@@ -76,7 +76,6 @@ def whole(tmp_path):
     return write(tmp_path / "adapters", tensors(everywhere("q_proj", "down_proj")))
 
 
-FULL = "model.layers.2.self_attn.v_proj"
 MESHES = [{"fsdp": 2, "tp": 2}, {"tp": 4}, {"cp": 2, "fsdp": 2}]
 KINDS = {  # ranks, attributes, the scale of each module, and what is noted
     "list": (everywhere("q_proj", "down_proj"), {}, lambda target, layer: 3, ()),
@@ -97,24 +96,12 @@ KINDS = {  # ranks, attributes, the scale of each module, and what is noted
         lambda *_: 3,
         ("4 of 6 modules",),
     ),
-    "ranks and scales": (
-        {**everywhere("q_proj", rank=4), **everywhere("v_proj")},
-        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 4}, "alpha_pattern": {FULL: 2}},
-        lambda target, layer: 6 / 4 if target == "q_proj" else 2 / 2 if layer == 2 else 6 / 2,
-        (),
-    ),
-    "ranks of one scale": (
-        {**everywhere("q_proj", rank=4), **everywhere("v_proj")},
-        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 12}},
-        lambda target, layer: 3,
-        (),
-    ),
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
-    sweep_of([KINDS, MESHES], *((kind, MESHES[0]) for kind in ("rslora", "some excluded", "ranks and scales"))),
+    sweep_of([KINDS, MESHES], *((kind, MESHES[0]) for kind in ("rslora", "some excluded"))),
     ids=str,
 )
 def test_adapters_are_what_they_add_to_the_kernels(kind, sizes, base, tmp_path):
@@ -123,7 +110,7 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, sizes, base, tmp_path):
     arrays = tensors(ranks, np.float16 if kind == "list" else np.float32)
     found = open_peft(write(tmp_path / "adapters", arrays, **attributes), MODEL)
     assert [note for note, begun in zip(found.notes, notes, strict=True) if not note.startswith(begun)] == []
-    assert (found.untrainable is None) == (kind != "ranks and scales")
+    assert found.untrainable is None
     with jax.set_mesh(jaxtp.make_mesh(**sizes)):
         model = jaxtp.load_hf(base)
         merged = jaxtp.merge_adapters(with_peft(model, found, jax.sharding.get_mesh()))
@@ -139,9 +126,9 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, sizes, base, tmp_path):
         np.testing.assert_allclose(tensor, expected, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["rslora", "some layers", "ranks of one scale"])
+@pytest.mark.parametrize("kind", ["rslora", "some layers"])
 def test_out_again_as_they_came(kind, base, tmp_path):
-    """Layers without an adapter have none again; a lower rank comes back as zeros beyond it."""
+    """Layers without an adapter have none again."""
     ranks, attributes, *_ = KINDS[kind]
     arrays = tensors(ranks)
     model = load_peft(jaxtp.load_hf(base), write(tmp_path / "in", arrays, **attributes))
@@ -151,9 +138,7 @@ def test_out_again_as_they_came(kind, base, tmp_path):
     out = stored(tmp_path / "out/adapter_model.safetensors")
     assert out.keys() == arrays.keys()
     for name, array in arrays.items():
-        there, (rows, columns) = out[name], array.shape
-        np.testing.assert_array_equal(there[:rows, :columns], array)
-        assert np.abs(there).sum() == pytest.approx(np.abs(array).sum())
+        np.testing.assert_array_equal(out[name], array)
 
 
 QKV, GATE_UP = "attention.qkv.kernels", "mlp.gate_up.kernels"
@@ -255,10 +240,10 @@ REFUSED = {
     "kernels changed": (attributes(init_lora_weights="pissa"), "init_lora_weights = 'pissa' .* changes the kernels"),
     "unknown": (attributes(from_the_future=3), "from_the_future = 3 is not supported"),
     "names of numbers": (attributes(target_modules=[3]), r"target_modules = \[3\]: should be a list of names"),
-    "a rank of nothing": (attributes(rank_pattern=3), "rank_pattern = 3: should give ranks"),
+    "several ranks": (attributes(rank_pattern={"q_proj": 4}), "rank_pattern = .* is not supported"),
     "dropout of text": (attributes(lora_dropout="a"), "lora_dropout = .a.: should be a number above 0"),
     "layers of text": (attributes(layers_to_transform=["a"]), "should be numbers of layers"),
-    "an expression for alpha": (attributes(alpha_pattern={"(a+)+$": 2}), "names of modules are, and no expressions"),
+    "several scales": (attributes(alpha_pattern={"q_proj": 2}), "alpha_pattern = .* is not supported"),
     "missing": (arrays(**{f"{Q}__lora_B__weight": None}), "missing: .*q_proj.lora_B.weight"),
     "a layer missing": (
         arrays(**{f"{Q}__lora_{factor}__weight": None for factor in "AB"}),

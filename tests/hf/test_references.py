@@ -40,7 +40,7 @@ def by_their_names(state, config, name):
     """Arrays of a state like the model's as transformers has them in memory."""
     variables, family = named_variables(state), family_of(read_attributes(FOLDER / name), name)
     tensors = group_by_tensor(tensor_parts(variables, config, family, in_layout("stacked")))
-    gathered = HostGather(variables, tensors, np.dtype(np.float32), None)
+    gathered = HostGather(variables, tensors, "float32")
     return {theirs: gathered(theirs) for theirs in tensors}
 
 

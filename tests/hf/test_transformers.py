@@ -25,18 +25,14 @@ FUSED = {"phi3": TARGETS[3:4] + TARGETS[6:], "gpt2": ("o_proj", "up_proj", "down
 PLAIN = jaxtp.ModelConfig(vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)
 FULL = "model.layers.{}.self_attn.{}_proj"
-ALPHAS = {FULL.format(1, "v"): 10}
 KINDS = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     "rslora of all": {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": "all-linear"},
     "in some layers": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [1]},
     "by an expression": {"r": 2, "lora_alpha": 5, "target_modules": r".*\.1\.mlp\.(gate|up)_proj"},
     "but for one": {"r": 2, "target_modules": ["q_proj", "v_proj"], "exclude_modules": [FULL.format(0, "q")]},
-    "of two ranks": {"r": 2, "target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 4}},
-    "of two scales": {"r": 2, "target_modules": ["q_proj", "v_proj"], "alpha_pattern": ALPHAS},
     "dropped out": {"r": 2, "target_modules": ["k_proj"], "lora_dropout": 0.1, "init_lora_weights": "gaussian"},
 }
-UNTRAINABLE = ("of two ranks", "of two scales")
 
 
 def loaded(folder):
@@ -122,9 +118,6 @@ def test_what_peft_made(kind, base, tmp_path):
     steps = ["--train.steps", "2", "--optimizer.learning-rate", "0.01", "--optimizer.warmup-steps", "0"]
     data = ["--data.path", str(tmp_path / "text.txt")]
     code = train([*flags, *data, *beginning, *steps, "--eval.every", "0", "--run.dir", run])
-    if kind in UNTRAINABLE:
-        assert code == 2
-        return
     assert code == 0
     assert convert(["export", run, str(tmp_path / "ours")]) == 0
     trained = theirs(base, IDS, tmp_path / "ours")

@@ -161,10 +161,12 @@ def test_tensorrt_llm_1668_adapters_say_by_what_their_scale_is_divided(tmp_path)
 
 def test_peft_3449_a_scale_that_is_put_into_alpha_is_divided_as_it_will_be(tmp_path):
     """https://github.com/huggingface/peft/pull/3449: a combined adapter had its scale in its weights, and use_rslora
-    from the first one, so that it was too large by the root of the rank. Here one scale for all is the one that they
-    had.
+    from the first one, so that it was too large by the root of the rank. Here the scale that is written is the one
+    that was read, and a scale for some modules alone is refused.
     """
-    folder = adapters(tmp_path / "in", use_rslora=True, alpha_pattern={"q_proj": 10})
+    with pytest.raises(jaxtp.HFError, match=r"alpha_pattern = .* is not supported"):
+        jaxtp.load_peft(loaded(), adapters(tmp_path / "some", use_rslora=True, alpha_pattern={"q_proj": 10}))
+    folder = adapters(tmp_path / "in", use_rslora=True, lora_alpha=10)
     assert scale_of(folder) == pytest.approx(10 / RANK**0.5)
     jaxtp.save_peft(jaxtp.load_peft(loaded(), folder), tmp_path / "out")
     assert scale_of(tmp_path / "out") == pytest.approx(10 / RANK**0.5)

@@ -5,7 +5,7 @@ the table stops an import, unless `--ignore-config` names it: it may change the 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -43,21 +43,16 @@ class Rope(StrEnum):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file and its parameter.
+    """A tensor of a file (`theirs`) and the dotted path of its parameter (`ours`), without the number of a stack.
 
     Entries with the same file name are parts, concatenated along the outputs. Entries with the same parameter are
     alternatives; files may mix them between layers.
     """
 
     ours: str
-    """Dotted path of the parameter, without the number of its stack of blocks."""
-
     theirs: str
-    """Name in the file."""
-
     transposed: bool = False
     """The file has `[out, in]`, we have `[in, out]`; a stack of experts comes first in both."""
-
     layout: Layout | None = None
     """Set if the parameter has another tensor in the other layout of experts."""
 
@@ -70,21 +65,35 @@ class Attribute:
     fields: tuple[str, ...]
     kind: type | Mapping[Any, Any]
     """int, float or bool; or a map from its values to those of the fields."""
-
     default: Any = None
     """As in transformers, if config.json lacks it. None: it is required."""
-
     other: str | None = None
     """Attribute to read if this one is null, or missing without a default."""
-
     times: int = 1
     """Factor for that other attribute."""
-
     power: float = 1.0
     """The fields have the attribute raised to this power."""
-
     can_be_null: bool = False
     """Null switches the feature off."""
+
+
+TP_PLAN: dict[str, str] = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+EXPERTS_TP_PLAN = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+}
+"""transformers also lists `layers.*.mlp.experts`, which splits nothing and sums their outputs."""
+REPLICATED = dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
+"""Plan of norms of queries and keys by head."""
 
 
 @dataclass(frozen=True)
@@ -94,65 +103,44 @@ class Family:
     model_type: str
     architecture: str
     """Class name in transformers."""
-
     tensors: tuple[Tensor, ...]
     """All tensors that a model may have; those whose parameters a model has are required."""
-
     attributes: tuple[Attribute, ...]
     """The first of a name is written. Attributes of blocks are read by `hf/config_blocks.py`."""
-
     prefix: str = "model."
     """Prefix of all tensor names except the head's; a file may lack it."""
-
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     """Tensors that may be in a file and are not needed."""
-
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of attributes."""
-
     window: Window = Window.NEVER
-
     default_window: int | None = 4096
     """sliding_window if config.json lacks it."""
-
     rope: Rope = Rope.ONE
-
     rope_theta: float = 10_000.0
     """If config.json lacks it; 10,000 in layers with a window."""
-
     rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
     """Supported kinds of rotary embedding."""
-
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of these kinds, in older files."""
-
     original_length: int | None = None
     """original_max_position_embeddings if config.json lacks it outside of the rotary embedding; None: the value in the
-    rotary embedding, or max_position_embeddings.
-    """
-
+    rotary embedding, or max_position_embeddings."""
     scale_by_layer: str | None = None
     """Attribute that, if true, divides the scores of layer i by i."""
-
     dense_layers: bool = False
     """mlp_only_layers and decoder_sparse_step name dense layers; the others have experts of moe_intermediate_size."""
-
     head_dim: bool = True
     """Whether there is an attribute head_dim; else it is hidden_size / num_attention_heads."""
-
     default_head_dim: int | None = None
     """head_dim if config.json lacks it; None: hidden_size / num_attention_heads."""
-
     always: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` with a fixed value."""
-
     required: Mapping[str, Any] = field(default_factory=dict)
     """Attributes with one supported value; others would change the model."""
-
     ignored_attributes: frozenset[str] = frozenset()
     """More `IGNORED_ATTRIBUTES`."""
-
-    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
     """`base_model_tp_plan` of transformers 5, and the head's."""
 
 
@@ -162,7 +150,6 @@ OUTER = (
     Tensor("head.kernel", "lm_head.weight"),
 )
 """Tensors outside of the blocks."""
-
 NORMS = (
     Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
     Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
@@ -191,6 +178,10 @@ MLP_BIASES = (
     Tensor("blocks.mlp.gate_up.biases.1", "model.layers.{layer}.mlp.up_proj.bias"),
     Tensor("blocks.mlp.down.bias", "model.layers.{layer}.mlp.down_proj.bias"),
 )
+QK_NORMS = (
+    Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.q_norm.weight"),
+    Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.k_norm.weight"),
+)
 ROUTER = Tensor("blocks.mlp.router", "model.layers.{layer}.mlp.gate.weight", transposed=True)
 STACKED_EXPERTS = tuple(
     Tensor(f"blocks.mlp.{ours}", f"model.layers.{{layer}}.mlp.experts.{theirs}", transposed=True, layout="stacked")
@@ -200,12 +191,7 @@ STACKED_EXPERTS = tuple(
 
 
 def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
-    """Returns the tensors of separately stored experts.
-
-    Args:
-      module: path in the layer.
-      **names: of gate, up and down.
-    """
+    """Returns the tensors of separately stored experts in a module of the layer; `names` are of gate, up and down."""
     before = f"model.layers.{{layer}}.{module}.experts.{{expert}}"
     return tuple(
         Tensor(f"blocks.mlp.{ours}", f"{before}.{theirs}.weight", transposed=True, layout="separate")
@@ -213,87 +199,8 @@ def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
     )
 
 
-QK_NORMS = (
-    Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.q_norm.weight"),
-    Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.k_norm.weight"),
-)
-
 ATTENTION_BIAS = Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, False)
 """One switch for the biases of q, k, v and o."""
-
-COMMON_REQUIRED: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
-    "rope_interleaved": False,
-    "use_mrope": False,
-    "is_encoder_decoder": False,
-    "add_cross_attention": False,
-    "pruned_heads": {},
-    "per_layer_config": None,
-    "quantization_config": None,
-}
-"""Required by all families."""
-
-IGNORED_ATTRIBUTES = frozenset(
-    {
-        *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "name_or_path"),
-        *("max_position_embeddings", "model_max_length", "max_sequence_length", "max_seq_length", "max_seq_len"),
-        *("initializer_range", "use_cache", "pretraining_tp", "is_llama_config", "is_decoder", "tokenizer_class"),
-        *("output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores"),
-        *("base_model_tp_plan", "base_model_pp_plan", "base_model_fsdp_plan", "tie_last_hidden_states"),
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "prefix"),
-        *("torchscript", "tf_legacy_loss", "use_bfloat16", "tie_encoder_decoder", "chunk_size_feed_forward"),
-        *("cross_attention_hidden_size", "gradient_checkpointing", "transformers.js_config"),
-        *("cache_implementation",),
-        # Generation settings, which older versions stored here:
-        *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
-        *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
-        *("remove_invalid_values", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
-    }
-)
-"""Ignored by all families. max_position_embeddings is the trained length, which limits nothing here."""
-
-_BOOKKEEPING = re.compile(
-    r"_.*"  # internal to transformers: _name_or_path, _attn_implementation, _flash_attn_2_enabled
-    r"|\w+_token_ids?"
-    r"|attn_implementation|use_(flash_att\w*|sdpa|xformers|memor+y_efficient_attention|fused_\w+|liger_kernel)"
-    r"|unsloth_\w+"
-)
-"""More ignored names: ids of tokens, and choices of kernels that compute the same."""
-_PYTHON_CODE = "auto_map"
-"""Classes in Python files of the folder; those named AutoModel... may compute anything."""
-
-
-def is_ignorable(name: str, value: Any, family: Family) -> bool:
-    """Returns whether an attribute has no effect on model output."""
-    if name == _PYTHON_CODE:
-        return value is None or (isinstance(value, dict) and not any(key.startswith("AutoModel") for key in value))
-    return name in IGNORED_ATTRIBUTES | family.ignored_attributes or _BOOKKEEPING.fullmatch(name) is not None
-
-
-TP_PLAN: Mapping[str, str] = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.k_proj": "colwise",
-    "layers.*.self_attn.v_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.mlp.gate_proj": "colwise",
-    "layers.*.mlp.up_proj": "colwise",
-    "layers.*.mlp.down_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
-"""Plan of transformers 5."""
-
-EXPERTS_TP_PLAN: Mapping[str, str] = {
-    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-    "layers.*.mlp.experts.down_proj": "rowwise",
-}
-"""Plan of experts; transformers also lists `layers.*.mlp.experts`, which splits nothing and sums their outputs."""
-
-REPLICATED = dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
-"""Plan of norms of queries and keys by head."""
-
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -322,3 +229,58 @@ def sizes(eps: float = 1e-6, *, tied: bool = False) -> tuple[Attribute, ...]:
         Attribute("rms_norm_eps", ("norm_eps",), float, eps),
         Attribute("tie_word_embeddings", ("tie_embeddings",), bool, tied),
     )
+
+
+_REQUIRED: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "pruned_heads": {},
+    "per_layer_config": None,
+    "quantization_config": None,
+}
+
+
+def required(without: Collection[str] = (), **more: Any) -> dict[str, Any]:
+    """Returns attributes with one supported value: the usual ones, except `without`, and more."""
+    return {name: value for name, value in _REQUIRED.items() if name not in without} | more
+
+
+ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
+"""Attributes of training that the model's output does not depend on."""
+IGNORED_ATTRIBUTES = frozenset(
+    {
+        *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "name_or_path"),
+        *("max_position_embeddings", "model_max_length", "max_sequence_length", "max_seq_length", "max_seq_len"),
+        *("initializer_range", "use_cache", "pretraining_tp", "is_llama_config", "is_decoder", "tokenizer_class"),
+        *("output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores"),
+        *("base_model_tp_plan", "base_model_pp_plan", "base_model_fsdp_plan", "tie_last_hidden_states"),
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "prefix"),
+        *("torchscript", "tf_legacy_loss", "use_bfloat16", "tie_encoder_decoder", "chunk_size_feed_forward"),
+        *("cross_attention_hidden_size", "gradient_checkpointing", "transformers.js_config", "cache_implementation"),
+        # Generation settings, which older versions stored here:
+        *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+        *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
+        *("remove_invalid_values", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
+    }
+)
+"""Ignored by all families. max_position_embeddings is the trained length, which limits nothing here."""
+_BOOKKEEPING = re.compile(
+    r"_.*"  # internal to transformers: _name_or_path, _attn_implementation, _flash_attn_2_enabled
+    r"|\w+_token_ids?"
+    r"|attn_implementation|use_(flash_att\w*|sdpa|xformers|memor+y_efficient_attention|fused_\w+|liger_kernel)"
+    r"|unsloth_\w+"
+)
+"""More ignored names: ids of tokens, and choices of kernels that compute the same."""
+
+
+def is_ignorable(name: str, value: Any, family: Family) -> bool:
+    """Returns whether an attribute has no effect on model output."""
+    if name == "auto_map":  # classes in Python files of the folder; those named AutoModel... may compute anything
+        return value is None or (isinstance(value, dict) and not any(key.startswith("AutoModel") for key in value))
+    return name in IGNORED_ATTRIBUTES | family.ignored_attributes or _BOOKKEEPING.fullmatch(name) is not None

@@ -2,76 +2,52 @@
 
 from dataclasses import replace
 
-from jaxtp.hf.families.family import (
-    ACTIVATIONS,
-    ATTENTION_BIAS,
-    COMMON_REQUIRED,
-    OUT_BIAS,
-    OUTER,
-    PROJECTIONS,
-    QK_NORMS,
-    QKV_BIASES,
-    REPLICATED,
-    TP_PLAN,
-    Attribute,
-    Family,
-    Rope,
-    Tensor,
-    Window,
-    kv_heads,
-    sizes,
-)
+from jaxtp.hf.families import family as base
 
-GEMMA2 = Family(
+GEMMA2 = base.Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     tensors=(
-        *OUTER,
-        Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
-        Tensor("blocks.attention_after_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
-        Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.pre_feedforward_layernorm.weight"),
-        Tensor("blocks.mlp_after_norm.scale", "model.layers.{layer}.post_feedforward_layernorm.weight"),
-        *PROJECTIONS,
-        *QKV_BIASES,
-        *OUT_BIAS,
+        *base.OUTER,
+        base.Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
+        base.Tensor("blocks.attention_after_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
+        base.Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.pre_feedforward_layernorm.weight"),
+        base.Tensor("blocks.mlp_after_norm.scale", "model.layers.{layer}.post_feedforward_layernorm.weight"),
+        *base.PROJECTIONS,
+        *base.QKV_BIASES,
+        *base.OUT_BIAS,
     ),
     attributes=(
-        *sizes(tied=True),
-        kv_heads(4),
-        ATTENTION_BIAS,
-        Attribute("hidden_size", ("embedding_scale",), float, power=0.5),
-        Attribute("query_pre_attn_scalar", ("query_scale",), float, 256, power=-0.5),
-        Attribute("hidden_activation", ("activation",), ACTIVATIONS, "gelu_pytorch_tanh"),
-        Attribute("attn_logit_softcapping", ("attention_softcap",), float, 50.0, can_be_null=True),
-        Attribute("final_logit_softcapping", ("logit_softcap",), float, 30.0, can_be_null=True),
+        *base.sizes(tied=True),
+        base.kv_heads(4),
+        base.ATTENTION_BIAS,
+        base.Attribute("hidden_size", ("embedding_scale",), float, power=0.5),
+        base.Attribute("query_pre_attn_scalar", ("query_scale",), float, 256, power=-0.5),
+        base.Attribute("hidden_activation", ("activation",), base.ACTIVATIONS, "gelu_pytorch_tanh"),
+        base.Attribute("attn_logit_softcapping", ("attention_softcap",), float, 50.0, can_be_null=True),
+        base.Attribute("final_logit_softcapping", ("logit_softcap",), float, 30.0, can_be_null=True),
     ),
-    window=Window.ALTERNATE,
+    window=base.Window.ALTERNATE,
     default_head_dim=256,
     always={"norm": "rms_plus_one", "norm_placement": "both"},
-    required={
-        **{name: value for name, value in COMMON_REQUIRED.items() if name != "hidden_act"},
-        "mlp_bias": False,
-        "use_bidirectional_attention": False,
-    },
-    ignored_attributes=frozenset(
-        {"hidden_act", "sliding_window_size"}
-    ),  # what counts is hidden_activation and sliding_window
-    tp_plan=TP_PLAN,
+    required=base.required(without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False),
+    # transformers reads hidden_activation and sliding_window instead.
+    ignored_attributes=frozenset({"hidden_act", "sliding_window_size"}),
 )
 
 GEMMA3 = replace(
     GEMMA2,
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    tensors=GEMMA2.tensors + QK_NORMS,
+    tensors=GEMMA2.tensors + base.QK_NORMS,
     attributes=(
         *(attribute for attribute in GEMMA2.attributes if not attribute.name.endswith("_softcapping")),
-        Attribute("final_logit_softcapping", ("logit_softcap",), float, can_be_null=True),
+        base.Attribute("final_logit_softcapping", ("logit_softcap",), float, can_be_null=True),
     ),
-    window=Window.PERIODIC,
-    rope=Rope.BY_WINDOW,
+    window=base.Window.PERIODIC,
+    rope=base.Rope.BY_WINDOW,
     rope_theta=1_000_000.0,
     always={**GEMMA2.always, "qk_norm": "head"},
     required={**GEMMA2.required, "attn_logit_softcapping": None},  # transformers ignores it
-    tp_plan={**TP_PLAN, **REPLICATED},
+    tp_plan=base.TP_PLAN | base.REPLICATED,
 )

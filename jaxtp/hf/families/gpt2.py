@@ -3,55 +3,44 @@
 The file stores kernels as `[in, out]`, like jaxtp, and fuses q, k and v.
 """
 
-from collections.abc import Iterator
-
-from jaxtp.hf.families.family import ACTIVATIONS, COMMON_REQUIRED, Attribute, Family, Rope, Tensor
+from jaxtp.hf.families import family as base
 
 _LAYER = "transformer.h.{layer}."
+_NAMES = (
+    ("embedding.embedding", "transformer.wte.weight"),
+    ("positions.table", "transformer.wpe.weight"),
+    ("blocks.attention_norm.scale", f"{_LAYER}ln_1.weight"),
+    ("blocks.attention_norm.bias", f"{_LAYER}ln_1.bias"),
+    *((f"blocks.attention.qkv.kernels.{i}", f"{_LAYER}attn.c_attn.weight") for i in range(3)),
+    *((f"blocks.attention.qkv.biases.{i}", f"{_LAYER}attn.c_attn.bias") for i in range(3)),
+    ("blocks.attention.out.kernel", f"{_LAYER}attn.c_proj.weight"),
+    ("blocks.attention.out.bias", f"{_LAYER}attn.c_proj.bias"),
+    ("blocks.mlp_norm.scale", f"{_LAYER}ln_2.weight"),
+    ("blocks.mlp_norm.bias", f"{_LAYER}ln_2.bias"),
+    ("blocks.mlp.up.kernels.0", f"{_LAYER}mlp.c_fc.weight"),
+    ("blocks.mlp.up.biases.0", f"{_LAYER}mlp.c_fc.bias"),
+    ("blocks.mlp.down.kernel", f"{_LAYER}mlp.c_proj.weight"),
+    ("blocks.mlp.down.bias", f"{_LAYER}mlp.c_proj.bias"),
+    ("norm.scale", "transformer.ln_f.weight"),
+    ("norm.bias", "transformer.ln_f.bias"),
+    ("head.kernel", "lm_head.weight"),
+)
 
-
-def _columns(ours: str, theirs: str, parts: int) -> Iterator[Tensor]:
-    for i in range(parts):
-        yield Tensor(f"{ours}.kernels.{i}", f"{_LAYER}{theirs}.weight")
-        yield Tensor(f"{ours}.biases.{i}", f"{_LAYER}{theirs}.bias")
-
-
-def _rows(ours: str, theirs: str) -> Iterator[Tensor]:
-    yield Tensor(f"{ours}.kernel", f"{_LAYER}{theirs}.weight")
-    yield Tensor(f"{ours}.bias", f"{_LAYER}{theirs}.bias")
-
-
-def _norm(ours: str, theirs: str) -> Iterator[Tensor]:
-    yield Tensor(f"{ours}.scale", f"{theirs}.weight")
-    yield Tensor(f"{ours}.bias", f"{theirs}.bias")
-
-
-GPT2 = Family(
+GPT2 = base.Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    tensors=(
-        Tensor("embedding.embedding", "transformer.wte.weight"),
-        Tensor("positions.table", "transformer.wpe.weight"),
-        *_norm("blocks.attention_norm", f"{_LAYER}ln_1"),
-        *_columns("blocks.attention.qkv", "attn.c_attn", 3),
-        *_rows("blocks.attention.out", "attn.c_proj"),
-        *_norm("blocks.mlp_norm", f"{_LAYER}ln_2"),
-        *_columns("blocks.mlp.up", "mlp.c_fc", 1),
-        *_rows("blocks.mlp.down", "mlp.c_proj"),
-        *_norm("norm", "transformer.ln_f"),
-        Tensor("head.kernel", "lm_head.weight"),
-    ),
+    tensors=tuple(base.Tensor(ours, theirs) for ours, theirs in _NAMES),
     attributes=(
-        Attribute("vocab_size", ("vocab_size",), int),
-        Attribute("n_positions", ("learned_positions",), int, 1024),
-        Attribute("n_embd", ("d_model",), int),
-        Attribute("n_inner", ("d_ff",), int, other="n_embd", times=4),
-        Attribute("n_layer", ("num_layers",), int),
-        Attribute("n_head", ("num_heads", "num_kv_heads"), int),
-        Attribute("layer_norm_epsilon", ("norm_eps",), float, 1e-5),
-        Attribute("tie_word_embeddings", ("tie_embeddings",), bool, True),
-        Attribute("activation_function", ("activation",), ACTIVATIONS, "gelu_new"),
-        Attribute("scale_attn_weights", ("query_scale",), {True: None, False: 1.0}, True),
+        base.Attribute("vocab_size", ("vocab_size",), int),
+        base.Attribute("n_positions", ("learned_positions",), int, 1024),
+        base.Attribute("n_embd", ("d_model",), int),
+        base.Attribute("n_inner", ("d_ff",), int, other="n_embd", times=4),
+        base.Attribute("n_layer", ("num_layers",), int),
+        base.Attribute("n_head", ("num_heads", "num_kv_heads"), int),
+        base.Attribute("layer_norm_epsilon", ("norm_eps",), float, 1e-5),
+        base.Attribute("tie_word_embeddings", ("tie_embeddings",), bool, True),
+        base.Attribute("activation_function", ("activation",), base.ACTIVATIONS, "gelu_new"),
+        base.Attribute("scale_attn_weights", ("query_scale",), {True: None, False: 1.0}, True),
     ),
     prefix="transformer.",
     ignored_tensors=(f"{_LAYER}attn.bias", f"{_LAYER}attn.masked_bias"),  # masks
@@ -61,7 +50,7 @@ GPT2 = Family(
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
-    rope=Rope.NEVER,
+    rope=base.Rope.NEVER,
     head_dim=False,
     scale_by_layer="scale_attn_by_inverse_layer_idx",
     always={
@@ -70,9 +59,7 @@ GPT2 = Family(
         "rope_theta": None,
         **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True),
     },
-    required={
-        name: value for name, value in COMMON_REQUIRED.items() if name not in ("hidden_act", "attention_dropout")
-    },
+    required=base.required(without=("hidden_act", "attention_dropout")),
     ignored_attributes=frozenset(
         {
             *("resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn", "n_ctx"),
@@ -81,4 +68,5 @@ GPT2 = Family(
             *("summary_first_dropout", "summary_last_dropout"),
         }
     ),
+    tp_plan={},
 )

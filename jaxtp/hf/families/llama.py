@@ -1,29 +1,16 @@
 """Llama 1 to 3, and models of the same architecture: arXiv 2302.13971, 2307.09288, 2407.21783."""
 
-from jaxtp.hf.families.family import (
-    ATTENTION_BIAS,
-    BODY,
-    COMMON_REQUIRED,
-    MLP_BIASES,
-    OUT_BIAS,
-    QKV_BIASES,
-    TP_PLAN,
-    Attribute,
-    Family,
-    kv_heads,
-    sizes,
-)
+from jaxtp.hf.families import family as base
 
-LLAMA = Family(
+LLAMA = base.Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
+    tensors=base.BODY + base.QKV_BIASES + base.OUT_BIAS + base.MLP_BIASES,
     attributes=(
-        *sizes(),
-        kv_heads(),
-        ATTENTION_BIAS,
-        Attribute("mlp_bias", ("mlp_bias",), bool, False),
+        *base.sizes(),
+        base.kv_heads(),
+        base.ATTENTION_BIAS,
+        base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
     ),
-    required={**COMMON_REQUIRED, "sliding_window": None},
-    tp_plan=TP_PLAN,
+    required=base.required(sliding_window=None),
 )

@@ -2,63 +2,42 @@
 
 from dataclasses import replace
 
-from jaxtp.hf.families.family import (
-    BODY,
-    COMMON_REQUIRED,
-    EXPERTS_TP_PLAN,
-    NORMS,
-    OUT,
-    OUTER,
-    QKV,
-    ROUTER,
-    STACKED_EXPERTS,
-    TP_PLAN,
-    Attribute,
-    Family,
-    Window,
-    kv_heads,
-    separate_experts,
-    sizes,
-)
+from jaxtp.hf.families import family as base
 
-MISTRAL = Family(
+MISTRAL = base.Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    tensors=BODY,
-    attributes=(*sizes(), kv_heads(8)),
-    window=Window.ALWAYS,
-    required={**COMMON_REQUIRED, "attention_bias": False, "mlp_bias": False},
-    tp_plan=TP_PLAN,
+    tensors=base.BODY,
+    attributes=(*base.sizes(), base.kv_heads(8)),
+    window=base.Window.ALWAYS,
+    required=base.required(attention_bias=False, mlp_bias=False),
 )
 
 
-MIXTRAL = Family(
+MIXTRAL = base.Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     tensors=(
-        *OUTER,
-        *NORMS,
-        *QKV,
-        *OUT,
-        replace(ROUTER, theirs="model.layers.{layer}.block_sparse_moe.gate.weight", layout="separate"),
-        replace(ROUTER, layout="stacked"),
-        *separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        *STACKED_EXPERTS,
+        *base.OUTER,
+        *base.NORMS,
+        *base.QKV,
+        *base.OUT,
+        replace(base.ROUTER, theirs="model.layers.{layer}.block_sparse_moe.gate.weight", layout="separate"),
+        replace(base.ROUTER, layout="stacked"),
+        *base.separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        *base.STACKED_EXPERTS,
     ),
     attributes=(
-        *sizes(1e-5),
-        kv_heads(8),
-        Attribute("num_local_experts", ("num_experts",), int, 8),
-        Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
+        *base.sizes(1e-5),
+        base.kv_heads(8),
+        base.Attribute("num_local_experts", ("num_experts",), int, 8),
+        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
     ),
     aliases={"num_experts": "num_local_experts"},
-    window=Window.ALWAYS,
+    window=base.Window.ALWAYS,
     default_window=None,
     rope_theta=1e6,
-    required={**COMMON_REQUIRED, "attention_bias": False, "mlp_bias": False, "router_jitter_noise": 0.0},
-    ignored_attributes=frozenset({"output_router_logits", "router_aux_loss_coef"}),
-    tp_plan={
-        **{module: style for module, style in TP_PLAN.items() if ".mlp." not in module},
-        **EXPERTS_TP_PLAN,
-    },
+    required=base.required(attention_bias=False, mlp_bias=False, router_jitter_noise=0.0),
+    ignored_attributes=base.ROUTER_LOSS,
+    tp_plan={module: style for module, style in base.TP_PLAN.items() if ".mlp." not in module} | base.EXPERTS_TP_PLAN,
 )

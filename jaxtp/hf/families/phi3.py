@@ -2,40 +2,26 @@
 
 from dataclasses import replace
 
-from jaxtp.hf.families.family import (
-    COMMON_REQUIRED,
-    DOWN,
-    GATE_UP,
-    NORMS,
-    OUT,
-    OUTER,
-    QKV,
-    Family,
-    Window,
-    kv_heads,
-    sizes,
-)
+from jaxtp.hf.families import family as base
 
 _FUSED = (
-    *(replace(tensor, theirs="model.layers.{layer}.self_attn.qkv_proj.weight") for tensor in QKV),
-    *(replace(tensor, theirs="model.layers.{layer}.mlp.gate_up_proj.weight") for tensor in GATE_UP),
+    *(replace(tensor, theirs="model.layers.{layer}.self_attn.qkv_proj.weight") for tensor in base.QKV),
+    *(replace(tensor, theirs="model.layers.{layer}.mlp.gate_up_proj.weight") for tensor in base.GATE_UP),
 )
 
-PHI3 = Family(
+PHI3 = base.Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    tensors=OUTER + NORMS + _FUSED + OUT + DOWN,
-    attributes=(*sizes(1e-5), kv_heads()),
-    window=Window.ALWAYS,
+    tensors=base.OUTER + base.NORMS + _FUSED + base.OUT + base.DOWN,
+    attributes=(*base.sizes(1e-5), base.kv_heads()),
+    window=base.Window.ALWAYS,
     default_window=None,
     rope_kinds=frozenset({"default", "longrope"}),
     rope_aliases={"su": "longrope", "yarn": "longrope"},
     original_length=4096,
-    required={
-        **COMMON_REQUIRED,
-        **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False),
-        **dict.fromkeys(("full_attn_mod", "interpolate_factor"), 1),
-    },
+    required=base.required(
+        attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1
+    ),
     ignored_attributes=frozenset({"resid_pdrop", "embd_pdrop"}),
     tp_plan={
         "layers.*.self_attn.qkv_proj": "colwise_gather_output",
