@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.generate.decode_model import DecodeModel, mesh_context
 from jaxtp.generate.sampling import GenerationSettings, sample
-from jaxtp.layers.cache import LAYER_SPEC, Memories, NewTokens
+from jaxtp.layers.cache import Memories, NewTokens
 
 Ints = NDArray[np.int32] | Array
 
@@ -48,7 +48,6 @@ class State:
 
     memories: Memories
     """The KV cache."""
-
     seen: Array | None = None
     """Whether a row has a token, `[rows, V]`; None without a repetition penalty."""
 
@@ -63,16 +62,12 @@ class PackedTokens:
 
     ids: Ints
     """`[P, C]`."""
-
     rows: Ints
     """Row of each token within its part, `[P, C]`; -1 for padding."""
-
     positions: Ints
     """Position of each token in its row, `[P, C]`."""
-
     last: Ints
     """Index in the sequence of the last prompt token of each row, `[P, R]`; -1 if it is not there."""
-
     continued: bool = field(metadata={"static": True})
     """Whether a sequence begins with tokens of a row that has others in the cache."""
 
@@ -84,13 +79,10 @@ class RowArrays:
 
     tokens: Ints
     """The last sampled token, not yet in the cache."""
-
     lengths: Ints
     """Number of tokens in the cache; for a prompt that is being read, its whole length."""
-
     left: Ints
     """Number of tokens still to be generated; 0 for an idle row."""
-
     seeds: NDArray[np.uint32] | Array
 
 
@@ -107,7 +99,7 @@ class SampledTokens:
     steps: Array | int
 
     def wait(self) -> StepTokens:
-        """Waits for the tokens."""
+        """Returns the tokens when they are computed."""
         steps = int(self.steps)
         return np.asarray(self.tokens)[:steps].tolist(), np.asarray(self.logprobs)[:steps].tolist()
 
@@ -239,20 +231,16 @@ class Programs:
         return self._program(key, function, *arguments)(self._weights, *arguments)
 
     def _program(self, key: Hashable, function: Callable[..., object], *arguments: object) -> jax.stages.Compiled:
-        if key not in self._compiled:
-            started = time.perf_counter()
-            self._compiled[key] = self._compile(function, arguments)
-            self.compile_seconds += time.perf_counter() - started
-        return self._compiled[key]
-
-    def _compile(self, function: Callable[..., object], arguments: tuple[object, ...]) -> jax.stages.Compiled:
         def program(weights: nnx.State, *arguments: object) -> object:
             return function(nnx.merge(self._graph, weights), *arguments)
 
-        types = jax.tree.map(self._abstract, arguments)
-        with mesh_context(self._mesh):
-            jitted = jax.jit(program, donate_argnums=1 if arguments else ())  # donates the state
-            return jitted.lower(self._weights, *types).compile()
+        if key not in self._compiled:
+            started, types = time.perf_counter(), jax.tree.map(self._abstract, arguments)
+            with mesh_context(self._mesh):
+                jitted = jax.jit(program, donate_argnums=1 if arguments else ())  # donates the state
+                self._compiled[key] = jitted.lower(self._weights, *types).compile()
+            self.compile_seconds += time.perf_counter() - started
+        return self._compiled[key]
 
     def _abstract(self, array: Array | jax.ShapeDtypeStruct | NDArray[np.generic]) -> jax.ShapeDtypeStruct:
         if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
@@ -271,14 +259,3 @@ def _replace_rows(old: Array, new: Array, is_new: Array) -> Array:
 def program_settings(settings: GenerationSettings) -> GenerationSettings:
     """Returns the settings with defaults for fields that do not affect compilation."""
     return dataclasses.replace(settings, max_tokens=1, seed=0, stop=())
-
-
-def grow_cache(memories: Memories, slots: int, mesh: Mesh | None) -> Memories:
-    """Returns the KV cache padded to more slots."""
-    sharding = None if mesh is None else NamedSharding(mesh, LAYER_SPEC)
-
-    def grow(memories: Memories) -> Memories:
-        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0))), memories)
-
-    larger: Memories = jax.jit(grow, out_shardings=sharding)(memories)
-    return larger

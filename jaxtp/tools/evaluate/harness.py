@@ -95,7 +95,7 @@ class JaxtpLM(TemplateLM):
     def _generator(self) -> Generator:
         # It copies the weights, and few tasks generate.
         source, rows = self.source, self._scorer.batch_size
-        return Generator(self._model, source.tokenizer, end_ids=source.end_ids, prefix=(), batch_size=rows)
+        return Generator(self._model, source.tokenizer, end_ids=source.end_ids, batch_size=rows)
 
     @cached_property
     def _chat(self) -> ChatTemplate:

@@ -27,7 +27,8 @@ ROWS, LENGTH = 8, 40
 def test_the_cache_is_that_of_the_layers(sizes):
     mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
-        memories = nnx.eval_shape(lambda: DecodeModel(jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0))).empty(ROWS, LENGTH))
+        model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
+        memories = nnx.eval_shape(lambda: DecodeModel(model, model.in_order()).empty(ROWS, LENGTH))
     (shape,) = {array.shape for array in jax.tree.leaves(memories)}
     shard = jax.sharding.NamedSharding(mesh, LAYER_SPEC).shard_shape(shape)
     assert cache_bytes(MODEL, mesh_sizes(mesh), ROWS, LENGTH) == 2 * MODEL.num_layers * math.prod(shard) * 4
