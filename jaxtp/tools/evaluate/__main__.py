@@ -5,7 +5,6 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,16 +21,9 @@ from jaxtp.distributed.joining import join_processes
 from jaxtp.distributed.peers import report_failure, run_and_report, watch
 from jaxtp.generate.loading import ModelSource, inference_mesh, load_model, open_source, print_status, request_devices
 from jaxtp.mesh import mesh_sizes
-from jaxtp.tools.evaluate.evaluation_settings import (
-    SHOWN_FIRST,
-    EvaluateConfig,
-    check,
-    request_length,
-    trained_length,
-    window_length,
-)
+from jaxtp.tools.evaluate.evaluation_settings import SHOWN_FIRST, EvaluateConfig, check, window_length
 from jaxtp.tools.evaluate.inputs import Input, open_inputs
-from jaxtp.tools.evaluate.measure import Measured, Scorer, Totals, Windowing, measure
+from jaxtp.tools.evaluate.measure import Measured, Scorer, Totals, measure
 
 PROGRAM = "jaxtp evaluate"
 DESCRIPTION = """Measures loss, perplexity and bits per byte of a model on text. The model is a run of jaxtp train or a
@@ -78,14 +70,6 @@ def _evaluate(argv: Sequence[str]) -> None:
         raise
 
 
-@dataclass(frozen=True)
-class _OpenModel:
-    source: ModelSource
-    inputs: list[Input]
-    mesh: Mesh
-    trained_length: int | None
-
-
 def _measure_models(config: EvaluateConfig) -> None:
     with raise_everywhere():
         _require_json(config.json)
@@ -94,28 +78,37 @@ def _measure_models(config: EvaluateConfig) -> None:
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"--model {duplicates[0]} is given twice")
         length = window_length(config, sources)
-        windowing = Windowing(length, config.stride or length, config.packing, max(config.mesh.cp, 1))
-        models = []
-        for path, source in zip(config.model, sources, strict=True):
-            inputs, mesh = open_inputs(config, path, source), inference_mesh(config.mesh, source.config)
-            models.append(_OpenModel(source, inputs, mesh, trained_length(path)))
+        inputs = [open_inputs(config, path, source) for path, source in zip(config.model, sources, strict=True)]
+        meshes = [inference_mesh(config.mesh, source.config) for source in sources]
     measured: dict[str, Measured] = {}
     records: list[Record] = []
     try:
-        for model in models:
-            found = measured[model.source.name] = _measure(config, model, windowing)
-            records.append({**_describe(model, windowing), **_record(found, config.by)})
+        for source, documents, mesh in zip(sources, inputs, meshes, strict=True):
+            found = measured[source.name] = _measure(config, source, documents, mesh, length)
+            about: Record = {"data": [each.name for each in documents], "stride": config.stride or length}
+            records.append({**_describe(source, mesh, length), **about, **_record(found, config.by)})
     finally:  # reports the models before a failure
         if records:
-            record = records[0] if len(models) == 1 else {"models": records}
+            record = records[0] if len(sources) == 1 else {"models": records}
             _report(_table(measured, config.by, length), config.json, record)
 
 
-def _measure(config: EvaluateConfig, model: _OpenModel, windowing: Windowing) -> Measured:
+def _measure(config: EvaluateConfig, source: ModelSource, inputs: Sequence[Input], mesh: Mesh, length: int) -> Measured:
     """Frees the weights before the next model loads."""
-    decoder = load_model(model.source, model.mesh)
-    print_status(_describe_inputs(model, windowing))
-    return measure(Scorer(decoder, config.batch_size), model.inputs, windowing, _Progress(model.inputs))
+    scorer = Scorer(load_model(source, mesh), config.batch_size)
+    total, started = sum(each.num_documents for each in inputs), time.monotonic()
+    stride = f" that start {config.stride:,} apart" if config.stride not in (None, length) else ""
+    print_status(f"data    {total:,} document{'s' * (total != 1)}; windows of {length:,} tokens{stride}")
+    printed = started
+
+    def progress(measured: Measured) -> None:
+        nonlocal printed
+        now, whole = time.monotonic(), measured.whole()
+        if now - printed >= PROGRESS_SECONDS and whole.tokens:
+            printed, rate = now, whole.tokens / (now - started)
+            print_status(f"{measured.documents_scored() / total:.0%}  loss {whole.loss:.4f}  {rate:,.0f} tokens/s")
+
+    return measure(scorer, inputs, length, config.stride or length, progress)
 
 
 def _run_tasks(config: EvaluateConfig) -> None:
@@ -129,48 +122,16 @@ def _run_tasks(config: EvaluateConfig) -> None:
     source = open_source(config.model[0], config.source_options)
     if config.chat and source.template is None:
         raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
-    length, mesh = request_length(config, source), inference_mesh(config.mesh, source.config)
+    length, mesh = window_length(config, [source]), inference_mesh(config.mesh, source.config)
     tasks = harness.open_tasks(config.tasks, config.task_folder)
     results = harness.run(load_model(source, mesh), source, tasks, config, length)
-    about = {"model": source.name, "dtype": source.config.precision.compute, "mesh": mesh_sizes(mesh)}
-    record = {**about, "sequence_length": length, **harness.plain_results(results)}
+    record = {**_describe(source, mesh, length), **harness.plain_results(results)}
     _report(harness.results_table(results), config.json, record)
 
 
-def _describe_inputs(model: _OpenModel, windowing: Windowing) -> str:
-    documents, length = sum(each.num_documents for each in model.inputs), windowing.length
-    stride = "" if windowing.stride == length else f" that start {windowing.stride:,} apart"
-    packing = {"documents": "packed", "none": "one per row", "concatenated": "concatenated"}[windowing.packing]
-    trained = ""
-    if model.trained_length not in (None, length):
-        trained = f"; the run was trained on {model.trained_length:,} (--sequence-length {model.trained_length})"
-    plural = "s" * (documents != 1)
-    return f"data    {documents:,} document{plural}; windows of {length:,} tokens{stride}, {packing}{trained}"
-
-
-def _describe(model: _OpenModel, windowing: Windowing) -> Record:
-    return {
-        "model": model.source.name,
-        "data": [each.name for each in model.inputs],
-        "dtype": model.source.config.precision.compute,
-        "mesh": mesh_sizes(model.mesh),
-        "sequence_length": windowing.length,
-        "stride": windowing.stride,
-        "packing": windowing.packing,
-    }
-
-
-class _Progress:
-    def __init__(self, inputs: Sequence[Input]) -> None:
-        self._total = sum(each.num_documents for each in inputs)
-        self._started = self._printed = time.monotonic()
-
-    def __call__(self, documents: float, totals: Totals) -> None:
-        now = time.monotonic()
-        if now - self._printed >= PROGRESS_SECONDS and totals.tokens:
-            self._printed = now
-            rate = totals.tokens / (now - self._started)
-            print_status(f"{documents / self._total:.0%}  loss {totals.loss:.4f}  {rate:,.0f} tokens/s")
+def _describe(source: ModelSource, mesh: Mesh, length: int) -> Record:
+    dtype = source.config.precision.compute
+    return {"model": source.name, "dtype": dtype, "mesh": mesh_sizes(mesh), "sequence_length": length}
 
 
 def _require_json(path: Path | None) -> None:
