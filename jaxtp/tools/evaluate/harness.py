@@ -246,24 +246,6 @@ def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationS
     return validate(GenerationSettings, settings, source="generation_kwargs"), stops
 
 
-class _LoadedTasks(TaskManager):
-    """Loads tasks once; the harness would load them again during its evaluation.
-
-    The harness's tasks are searched only for names missing from the folders.
-    """
-
-    def __init__(self, names: Sequence[str], folders: Sequence[Path]):
-        paths = [str(folder) for folder in folders]
-        in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
-        super().__init__(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
-        self._loaded: object = None
-
-    def load(self, task_list: Sequence[str]) -> object:
-        if self._loaded is None:
-            self._loaded = super().load(task_list)
-        return self._loaded
-
-
 def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     """Finds and loads tasks of the harness and of folders; downloads only data that a task names.
 
@@ -275,16 +257,19 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     for folder in folders:
         if not folder.is_dir():
             raise HarnessError(f"--task-folder {folder}: no such folder{nearest_file(folder)}")
-    tasks = _LoadedTasks(names, folders)
+    paths = [str(folder) for folder in folders]
+    in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
+    tasks = TaskManager(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
     if missing := [name for name in names if name not in tasks.all_tasks]:
         close = difflib.get_close_matches(missing[0], tasks.all_tasks, n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists those of the harness"
         raise HarnessError(f"--tasks {missing[0]}: no such task; {hint}")
     try:
-        tasks.load(list(names))
+        loaded = tasks.load(list(names))
     except Exception as error:  # from YAML, datasets, or a task's code
         message = str(error).strip().partition("\n")[0][:300]
         raise HarnessError(f"--tasks {' '.join(names)}: {type(error).__name__}: {message}") from None
+    tasks.load = lambda _: loaded  # the harness would load them again
     return tasks
 
 

@@ -1,6 +1,5 @@
 """The documents to measure on: checked before any computation, then streamed."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +11,10 @@ from numpy.typing import NDArray
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import nearest_file
 from jaxtp.data.manifest import MANIFEST, TRAIN, VALIDATION
-from jaxtp.data.prepare.batches import BATCH_BYTES, BATCH_DOCUMENTS
+from jaxtp.data.prepare.batches import batches
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import Document as Read
-from jaxtp.data.prepare.readers import Fields, Problem, Source
-from jaxtp.data.prepare.sources import find_sources, read_source
+from jaxtp.data.prepare.readers import Fields, Source
+from jaxtp.data.prepare.sources import Position, find_sources
 from jaxtp.data.store import Dataset, Split, open_dataset
 from jaxtp.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtp.generate.loading import ModelSource
@@ -104,11 +102,11 @@ def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[I
         raise InputError(f"--text {name} is a dataset of jaxtp prepare: read it by --data {name}")
     most = config.max_document_bytes
     prepare = PrepareConfig(inputs=(name,), field=config.field, max_document_bytes=most, max_window_bytes=2**31)
-    files = [(each.path, partial(_texts, each, prepare.fields, config.limit)) for each in find_sources(prepare)]
-    counts = [sum(1 for _ in texts()) for _, texts in files]
+    files = [(each.path, partial(_read_texts, each, prepare.fields, config.limit)) for each in find_sources(prepare)]
+    counts = [sum(map(len, read())) for _, read in files]
     inputs = [
-        Input(path, count, partial(_documents_of_texts, texts, path, model))
-        for (path, texts), count in zip(files, counts, strict=True)
+        Input(path, count, partial(_documents_of_texts, read, path, model))
+        for (path, read), count in zip(files, counts, strict=True)
         if count
     ]
     if not inputs:
@@ -116,40 +114,24 @@ def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[I
     return inputs
 
 
-def _texts(source: Source, fields: Fields, limit: int | None) -> Iterator[str]:
-    return itertools.islice(_all_texts(source, fields), limit)
+def _read_texts(source: Source, fields: Fields, limit: int | None) -> Iterator[list[str]]:
+    """Yields texts, some MB at a time."""
+    left = limit
+    for batch in batches([source], Position(0, 0), fields, on_error="stop"):
+        texts = [each.turns[0].text for each in batch.entries][:left]
+        yield texts
+        if left is not None and (left := left - len(texts)) == 0:
+            return
 
 
-def _all_texts(source: Source, fields: Fields) -> Iterator[str]:
-    for event in read_source(source, 0, fields):
-        if isinstance(event, Read):
-            yield event.turns[0].text
-        elif isinstance(event, Problem) and not event.is_harmless:
-            raise InputError(event.message)
-
-
-def _documents_of_texts(texts: Callable[[], Iterator[str]], name: str, model: ModelSource) -> Iterator[Document]:
-    """Tokenizes some MB at a time, on all cores."""
+def _documents_of_texts(read: Callable[[], Iterator[list[str]]], name: str, model: ModelSource) -> Iterator[Document]:
     tokenizer, prefix = model.tokenizer, np.array(model.prefix, np.int32)
-    for group in _grouped(texts()):
-        for text, ids in zip(group, tokenizer.encode_batch(group), strict=True):
+    for texts in read():
+        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             tokens = np.concatenate([prefix, ids.astype(np.int32)])
             _check_ids(tokens, model, name)
             uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])
             yield Document(tokens, max(len(prefix), 1), max(len(text.encode()) - uncounted, 0))
-
-
-def _grouped(texts: Iterator[str]) -> Iterator[list[str]]:
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
-        if size >= BATCH_BYTES or len(group) == BATCH_DOCUMENTS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _check_ids(tokens: NDArray[np.int32], model: ModelSource, place: str) -> None:

@@ -124,6 +124,13 @@ class Totals:
         """Fraction of tokens predicted correctly."""
         return self.num_correct / self.tokens
 
+    def numbers(self) -> dict[str, float | None]:
+        """Returns all numbers by name; None for one that is undefined or infinite."""
+        names = ("loss", "perplexity", "bits_per_byte", "accuracy")
+        ratios = {name: getattr(self, name) if self.tokens else None for name in names}
+        finite = {k: v if v is not None and math.isfinite(v) else None for k, v in ratios.items()}
+        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.num_bytes, **finite}
+
     def add(self, other: "Totals") -> None:
         """Adds other documents' sums."""
         for name in vars(self):
