@@ -121,14 +121,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _generate(config: GenerateConfig) -> None:
-    folder = _check(config)
+    spell = lambda name, value: f"{flag(GenerateConfig, ('sampling', name))} {value}"  # noqa: E731
+    problems = [*_conflicts(config), *settings_problems(config.sampling, spell)]
+    if problems or config.model is None:
+        raise ConfigError("; ".join(problems))
     if config.json != STDOUT:
         require_writable("--json", config.json)
     prompts: list[str | None] = list(config.prompt)
     if config.prompt_file is not None:
         prompts += read_prompts(config.prompt_file, config.field)
     request_devices(config.mesh)
-    source = open_source(folder, config)
+    source = open_source(config.model, config)
     context = None if config.beyond_context else source.context
     limits = limits_of(source.config, context)
     encoder = _chat_encoder(config, source, limits) if config.chat else None
@@ -146,14 +149,6 @@ def _generate(config: GenerateConfig) -> None:
     else:
         _continue_prompts(generator, prompts, encoded, config)
     print_status("\n".join(generator.speed.lines()))
-
-
-def _check(config: GenerateConfig) -> Path:
-    spell = lambda name, value: f"{flag(GenerateConfig, ('sampling', name))} {value}"  # noqa: E731
-    problems = [*_conflicts(config), *settings_problems(config.sampling, spell)]
-    if problems or config.model is None:
-        raise ConfigError("; ".join(problems))
-    return config.model
 
 
 def _conflicts(config: GenerateConfig) -> Iterator[str]:

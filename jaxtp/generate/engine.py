@@ -3,14 +3,14 @@
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
 from jaxtp.generate.decode_model import cache_bytes, decode_mesh, model_mesh, to_decode_model, weight_bytes
-from jaxtp.generate.programs import Programs, Shape, State, program_settings
+from jaxtp.generate.programs import Programs, Shape, State
 from jaxtp.generate.prompts import Prompt, encode_prompts, limits_of
 from jaxtp.generate.request import GenerationError, Piece, Request, Result
 from jaxtp.generate.sampling import GenerationSettings, check_settings
@@ -186,7 +186,7 @@ class Generator:
         self._cache = None  # frees it before a new one is made
         if memories is None or not keep:
             self._cached = [[] for _ in range(rows)]
-        key = shape, program_settings(settings)
+        key = shape, replace(settings, max_tokens=1, seed=0, stop=())  # they do not affect compilation
         if key not in self._programs:
             self._programs[key] = Programs(self._model, self._mesh, shape, settings, self._num_ids, self.end_ids)
         return self._programs[key], self._programs[key].state(memories)

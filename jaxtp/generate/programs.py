@@ -7,7 +7,6 @@ may run before then: virtual CPU devices can deadlock with several programs in f
 A decode call runs until all rows have ended, or the first if a prompt is waiting.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -162,7 +161,8 @@ class Programs:
         The state is donated. The tokens of a row must be read in order.
         """
         key = ("read", packed.ids.shape[1], packed.continued)
-        state, tokens, logprobs = self._run(key, self._read, state, packed, rows)
+        program = self._program(key, self._read, state, packed, rows)
+        state, tokens, logprobs = program(self._weights, state, packed, rows)
         return state, SampledTokens(tokens, logprobs, 1)
 
     def decode(self, state: State, rows: RowArrays, steps: int, *, waiting: bool) -> tuple[State, SampledTokens]:
@@ -171,7 +171,9 @@ class Programs:
         Args:
           waiting: return as soon as a row has ended, for a waiting prompt.
         """
-        state, *sampled = self._run("decode", self._decode, state, rows, np.int32(steps), np.bool_(waiting))
+        limits = np.int32(steps), np.bool_(waiting)
+        program = self._program("decode", self._decode, state, rows, *limits)
+        state, *sampled = program(self._weights, state, rows, *limits)
         return state, SampledTokens(*sampled)
 
     def compiled_decode(self, state: State) -> jax.stages.Compiled:
@@ -227,9 +229,6 @@ class Programs:
     def _empty(self, model: DecodeModel) -> Memories:
         return model.empty(self.shape.rows, self.shape.slots)
 
-    def _run(self, key: Hashable, function: Callable[..., object], *arguments: object) -> tuple:  # type: ignore[type-arg]
-        return self._program(key, function, *arguments)(self._weights, *arguments)
-
     def _program(self, key: Hashable, function: Callable[..., object], *arguments: object) -> jax.stages.Compiled:
         def program(weights: nnx.State, *arguments: object) -> object:
             return function(nnx.merge(self._graph, weights), *arguments)
@@ -254,8 +253,3 @@ class Programs:
 @partial(jax.jit, donate_argnums=0)
 def _replace_rows(old: Array, new: Array, is_new: Array) -> Array:
     return constrain(jnp.where(is_new[:, None], new, old), batch_spec(None))
-
-
-def program_settings(settings: GenerationSettings) -> GenerationSettings:
-    """Returns the settings with defaults for fields that do not affect compilation."""
-    return dataclasses.replace(settings, max_tokens=1, seed=0, stop=())

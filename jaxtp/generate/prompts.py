@@ -139,7 +139,7 @@ def encode_prompts(
     for index, prompt in present.items():
         if not _is_prompt(prompt):
             raise GenerationError(f"{name(index)} is {prompt!r:.40}, not text or ids")
-        if isinstance(prompt, str) and not _is_utf8(prompt):
+        if isinstance(prompt, str) and prompt != prompt.encode(errors="replace").decode():  # half a surrogate pair
             raise GenerationError(f"{name(index)} is not UTF-8")
     texts = {index: prompt for index, prompt in present.items() if isinstance(prompt, str)}
     encoded = dict(zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True))
@@ -158,11 +158,3 @@ def encode_prompts(
 def _is_prompt(prompt: object) -> bool:
     array = np.asarray(prompt)
     return isinstance(prompt, str) or (array.ndim == 1 and array.dtype.kind in "iuf")  # [] is an array of floats
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -16,10 +16,8 @@ Finish = Literal["end", "stop", "length", "context"]
 
 _CONTEXT_TOKENS = 8
 """Prompt tokens decoded together with the first new token, whose spelling may depend on them."""
-
 _MAX_PENDING = 3
 """Tokens held back for an unfinished character: UTF-8 has up to four bytes, one in each token."""
-
 _REPLACEMENT = "\ufffd".encode()
 
 
