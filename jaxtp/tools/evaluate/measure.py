@@ -25,6 +25,9 @@ from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.inputs import Input, InputError
 from jaxtp.tools.evaluate.windows import GROUPS, Window, batches, rows, spans
 
+MAX_EXPONENT = 700.0
+"""`math.exp` overflows a little above."""
+
 
 class Scores(NamedTuple):
     """A batch's scores, possibly still being computed."""
@@ -106,30 +109,15 @@ class Totals:
         """Mean cross-entropy per token, in nats."""
         return self.nats / self.tokens
 
-    @property
-    def perplexity(self) -> float:
-        """The exponential of the loss."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, comparable between tokenizers; None if the tokens have no text."""
-        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of tokens predicted correctly."""
-        return self.num_correct / self.tokens
-
     def numbers(self) -> dict[str, float | None]:
         """Returns all numbers by name; None for one that is undefined or infinite."""
-        names = ("loss", "perplexity", "bits_per_byte", "accuracy")
-        ratios = {name: getattr(self, name) if self.tokens else None for name in names}
-        finite = {k: v if v is not None and math.isfinite(v) else None for k, v in ratios.items()}
-        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.num_bytes, **finite}
+        numbers: dict[str, float | None] = dict.fromkeys(("loss", "perplexity", "bits_per_byte", "accuracy"))
+        if self.tokens:
+            numbers["loss"] = self.loss
+            numbers["perplexity"] = math.exp(self.loss) if self.loss < MAX_EXPONENT else None
+            numbers["bits_per_byte"] = self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
+            numbers["accuracy"] = self.num_correct / self.tokens
+        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.num_bytes, **numbers}
 
     def add(self, other: "Totals") -> None:
         """Adds other documents' sums."""
