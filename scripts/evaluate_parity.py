@@ -138,13 +138,13 @@ def compared_losses(model: Path, folder: Path, python: str) -> Iterator[tuple[st
     texts = write_texts(folder)
     theirs = Theirs(model)
     documents: list[list[int]] = theirs.tokenizer(texts)["input_ids"]
-    every = [token for document in documents for token in document]
     longest = str(max(map(len, documents)))
     whole, windows = ["--sequence-length", longest], ["--sequence-length", str(WINDOW)]
-    by_label = sum(theirs.loss_attribute(ids) * (len(ids) - 1) for ids in documents), len(every) - len(documents)
+    count = sum(map(len, documents)) - len(documents)
+    by_label = sum(theirs.loss_attribute(ids) * (len(ids) - 1) for ids in documents), count
     cases: dict[str, tuple[list[str], tuple[float, int]]] = {
-        "whole documents, `labels=`": ([*whole, "--packing", "none"], by_label),
-        "whole documents, unpacked": ([*whole, "--packing", "none"], theirs.separate(documents, 10**6, 10**6)),
+        "whole documents, `labels=`": (whole, by_label),
+        "whole documents": (whole, theirs.separate(documents, 10**6, 10**6)),
         "whole documents, packed": ([*whole, "--batch-size", "2"], theirs.in_one_row(documents)),
         "packed over fsdp 2 x tp 2": ([*whole, "--mesh.fsdp", "2", "--mesh.tp", "2"], theirs.in_one_row(documents)),
         "packed over cp 2": (
@@ -155,10 +155,6 @@ def compared_losses(model: Path, folder: Path, python: str) -> Iterator[tuple[st
         f"windows of {WINDOW}, {STRIDE} apart": (
             [*windows, "--stride", str(STRIDE)],
             theirs.separate(documents, WINDOW, STRIDE),
-        ),
-        "one after the other": (
-            [*windows, "--packing", "concatenated"],
-            theirs.separate([every], WINDOW, WINDOW),
         ),
     }
     for name, (flags, (total, count)) in cases.items():

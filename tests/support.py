@@ -11,7 +11,9 @@ import pytest
 from flax import nnx
 
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.collectives import batch_spec, constrain
 from jaxtp.generate.decode_model import DecodeModel
+from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.parameter import PARAMETERS
 from jaxtp.mesh import sized
 from jaxtp.tools.check.parity import on_host, place
@@ -63,12 +65,18 @@ def cached_and_whole(graph, state, ids, cut):
     @jax.jit
     def run(state, first, second):
         model, (rows, length) = nnx.merge(graph, state), ids.shape
-        reader = DecodeModel(model)
-        found, memories = reader.continue_rows(first, reader.empty(rows, length), jnp.zeros(rows, jnp.int32))
-        rest, _ = reader.continue_rows(second, memories, jnp.full(rows, cut))
+        reader = DecodeModel(model, model.in_order())
+        found, caches = continue_rows(reader, first, reader.empty(rows, length), jnp.zeros(rows, jnp.int32))
+        rest, _ = continue_rows(reader, second, caches, jnp.full(rows, cut))
         return jnp.concatenate([found, rest], axis=1), model.hidden(jnp.concatenate([first, second], axis=1))
 
     return run(state, ids[:, :cut], ids[:, cut:])
+
+
+def continue_rows(reader, ids_BT, caches, lengths_B):
+    """Reads the next tokens of rows with `lengths_B` tokens."""
+    positions_BT = constrain(lengths_B[:, None] + jnp.arange(ids_BT.shape[1]), batch_spec(None))
+    return reader(ids_BT, caches, NewTokens(positions_BT))
 
 
 def sweep(cases, *first):

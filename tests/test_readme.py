@@ -231,7 +231,7 @@ def test_a_page_can_be_followed(page, library, tiny_models, tmp_path, monkeypatc
         for line in others:
             monkeypatch.setattr("sys.stdin", io.StringIO("well?\n"))
             reader.follow(line, "")
-        monkeypatch.setattr("sys.stdin", io.StringIO("well?\n/save runs/chats.jsonl\n"))
+        monkeypatch.setattr("sys.stdin", io.StringIO("well?\n"))
         reader.follow(last, below[1] if below[0] == "" else "")
 
 

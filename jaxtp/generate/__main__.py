@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -52,7 +52,7 @@ the same texts on any mesh and in any batch, except for rounding.
 
 jaxtp generate --model DIR --chat --temperature 0.7 --max-tokens 1000
 
-chats with a model that has a chat template; /help lists the commands there. --mesh tp=2 splits the model and its KV
+chats with a model that has a chat template; /quit ends the chat. --mesh tp=2 splits the model and its KV
 cache over devices, virtual ones on a CPU. The speed of reading prompts (prefill) and generating (decode) is printed at
 the end, on standard error.
 """
@@ -80,7 +80,7 @@ class GenerateConfig(SourceConfig):
     """Field of the text in JSONL."""
 
     chat: Switch = False
-    """Chat with the model: each line is answered, /help lists commands, Ctrl-C stops an answer, /quit or Ctrl-D ends
+    """Chat with the model: each line is answered, /reset starts again, Ctrl-C stops an answer, /quit or Ctrl-D ends
     the chat."""
 
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
@@ -121,45 +121,34 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _generate(config: GenerateConfig) -> None:
-    folder = _check(config)
+    spell = lambda name, value: f"{flag(GenerateConfig, ('sampling', name))} {value}"  # noqa: E731
+    problems = [*_conflicts(config), *settings_problems(config.sampling, spell)]
+    if problems or config.model is None:
+        raise ConfigError("; ".join(problems))
     if config.json != STDOUT:
         require_writable("--json", config.json)
     prompts: list[str | None] = list(config.prompt)
     if config.prompt_file is not None:
         prompts += read_prompts(config.prompt_file, config.field)
     request_devices(config.mesh)
-    source = open_source(folder, config)
+    source = open_source(config.model, config)
     context = None if config.beyond_context else source.context
     limits = limits_of(source.config, context)
     encoder = _chat_encoder(config, source, limits) if config.chat else None
     encoded = encode_prompts(prompts, source.tokenizer, source.prefix, limits, partial(_prompt_name, config))
-    mesh = inference_mesh(config.mesh, source.config)
-    progress = _Progress()
     generator = Generator(
-        load_model(source, mesh),
+        load_model(source, inference_mesh(config.mesh, source.config)),
         source.tokenizer,
         end_ids=source.end_ids,
-        prefix=source.prefix,
         batch_size=config.batch_size,
         context=context,
         donate=True,
-        progress=progress.read,
     )
     if encoder is not None:
-        chat = Chat(generator, encoder, config.sampling, config.system)
-        progress.check_interrupt = chat.check_interrupt
-        chat.run()
+        Chat(generator, encoder, config.sampling, config.system).run()
     else:
-        _continue_prompts(generator, prompts, encoded, config, progress)
+        _continue_prompts(generator, prompts, encoded, config)
     print_status("\n".join(generator.speed.lines()))
-
-
-def _check(config: GenerateConfig) -> Path:
-    spell = lambda name, value: f"{flag(GenerateConfig, ('sampling', name))} {value}"  # noqa: E731
-    problems = [*_conflicts(config), *settings_problems(config.sampling, spell)]
-    if problems or config.model is None:
-        raise ConfigError("; ".join(problems))
-    return config.model
 
 
 def _conflicts(config: GenerateConfig) -> Iterator[str]:
@@ -197,21 +186,18 @@ def _chat_encoder(config: GenerateConfig, source: ModelSource, limits: Limits) -
 
 
 def _continue_prompts(
-    generator: Generator,
-    prompts: Sequence[str | None],
-    encoded: Sequence[Ids | None],
-    config: GenerateConfig,
-    progress: "_Progress",
+    generator: Generator, prompts: Sequence[str | None], encoded: Sequence[Ids | None], config: GenerateConfig
 ) -> None:
     to_stdout, indices = config.json == STDOUT, [index for index, prompt in enumerate(prompts) if prompt is not None]
     with ExitStack() as stack:
         # The first Ctrl-C waits for the call to end: exiting during a call may crash.
-        progress.check_interrupt = stack.enter_context(Interrupt(signal.SIGINT)).check
+        progress = _Progress(stack.enter_context(Interrupt(signal.SIGINT)))
         file = sys.stdout if to_stdout else None
         if config.json is not None and not to_stdout:
             with writing("--json", config.json):
                 file = stack.enter_context(config.json.open("w", encoding="utf-8"))
-        pieces = progress.follow(generator.stream(encoded, config.sampling), len(indices))
+        pieces = generator.stream(encoded, config.sampling, progress=progress.read)
+        pieces = progress.follow(pieces, len(indices))
         if len(prompts) == 1 and not to_stdout:
             pieces = _print_pieces(pieces)
         for result in _in_order(pieces, indices):
@@ -249,27 +235,26 @@ def _in_order(pieces: Iterable[Piece], indices: Sequence[int]) -> Iterator[Resul
 class _Progress:
     """Checks for Ctrl-C between calls, and prints progress every few seconds."""
 
-    def __init__(self) -> None:
-        self.check_interrupt: Callable[[], None] = lambda: None
-        self._printed = time.monotonic()
+    def __init__(self, interrupt: Interrupt) -> None:
+        self._interrupt, self._printed = interrupt, time.monotonic()
 
     def read(self, done: int, total: int) -> None:
-        self.check_interrupt()
+        self._interrupt.check()
         if done < total:
             self._print(f"read {done:,} of {total:,} prompt tokens")
 
     def follow(self, pieces: Iterable[Piece], total: int) -> Iterator[Piece]:
         """Yields the pieces; prints progress unless a terminal shows the texts."""
-        done, tokens, started = 0, 0, time.monotonic()
-        for piece in pieces:
+        done, started = 0, time.monotonic()
+        for tokens, piece in enumerate(pieces, 1):
             yield piece
-            done, tokens = done + (piece.result is not None), tokens + 1
+            done += piece.result is not None
             if done == 0:
                 self._printed = time.monotonic()  # the first line comes some seconds after the first text
             elif total > 1 and not is_terminal(sys.stdout):
                 rate = tokens / (time.monotonic() - started)
                 self._print(f"{done:,} of {total:,} texts, {rate:,.0f} tokens/s")
-            self.check_interrupt()
+            self._interrupt.check()
 
     def _print(self, text: str) -> None:
         now = time.monotonic()

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.collectives import axis_size, batch_spec, constrain
+from jaxtp.collectives import axis_size
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
 from jaxtp.layers.parameter import PARAMETERS, spec_of
@@ -25,18 +25,11 @@ from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead
 
 
 class DecodeModel(EmbeddingAndHead):
-    """A decoder with one module per layer that continues from a KV cache.
+    """A decoder with one module per layer that continues from a KV cache."""
 
-    Args:
-      blocks: the layers, in order; by default slices of the model's stacks.
-    """
-
-    def __init__(self, model: EmbeddingAndHead, blocks: Iterable[DecoderBlock] | None = None):
+    def __init__(self, model: EmbeddingAndHead, blocks: Iterable[DecoderBlock]):
         self.config = model.config
         self.embedding, self.positions, self.norm, self.head = model.embedding, model.positions, model.norm, model.head
-        if blocks is None:
-            assert isinstance(model, Decoder)
-            blocks = model.in_order()
         self.blocks = nnx.List(blocks)
 
     def empty(self, num_rows: int, num_slots: int) -> KVCaches:
@@ -57,11 +50,6 @@ class DecodeModel(EmbeddingAndHead):
             x_BTD, block_cache = block.decode(x_BTD, block_cache, new)
             updated.append(block_cache)
         return self.norm(x_BTD), tuple(updated)
-
-    def continue_rows(self, ids_BT: Array, caches: KVCaches, lengths_B: Array) -> tuple[Array, KVCaches]:
-        """Reads the next tokens of rows with `lengths_B` tokens."""
-        positions_BT = constrain(lengths_B[:, None] + jnp.arange(ids_BT.shape[1]), batch_spec(None))
-        return self(ids_BT, caches, NewTokens(positions_BT))
 
 
 def decode_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

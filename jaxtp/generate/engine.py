@@ -7,25 +7,22 @@ from dataclasses import dataclass, field, replace
 
 import jax
 
-from jaxtp.analysis.costs import Workload
-from jaxtp.analysis.step_costs import costs_of
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
 from jaxtp.generate.decode_model import cache_bytes, decode_mesh, model_mesh, to_decode_model, weight_bytes
-from jaxtp.generate.programs import Programs, Shape, State, grow_cache, program_settings
+from jaxtp.generate.programs import Programs, Shape, State
 from jaxtp.generate.prompts import Prompt, encode_prompts, limits_of
 from jaxtp.generate.request import GenerationError, Piece, Request, Result
 from jaxtp.generate.sampling import GenerationSettings, check_settings
-from jaxtp.generate.scheduler import Row, Scheduler, Timing
+from jaxtp.generate.scheduler import Scheduler, Timing
 from jaxtp.mesh import CP, TP, batch_parts, mesh_sizes, platform_here
 from jaxtp.models.decoder import Decoder
 
 MIN_SLOTS, CHAT_SLOTS = 64, 1024
 """Smallest number of tokens of a row, and of a chat's row: each doubling compiles the programs again."""
 
-MIN_CHUNK, MAX_CHUNK = 512, 8192
-"""Prompt tokens that a device reads in one call: the first fills a CPU's cores; other devices read up to the second, as
-memory allows."""
+CPU_CHUNK, CHUNK = 512, 2048
+"""Most prompt tokens that a device reads in one call: enough to fill a CPU's cores, or a GPU."""
 
 
 @dataclass
@@ -67,14 +64,11 @@ class Generator:
 
     Args:
       model: built with `sequence_parallel=None` (or False): a single token cannot be split.
+      tokenizer: its prefix, if any, comes before each text.
       end_ids: by default the tokenizer's end token, if any.
-      prefix: ids before each text prompt; by default from the tokenizer's file.
       batch_size: prompts to continue together, rounded up to a multiple of dp * fsdp.
-      chunk: maximum prompt tokens per device and call, rounded up to a power of two; by default as many as fit into
-        half of the free memory (on a CPU 512).
       context: maximum tokens of a prompt and its text together, if any.
       donate: deletes the model's arrays as they are copied.
-      progress: called after each chunk with prompt tokens read so far and in total.
 
     Raises:
       GenerationError: the model cannot decode, or its weights do not fit.
@@ -86,16 +80,12 @@ class Generator:
         tokenizer: Tokenizer,
         *,
         end_ids: frozenset[int] | None = None,
-        prefix: Sequence[int] | None = None,
         batch_size: int = 8,
-        chunk: int | None = None,
         context: int | None = None,
         donate: bool = False,
-        progress: Callable[[int, int], None] = lambda read, total: None,
     ):
-        for name, value in {"batch_size": batch_size, "chunk": 1 if chunk is None else chunk}.items():
-            if value < 1:
-                raise GenerationError(f"{name}={value}: should be 1 or more")
+        if batch_size < 1:
+            raise GenerationError(f"batch_size={batch_size}: should be 1 or more")
         mesh = model_mesh(model)
         sizes = mesh_sizes(mesh)
         if sizes[CP] > 1:
@@ -114,19 +104,16 @@ class Generator:
         self.config = model.config
         self.tokenizer = tokenizer
         self.end_ids = tokenizer.info.end_ids if end_ids is None else end_ids
-        self.prefix = tuple(getattr(tokenizer, "prefix", ()) if prefix is None else prefix)
+        self.limits = limits_of(model.config, context)
         self.speed = Speed()
         """Speed of the last call."""
         self._num_ids = min(tokenizer.info.vocab_size, model.config.vocab_size)
-        self._batch_parts = batch_parts(sizes)
-        self._batch_size = batch_size
-        self._chunk = chunk
-        self.limits = limits_of(model.config, context)
-        self._progress = progress
+        self._batch_parts, self._batch_size = batch_parts(sizes), batch_size
+        self._chunk = CPU_CHUNK if platform_here() == "cpu" else CHUNK
         self._model = to_decode_model(model, self._mesh, donate=donate)
         self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
-        self._state: State | None = None
-        self._rows: list[Row] = []
+        self._cache: tuple[Shape, State] | None = None
+        self._cached: list[list[int]] = []  # the tokens in the cache, by row
 
     def generate(
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
@@ -141,12 +128,14 @@ class Generator:
         settings: GenerationSettings = GenerationSettings(),
         *,
         keep: bool = False,
+        progress: Callable[[int, int], None] = lambda read, total: None,
     ) -> Iterator[Piece]:
         """Yields the continuations as they are generated, one piece per token.
 
         Args:
           prompts: texts, or lists of ids, used unchanged; None is skipped but counted.
           keep: reuses the last call's KV cache for prompts that begin with its tokens, e.g. chat turns.
+          progress: called after each chunk with prompt tokens read so far and in total.
 
         Raises:
           ConfigError: an invalid setting.
@@ -156,55 +145,37 @@ class Generator:
         check_settings(settings)
         if isinstance(prompts, str):
             raise GenerationError(f"prompts is a string; for one prompt give [{prompts[:20]!r}]")
-        encoded = encode_prompts(prompts, self.tokenizer, self.prefix, self.limits)
+        prefix = getattr(self.tokenizer, "prefix", ())
         requests = [
             Request(index, ids, self.tokenizer, settings, self.end_ids, self.limits.context)
-            for index, ids in enumerate(encoded)
+            for index, ids in enumerate(encode_prompts(prompts, self.tokenizer, prefix, self.limits))
             if ids is not None
         ]
         self.speed = Speed()
-        if requests:
-            yield from self._serve(requests, settings, keep)
-
-    def _serve(self, requests: Sequence[Request], settings: GenerationSettings, keep: bool) -> Iterator[Piece]:
-        lengths = [len(request.prompt) for request in requests]
-        programs, state = self._prepare(lengths, settings, CHAT_SLOTS if keep else MIN_SLOTS)
-        if not keep:
-            self._clear_rows()
-        compiled = programs.compile_seconds
-        scheduler = Scheduler(
-            programs,
-            state,
-            self._rows,
-            num_parts=self._batch_parts,
-            max_chunk=self._prefill_chunk(),
-            progress=self._progress,
-        )
+        if not requests:
+            return
+        programs, state = self._prepare(requests, settings, keep)
+        compiled, parts = programs.compile_seconds, self._batch_parts
+        scheduler = Scheduler(programs, state, self._cached, num_parts=parts, max_chunk=self._chunk, progress=progress)
         self.speed.timing = scheduler.timing
         try:
             for piece in scheduler.serve(requests):
-                self.speed.compile_seconds = programs.compile_seconds - compiled
                 self.speed.cut_texts += piece.result is not None and piece.result.finish == "context"
                 yield piece
         finally:
-            self._state = scheduler.state
-            if self._state is None:  # a call failed, and its donated arrays are gone
-                self._clear_rows(0)
+            self.speed.compile_seconds = programs.compile_seconds - compiled
+            if scheduler.state is not None:  # otherwise a call failed, and its donated arrays are gone
+                self._cache = programs.shape, scheduler.state
 
-    def _prepare(self, lengths: Sequence[int], settings: GenerationSettings, min_slots: int) -> tuple[Programs, State]:
-        """Reuses the last KV cache if it has the same number of rows, and grows it if necessary.
-
-        Slots are powers of two, so there are few programs.
-        """
+    def _prepare(self, requests: Sequence[Request], settings: GenerationSettings, keep: bool) -> tuple[Programs, State]:
+        """Reuses the last KV cache if it has as many rows and enough slots; slots are powers of two: few programs."""
         parts = self._batch_parts
-        rows = math.ceil(min(self._batch_size, len(lengths)) / parts) * parts
-        longest = min(max(max(lengths) + settings.max_tokens, min_slots), self.limits.context or sys.maxsize)
-        slots = _power_of_two(longest, MIN_SLOTS)
-        old_slots, caches = 0, None
-        if self._state is not None and len(self._rows) == rows:
-            caches = self._state.caches
-            old_slots = jax.tree.leaves(caches)[0].shape[2]
-        shape = Shape(rows, max(slots, old_slots))
+        rows = math.ceil(min(self._batch_size, len(requests)) / parts) * parts
+        longest = max(request.num_prompt for request in requests) + settings.max_tokens
+        longest = min(max(longest, CHAT_SLOTS if keep else MIN_SLOTS), self.limits.context or sys.maxsize)
+        shape, caches = Shape(rows, max(MIN_SLOTS, 1 << (longest - 1).bit_length())), None
+        if self._cache is not None and self._cache[0].rows == rows and self._cache[0].slots >= shape.slots:
+            shape, caches = self._cache[0], self._cache[1].caches
         size = cache_bytes(self._model, self._mesh, shape.rows, shape.slots)
         self.speed.shape, self.speed.cache_bytes = shape, size
         self._require_memory(
@@ -212,45 +183,17 @@ class Generator:
             f"the weights and a KV cache of {rows} x {shape.slots:,} tokens take",
             "use a smaller --max-tokens or --batch-size, or shorter prompts",
         )
-        self._state = None  # frees the old cache before a new one is made
-        if caches is None:
-            self._clear_rows(rows)
-        elif slots > old_slots:
-            caches = grow_cache(caches, slots, self._mesh)
-            if any(block.rope_scaling.kind == "longrope" for block in self.config.block_kinds()):
-                self._clear_rows()  # its frequencies depend on the number of slots
-        key = shape, program_settings(settings)
+        self._cache = None  # frees it before a new one is made
+        if caches is None or not keep:
+            self._cached = [[] for _ in range(rows)]
+        key = shape, replace(settings, max_tokens=1, seed=0, stop=())  # they do not affect compilation
         if key not in self._programs:
             self._programs[key] = Programs(self._model, self._mesh, shape, settings, self._num_ids, self.end_ids)
-        programs = self._programs[key]
-        return programs, programs.state(caches)
-
-    def _clear_rows(self, count: int | None = None) -> None:
-        self._rows = [Row(index) for index in range(len(self._rows) if count is None else count)]
-
-    def _prefill_chunk(self) -> int:
-        if self._chunk is not None:
-            return _power_of_two(self._chunk, 1)
-        memory = self._memory()
-        if memory is None or platform_here() == "cpu":
-            return MIN_CHUNK
-        sizes, chunk = mesh_sizes(self._mesh), MAX_CHUNK
-        room = (memory - self._weight_bytes - self.speed.cache_bytes) / 2
-        share = Workload(sizes=sizes, rows=1, length=chunk, training=False, packed=True, platform=platform_here())
-        while chunk > MIN_CHUNK and costs_of(self.config, replace(share, length=chunk)).working > room:
-            chunk //= 2
-        return chunk
-
-    def _memory(self) -> int | None:
-        return memory_per_device(jax.local_devices()[:1] if self._mesh is None else self._mesh.local_devices)
+        return self._programs[key], self._programs[key].state(caches)
 
     def _require_memory(self, needed: int, what: str, way_out: str) -> None:
-        memory = self._memory()
+        memory = memory_per_device(jax.local_devices()[:1] if self._mesh is None else self._mesh.local_devices)
         if memory is not None and needed > memory:
             raise GenerationError(
                 f"{what} {needed / 2**30:,.1f} GiB on each device, which has {memory / 2**30:,.1f}; {way_out}"
             )
-
-
-def _power_of_two(size: int, minimum: int) -> int:
-    return max(minimum, 1 << (size - 1).bit_length())

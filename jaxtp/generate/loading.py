@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import logical_size
-from jaxtp.checkpoint.storage import StoredCheckpoint, finished_checkpoints, open_checkpoint
+from jaxtp.checkpoint.storage import finished_checkpoints, open_checkpoint
 from jaxtp.config import entry
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import Keys, Switch, UserPath, expand, nearest_file
@@ -136,30 +136,23 @@ class ModelSource:
     """A model on disk, without its weights."""
 
     name: str
-    """Its name in messages."""
-
     config: ModelConfig
     """The configuration for inference."""
-
     tokenizer: Tokenizer
-
     load: Callable[[Mesh], Decoder]
     """Reads the weights onto a mesh."""
-
     end_ids: frozenset[int]
     """Tokens that end a text."""
-
     prefix: tuple[int, ...]
     """Tokens that the model expects before a text."""
-
     template: str | None
     """Chat template, in Jinja."""
-
     special_tokens: Mapping[str, str]
     """Texts of the special tokens that the template may use, such as bos_token."""
-
     context: int | None
     """Maximum number of tokens of prompt and text together; None if unknown."""
+    trained_length: int | None = None
+    """Sequence length of a run that began with random weights."""
 
 
 def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
@@ -220,7 +213,7 @@ def _open_hf(folder: Path, options: SourceConfig) -> ModelSource:
             return model if adapters is None else merge_peft(model, adapters, config, mesh)
 
     return ModelSource(
-        name=_with_adapters(str(folder), adapters),
+        name=str(folder) if adapters is None else f"{folder} with {adapters.path}",
         config=config,
         tokenizer=tokenizer,
         load=load,
@@ -251,30 +244,29 @@ def _open_run(path: Path, options: SourceConfig) -> ModelSource:
             return load_merged(folder, info, config, mesh, options.base)
         return merge_peft(load_merged(folder, info, trained, mesh), adapters, config, mesh)
 
-    location = _tokenizer_location(checkpoint, options.tokenizer)
-    tokenizer = _tokenizer_of_run(checkpoint, location, options)
-    folders = [each for each in (location, hf_files_of(folder)) if each is not None and each.is_dir()]
-    templates = ((chat_template(each), each) for each in folders)
-    template, template_folder = next((pair for pair in templates if pair[0] is not None), (None, None))
+    data, hf_files, corpus = info["config"].get("data", {}), hf_files_of(folder), info.get("corpus", {})
+    paths = (options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None), hf_files)
+    location = next((expand(Path(each)) for each in paths if each is not None), None)
+    tokenizer = _tokenizer_of_run(folder, corpus.get("tokenizer"), location, options)
+    folders = [each for each in (location, hf_files) if each is not None and each.is_dir()]
+    with_template = next((each for each in folders if chat_template(each) is not None), None)
+    name = f"{path}, step {folder.name}"
     return ModelSource(
-        name=_with_adapters(f"{path}, step {folder.name}", adapters),
+        name=name if adapters is None else f"{name} with {adapters.path}",
         config=config,
         tokenizer=tokenizer,
         load=load,
         end_ids=tokenizer.info.end_ids.union(*map(_end_ids, folders)),
-        prefix=tuple(info.get("corpus", {}).get(PREFIX, ())),
-        template=template,
-        special_tokens={} if template_folder is None else special_tokens(template_folder),
+        prefix=tuple(corpus.get(PREFIX, ())),
+        template=None if with_template is None else chat_template(with_template),
+        special_tokens={} if with_template is None else special_tokens(with_template),
         context=_context(folders, config),
+        trained_length=data.get("sequence_length") if hf_files is None else None,
     )
 
 
 def _open_adapters(options: SourceConfig, model: ModelConfig, family: str | None) -> PeftFolder | None:
     return None if options.adapters is None else open_peft(options.adapters, model, family)
-
-
-def _with_adapters(model: str, adapters: PeftFolder | None) -> str:
-    return model if adapters is None else f"{model} with {adapters.path}"
 
 
 def _default_dtype(stored: str | None) -> DType:
@@ -299,15 +291,8 @@ def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:
     )
 
 
-def _tokenizer_location(checkpoint: StoredCheckpoint, requested: Path | None) -> Path | None:
-    data = checkpoint.info["config"].get("data", {})
-    mixture = next(iter(data.get("mixture") or ()), None)
-    paths = (requested, data.get("path"), mixture, hf_files_of(checkpoint.folder))
-    return next((expand(Path(path)) for path in paths if path is not None), None)
-
-
-def _tokenizer_of_run(checkpoint: StoredCheckpoint, location: Path | None, options: SourceConfig) -> Tokenizer:
-    folder, recorded = checkpoint.folder, checkpoint.info.get("corpus", {}).get("tokenizer")
+def _tokenizer_of_run(folder: Path, recorded: str | None, location: Path | None, options: SourceConfig) -> Tokenizer:
+    """Returns the tokenizer with the sha256 that the checkpoint recorded."""
     if recorded == BYTES:
         if options.tokenizer is not None:
             raise SourceError(f"{folder} was trained on bytes; leave --tokenizer out")

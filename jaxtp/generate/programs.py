@@ -7,7 +7,6 @@ may run before then: virtual CPU devices can deadlock with several programs in f
 A decode call runs until all rows have ended, or the first if a prompt is waiting.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.generate.decode_model import DecodeModel, mesh_context
 from jaxtp.generate.sampling import GenerationSettings, sample
-from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
+from jaxtp.layers.cache import KVCaches, NewTokens
 
 Ints = NDArray[np.int32] | Array
 
@@ -48,7 +47,6 @@ class State:
 
     caches: KVCaches
     """The KV cache."""
-
     seen: Array | None = None
     """Whether a row has a token, `[rows, V]`; None without a repetition penalty."""
 
@@ -63,16 +61,12 @@ class PackedTokens:
 
     ids: Ints
     """`[P, C]`."""
-
     rows: Ints
     """Row of each token within its part, `[P, C]`; -1 for padding."""
-
     positions: Ints
     """Position of each token in its row, `[P, C]`."""
-
     last: Ints
     """Index in the sequence of the last prompt token of each row, `[P, R]`; -1 if it is not there."""
-
     continued: bool = field(metadata={"static": True})
     """Whether a sequence begins with tokens of a row that has others in the cache."""
 
@@ -84,13 +78,10 @@ class RowArrays:
 
     tokens: Ints
     """The last sampled token, not yet in the cache."""
-
     lengths: Ints
     """Number of tokens in the cache; for a prompt that is being read, its whole length."""
-
     left: Ints
     """Number of tokens still to be generated; 0 for an idle row."""
-
     seeds: NDArray[np.uint32] | Array
 
 
@@ -107,7 +98,7 @@ class SampledTokens:
     steps: Array | int
 
     def wait(self) -> StepTokens:
-        """Waits for the tokens."""
+        """Returns the tokens when they are computed."""
         steps = int(self.steps)
         return np.asarray(self.tokens)[:steps].tolist(), np.asarray(self.logprobs)[:steps].tolist()
 
@@ -170,7 +161,8 @@ class Programs:
         The state is donated. The tokens of a row must be read in order.
         """
         key = ("read", packed.ids.shape[1], packed.continued)
-        state, tokens, logprobs = self._run(key, self._read, state, packed, rows)
+        program = self._program(key, self._read, state, packed, rows)
+        state, tokens, logprobs = program(self._weights, state, packed, rows)
         return state, SampledTokens(tokens, logprobs, 1)
 
     def decode(self, state: State, rows: RowArrays, steps: int, *, waiting: bool) -> tuple[State, SampledTokens]:
@@ -179,7 +171,9 @@ class Programs:
         Args:
           waiting: return as soon as a row has ended, for a waiting prompt.
         """
-        state, *sampled = self._run("decode", self._decode, state, rows, np.int32(steps), np.bool_(waiting))
+        limits = np.int32(steps), np.bool_(waiting)
+        program = self._program("decode", self._decode, state, rows, *limits)
+        state, *sampled = program(self._weights, state, rows, *limits)
         return state, SampledTokens(*sampled)
 
     def compiled_decode(self, state: State) -> jax.stages.Compiled:
@@ -235,24 +229,17 @@ class Programs:
     def _empty(self, model: DecodeModel) -> KVCaches:
         return model.empty(self.shape.rows, self.shape.slots)
 
-    def _run(self, key: Hashable, function: Callable[..., object], *arguments: object) -> tuple:  # type: ignore[type-arg]
-        return self._program(key, function, *arguments)(self._weights, *arguments)
-
     def _program(self, key: Hashable, function: Callable[..., object], *arguments: object) -> jax.stages.Compiled:
-        if key not in self._compiled:
-            started = time.perf_counter()
-            self._compiled[key] = self._compile(function, arguments)
-            self.compile_seconds += time.perf_counter() - started
-        return self._compiled[key]
-
-    def _compile(self, function: Callable[..., object], arguments: tuple[object, ...]) -> jax.stages.Compiled:
         def program(weights: nnx.State, *arguments: object) -> object:
             return function(nnx.merge(self._graph, weights), *arguments)
 
-        types = jax.tree.map(self._abstract, arguments)
-        with mesh_context(self._mesh):
-            jitted = jax.jit(program, donate_argnums=1 if arguments else ())  # donates the state
-            return jitted.lower(self._weights, *types).compile()
+        if key not in self._compiled:
+            started, types = time.perf_counter(), jax.tree.map(self._abstract, arguments)
+            with mesh_context(self._mesh):
+                jitted = jax.jit(program, donate_argnums=1 if arguments else ())  # donates the state
+                self._compiled[key] = jitted.lower(self._weights, *types).compile()
+            self.compile_seconds += time.perf_counter() - started
+        return self._compiled[key]
 
     def _abstract(self, array: Array | jax.ShapeDtypeStruct | NDArray[np.generic]) -> jax.ShapeDtypeStruct:
         if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
@@ -266,19 +253,3 @@ class Programs:
 @partial(jax.jit, donate_argnums=0)
 def _replace_rows(old: Array, new: Array, is_new: Array) -> Array:
     return constrain(jnp.where(is_new[:, None], new, old), batch_spec(None))
-
-
-def program_settings(settings: GenerationSettings) -> GenerationSettings:
-    """Returns the settings with defaults for fields that do not affect compilation."""
-    return dataclasses.replace(settings, max_tokens=1, seed=0, stop=())
-
-
-def grow_cache(caches: KVCaches, slots: int, mesh: Mesh | None) -> KVCaches:
-    """Returns the KV cache padded to more slots."""
-    sharding = None if mesh is None else NamedSharding(mesh, LAYER_SPEC)
-
-    def grow(caches: KVCaches) -> KVCaches:
-        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0))), caches)
-
-    larger: KVCaches = jax.jit(grow, out_shardings=sharding)(caches)
-    return larger

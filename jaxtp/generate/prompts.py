@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,6 @@ Prompt = str | Sequence[int] | Ids
 
 MAX_BYTES = 2**30
 """Maximum size of a prompt file."""
-_MAX_LISTED = 5
-"""Maximum number of prompts listed in a message."""
 
 
 def is_jsonl(path: Path) -> bool:
@@ -79,10 +77,8 @@ class Limits:
     """The token ids and lengths that a model accepts."""
 
     vocab_size: int
-
     context: int | None
     """Maximum number of tokens of prompt and text together; None for no limit."""
-
     learned: bool
     """Whether the limit is the number of learned positions."""
 
@@ -136,39 +132,29 @@ def encode_prompts(
       name: names a prompt in messages, by its index.
 
     Raises:
-      GenerationError: the model cannot read some prompts.
+      GenerationError: the model cannot read a prompt.
       TokenizerError: the tokenizer cannot encode part of a prompt.
     """
     present = {index: prompt for index, prompt in enumerate(prompts) if prompt is not None}
-    _raise_problems({i: f"is {p!r:.40}, not text or ids" for i, p in present.items() if not _is_prompt(p)}, name)
+    for index, prompt in present.items():
+        if not _is_prompt(prompt):
+            raise GenerationError(f"{name(index)} is {prompt!r:.40}, not text or ids")
+        if isinstance(prompt, str) and prompt != prompt.encode(errors="replace").decode():  # half a surrogate pair
+            raise GenerationError(f"{name(index)} is not UTF-8")
     texts = {index: prompt for index, prompt in present.items() if isinstance(prompt, str)}
-    _raise_problems({index: "is not UTF-8" for index, text in texts.items() if not _is_utf8(text)}, name)
     encoded = dict(zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True))
-    before = np.array(prefix, np.int64)
-    ids = {
-        index: np.concatenate([before, encoded[index]]) if index in encoded else np.asarray(prompt)
-        for index, prompt in present.items()
-    }
-    problems = {index: limits.problem(array) for index, array in ids.items()}
-    _raise_problems({index: problem for index, problem in problems.items() if problem}, name)
-    return [ids[index].astype(np.int32) if index in ids else None for index in range(len(prompts))]
+    before, ids = np.array(prefix, np.int64), list[Ids | None]()
+    for index, maybe in enumerate(prompts):
+        if maybe is None:
+            ids.append(None)
+            continue
+        array = np.concatenate([before, encoded[index]]) if index in encoded else np.asarray(maybe)
+        if problem := limits.problem(array):
+            raise GenerationError(f"{name(index)} {problem}")
+        ids.append(array.astype(np.int32))
+    return ids
 
 
 def _is_prompt(prompt: object) -> bool:
     array = np.asarray(prompt)
     return isinstance(prompt, str) or (array.ndim == 1 and array.dtype.kind in "iuf")  # [] is an array of floats
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _raise_problems(problems: Mapping[int, str], name: Callable[[int], str]) -> None:
-    if problems:
-        lines = [f"{name(index)} {problem}" for index, problem in problems.items()]
-        more = [f"and {len(lines) - _MAX_LISTED:,} more prompts"] if len(lines) > _MAX_LISTED else []
-        raise GenerationError("\n  ".join(lines[:_MAX_LISTED] + more))

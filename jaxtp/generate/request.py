@@ -16,10 +16,8 @@ Finish = Literal["end", "stop", "length", "context"]
 
 _CONTEXT_TOKENS = 8
 """Prompt tokens decoded together with the first new token, whose spelling may depend on them."""
-
 _MAX_PENDING = 3
 """Tokens held back for an unfinished character: UTF-8 has up to four bytes, one in each token."""
-
 _REPLACEMENT = "\ufffd".encode()
 
 
@@ -33,21 +31,15 @@ class Result:
 
     index: int
     """Index of the prompt, from 0."""
-
     text: str
     """The text before the end token or the stop text."""
-
     ids: tuple[int, ...]
     """Its tokens: without the end token, with the tokens of the stop text."""
-
     logprobs: tuple[float, ...]
     """Log-probability of each token in nats, before penalty, temperature and filters."""
-
     finish: Finish
     """Why it ended: an end token, a stop text, `max_tokens`, or the model's context (prompt and text together)."""
-
     prompt_tokens: int
-    """Number of prompt tokens."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +48,10 @@ class Piece:
 
     index: int
     """Index of the prompt."""
-
     token: int | None
     """The token; None for an end token."""
-
     text: str
     """Whole characters; may be empty."""
-
     result: Result | None
     """The whole result, with the last piece."""
 
@@ -84,50 +73,45 @@ class Request:
         end_ids: frozenset[int],
         context: int | None = None,
     ):
-        self.index = index
-        self.prompt = prompt
+        self.index, self.num_prompt = index, len(prompt)
+        self.tokens: list[int] = prompt.tolist()
+        """The prompt, then the generated tokens without an end token."""
         self.seed = (settings.seed + index) % 2**32
         self.finish: Finish | None = None
-        self._text: list[str] = []
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._detokenizer = Detokenizer(tokenizer, prompt.tolist())
+        self._text, self._logprobs = "", list[float]()
+        self._detokenizer = Detokenizer(tokenizer, self.tokens)
         self._stops = StopTexts(settings.stop)
-        room = settings.max_tokens if context is None else context - len(prompt)
-        self._max_tokens = min(settings.max_tokens, room)
-        self._limit_reason: Finish = "length" if room >= settings.max_tokens else "context"
         self._end_ids = end_ids
+        room = settings.max_tokens if context is None else context - len(prompt)
+        self._limit = len(prompt) + min(settings.max_tokens, room)
+        self._limit_reason: Finish = "length" if room >= settings.max_tokens else "context"
 
     @property
     def tokens_left(self) -> int:
         """Tokens that may still be generated."""
-        return 0 if self.finish else self._max_tokens - len(self._ids)
+        return self._limit - len(self.tokens)
 
     def append(self, token: int, logprob: float) -> Piece:
         """Appends a token and returns its text; sets `finish` after the last."""
-        text = ""
-        if token in self._end_ids:
-            self.finish = "end"
-        else:
-            self._ids.append(token)
+        ended, text, stopped = token in self._end_ids, "", False
+        if not ended:
+            self.tokens.append(token)
             self._logprobs.append(logprob)
-            text = self._before_stop(self._detokenizer.feed(token))
-            if self.finish is None and len(self._ids) == self._max_tokens:
-                self.finish = self._limit_reason
-        if self.finish in ("end", "length", "context"):
-            text += self._before_stop(self._detokenizer.finish()) + self._stops.finish()
-        self._text.append(text)
-        result = None
-        if self.finish is not None:
-            ids, logprobs = tuple(self._ids), tuple(self._logprobs)
-            result = Result(self.index, "".join(self._text), ids, logprobs, self.finish, len(self.prompt))
-        return Piece(self.index, None if self.finish == "end" else token, text, result)
-
-    def _before_stop(self, text: str) -> str:
-        text, found = self._stops.feed(text)
-        if found:
+            text, stopped = self._stops.feed(self._detokenizer.feed(token))
+        if not stopped and (ended or self.tokens_left == 0):
+            self.finish = "end" if ended else self._limit_reason
+            rest, stopped = self._stops.feed(self._detokenizer.finish())
+            text += rest + self._stops.finish()
+        if stopped:
             self.finish = "stop"
-        return text
+        self._text += text
+        return Piece(self.index, None if ended else token, text, self._result())
+
+    def _result(self) -> Result | None:
+        if self.finish is None:
+            return None
+        ids, logprobs = tuple(self.tokens[self.num_prompt :]), tuple(self._logprobs)
+        return Result(self.index, self._text, ids, logprobs, self.finish, self.num_prompt)
 
 
 class Detokenizer:

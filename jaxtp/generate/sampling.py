@@ -65,12 +65,11 @@ def settings_problems(
     settings: GenerationSettings, spell: Callable[[str, object], str] = lambda name, value: f"{name}={value}"
 ) -> Iterator[str]:
     """Yields a message for each valid setting that has no effect or ends every text at once; `spell` formats it."""
-    default = GenerationSettings()
-    unused = [n for n in ("top_k", "top_p", "min_p") if getattr(settings, n) != getattr(default, n)]
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    unused = [spell(name, getattr(settings, name)) for name in off if getattr(settings, name) != off[name]]
     if settings.temperature == 0 and unused:
-        values = ", ".join(spell(name, getattr(settings, name)) for name in unused)
-        verb = "has" if len(unused) == 1 else "have"
-        yield f"{values} {verb} no effect at temperature 0, which takes the most likely token; set a temperature"
+        values = f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'}"
+        yield f"{values} no effect at temperature 0, which takes the most likely token; set a temperature"
     if "" in settings.stop:
         yield f"{spell('stop', repr(''))} would end every text at once; remove it"
 

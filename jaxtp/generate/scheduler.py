@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -31,28 +31,8 @@ MAX_WASTE = 2
 SECONDS_PER_CALL = 0.1
 """Roughly how long a decode call takes before it hands out its tokens."""
 
-
-@dataclass(eq=False)
-class Row:
-    """A row of the KV cache."""
-
-    index: int
-
-    ids: list[int] = field(default_factory=list)
-    """The tokens in the cache."""
-
-    request: Request | None = None
-    """The request being served; None for a free row."""
-
-    pending: list[int] = field(default_factory=list)
-    """Tokens not in the cache yet: of the prompt, or the last sampled one."""
-
-    prefilled: bool = False
-    """Whether the prompt has been read."""
-
-
-Chunk = tuple[Row, int, int]
-"""Tokens of a row's prompt to read: `row.pending[start:stop]`."""
+Chunk = tuple[int, int, int]
+"""Prompt tokens to read: the row, and the range of positions."""
 
 
 @dataclass
@@ -71,7 +51,7 @@ class Scheduler:
     """Generates texts with the rows of one KV cache.
 
     Args:
-      rows: updated as their contents change.
+      cached: the tokens in the cache, by row; updated as they change.
       num_parts: parts that the devices split the rows into.
       max_chunk: maximum length of a packed sequence.
       progress: called with prompt tokens read so far and in total.
@@ -81,7 +61,7 @@ class Scheduler:
         self,
         programs: Programs,
         state: State,
-        rows: Sequence[Row],
+        cached: list[list[int]],
         *,
         num_parts: int,
         max_chunk: int,
@@ -90,48 +70,44 @@ class Scheduler:
         self.timing = Timing()
         self.state: State | None = state
         """None during a call: it is donated, so nothing is left if the call fails."""
-        self._programs, self._rows, self._num_parts = programs, rows, num_parts
-        self._rows_per_part = len(rows) // num_parts
+        self._programs, self._cached, self._num_parts = programs, cached, num_parts
+        self._rows_per_part = len(cached) // num_parts
         self._max_chunk, self._progress = max_chunk, progress
+        self._requests: dict[int, Request] = {}  # by row; a row without one is free
         self._steps = 1
 
     def serve(self, requests: Iterable[Request]) -> Iterator[Piece]:
         """Yields pieces of the requests' texts as they are generated."""
         waiting = deque(requests)
-        for row in self._rows:
-            row.request = None
-        while waiting or self._active():
+        while waiting or self._requests:
             self._admit(waiting)
             yield from self._prefill()
-            if self._active():
+            if self._requests:
                 yield from self._decode(waiting=bool(waiting))
 
-    def _active(self) -> list[Row]:
-        return [row for row in self._rows if row.request is not None]
-
     def _admit(self, waiting: deque[Request]) -> None:
-        free = [row for row in self._rows if row.request is None]
-        alone = len(waiting) == 1 or len(self._rows) == 1
+        free = [row for row in range(len(self._cached)) if row not in self._requests]
+        alone = len(waiting) == 1 or len(self._cached) == 1
         prompts = {}
         while free and waiting:
             request = waiting.popleft()
-            prompt = request.prompt.tolist()
-            row = max(free, key=lambda row: _num_cached(row.ids, prompt))
-            cached = _num_cached(row.ids, prompt)
-            if not alone and cached < len(prompt) / 2:  # continued rows cannot share a sequence with earlier rows
-                cached = 0
-            row.ids, row.pending, row.request, row.prefilled = prompt[:cached], prompt[cached:], request, False
-            self.timing.kept_tokens += cached
+            row = max(free, key=lambda row: _num_cached(self._cached[row], request.tokens))
+            count = _num_cached(self._cached[row], request.tokens)
+            if not alone and count < request.num_prompt / 2:  # continued rows cannot share a sequence with earlier rows
+                count = 0
+            del self._cached[row][count:]
+            self.timing.kept_tokens += count
+            self._requests[row] = request
             free.remove(row)
-            prompts[row.index] = request.prompt
+            prompts[row] = np.array(request.tokens, np.int32)
         if prompts:
             state, self.state = self._take_state(), None
             self.state = self._programs.add_prompts(state, prompts)
 
     def _prefill(self) -> Iterator[Piece]:
-        reading = [row for row in self._active() if not row.prefilled]
-        total, done = sum(len(row.pending) for row in reading), 0
-        for parts in self._packs(reading):
+        unread = {row: request for row, request in self._requests.items() if len(request.tokens) == request.num_prompt}
+        total, done = sum(request.num_prompt - len(self._cached[row]) for row, request in unread.items()), 0
+        for parts in self._packs(unread):
             sampled, seconds = self._call(partial(self._programs.read, packed=self._pack(parts)))
             chunks = [chunk for part in parts for chunk in part]
             count = sum(stop - start for _, start, stop in chunks)
@@ -139,24 +115,18 @@ class Scheduler:
             self.timing.prefill_seconds += seconds
             self.timing.prefill_tokens += count
             self._progress(done, total)
-            ended = []
             for row, start, stop in chunks:
-                row.ids += row.pending[start:stop]
-                if stop == len(row.pending):
-                    row.pending, row.prefilled = [], True
-                    ended.append(row)
-            yield from self._append_tokens(sampled, ended)
+                self._cached[row] += unread[row].tokens[start:stop]
+            yield from self._append_tokens(sampled, [row for row, _, stop in chunks if stop == unread[row].num_prompt])
 
     def _decode(self, *, waiting: bool) -> Iterator[Piece]:
-        active = self._active()
+        rows = list(self._requests)
         sampled, seconds = self._call(partial(self._programs.decode, steps=self._steps, waiting=waiting))
-        steps = len(sampled[0])
-        # At most doubled, since the first call of a program is slower. Several processes must make the same calls,
-        # and their clocks differ.
-        wanted = int(SECONDS_PER_CALL * steps / max(seconds, 1e-9)) if jax.process_count() == 1 else MAX_STEPS
-        self._steps = min(max(1, wanted), 2 * self._steps, MAX_STEPS)
+        # Several processes must make the same calls, and their clocks differ.
+        in_time = SECONDS_PER_CALL * len(sampled[0]) / max(seconds, 1e-9) if jax.process_count() == 1 else MAX_STEPS
+        self._steps = min(max(1, int(in_time)), 2 * self._steps, MAX_STEPS)  # the first call of a program is slower
         self.timing.decode_seconds += seconds
-        pieces = self._append_tokens(sampled, active)
+        pieces = self._append_tokens(sampled, rows)
         self.timing.decode_tokens += len(pieces)
         yield from pieces
 
@@ -167,21 +137,20 @@ class Scheduler:
         tokens = sampled.wait()
         return tokens, time.perf_counter() - started - (self._programs.compile_seconds - compiled)
 
-    def _append_tokens(self, sampled: StepTokens, rows: Sequence[Row]) -> list[Piece]:
+    def _append_tokens(self, sampled: StepTokens, rows: Sequence[int]) -> list[Piece]:
         pieces = []
         for tokens, logprobs in zip(*sampled, strict=True):
             for row in rows:
-                if row.request is None:
+                if (request := self._requests.get(row)) is None:  # its text has ended
                     continue
-                if not math.isfinite(logprobs[row.index]):
+                if not math.isfinite(logprobs[row]):
                     raise WrongNumbersError(
-                        f"the logits after prompt {row.request.index} are not finite: the weights are damaged"
+                        f"the logits after prompt {request.index} are not finite: the weights are damaged"
                     )
-                row.ids += row.pending
-                row.pending = [tokens[row.index]]
-                pieces.append(row.request.append(tokens[row.index], logprobs[row.index]))
-                if row.request.finish is not None:
-                    row.request = None
+                self._cached[row] += request.tokens[len(self._cached[row]) :]
+                pieces.append(request.append(tokens[row], logprobs[row]))
+                if request.finish is not None:
+                    del self._requests[row]
         return pieces
 
     def _take_state(self) -> State:
@@ -189,56 +158,50 @@ class Scheduler:
         return self.state
 
     def _row_arrays(self) -> RowArrays:
-        tokens, lengths, left = (np.zeros(len(self._rows), np.int32) for _ in range(3))
-        seeds = np.zeros(len(self._rows), np.uint32)
-        for row in self._rows:
-            if row.request is None:
-                continue
-            seeds[row.index] = row.request.seed
-            if row.prefilled:
-                tokens[row.index], lengths[row.index] = row.pending[0], len(row.ids)
-                left[row.index] = row.request.tokens_left
-            else:
-                lengths[row.index] = len(row.request.prompt)
+        tokens, lengths, left = (np.zeros(len(self._cached), np.int32) for _ in range(3))
+        seeds = np.zeros(len(self._cached), np.uint32)
+        for row, request in self._requests.items():
+            has_text = len(request.tokens) > request.num_prompt
+            tokens[row], lengths[row] = request.tokens[-1], len(request.tokens) - has_text
+            left[row], seeds[row] = request.tokens_left, request.seed
         return RowArrays(tokens, lengths, left, seeds)
 
-    def _packs(self, reading: Sequence[Row]) -> Iterator[list[list[Chunk]]]:
-        by_part: list[list[list[Chunk]]] = []
-        for part in range(self._num_parts):
-            packs: list[list[Chunk]] = []
-            room = 0
-            for row in reading:
-                start = 0
-                while row.index // self._rows_per_part == part and start < len(row.pending):
-                    if room == 0 or (start == 0 and row.ids):  # a row with cached tokens must come first
-                        packs.append([])
-                        room = self._max_chunk
-                    stop = min(start + room, len(row.pending))
-                    packs[-1].append((row, start, stop))
-                    room -= stop - start
-                    start = stop
-            by_part.append(packs)
+    def _packs(self, unread: dict[int, Request]) -> Iterator[list[list[Chunk]]]:
+        """Yields the chunks that each part reads in one call."""
+        by_part: list[list[list[Chunk]]] = [[] for _ in range(self._num_parts)]
+        room = [0] * self._num_parts
+        for row, request in unread.items():
+            part, start = row // self._rows_per_part, len(self._cached[row])
+            if start:  # a row with cached tokens must come first
+                room[part] = 0
+            while start < request.num_prompt:
+                if room[part] == 0:
+                    by_part[part].append([])
+                    room[part] = self._max_chunk
+                stop = min(start + room[part], request.num_prompt)
+                by_part[part][-1].append((row, start, stop))
+                room[part] -= stop - start
+                start = stop
         for number in range(max(map(len, by_part), default=0)):
             yield [packs[number] if number < len(packs) else [] for packs in by_part]
 
     def _pack(self, parts: list[list[Chunk]]) -> PackedTokens:
         length = self._length(max(sum(stop - start for _, start, stop in chunks) for chunks in parts))
-        shape, per_part = (self._num_parts, length), self._rows_per_part
+        shape = (self._num_parts, length)
         ids, rows = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
         positions = np.full(shape, self._programs.shape.slots, np.int32)
-        last = np.full((self._num_parts, per_part), -1, np.int32)
-        continued = False
+        last = np.full((self._num_parts, self._rows_per_part), -1, np.int32)
         for part, chunks in enumerate(parts):
             at = 0
             for row, start, stop in chunks:
-                before, count = len(row.ids), stop - start
-                here = slice(at, at + count)
-                ids[part, here], rows[part, here] = row.pending[start:stop], row.index % per_part
-                positions[part, here] = np.arange(before, before + count)
-                continued = continued or before > 0
-                at += count
-                if stop == len(row.pending):
-                    last[part, row.index % per_part] = at - 1
+                request, place = self._requests[row], row % self._rows_per_part
+                here = slice(at, at + stop - start)
+                at = here.stop
+                ids[part, here], rows[part, here] = request.tokens[start:stop], place
+                positions[part, here] = np.arange(start, stop)
+                if stop == request.num_prompt:
+                    last[part, place] = at - 1
+        continued = any(start > 0 for chunks in parts for _, start, _ in chunks)
         return PackedTokens(ids, rows, positions, last, continued)
 
     def _length(self, needed: int) -> int:

@@ -239,7 +239,7 @@ def in_terminal(process):
         before, _, shown = shown.partition(text)
         return before.decode(errors="replace")
 
-    see(b"(/help lists the commands")
+    see(b"(/reset starts again")
     see(b"> ")
     process.stdin.write(b"hello\n")
     see(b"\r\n")
@@ -249,8 +249,8 @@ def in_terminal(process):
     process.stdin.write(b"half\x03")
     see(b"(Ctrl-D ends the chat)", again=b"\x03")  # Python misses it between two waits for a key
     see(b"> ")
-    process.stdin.write(b"/sav x.jsonl\n")
-    see(b"did you mean /save?")
+    process.stdin.write(b"/qiut\n")
+    see(b"commands are /reset, /quit")
     see(b"> ")
     process.stdin.write(b"x" * 10_000 + b"\n")
     see(b"x" * 100 + b"\r\n")
@@ -293,7 +293,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_chat(places, tmp_path, monkeypa
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     made = []
 
-    def interrupted_once(self, prompts, settings, keep=False):
+    def interrupted_once(self, prompts, settings, **_):
         made.append(bytes(prompts[0]).decode())
         yield Piece(0, 5, "some", None)
         if len(made) == 1:

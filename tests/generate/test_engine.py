@@ -13,8 +13,6 @@ from flax import nnx
 from support import random_weights, state_on_mesh, sweep, without_mesh
 
 import jaxtp
-from jaxtp.analysis.costs import Workload
-from jaxtp.analysis.step_costs import costs_of
 from jaxtp.config.entry import WrongNumbersError
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.manifest import BYTES, TokenizerInfo
@@ -56,8 +54,15 @@ def model_on(mesh):
     return nnx.merge(*on_mesh)
 
 
+def generator_of(model, tokenizer=None, **options):
+    """Reads prompts in chunks of 16 tokens."""
+    generator = jaxtp.Generator(model, tokenizer or ByteTokenizer(), **options)
+    generator._chunk = 16
+    return generator
+
+
 def generator_on(mesh, **options):
-    return jaxtp.Generator(model_on(mesh), ByteTokenizer(), **{"chunk": 16, **options})
+    return generator_of(model_on(mesh), **options)
 
 
 @cache
@@ -156,9 +161,10 @@ def test_a_conversation_is_read_on_from_what_the_cache_has(monkeypatch):
         assert [piece.token for piece in begun] == list(plain.generate([turn], SETTINGS)[0].ids[:4])
         pieces.close()
         kept = next(i for i, (a, b) in enumerate(zip(known[-1] + [-1], turn, strict=False)) if a != b)
+        kept = 0 if turn is turns[-1] else kept  # a larger cache starts empty
         timing = generator.speed.timing
         assert (timing.kept_tokens, timing.prefill_tokens) == (kept, len(turn) - kept)
-        known.append([*turn, *(piece.token for piece in begun)][: len(generator._rows[0].ids)])
+        known.append([*turn, *(piece.token for piece in begun)][: len(generator._cached[0])])
     assert generator.speed.shape == Shape(rows=1, slots=128)
     (result,) = generator.generate([turns[-1]], SETTINGS)
     assert generator.speed.timing.kept_tokens == 0, "nothing is kept unless it is asked for"
@@ -178,7 +184,7 @@ def test_what_failed_is_not_gone_on_from(monkeypatch):
         patch.setattr(Programs, "decode", fail)
         with pytest.raises(MemoryError):
             generator.generate(PROMPTS, SETTINGS)
-    assert generator._rows == []
+    assert generator._cache is None
     assert generator.generate(PROMPTS, SETTINGS) == expected
 
 
@@ -193,8 +199,8 @@ def test_an_interrupt_while_tokens_are_made_loses_none_that_were_read(monkeypatc
             raise KeyboardInterrupt
         return wait(chosen)
 
+    monkeypatch.setattr("jaxtp.generate.engine.CHAT_SLOTS", 64)
     with monkeypatch.context() as patch:
-        patch.setattr("jaxtp.generate.engine.CHAT_SLOTS", 64)
         patch.setattr(SampledTokens, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(generator.stream(PROMPTS[2:3], SETTINGS, keep=True))
@@ -237,7 +243,7 @@ def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
     generator = jaxtp.Generator(model, ByteTokenizer(), batch_size=rows)
     generator.generate(["a" * 50] * rows, dataclasses.replace(SETTINGS, max_tokens=2))
     (programs,) = generator._programs.values()
-    compiled = programs.compiled_decode(generator._state)
+    compiled = programs.compiled_decode(generator._cache[1])
     held = weight_bytes(model, mesh_sizes(generator._mesh)) + generator.speed.cache_bytes
     assert compiled.memory_analysis().alias_size_in_bytes >= generator.speed.cache_bytes
     read, rearranged = accounts.bytes_of_a_turn(compiled.as_text(), least=2**13)
@@ -271,7 +277,7 @@ def test_a_text_ends_at_its_end_token():
 def test_the_tokenizers_end_token_ends_a_text():
     tokenizer = ByteTokenizer()
     tokenizer.info = TokenizerInfo(BYTES, None, 256, greedy(PROMPTS[1])[0])
-    (result,) = jaxtp.Generator(model_on(None), tokenizer, chunk=16).generate(PROMPTS[1:2], SETTINGS)
+    (result,) = generator_of(model_on(None), tokenizer).generate(PROMPTS[1:2], SETTINGS)
     assert (result.text, result.finish) == ("", "end")
 
 
@@ -286,7 +292,9 @@ def test_a_text_ends_before_a_stop_text():
 
 
 def test_a_prefix_comes_before_text_and_not_before_ids():
-    with_prefix = generator_on(None, prefix=(116, 101))
+    tokenizer = ByteTokenizer()
+    tokenizer.prefix = (116, 101)
+    with_prefix = generator_of(model_on(None), tokenizer)
     text, ids = with_prefix.generate(["nsor", list(b"tensor")], SETTINGS)
     assert text.ids == ids.ids == greedy("tensor")
 
@@ -295,7 +303,7 @@ def test_a_prefix_comes_before_text_and_not_before_ids():
 def test_bfloat16():
     config = dataclasses.replace(CONFIG, precision=jaxtp.Precision(param="bfloat16", compute="bfloat16"))
     graph, state = state_on_mesh(lambda: build(config), weights(), jaxtp.make_mesh(1, 2, 4))
-    generator = jaxtp.Generator(nnx.merge(graph, state), ByteTokenizer(), chunk=16)
+    generator = generator_of(nnx.merge(graph, state))
     results = generator.generate(PROMPTS, SETTINGS)
     assert all(len(result.ids) == TOKENS and np.isfinite(result.logprobs).all() for result in results)
     assert generator.speed.cache_bytes == 2 * 2 * 2 * 64 * 1 * 4 * 2
@@ -337,15 +345,14 @@ def test_a_model_that_cannot_read_one_token_is_refused():
         jaxtp.Generator(nnx.merge(graph, state), ByteTokenizer())
 
 
-@pytest.mark.parametrize("name", ["chunk", "batch_size"])
-def test_sizes_below_one_are_refused(name):
-    with pytest.raises(GenerationError, match=f"{name}=0: should be 1 or more"):
-        generator_on(None, **{name: 0})
+def test_a_batch_size_below_one_is_refused():
+    with pytest.raises(GenerationError, match="batch_size=0: should be 1 or more"):
+        generator_on(None, batch_size=0)
 
 
 def test_logits_that_are_not_finite_are_said():
     broken = {**weights(), "norm.scale": jnp.full(16, jnp.nan)}
-    generator = jaxtp.Generator(nnx.merge(*without_mesh(build, broken)), ByteTokenizer(), chunk=16)
+    generator = generator_of(nnx.merge(*without_mesh(build, broken)))
     with pytest.raises(WrongNumbersError, match="logits after prompt 0 are not finite"):
         generator.generate(["a"], SETTINGS)
 
@@ -406,18 +413,5 @@ def test_a_cache_beyond_the_memory_is_refused_before_it_is_made():
 
 def test_reading_a_long_prompt_is_told():
     told = []
-    generator_on(None, progress=lambda *progress: told.append(progress)).generate(["a" * 40], SETTINGS)
+    list(one().stream(["a" * 40], SETTINGS, progress=lambda *progress: told.append(progress)))
     assert told == [(16, 40), (32, 40), (40, 40)]
-
-
-def test_prompts_are_read_in_parts_as_large_as_memory_allows(monkeypatch):
-    """On a GPU by what the layers declare; a CPU's cores are full before its memory is."""
-    generator = jaxtp.Generator(model_on(None), ByteTokenizer())
-    assert generator._prefill_chunk() == 512
-    share = Workload(sizes=sized(), rows=1, length=2048, training=False, packed=True, platform="cuda")
-    working = costs_of(CONFIG, share).working
-    monkeypatch.setattr("jaxtp.generate.engine.platform_here", lambda: "cuda")
-    for memory, most in ((0, 512), (2 * working, 2048), (2**60, 8192)):
-        there = memory + generator._weight_bytes
-        monkeypatch.setattr("jaxtp.generate.engine.memory_per_device", lambda _, there=there: there)
-        assert generator._prefill_chunk() == most

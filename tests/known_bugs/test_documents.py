@@ -21,7 +21,7 @@ from jaxtp.layers.activations import segment_mask, segment_positions
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.models import decoder
 from jaxtp.tools.evaluate.inputs import Document
-from jaxtp.tools.evaluate.measure import Scorer, Windowing, measure
+from jaxtp.tools.evaluate.measure import Scorer, measure
 
 T, V = 12, 19
 MODEL = jaxtp.ModelConfig(
@@ -120,9 +120,8 @@ def scorer(batch_size):
     return Scorer(model(), batch_size)
 
 
-def nats(*texts, batch_size=2, packing="none", score=None):
-    found = measure(score or scorer(batch_size), [Texts(*texts)], Windowing(T, T, packing), lambda *_: None)
-    return found.whole().nats
+def nats(*texts, batch_size=2, score=None):
+    return measure(score or scorer(batch_size), [Texts(*texts)], T, T, lambda _: None).whole().nats
 
 
 SHORT, LONG = [3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -142,9 +141,9 @@ def test_levanter_860_documents_score_the_same_packed(monkeypatch):
     documents were packed into rows. Here they are those of each document alone."""
     texts = SHORT, [7, 7, 2, 1], LONG, [2, 8]
     apart = sum(nats(text) for text in texts)
-    assert nats(*texts, packing="documents") == pytest.approx(apart, rel=1e-6)
+    assert nats(*texts) == pytest.approx(apart, rel=1e-6)
     monkeypatch.setattr(kernels, "segment_mask", no_documents)
-    assert nats(*texts, packing="documents", score=Scorer(model(), 2)) != pytest.approx(apart, rel=WRONG)
+    assert nats(*texts, score=Scorer(model(), 2)) != pytest.approx(apart, rel=WRONG)
 
 
 def test_trl_6357_a_document_ends_in_a_label_though_rows_are_filled_with_its_id():

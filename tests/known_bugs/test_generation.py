@@ -37,7 +37,7 @@ def weights():
 
 @cache
 def generator():
-    return jaxtp.Generator(nnx.merge(*without_mesh(build, weights())), ByteTokenizer(), chunk=32, batch_size=3)
+    return jaxtp.Generator(nnx.merge(*without_mesh(build, weights())), ByteTokenizer(), batch_size=3)
 
 
 def texts(prompts, settings):

@@ -10,7 +10,16 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import TOLERANCE, random_weights, relative_error, sizes_of, state_on_mesh, sweep, without_mesh
+from support import (
+    TOLERANCE,
+    continue_rows,
+    random_weights,
+    relative_error,
+    sizes_of,
+    state_on_mesh,
+    sweep,
+    without_mesh,
+)
 
 import jaxtp
 from jaxtp.analysis.costs import Workload
@@ -243,7 +252,7 @@ def test_what_users_ask_of_a_model_is_refused_in_one_sentence():
         with pytest.raises(ConfigError, match=r"mesh.context=ulysses: mesh.cp=8 does not divide the 4 query heads"):
             jax.eval_shape(lambda ids: build()(ids, context="ulysses"), ids)
         with pytest.raises(ConfigError, match=r"a KV cache cannot be split over cp, and the mesh has cp=8; use cp=1"):
-            jax.eval_shape(lambda ids: DecodeModel(build()).continue_rows(ids, (), ids[:, 0]), ids)
+            jax.eval_shape(lambda ids: continue_rows(DecodeModel(build(), ()), ids, (), ids[:, 0]), ids)
 
 
 @pytest.mark.parametrize("length", [15, 1])

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from support import random_weights, state_on_mesh, sweep, without_mesh
+from support import continue_rows, random_weights, state_on_mesh, sweep, without_mesh
 
 import jaxtp
 from jaxtp.analysis.step_costs import describe_padding, step_costs
@@ -158,9 +158,9 @@ def test_a_cache_of_padded_heads_generates_what_one_device_does():
 
         def read(state):
             model = nnx.merge(graph, state)
-            reader = DecodeModel(model)
-            first, caches = reader.continue_rows(ids[:, :4], reader.empty(4, 6), jnp.zeros(4, jnp.int32))
-            last, _ = reader.continue_rows(ids[:, 4:], caches, jnp.full(4, 4))
+            reader = DecodeModel(model, model.in_order())
+            first, caches = continue_rows(reader, ids[:, :4], reader.empty(4, 6), jnp.zeros(4, jnp.int32))
+            last, _ = continue_rows(reader, ids[:, 4:], caches, jnp.full(4, 4))
             return model.logits_of_hidden(jnp.concatenate([first, last], axis=1)), model(ids)
 
         with jax.set_mesh(mesh):

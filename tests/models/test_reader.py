@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import MESHES, TOLERANCE, random_weights, relative_error, state_on_mesh, sweep, without_mesh
+from support import MESHES, TOLERANCE, continue_rows, random_weights, relative_error, state_on_mesh, sweep, without_mesh
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
@@ -171,7 +171,7 @@ def test_reading_a_token_moves_two_sums_a_layer_and_none_of_the_cache():
     reader, weights = nnx.split(to_decode_model(nnx.merge(*built("plain", mesh)), mesh))
     with jax.set_mesh(mesh):
         caches = jax.eval_shape(lambda: nnx.merge(reader, weights).empty(B, T))
-        read = lambda weights, caches, ids: nnx.merge(reader, weights).continue_rows(ids, caches, ids[:, 0])
+        read = lambda weights, caches, ids: continue_rows(nnx.merge(reader, weights), ids, caches, ids[:, 0])
         jaxpr = jax.make_jaxpr(read)(weights, caches, jnp.zeros((B, 1), jnp.int32))
     found = count_collectives(jaxpr, mesh_sizes(mesh))
     assert {(c.kind, c.shape) for c in found} == {("all-reduce", (B, 1, PLAIN.d_model))}

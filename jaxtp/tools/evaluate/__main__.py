@@ -1,13 +1,12 @@
 """`jaxtp evaluate`: opens models and documents, measures, and reports the numbers as a table or as JSON."""
 
 import json
-import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,16 +21,9 @@ from jaxtp.distributed.joining import join_processes
 from jaxtp.distributed.peers import report_failure, run_and_report, watch
 from jaxtp.generate.loading import ModelSource, inference_mesh, load_model, open_source, print_status, request_devices
 from jaxtp.mesh import mesh_sizes
-from jaxtp.tools.evaluate.evaluation_settings import (
-    SHOWN_FIRST,
-    EvaluateConfig,
-    check,
-    request_length,
-    trained_length,
-    window_length,
-)
+from jaxtp.tools.evaluate.evaluation_settings import SHOWN_FIRST, EvaluateConfig, check, window_length
 from jaxtp.tools.evaluate.inputs import Input, open_inputs
-from jaxtp.tools.evaluate.measure import Measured, Scorer, Totals, Windowing, measure
+from jaxtp.tools.evaluate.measure import Measured, Scorer, measure
 
 PROGRAM = "jaxtp evaluate"
 DESCRIPTION = """Measures loss, perplexity and bits per byte of a model on text. The model is a run of jaxtp train or a
@@ -49,9 +41,12 @@ COMMAND = Command(program=PROGRAM, schema=EvaluateConfig, description=DESCRIPTIO
 STDOUT = Path("-")
 """Value of --json for standard output."""
 PROGRESS_SECONDS = 5.0
-_COLUMNS = ("documents", "tokens", "bytes", "loss", "perplexity", "bits/byte", "accuracy")
+_COUNTS = {"documents": ",", "tokens": ",", "bytes": ","}
+_FORMATS = {**_COUNTS, "loss": ".6f", "perplexity": ".5g", "bits_per_byte": ".5f", "accuracy": ".2%"}
+"""Columns of the table."""
 
-Record = dict[str, object]
+Record = dict[str, Any]
+"""An object of the JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,14 +73,6 @@ def _evaluate(argv: Sequence[str]) -> None:
         raise
 
 
-@dataclass(frozen=True)
-class _OpenModel:
-    source: ModelSource
-    inputs: list[Input]
-    mesh: Mesh
-    trained_length: int | None
-
-
 def _measure_models(config: EvaluateConfig) -> None:
     with raise_everywhere():
         _require_json(config.json)
@@ -94,28 +81,36 @@ def _measure_models(config: EvaluateConfig) -> None:
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"--model {duplicates[0]} is given twice")
         length = window_length(config, sources)
-        windowing = Windowing(length, config.stride or length, config.packing, max(config.mesh.cp, 1))
-        models = []
-        for path, source in zip(config.model, sources, strict=True):
-            inputs, mesh = open_inputs(config, path, source), inference_mesh(config.mesh, source.config)
-            models.append(_OpenModel(source, inputs, mesh, trained_length(path)))
-    measured: dict[str, Measured] = {}
+        inputs = [open_inputs(config, path, source) for path, source in zip(config.model, sources, strict=True)]
+        meshes = [inference_mesh(config.mesh, source.config) for source in sources]
     records: list[Record] = []
     try:
-        for model in models:
-            found = measured[model.source.name] = _measure(config, model, windowing)
-            records.append({**_describe(model, windowing), **_record(found, config.by)})
+        for source, documents, mesh in zip(sources, inputs, meshes, strict=True):
+            about = {"data": [each.name for each in documents], "stride": config.stride or length}
+            measured = _measure(config, source, documents, mesh, length)
+            records.append({**_describe(source, mesh, length), **about, **_record(measured, config.by)})
     finally:  # reports the models before a failure
         if records:
-            record = records[0] if len(models) == 1 else {"models": records}
-            _report(_table(measured, config.by, length), config.json, record)
+            record = records[0] if len(sources) == 1 else {"models": records}
+            _report(_table(records), config.json, record)
 
 
-def _measure(config: EvaluateConfig, model: _OpenModel, windowing: Windowing) -> Measured:
+def _measure(config: EvaluateConfig, source: ModelSource, inputs: Sequence[Input], mesh: Mesh, length: int) -> Measured:
     """Frees the weights before the next model loads."""
-    decoder = load_model(model.source, model.mesh)
-    print_status(_describe_inputs(model, windowing))
-    return measure(Scorer(decoder, config.batch_size), model.inputs, windowing, _Progress(model.inputs))
+    scorer = Scorer(load_model(source, mesh), config.batch_size)
+    total, started = sum(each.num_documents for each in inputs), time.monotonic()
+    stride = f" that start {config.stride:,} apart" if config.stride not in (None, length) else ""
+    print_status(f"data    {total:,} document{'s' * (total != 1)}; windows of {length:,} tokens{stride}")
+    printed = started
+
+    def progress(measured: Measured) -> None:
+        nonlocal printed
+        now, whole = time.monotonic(), measured.whole()
+        if now - printed >= PROGRESS_SECONDS and whole.tokens:
+            printed, rate = now, whole.tokens / (now - started)
+            print_status(f"{measured.documents_scored() / total:.0%}  loss {whole.loss:.4f}  {rate:,.0f} tokens/s")
+
+    return measure(scorer, inputs, length, config.stride or length, progress)
 
 
 def _run_tasks(config: EvaluateConfig) -> None:
@@ -129,48 +124,16 @@ def _run_tasks(config: EvaluateConfig) -> None:
     source = open_source(config.model[0], config.source_options)
     if config.chat and source.template is None:
         raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
-    length, mesh = request_length(config, source), inference_mesh(config.mesh, source.config)
+    length, mesh = window_length(config, [source]), inference_mesh(config.mesh, source.config)
     tasks = harness.open_tasks(config.tasks, config.task_folder)
     results = harness.run(load_model(source, mesh), source, tasks, config, length)
-    about = {"model": source.name, "dtype": source.config.precision.compute, "mesh": mesh_sizes(mesh)}
-    record = {**about, "sequence_length": length, **harness.plain_results(results)}
+    record = {**_describe(source, mesh, length), **harness.plain_results(results)}
     _report(harness.results_table(results), config.json, record)
 
 
-def _describe_inputs(model: _OpenModel, windowing: Windowing) -> str:
-    documents, length = sum(each.num_documents for each in model.inputs), windowing.length
-    stride = "" if windowing.stride == length else f" that start {windowing.stride:,} apart"
-    packing = {"documents": "packed", "none": "one per row", "concatenated": "concatenated"}[windowing.packing]
-    trained = ""
-    if model.trained_length not in (None, length):
-        trained = f"; the run was trained on {model.trained_length:,} (--sequence-length {model.trained_length})"
-    plural = "s" * (documents != 1)
-    return f"data    {documents:,} document{plural}; windows of {length:,} tokens{stride}, {packing}{trained}"
-
-
-def _describe(model: _OpenModel, windowing: Windowing) -> Record:
-    return {
-        "model": model.source.name,
-        "data": [each.name for each in model.inputs],
-        "dtype": model.source.config.precision.compute,
-        "mesh": mesh_sizes(model.mesh),
-        "sequence_length": windowing.length,
-        "stride": windowing.stride,
-        "packing": windowing.packing,
-    }
-
-
-class _Progress:
-    def __init__(self, inputs: Sequence[Input]) -> None:
-        self._total = sum(each.num_documents for each in inputs)
-        self._started = self._printed = time.monotonic()
-
-    def __call__(self, documents: float, totals: Totals) -> None:
-        now = time.monotonic()
-        if now - self._printed >= PROGRESS_SECONDS and totals.tokens:
-            self._printed = now
-            rate = totals.tokens / (now - self._started)
-            print_status(f"{documents / self._total:.0%}  loss {totals.loss:.4f}  {rate:,.0f} tokens/s")
+def _describe(source: ModelSource, mesh: Mesh, length: int) -> Record:
+    dtype = source.config.precision.compute
+    return {"model": source.name, "dtype": dtype, "mesh": mesh_sizes(mesh), "sequence_length": length}
 
 
 def _require_json(path: Path | None) -> None:
@@ -189,54 +152,32 @@ def _report(table: str, path: Path | None, record: Mapping[str, object]) -> None
             raise ConfigError(f"{error}; the numbers are above") from None
 
 
-def _table(measured: Mapping[str, Measured], by: Sequence[str], length: int) -> str:
-    rows = [["", "window", *_COLUMNS]]
-    for model, sums in measured.items():
-        for part, totals in _parts(sums, by):
-            name = part if len(measured) == 1 else f"{model}: {part}" if by else model
-            rows.append([name, f"{length:,}", *_cells(totals)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *cells in rows:
-        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([name.ljust(widths[0]), *aligned]).rstrip())
-    return "\n".join(lines)
-
-
-def _parts(measured: Measured, by: Sequence[str]) -> Iterator[tuple[str, Totals]]:
-    if "source" in by:
-        yield from measured.by_source().items()
-    if "length" in by:
-        for least, part in measured.by_length().items():
-            yield f"{least:,} tokens" if least == 1 else f"{least:,} to {2 * least - 1:,} tokens", part
-    yield "all", measured.whole()
-
-
-def _cells(part: Totals) -> list[str]:
-    counts = [f"{count:,}" for count in (part.documents, part.tokens, part.num_bytes)]
-    if not part.tokens:
-        return [*counts, *["-"] * 4]
-    bits = "-" if part.bits_per_byte is None else f"{part.bits_per_byte:.5f}"
-    return [*counts, f"{part.loss:.6f}", f"{part.perplexity:.5g}", bits, f"{part.accuracy:.2%}"]
-
-
 def _record(measured: Measured, by: Sequence[str]) -> Record:
-    record: Record = {"all": _numbers(measured.whole())}
+    record: Record = {"all": measured.whole().numbers()}
     if "source" in by:
-        record["by_source"] = [{"source": name, **_numbers(part)} for name, part in measured.by_source().items()]
+        record["by_source"] = [{"source": name, **part.numbers()} for name, part in measured.by_source().items()]
     if "length" in by:
         record["by_length"] = [
-            {"tokens_from": least, "tokens_to": 2 * least - 1, **_numbers(part)}
+            {"tokens_from": least, "tokens_to": 2 * least - 1, **part.numbers()}
             for least, part in measured.by_length().items()
         ]
     return record
 
 
-def _numbers(part: Totals) -> Record:
-    names = ("loss", "perplexity", "bits_per_byte", "accuracy")
-    numbers = {name: getattr(part, name) if part.tokens else None for name in names}
-    counts: Record = {"documents": part.documents, "tokens": part.tokens, "bytes": part.num_bytes}
-    return counts | {k: v if v is not None and math.isfinite(v) else None for k, v in numbers.items()}
+def _table(records: Sequence[Record]) -> str:
+    rows = [["", "window", *(name.replace("_per_", "/") for name in _FORMATS)]]
+    for record in records:
+        parts = [(each["source"], each) for each in record.get("by_source", ())]
+        for each in record.get("by_length", ()):
+            least, most = each["tokens_from"], each["tokens_to"]
+            parts.append((f"{least:,} tokens" if least == most else f"{least:,} to {most:,} tokens", each))
+        for part, numbers in [*parts, ("all", record["all"])]:
+            name = part if len(records) == 1 else f"{record['model']}: {part}" if parts else record["model"]
+            cells = ["-" if numbers[key] is None else f"{numbers[key]:{style}}" for key, style in _FORMATS.items()]
+            rows.append([name, f"{record['sequence_length']:,}", *cells])
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[name.ljust(first), *map(str.rjust, cells, others)] for name, *cells in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 if __name__ == "__main__":

@@ -2,29 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import BeforeValidator
 
-from jaxtp.checkpoint.storage import finished_checkpoints, newest_checkpoint, read_info
 from jaxtp.config.hints import nearest_multiples
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, DataPath, Switch, UserPath
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
 from jaxtp.generate.loading import InferenceMeshConfig, ModelSource, SourceConfig
 from jaxtp.generate.prompts import limits_of
-from jaxtp.hf.runs import hf_files_of
 from jaxtp.mesh import CP
 
 MAX_DEFAULT_LENGTH = 2048
 """Maximum window length unless a setting or a run says otherwise."""
 
-_Models = Annotated[
-    tuple[UserPath, ...],
-    BeforeValidator(lambda model: (model,) if isinstance(model, (str, Path)) else model),
-    tyro.conf.arg(metavar="DIR ..."),
-]
+_Models = Annotated[tuple[UserPath, ...], tyro.conf.arg(metavar="DIR ...")]
 _Paths = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATH")]
 _Datasets = Annotated[tuple[DataPath, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR")]
 _Folders = Annotated[tuple[UserPath, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR")]
@@ -72,11 +64,6 @@ class EvaluateConfig(SourceConfig):
     overlap. With less, each token after the first window sees at least sequence-length - stride + 1 tokens; it is
     counted once."""
 
-    packing: Literal["documents", "none", "concatenated"] = "documents"
-    """documents: several windows share a row without seeing each other; none: each window has its own row, which gives
-    the same numbers, more slowly; concatenated: the documents of a source are joined and cut into rows, and tokens see
-    earlier documents in their row, as in much pretraining."""
-
     beyond_context: Switch = False
     """Allow a --sequence-length beyond the model's context (max_position_embeddings in its config.json)."""
 
@@ -122,58 +109,49 @@ def check(config: EvaluateConfig) -> None:
     Raises:
       ConfigError: lists every conflict.
     """
-    problems = list(_conflicts(config))
-    if problems:
+    if problems := list(_conflicts(config)):
         raise ConfigError("; ".join(problems))
 
 
 def _conflicts(config: EvaluateConfig) -> Iterator[str]:
+    default = EvaluateConfig()
+    changed = [name for name in vars(config) if getattr(config, name) != getattr(default, name)]
     if not config.model:
         yield "name the model by --model DIR"
-    yield from _conflicts_of_tasks(config) if config.tasks else _conflicts_of_data(config)
     if len(config.model) > 1 and config.adapters is not None:
         yield f"--adapters {config.adapters} is for one model, and --model names {len(config.model)}"
-
-
-def _conflicts_of_data(config: EvaluateConfig) -> Iterator[str]:
+    if config.tasks:
+        if len(config.model) > 1:
+            yield "--tasks takes one --model; run the command once for each"
+        for name in changed:
+            if name in ("data", "text", "by", "split", "field", "stride"):
+                yield f"--{name} is for text, and tasks have their own; run the command twice"
+        if (cp := config.mesh.cp) != 1:
+            yield (
+                f"--mesh.cp {cp}: tasks may generate text, and a KV cache cannot be split over cp; give its devices "
+                f"to tp: --mesh.tp {cp}"
+            )
+        return
     if not (config.data or config.text):
         yield "name what to measure on by --data DIR, --text FILE, or --tasks NAME"
     if config.split != "auto" and not config.data:
         yield f"--split {config.split} needs --data DIR"
     if config.field != TEXT_FIELD and not config.text:
         yield f"--field {config.field} needs --text FILE"
-    for name in ("task_folder", "num_fewshot", "chat", "cache"):
-        if getattr(config, name):
+    for name in changed:
+        if name in ("task_folder", "num_fewshot", "chat", "cache"):
             yield f"--{name.replace('_', '-')} needs --tasks NAME"
-    if config.packing == "concatenated" and "length" in config.by:
-        yield "--by length needs whole documents, and --packing concatenated cuts them; leave one out"
-    if config.packing == "concatenated" and config.stride is not None:
-        yield "--stride needs whole documents, and --packing concatenated cuts them; leave one out"
-
-
-def _conflicts_of_tasks(config: EvaluateConfig) -> Iterator[str]:
-    default = EvaluateConfig()
-    if len(config.model) > 1:
-        yield "--tasks takes one --model; run the command once for each"
-    for name in ("data", "text", "by", "split", "field", "stride", "packing"):
-        if getattr(config, name) != getattr(default, name):
-            yield f"--{name} is for text, and tasks have their own; run the command twice"
-    if (cp := config.mesh.cp) != 1:
-        yield (
-            f"--mesh.cp {cp}: tasks may generate text, and a KV cache cannot be split over cp; give its devices to tp: "
-            f"--mesh.tp {cp}"
-        )
 
 
 def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int:
-    """Returns the tokens of a window, the same for all models.
+    """Returns the tokens of a window, the same for all models; for tasks, the maximum tokens of a request.
 
     Raises:
       ConfigError: it exceeds a model's context, is not divisible by cp, or is less than the stride.
     """
     cp, length = max(config.mesh.cp, 1), config.sequence_length
     if length is None:
-        length = min(map(_default_length, config.model, sources))
+        length = min(_default_length(config, source) for source in sources)
         length = max(length // cp, 1) * cp
     for source in sources:
         _require_within_context(config, source)
@@ -188,46 +166,26 @@ def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int
     return length
 
 
-def request_length(config: EvaluateConfig, source: ModelSource) -> int:
-    """Returns the maximum tokens of a task's request.
-
-    Raises:
-      ConfigError: it exceeds the model's context.
-    """
-    _require_within_context(config, source)
-    return config.sequence_length or _context(source) or trained_length(config.model[0]) or MAX_DEFAULT_LENGTH
-
-
-def trained_length(path: Path) -> int | None:
-    """Returns a run's training sequence length; None if the path is not a run."""
-    if not finished_checkpoints(path):
-        return None
-    length = read_info(newest_checkpoint(path))["config"].get("data", {}).get("sequence_length")
-    return length if isinstance(length, int) and length > 0 else None
-
-
-def _default_length(path: Path, source: ModelSource) -> int:
-    """Gives a model and a run tuned from it the same length."""
-    from_scratch = finished_checkpoints(path) and hf_files_of(newest_checkpoint(path)) is None
-    length = (trained_length(path) if from_scratch else None) or MAX_DEFAULT_LENGTH
-    return min(length, _context(source) or length)
-
-
-def _context(source: ModelSource) -> int | None:
-    return limits_of(source.config, source.context).context
+def _default_length(config: EvaluateConfig, source: ModelSource) -> int:
+    context = limits_of(source.config, source.context).context
+    if config.tasks and context is not None:
+        return context
+    length = source.trained_length or MAX_DEFAULT_LENGTH
+    return length if context is None else min(length, context)
 
 
 def _require_within_context(config: EvaluateConfig, source: ModelSource) -> None:
-    length, context, learned = config.sequence_length, _context(source), source.config.learned_positions
-    if length is None or context is None or length <= context:
+    length, limits = config.sequence_length, limits_of(source.config, source.context)
+    if length is None or limits.context is None or length <= limits.context:
         return
+    learned = source.config.learned_positions
     if learned is not None and length > learned:
         raise ConfigError(
             f"--sequence-length {length}: the model has {learned:,} learned positions (model.learned_positions); give "
-            f"at most {context}"
+            f"at most {limits.context}"
         )
     if not config.beyond_context:
         raise ConfigError(
-            f"--sequence-length {length}: the model's context is {context:,} tokens (max_position_embeddings in its "
-            f"config.json); give at most {context}, or allow it by --beyond-context"
+            f"--sequence-length {length}: the model's context is {limits.context:,} tokens (max_position_embeddings "
+            f"in its config.json); give at most {limits.context}, or allow it by --beyond-context"
         )

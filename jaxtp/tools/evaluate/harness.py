@@ -1,4 +1,4 @@
-"""Runs lm-evaluation-harness tasks; importing it needs the extra `eval`, and registers the model `jaxtp`.
+"""Runs lm-evaluation-harness tasks; importing it needs the extra `eval`.
 
 Requests that differ only in their last token, for example the answers A to D to a question, share a row. Rows are
 sorted by length and padded on the right to a few powers of two, each compiled once. Tokens, windows and the empty
@@ -10,8 +10,7 @@ import itertools
 import json
 import logging
 import signal
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +19,6 @@ import datasets
 import numpy as np
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import (
@@ -28,10 +26,9 @@ from lm_eval.utils import (
     handle_non_serializable,
     make_disjoint_window,
     make_table,
-    simple_parse_args_string,
 )
+from tqdm import tqdm  # type: ignore[import-untyped]
 
-from jaxtp.config.console import Display
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import fingerprint
 from jaxtp.config.interrupt import Interrupt
@@ -39,16 +36,13 @@ from jaxtp.config.schema import nearest_file, to_plain, validate
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.rows import empty_row
 from jaxtp.generate.engine import Generator
-from jaxtp.generate.loading import ModelSource, inference_mesh, open_source, request_devices
+from jaxtp.generate.loading import ModelSource
 from jaxtp.generate.sampling import GenerationSettings
-from jaxtp.mesh import AXES
 from jaxtp.models.decoder import Decoder
-from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig, check, request_length
+from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
 from jaxtp.tools.evaluate.measure import Scorer
 from jaxtp.tools.evaluate.windows import row_length
 
-NAME = "jaxtp"
-"""Name of the model class in the harness."""
 MAX_NEW_TOKENS = 256
 """Default of a task's max_gen_toks, as in the harness's own models."""
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
@@ -68,7 +62,6 @@ class _Instance(Protocol):
     args: tuple  # type: ignore[type-arg]
 
 
-@register_model(NAME)
 class JaxtpLM(TemplateLM):
     """The harness's interface to a model.
 
@@ -77,56 +70,22 @@ class JaxtpLM(TemplateLM):
       interrupt: checked after each batch.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        source: ModelSource,
-        *,
-        batch_size: int,
-        max_length: int,
-        interrupt: Interrupt | None = None,
-    ):
+    def __init__(self, model: Decoder, source: ModelSource, *, batch_size: int, max_length: int, interrupt: Interrupt):
         super().__init__()
         self.source, self.max_length = source, max_length
-        self._model, self._scorer = model, Scorer(model, batch_size)
-        self._interrupt = interrupt or Interrupt()
+        self._model, self._scorer, self._interrupt = model, Scorer(model, batch_size), interrupt
 
     @cached_property
     def _generator(self) -> Generator:
         # It copies the weights, and few tasks generate.
         source, rows = self.source, self._scorer.batch_size
-        return Generator(self._model, source.tokenizer, end_ids=source.end_ids, prefix=(), batch_size=rows)
+        return Generator(self._model, source.tokenizer, end_ids=source.end_ids, batch_size=rows)
 
     @cached_property
     def _chat(self) -> ChatTemplate:
-        if self.source.template is None:
-            raise HarnessError(f"{self.source.name} has no chat template; leave --chat out")
+        assert self.source.template is not None, "checked before the weights are loaded"
         name = f"the chat template of {self.source.name}"
         return ChatTemplate(self.source.template, name, self.source.special_tokens)
-
-    @classmethod
-    def create_from_arg_obj(cls, arg_dict: Settings, additional_config: Settings | None = None) -> "JaxtpLM":
-        """Opens a model from `EvaluateConfig` settings and mesh sizes.
-
-        Raises:
-          ValueError: a user's mistake.
-        """
-        settings = {name: value for name, value in arg_dict.items() if name not in AXES}
-        size = str((additional_config or {}).get("batch_size"))
-        if size.isdecimal():  # the harness's default, auto, leaves it to the model
-            settings.setdefault("batch_size", int(size))
-        axes = {axis: arg_dict[axis] for axis in AXES if axis in arg_dict}
-        config = validate(EvaluateConfig, {**settings, "mesh": axes, "tasks": (NAME,)}, source="model_args")
-        check(config)
-        request_devices(config.mesh)
-        source = open_source(config.model[0], config.source_options)
-        length, mesh = request_length(config, source), inference_mesh(config.mesh, source.config)
-        return cls(source.load(mesh), source, batch_size=config.batch_size, max_length=length)
-
-    @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: Settings | None = None) -> "JaxtpLM":
-        """Opens a model from a string: `model=DIR,tp=2`."""
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def eot_token_id(self) -> int:
@@ -173,7 +132,7 @@ class JaxtpLM(TemplateLM):
         by_settings: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             by_settings.setdefault(repr(request.args[1]), []).append(index)
-        with _Progress("texts", len(requests), quiet=disable_tqdm) as progress:
+        with tqdm(total=len(requests), unit="text", disable=disable_tqdm) as progress:
             for indices in by_settings.values():
                 kwargs = requests[indices[0]].args[1]
                 settings, stops = _generation_settings(kwargs, self.source.special_tokens.get("eos_token"))
@@ -191,7 +150,7 @@ class JaxtpLM(TemplateLM):
                     text = self.source.tokenizer.decode(ids).decode(errors="replace")
                     texts[index] = postprocess_generated_text(text, stops, None)
                     self.cache_hook.add_partial("generate_until", (requests[index].args[0], kwargs), texts[index])
-                    progress(len(texts))
+                    progress.update()
                     self._interrupt.check()
         return [texts[index] for index in range(len(requests))]
 
@@ -215,21 +174,43 @@ class JaxtpLM(TemplateLM):
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             self._check(context, continuation)
-            inputs = [*context, *continuation][-(self.max_length + 1) :][:-1]
-            groups.setdefault(tuple(inputs), []).append(index)
-        shared = {inputs for inputs, indices in groups.items() if len({requests[i][2][-1] for i in indices}) > 1}
-        with _Progress("requests", len(requests), quiet=disable_tqdm) as progress:
-            for rows in (groups.keys() - shared, shared):
-                for batch, length in _batches(rows, self._scorer.batch_size, self.max_length):
-                    continuations = [[requests[index][2] for index in groups[inputs]] for inputs in batch]
-                    found = _answers(self._scorer, batch, length, continuations)
-                    for index, answer in zip((i for inputs in batch for i in groups[inputs]), found, strict=True):
-                        answers[index] = answer
-                        if (texts := requests[index][0]) is not None:
-                            self.cache_hook.add_partial("loglikelihood", texts, answer)
-                    progress(len(answers))
+            tokens = [*context, *continuation][-(self.max_length + 1) :]
+            groups.setdefault(tuple(tokens[:-1]), []).append(index)
+        longest_first = sorted(groups, key=lambda inputs: (-len(inputs), inputs))
+        by_length = itertools.groupby(longest_first, lambda inputs: row_length(len(inputs), self.max_length))
+        with tqdm(total=len(requests), unit="request", disable=disable_tqdm) as progress:
+            for length, same_length in by_length:
+                while rows := list(itertools.islice(same_length, self._scorer.batch_size)):
+                    score = self._scores(rows, length)
+                    for row, inputs in enumerate(rows):
+                        for index in groups[inputs]:
+                            texts, _, continuation = requests[index]
+                            answers[index] = score(row, len(inputs), continuation)
+                            if texts is not None:
+                                self.cache_hook.add_partial("loglikelihood", texts, answers[index])
+                    progress.update(len(answers) - progress.n)
                     self._interrupt.check()
         return [answers[index] for index in range(len(requests))]
+
+    def _scores(self, rows: Sequence[tuple[int, ...]], length: int) -> Callable[[int, int, list[int]], Answer]:
+        """Returns a function of a row, its number of tokens, and a continuation, whose last token follows the row."""
+        size = self._scorer.batch_size
+        batch = {name: np.stack([array] * size) for name, array in empty_row(length).items()}
+        last = np.zeros(size, np.int32)
+        for row, inputs in enumerate(rows):
+            batch["inputs"][row, : len(inputs)] = inputs
+            batch["labels"][row, : len(inputs) - 1] = inputs[1:]
+            last[row] = len(inputs) - 1
+        scores, next_token = self._scorer.next_token_logprobs(batch, last)
+        losses, correct = np.asarray(scores.losses, np.float64), np.asarray(scores.correct)
+        next_logprobs = np.asarray(next_token)
+
+        def answer(row: int, end: int, continuation: list[int]) -> Answer:
+            before, logprobs = slice(end - len(continuation), end - 1), next_logprobs[row]
+            logprob = float(logprobs[continuation[-1]]) - float(losses[row, before].sum())
+            return logprob, bool(correct[row, before].all() and logprobs[continuation[-1]] >= logprobs.max())
+
+        return answer
 
     def _check(self, context: Sequence[int], continuation: Sequence[int]) -> None:
         if not (context and continuation):
@@ -265,76 +246,6 @@ def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationS
     return validate(GenerationSettings, settings, source="generation_kwargs"), stops
 
 
-def _batches(
-    rows: Iterable[tuple[int, ...]], size: int, max_length: int
-) -> Iterator[tuple[list[tuple[int, ...]], int]]:
-    longest_first = sorted(rows, key=lambda inputs: (-len(inputs), inputs))
-    for length, same_length in itertools.groupby(longest_first, lambda inputs: row_length(len(inputs), max_length)):
-        remaining = list(same_length)
-        for start in range(0, len(remaining), size):
-            yield remaining[start : start + size], length
-
-
-def _answers(
-    scorer: Scorer, rows: list[tuple[int, ...]], length: int, continuations: list[list[list[int]]]
-) -> list[Answer]:
-    """Scores a batch; a row's continuations differ at most in their last token."""
-    batch = {name: np.stack([array] * scorer.batch_size) for name, array in empty_row(length).items()}
-    for row, (inputs, of_row) in enumerate(zip(rows, continuations, strict=True)):
-        batch["inputs"][row, : len(inputs)] = inputs
-        batch["labels"][row, : len(inputs)] = [*inputs[1:], of_row[0][-1]]
-    next_logprobs = None
-    if any(len({ids[-1] for ids in of_row}) > 1 for of_row in continuations):
-        last = np.array([len(inputs) - 1 for inputs in rows], np.int32)
-        scores, next_token = scorer.next_token_logprobs(batch, np.resize(last, scorer.batch_size))
-        next_logprobs = np.asarray(next_token)
-    else:
-        scores = scorer(batch)
-    losses, correct = np.asarray(scores.losses, np.float64), np.asarray(scores.correct)
-    answers = []
-    for row, (inputs, of_row) in enumerate(zip(rows, continuations, strict=True)):
-        end = len(inputs)
-        for ids in of_row:
-            begin = end - len(ids)
-            if next_logprobs is None:
-                logprob, best = -losses[row, begin:end].sum(), correct[row, begin:end].all()
-            else:
-                logprobs = next_logprobs[row]
-                logprob = float(logprobs[ids[-1]]) - losses[row, begin : end - 1].sum()
-                best = correct[row, begin : end - 1].all() and logprobs[ids[-1]] >= logprobs.max()
-            answers.append((float(logprob), bool(best)))
-    return answers
-
-
-class _Progress(Display):
-    def __init__(self, what: str, total: int, *, quiet: bool):
-        super().__init__(f"{{task.completed:,.0f}} of {{task.total:,.0f}} {what}", quiet=quiet, stream=sys.stderr)
-        self._total = total
-
-    def __enter__(self) -> Callable[[int], None]:  # type: ignore[override]
-        self.begin(0, self._total)
-        super().__enter__()
-        return lambda done: self.move(done, "")
-
-
-class _LoadedTasks(TaskManager):
-    """Loads tasks once; the harness would load them again during its evaluation.
-
-    The harness's tasks are searched only for names missing from the folders.
-    """
-
-    def __init__(self, names: Sequence[str], folders: Sequence[Path]):
-        paths = [str(folder) for folder in folders]
-        in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
-        super().__init__(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
-        self._loaded: object = None
-
-    def load(self, task_list: Sequence[str]) -> object:
-        if self._loaded is None:
-            self._loaded = super().load(task_list)
-        return self._loaded
-
-
 def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     """Finds and loads tasks of the harness and of folders; downloads only data that a task names.
 
@@ -346,21 +257,20 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     for folder in folders:
         if not folder.is_dir():
             raise HarnessError(f"--task-folder {folder}: no such folder{nearest_file(folder)}")
-    tasks = _LoadedTasks(names, folders)
+    paths = [str(folder) for folder in folders]
+    in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
+    tasks = TaskManager(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
     if missing := [name for name in names if name not in tasks.all_tasks]:
-        raise HarnessError("; ".join(_unknown_task(name, tasks.all_tasks) for name in missing))
+        close = difflib.get_close_matches(missing[0], tasks.all_tasks, n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists those of the harness"
+        raise HarnessError(f"--tasks {missing[0]}: no such task; {hint}")
     try:
-        tasks.load(list(names))
+        loaded = tasks.load(list(names))
     except Exception as error:  # from YAML, datasets, or a task's code
         message = str(error).strip().partition("\n")[0][:300]
         raise HarnessError(f"--tasks {' '.join(names)}: {type(error).__name__}: {message}") from None
+    tasks.load = lambda _: loaded  # the harness would load them again
     return tasks
-
-
-def _unknown_task(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists those of the harness"
-    return f"--tasks {name}: no such task; {hint}"
 
 
 def run(

@@ -1,9 +1,8 @@
 """The documents to measure on: checked before any computation, then streamed."""
 
-import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +11,10 @@ from numpy.typing import NDArray
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import nearest_file
 from jaxtp.data.manifest import MANIFEST, TRAIN, VALIDATION
-from jaxtp.data.prepare.batches import BATCH_BYTES, BATCH_DOCUMENTS
+from jaxtp.data.prepare.batches import batches
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import Document as Read
-from jaxtp.data.prepare.readers import Fields, Problem, Source
-from jaxtp.data.prepare.sources import find_sources, read_source
+from jaxtp.data.prepare.readers import Fields, Source
+from jaxtp.data.prepare.sources import Position, find_sources
 from jaxtp.data.store import Dataset, Split, open_dataset
 from jaxtp.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtp.generate.loading import ModelSource
@@ -32,23 +30,20 @@ class Document:
     """A tokenized document."""
 
     tokens: NDArray[np.int32]
-
     first: int
     """Index of the first counted token: after the prompt, and at least 1."""
-
     num_bytes: int
     """Bytes of the counted tokens' text as UTF-8."""
 
 
-class Input(ABC):
+@dataclass(frozen=True)
+class Input:
     """Documents from one source."""
 
     name: str
     num_documents: int
-
-    @abstractmethod
-    def documents(self) -> Iterator[Document]:
-        """Yields the documents in order."""
+    documents: Callable[[], Iterator[Document]]
+    """Yields the documents in order."""
 
 
 def open_inputs(config: EvaluateConfig, path: Path, model: ModelSource) -> list[Input]:
@@ -57,83 +52,10 @@ def open_inputs(config: EvaluateConfig, path: Path, model: ModelSource) -> list[
     Raises:
       ValueError: an input is missing, unreadable, empty, or for another tokenizer.
     """
-    inputs: list[Input] = [_open_dataset(folder, config, path, model) for folder in config.data]
+    inputs = [_open_dataset(folder, config, path, model) for folder in config.data]
     for name in config.text:
         inputs += _open_files(name, config, model)
     return inputs
-
-
-class DatasetInput(Input):
-    """Documents of a dataset split, at most `limit`."""
-
-    def __init__(self, split: Split, tokenizer: Tokenizer, name: str, model: ModelSource, limit: int | None):
-        self.name = name
-        self.num_documents = min(split.num_documents, limit or split.num_documents)
-        self._split, self._tokenizer, self._model = split, tokenizer, model
-
-    def documents(self) -> Iterator[Document]:
-        """Yields the documents."""
-        split, tokenizer = self._split, self._tokenizer
-        for index in range(self.num_documents):
-            tokens = split.document(index).astype(np.int32)
-            _check_ids(tokens, self._model, split.place(index))
-            first = max(split.prompt_length(index), 1)
-            text = tokens[max(first, len(tokenizer.info.prefix)) :]
-            yield Document(tokens, first, tokenizer.num_bytes(text))
-
-
-class TextInput(Input):
-    """Documents of one file, at most `limit`.
-
-    Raises:
-      InputError: the file has unreadable content.
-    """
-
-    def __init__(self, source: Source, fields: Fields, model: ModelSource, limit: int | None):
-        self.name = source.path
-        self._source, self._fields, self._model, self._limit = source, fields, model, limit
-        self.num_documents = sum(1 for _ in self._texts())
-
-    def documents(self) -> Iterator[Document]:
-        """Yields the documents; tokenizes some MB at a time, on all cores."""
-        tokenizer, prefix = self._model.tokenizer, np.array(self._model.prefix, np.int32)
-        for texts in _grouped(self._texts()):
-            for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                tokens = np.concatenate([prefix, ids.astype(np.int32)])
-                _check_ids(tokens, self._model, self.name)
-                uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])
-                yield Document(tokens, max(len(prefix), 1), max(len(text.encode()) - uncounted, 0))
-
-    def _texts(self) -> Iterator[str]:
-        return itertools.islice(self._all_texts(), self._limit)
-
-    def _all_texts(self) -> Iterator[str]:
-        for event in read_source(self._source, 0, self._fields):
-            if isinstance(event, Read):
-                yield event.turns[0].text
-            elif isinstance(event, Problem) and not event.is_harmless:
-                raise InputError(event.message)
-
-
-def _check_ids(tokens: NDArray[np.int32], model: ModelSource, place: str) -> None:
-    if len(tokens) and (largest := int(tokens.max())) >= model.config.vocab_size:
-        raise InputError(
-            f"{place}: the token {largest} is beyond the {model.config.vocab_size:,} of {model.name}: its tokenizer "
-            "has more tokens than the model"
-        )
-
-
-def _grouped(texts: Iterator[str]) -> Iterator[list[str]]:
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
-        if size >= BATCH_BYTES or len(group) == BATCH_DOCUMENTS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: ModelSource) -> Input:
@@ -149,7 +71,17 @@ def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: Model
     name = (VALIDATION if VALIDATION in splits else TRAIN) if config.split == "auto" else config.split
     if name not in splits:
         raise InputError(f"--data {folder} has no documents in its {name} split; it has some in {', '.join(splits)}")
-    return DatasetInput(splits[name], load_tokenizer(folder), str(folder), model, config.limit)
+    split = splits[name]
+    count = min(split.num_documents, config.limit or split.num_documents)
+    return Input(str(folder), count, partial(_documents_of_split, split, count, load_tokenizer(folder), model))
+
+
+def _documents_of_split(split: Split, count: int, tokenizer: Tokenizer, model: ModelSource) -> Iterator[Document]:
+    for index in range(count):
+        tokens = split.document(index).astype(np.int32)
+        _check_ids(tokens, model, split.place(index))
+        first = max(split.prompt_length(index), 1)
+        yield Document(tokens, first, tokenizer.num_bytes(tokens[max(first, len(tokenizer.info.prefix)) :]))
 
 
 def _require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) -> None:
@@ -170,8 +102,41 @@ def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[I
         raise InputError(f"--text {name} is a dataset of jaxtp prepare: read it by --data {name}")
     most = config.max_document_bytes
     prepare = PrepareConfig(inputs=(name,), field=config.field, max_document_bytes=most, max_window_bytes=2**31)
-    files = [TextInput(source, prepare.fields, model, config.limit) for source in find_sources(prepare)]
-    inputs: list[Input] = [file for file in files if file.num_documents]
+    files = [(each.path, partial(_read_texts, each, prepare.fields, config.limit)) for each in find_sources(prepare)]
+    counts = [sum(map(len, read())) for _, read in files]
+    inputs = [
+        Input(path, count, partial(_documents_of_texts, read, path, model))
+        for (path, read), count in zip(files, counts, strict=True)
+        if count
+    ]
     if not inputs:
         raise InputError(f"--text {name}: all documents are empty")
     return inputs
+
+
+def _read_texts(source: Source, fields: Fields, limit: int | None) -> Iterator[list[str]]:
+    """Yields texts, some MB at a time."""
+    left = limit
+    for batch in batches([source], Position(0, 0), fields, on_error="stop"):
+        texts = [each.turns[0].text for each in batch.entries][:left]
+        yield texts
+        if left is not None and (left := left - len(texts)) == 0:
+            return
+
+
+def _documents_of_texts(read: Callable[[], Iterator[list[str]]], name: str, model: ModelSource) -> Iterator[Document]:
+    tokenizer, prefix = model.tokenizer, np.array(model.prefix, np.int32)
+    for texts in read():
+        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            tokens = np.concatenate([prefix, ids.astype(np.int32)])
+            _check_ids(tokens, model, name)
+            uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])
+            yield Document(tokens, max(len(prefix), 1), max(len(text.encode()) - uncounted, 0))
+
+
+def _check_ids(tokens: NDArray[np.int32], model: ModelSource, place: str) -> None:
+    if len(tokens) and (largest := int(tokens.max())) >= model.config.vocab_size:
+        raise InputError(
+            f"{place}: the token {largest} is beyond the {model.config.vocab_size:,} of {model.name}: its tokenizer "
+            "has more tokens than the model"
+        )

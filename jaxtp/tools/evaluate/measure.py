@@ -3,7 +3,7 @@
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -20,10 +20,13 @@ from jaxtp.config.entry import WrongNumbersError
 from jaxtp.config.interrupt import Interrupt
 from jaxtp.data.rows import SEGMENTS, Row
 from jaxtp.generate.decode_model import mesh_context, model_mesh
-from jaxtp.mesh import batch_parts, mesh_sizes
+from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
-from jaxtp.tools.evaluate.inputs import Document, Input, InputError
-from jaxtp.tools.evaluate.windows import GROUPS, Window, batches, concatenated, rows, spans
+from jaxtp.tools.evaluate.inputs import Input, InputError
+from jaxtp.tools.evaluate.windows import GROUPS, Window, batches, rows, spans
+
+MAX_EXPONENT = 700.0
+"""`math.exp` overflows a little above."""
 
 
 class Scores(NamedTuple):
@@ -31,7 +34,6 @@ class Scores(NamedTuple):
 
     losses: Array
     """Cross-entropy of each label in nats, `[B, T]` float32; 0 for ignored labels."""
-
     correct: Array
     """Whether the label is the argmax, `[B, T]`."""
 
@@ -44,7 +46,8 @@ class Scorer:
 
     def __init__(self, model: Decoder, batch_size: int):
         self._mesh = model_mesh(model)
-        self.parts = batch_parts(mesh_sizes(self._mesh))
+        sizes = mesh_sizes(self._mesh)
+        self.parts, self.sequence_parts = batch_parts(sizes), sizes[CP]
         self.batch_size = math.ceil(batch_size / self.parts) * self.parts
         self.config = model.config
         graph, self._state = nnx.split(model)
@@ -106,23 +109,15 @@ class Totals:
         """Mean cross-entropy per token, in nats."""
         return self.nats / self.tokens
 
-    @property
-    def perplexity(self) -> float:
-        """The exponential of the loss."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, comparable between tokenizers; None if the tokens have no text."""
-        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of tokens predicted correctly."""
-        return self.num_correct / self.tokens
+    def numbers(self) -> dict[str, float | None]:
+        """Returns all numbers by name; None for one that is undefined or infinite."""
+        numbers: dict[str, float | None] = dict.fromkeys(("loss", "perplexity", "bits_per_byte", "accuracy"))
+        if self.tokens:
+            numbers["loss"] = self.loss
+            numbers["perplexity"] = math.exp(self.loss) if self.loss < MAX_EXPONENT else None
+            numbers["bits_per_byte"] = self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
+            numbers["accuracy"] = self.num_correct / self.tokens
+        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.num_bytes, **numbers}
 
     def add(self, other: "Totals") -> None:
         """Adds other documents' sums."""
@@ -130,32 +125,24 @@ class Totals:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-@dataclass(frozen=True)
-class Windowing:
-    """How to cut documents into windows, and windows into rows."""
-
-    length: int
-    """Tokens of a window."""
-
-    stride: int
-    """Tokens between the starts of two windows."""
-
-    packing: str
-    """As in `EvaluateConfig`."""
-
-    multiple: int = 1
-    """Divides the length of each row."""
-
-
 Group = tuple[str, int]
-"""A source, and the document's number of tokens rounded down to a power of two (0 if documents are concatenated)."""
+"""A source, and the document's number of tokens rounded down to a power of two."""
 
 
-@dataclass
 class Measured:
-    """Sums of each document group."""
+    """Sums of each group of documents.
 
-    totals: dict[Group, Totals] = field(default_factory=dict)
+    Documents count when they are read, and their tokens when they are scored: reading is ahead of the devices.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[Group, Totals] = {}
+        self._tokens_read = 0
+
+    def documents_scored(self) -> float:
+        """Returns roughly the number of documents whose tokens are scored."""
+        whole = self.whole()
+        return whole.documents * whole.tokens / self._tokens_read
 
     def whole(self) -> Totals:
         """Returns the sums of all documents."""
@@ -171,98 +158,74 @@ class Measured:
         lengths = sorted({length for _, length in self.totals})
         return {each: _sum(t for (_, length), t in self.totals.items() if length == each) for each in lengths}
 
+    def windows(self, inputs: Iterable[Input], length: int, stride: int) -> Iterator[Window]:
+        """Yields the windows of documents, and counts the documents."""
+        groups: dict[Group, int] = {}
+        for source in inputs:
+            for document in source.documents():
+                key = source.name, power_of_two(len(document.tokens))
+                group = groups.setdefault(key, len(groups))
+                self.totals.setdefault(key, Totals()).add(Totals(documents=1, num_bytes=document.num_bytes))
+                for begin, end, counted in spans(len(document.tokens), document.first, length, stride):
+                    self._tokens_read += counted
+                    yield Window(document.tokens[begin:end], counted, group)
+
+    def add_scores(self, batch: Row, scores: Scores) -> None:
+        """Adds the losses of a batch; raises `WrongNumbersError` if one is not finite."""
+        losses, correct = (np.asarray(each) for each in scores)
+        counted = batch[GROUPS] >= 0
+        groups, losses = batch[GROUPS][counted], losses[counted]
+        if not np.isfinite(losses).all():
+            source, _ = list(self.totals)[int(groups[~np.isfinite(losses)][0])]
+            raise WrongNumbersError(
+                f"{source}: the loss of a token is not finite: the weights are damaged, or --dtype float32 is needed"
+            )
+        tokens, num_correct = (np.bincount(groups, weights, len(self.totals)) for weights in (None, correct[counted]))
+        nats = np.bincount(groups, losses.astype(np.float64), len(self.totals))
+        for group, totals in enumerate(self.totals.values()):
+            totals.add(
+                Totals(tokens=int(tokens[group]), nats=float(nats[group]), num_correct=round(num_correct[group]))
+            )
+
 
 def measure(
-    scorer: Scorer, inputs: Sequence[Input], windowing: Windowing, progress: Callable[[float, Totals], None]
+    scorer: Scorer, inputs: Sequence[Input], length: int, stride: int, progress: Callable[[Measured], None]
 ) -> Measured:
     """Measures a model on documents.
 
     Args:
       inputs: inputs of one name count as one source.
-      progress: called after each batch with the number of scored documents, and the sums.
+      length: tokens of a window.
+      stride: tokens between the starts of two windows.
+      progress: called after each batch.
 
     Raises:
       InputError: no token is predicted.
       WrongNumbersError: a loss is not finite.
     """
-    return _Measurement(scorer, windowing, progress).run(inputs)
+    measured = Measured()
+    packed = rows(measured.windows(inputs, length, stride), length, scorer.sequence_parts)
+    pending: tuple[Row, Scores] | None = None
 
+    def add_pending() -> None:
+        if pending is not None:
+            measured.add_scores(*pending)
+            progress(measured)
 
-class _Measurement:
-    """Counts documents when read, and their tokens when scored."""
-
-    def __init__(self, scorer: Scorer, windowing: Windowing, progress: Callable[[float, Totals], None]):
-        self._scorer, self._windowing, self._progress = scorer, windowing, progress
-        self._groups: dict[Group, int] = {}
-        self._totals: list[Totals] = []
-        self._documents_read = self._tokens_read = self._tokens_scored = 0
-
-    def run(self, inputs: Sequence[Input]) -> Measured:
-        windowing = self._windowing
-        packed = windowing.packing == "documents"
-        all_rows = rows(self._windows(inputs), windowing.length, packed=packed, multiple=windowing.multiple)
-        pending: tuple[Row, Scores] | None = None
-        # A process that ends during a computation may crash: Ctrl-C, and any error, waits for the batch.
-        with Interrupt(signal.SIGINT) as interrupt:
-            try:
-                # The next batch is packed while the devices compute.
-                for batch in batches(all_rows, self._scorer.batch_size, self._scorer.parts):
-                    self._add_scores(pending)
-                    interrupt.check()
-                    pending = batch, self._scorer(batch)
-                self._add_scores(pending)
-            finally:
-                jax.block_until_ready(pending)
-        measured = Measured(dict(zip(self._groups, self._totals, strict=True)))
-        if not measured.whole().tokens:
-            raise InputError("no token to predict: no document has more than one")
-        return measured
-
-    def _windows(self, inputs: Sequence[Input]) -> Iterator[Window]:
-        length, stride = self._windowing.length, self._windowing.stride
-        if self._windowing.packing == "concatenated":
-            for window in concatenated(((d.tokens, group) for d, group in self._documents(inputs)), length):
-                self._tokens_read += window.counted
-                yield window
-            return
-        for document, group in self._documents(inputs):
-            for begin, end, counted in spans(len(document.tokens), document.first, length, stride):
-                self._tokens_read += counted
-                yield Window(document.tokens[begin:end], counted, group)
-
-    def _documents(self, inputs: Iterable[Input]) -> Iterator[tuple[Document, int]]:
-        for each in inputs:
-            for document in each.documents():
-                whole = self._windowing.packing != "concatenated"
-                length = power_of_two(len(document.tokens)) if whole else 0
-                group = self._groups.setdefault((each.name, length), len(self._groups))
-                if group == len(self._totals):
-                    self._totals.append(Totals())
-                self._totals[group].add(Totals(documents=1, num_bytes=document.num_bytes))
-                self._documents_read += 1
-                yield document, group
-
-    def _add_scores(self, pending: tuple[Row, Scores] | None) -> None:
-        if pending is None:
-            return
-        batch, scores = pending
-        losses, correct = (np.asarray(each) for each in scores)
-        counted = batch[GROUPS] >= 0
-        groups, losses = batch[GROUPS][counted], losses[counted]
-        if not np.isfinite(losses).all():
-            source = list(self._groups)[int(groups[~np.isfinite(losses)][0])][0]
-            raise WrongNumbersError(
-                f"{source}: the loss of a token is not finite: the weights are damaged, or --dtype float32 is needed"
-            )
-        count = len(self._totals)
-        tokens, num_correct = (np.bincount(groups, weights, count) for weights in (None, correct[counted]))
-        nats = np.bincount(groups, losses.astype(np.float64), count)
-        for group, totals in enumerate(self._totals):
-            sums = Totals(tokens=int(tokens[group]), nats=float(nats[group]), num_correct=round(num_correct[group]))
-            totals.add(sums)
-        self._tokens_scored += len(groups)
-        # Documents are read ahead of the devices, to be packed: those count whose tokens are scored.
-        self._progress(self._documents_read * self._tokens_scored / self._tokens_read, _sum(self._totals))
+    # A process that ends during a computation may crash: Ctrl-C, and any error, waits for the batch.
+    with Interrupt(signal.SIGINT) as interrupt:
+        try:
+            # The next batch is packed while the devices compute.
+            for batch in batches(packed, scorer.batch_size, scorer.parts):
+                add_pending()
+                interrupt.check()
+                pending = batch, scorer(batch)
+            add_pending()
+        finally:
+            jax.block_until_ready(pending)
+    if not measured.whole().tokens:
+        raise InputError("no token to predict: no document has more than one")
+    return measured
 
 
 def power_of_two(number: int) -> int:

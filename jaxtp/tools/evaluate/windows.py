@@ -5,21 +5,23 @@ earlier tokens in the window. A token that overlapping windows predict twice cou
 counts once, except a document's first, or its prompt.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.packing import pack
-from jaxtp.data.rows import IGNORE, SEGMENTS, Row, empty_row
+from jaxtp.data.rows import SEGMENTS, Row, empty_row
 
 GROUPS = "groups"
 """Key of a row: the group of documents that each label counts for, `[T]`; -1 for none."""
 POOL_TOKENS = 2**20
 """Number of tokens whose windows are packed together. Independent of the batch size, so packing is reproducible."""
 MIN_ROW = 64
-"""Shortest row length if each window has its own row."""
+"""Shortest length of a row."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,8 @@ class Window:
 
     tokens: NDArray[np.int32]
     """2 to T + 1 tokens."""
-
     counted: int
     """Number of counted tokens, which are the last ones; never the first token."""
-
     group: int
     """The group of documents they count for."""
 
@@ -53,44 +53,18 @@ def spans(num_tokens: int, first: int, length: int, stride: int) -> Iterator[tup
         begin += stride
 
 
-def concatenated(documents: Iterable[tuple[NDArray[np.int32], int]], length: int) -> Iterator[Window]:
-    """Yields windows of each group's joined documents (tokens and group); each token is an input once."""
-    rest, rest_group = np.zeros(0, np.int32), None
-    for tokens, group in documents:
-        if group != rest_group:
-            yield from _last_window(rest, rest_group)
-            rest, rest_group = np.zeros(0, np.int32), group
-        rest = np.concatenate([rest, tokens])
-        while len(rest) > length:
-            yield Window(rest[: length + 1], length, group)
-            rest = rest[length:]
-    yield from _last_window(rest, rest_group)
+def rows(windows: Iterable[Window], length: int, multiple: int = 1) -> Iterator[Row]:
+    """Yields rows `[T]` of `inputs`, `labels`, `GROUPS` and `SEGMENTS`, which windows share.
 
-
-def _last_window(rest: NDArray[np.int32], group: int | None) -> Iterator[Window]:
-    if len(rest) > 1 and group is not None:
-        yield Window(rest, len(rest) - 1, group)
-
-
-def rows(windows: Iterable[Window], length: int, *, packed: bool, multiple: int = 1) -> Iterator[Row]:
-    """Yields rows `[T]` of `inputs`, `labels` and `GROUPS`, with `SEGMENTS` if windows are packed.
-
-    Packed windows share rows of T tokens (fewer if one row holds all). Other windows have rows of few lengths, which
-    `multiple` divides, as it divides T.
+    A row is shorter if it holds everything; `multiple` divides its length, as it divides T.
     """
     for pool in _pools(windows):
         sizes = np.array([len(window.tokens) - 1 for window in pool], np.int64)
-        if packed:
-            room = row_length(int(sizes.sum()), length, multiple)
-            order, _, counts = pack(np.arange(len(pool))[:, None], sizes, room)
-            ends = np.cumsum(counts)
-            for first, last in zip(ends - counts, ends, strict=True):
-                yield _packed_row([pool[index] for index in order[first:last, 0]], room)
-        else:  # windows of one length come together
-            for index in np.argsort(-sizes, kind="stable").tolist():
-                row = _empty(row_length(int(sizes[index]), length, multiple))
-                _place(row, 0, pool[index])
-                yield row
+        room = row_length(int(sizes.sum()), length, multiple)
+        order, _, counts = pack(np.arange(len(pool))[:, None], sizes, room)
+        ends = np.cumsum(counts)
+        for first, last in zip(ends - counts, ends, strict=True):
+            yield _row([pool[index] for index in order[first:last, 0]], room)
 
 
 def row_length(size: int, length: int, multiple: int = 1) -> int:
@@ -100,23 +74,18 @@ def row_length(size: int, length: int, multiple: int = 1) -> int:
 
 
 def batches(rows: Iterable[Row], size: int, multiple: int = 1) -> Iterator[Row]:
-    """Yields batches `[B, T]` of rows of equal length; ignored rows fill up the last batches.
+    """Yields batches `[B, T]` of successive rows of equal length; ignored rows fill up the last.
 
     Args:
       size: B; a length with fewer rows gets a smaller batch, also a single shape.
       multiple: divides B.
     """
-    waiting: dict[int, list[Row]] = {}
-    seen: set[int] = set()
-    for row in rows:
-        length = len(row["inputs"])
-        same_length = waiting.setdefault(length, [])
-        same_length.append(row)
-        if len(same_length) == size:
-            seen.add(length)
-            yield _stack(waiting.pop(length), size)
-    for length, same_length in waiting.items():
-        yield _stack(same_length, size if length in seen else -(-len(same_length) // multiple) * multiple)
+    for _, same_length in itertools.groupby(rows, lambda row: len(row["inputs"])):
+        count = 0
+        while batch := list(itertools.islice(same_length, size)):
+            count = count or math.ceil(len(batch) / multiple) * multiple
+            batch += [_empty_row(len(batch[0]["inputs"]))] * (count - len(batch))
+            yield {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 
 
 def _pools(windows: Iterable[Window]) -> Iterator[list[Window]]:
@@ -132,29 +101,19 @@ def _pools(windows: Iterable[Window]) -> Iterator[list[Window]]:
         yield pool
 
 
-def _empty(length: int) -> Row:
-    return {**empty_row(length), GROUPS: np.full(length, -1, np.int32)}
+def _empty_row(length: int) -> Row:
+    return {**empty_row(length), GROUPS: np.full(length, -1, np.int32), SEGMENTS: np.zeros(length, np.int32)}
 
 
-def _packed_row(windows: Sequence[Window], length: int) -> Row:
-    row = _empty(length) | {SEGMENTS: np.zeros(length, np.int32)}
-    at = 0
+def _row(windows: Iterable[Window], length: int) -> Row:
+    row = _empty_row(length)
+    start = 0
     for segment, window in enumerate(windows, start=1):
-        used = _place(row, at, window)
-        row[SEGMENTS][at : at + used] = segment
-        at += used
+        end = start + len(window.tokens) - 1
+        row["inputs"][start:end] = window.tokens[:-1]
+        row[SEGMENTS][start:end] = segment
+        counted = slice(end - window.counted, end)
+        row["labels"][counted] = window.tokens[-window.counted :]
+        row[GROUPS][counted] = window.group
+        start = end
     return row
-
-
-def _place(row: Mapping[str, NDArray[np.int32]], at: int, window: Window) -> int:
-    used = len(window.tokens) - 1
-    row["inputs"][at : at + used] = window.tokens[:-1]
-    row["labels"][at + used - window.counted : at + used] = window.tokens[-window.counted :]
-    row[GROUPS][at + used - window.counted : at + used] = window.group
-    return used
-
-
-def _stack(rows: Sequence[Row], size: int) -> Row:
-    padding = {"inputs": 0, "labels": IGNORE, SEGMENTS: 0, GROUPS: -1}
-    ignored = {name: np.full_like(array, padding[name]) for name, array in rows[0].items()}
-    return {name: np.stack([row[name] for row in [*rows, *[ignored] * (size - len(rows))]]) for name in ignored}

@@ -23,12 +23,17 @@ FACTS = describe_model(CONFIG)
 ROWS, LENGTH = 8, 40
 
 
+def empty_cache():
+    model = jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0))
+    return DecodeModel(model, model.in_order()).empty(ROWS, LENGTH)
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2), (1, 1, 8), (2, 2, 2), (1, 2, 4)], ids=str)
 def test_the_cache_is_that_of_the_layers(sizes):
     mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
-        memories = nnx.eval_shape(lambda: DecodeModel(jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0))).empty(ROWS, LENGTH))
-    (shape,) = {array.shape for array in jax.tree.leaves(memories)}
+        caches = nnx.eval_shape(empty_cache)
+    (shape,) = {array.shape for array in jax.tree.leaves(caches)}
     shard = jax.sharding.NamedSharding(mesh, LAYER_SPEC).shard_shape(shape)
     assert cache_bytes(MODEL, mesh_sizes(mesh), ROWS, LENGTH) == 2 * MODEL.num_layers * math.prod(shard) * 4
 

@@ -15,10 +15,9 @@ import jaxtp
 pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
 
-from jaxtp.config.schema import ConfigError
-from jaxtp.generate.loading import open_source
+from jaxtp.config.interrupt import Interrupt
+from jaxtp.generate.loading import SourceConfig, open_source
 from jaxtp.tools.evaluate.__main__ import main
 from jaxtp.tools.evaluate.harness import HarnessError, JaxtpLM
 from jaxtp.tools.evaluate.measure import Scorer
@@ -58,8 +57,10 @@ def logprobs(model):
     return found
 
 
-def opened(model, **settings):
-    return get_model("jaxtp").create_from_arg_obj({"model": str(model), **settings}, {"batch_size": "auto"})
+def opened(model, batch_size=8, sequence_length=2048, **mesh):
+    source = open_source(model, SourceConfig(special_tokens=True))
+    decoder = source.load(jaxtp.make_mesh(**mesh))
+    return JaxtpLM(decoder, source, batch_size=batch_size, max_length=sequence_length, interrupt=Interrupt())
 
 
 @pytest.mark.parametrize("settings", [{"batch_size": 1}, {"batch_size": 5, "fsdp": 2, "tp": 2}], ids=str)
@@ -139,17 +140,8 @@ def test_a_conversation(model, folder):
     assert lm.apply_chat_template(messages[:1]) == "<|turn|>hi<|stop|><|turn|>"
     assert lm.apply_chat_template(messages, add_generation_prompt=False) == "<|turn|>hi<|stop|><|turn|>yes"
     assert lm.tok_encode("<|turn|>hi")[1] == lm.source.tokenizer.encode_batch(["<|turn|>"])[0][0]
-    with pytest.raises(HarnessError, match="has no chat template"):
-        opened(folder).apply_chat_template(messages)
     plain = opened(folder)
     assert plain.prefix_token_id == plain.eot_token_id == plain.source.tokenizer.encode_batch(["\n"])[0][0]
-
-
-def test_what_the_harness_command_gives(model):
-    lm = get_model("jaxtp").create_from_arg_string(f"model={model},tp=2,sequence_length=20", {"batch_size": 3})
-    assert (lm.max_length, lm._scorer.batch_size) == (20, 3)
-    with pytest.raises(ConfigError, match=r"model_args:\n  pretrained: unknown key"):
-        get_model("jaxtp").create_from_arg_string("pretrained=x")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Losses of documents against references that transformers made, on meshes, in batches and ways of packing."""
+"""Losses of documents against references that transformers made, on meshes and in batches."""
 
 import signal
 
@@ -14,16 +14,11 @@ import jaxtp
 from jaxtp.config.entry import WrongNumbersError
 from jaxtp.config.interrupt import InterruptError
 from jaxtp.tools.evaluate.inputs import Document, InputError
-from jaxtp.tools.evaluate.measure import Scorer, Totals, Windowing, measure, power_of_two
+from jaxtp.tools.evaluate.measure import Scorer, Totals, measure, power_of_two
 
 MESHES = [(1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 4), (1, 1, 2, 2), (1, 2, 4, 1)]
-CASES = [
-    (name, mesh, packing)
-    for name in ("llama_gqa", "gemma2", "qwen2_window", "gpt2", "mixtral")
-    for mesh in MESHES
-    for packing in ("documents", "none")
-]
-FIRST = ("llama_gqa", MESHES[1], "documents")
+CASES = [(name, mesh) for name in ("llama_gqa", "gemma2", "qwen2_window", "gpt2", "mixtral") for mesh in MESHES]
+FIRST = ("llama_gqa", MESHES[1])
 
 
 class Rows:
@@ -43,34 +38,30 @@ def scorer(name, mesh, batch_size=2):
         return Scorer(jaxtp.load_hf(FOLDER / name), batch_size)
 
 
-def measured(scorer, inputs, length, packing="documents", stride=None, multiple=1):
-    return measure(scorer, inputs, Windowing(length, stride or length, packing, multiple), lambda done, totals: None)
+def measured(scorer, inputs, length, stride=None):
+    return measure(scorer, inputs, length, stride or length, lambda measured: None)
 
 
 @pytest.mark.parametrize("case", sweep(CASES, FIRST), ids=str)
 def test_the_loss_is_that_of_transformers(case):
-    name, mesh, packing = case
+    name, mesh = case
     reference = hf_reference.load(name)
     ids = reference["input_ids"]
-    several = packing == "documents" and name != "gpt2"  # which has vectors for no more positions
+    several = name != "gpt2"  # which has vectors for no more positions
     length = -(-ids.shape[1] // mesh[2]) * mesh[2] * (1 + several)
-    whole = measured(scorer(name, mesh), [Rows(ids)], length, packing, multiple=mesh[2]).whole()
+    whole = measured(scorer(name, mesh), [Rows(ids)], length).whole()
     assert whole.tokens == ids.size - len(ids)
     assert whole.loss == pytest.approx(float(reference["loss64"]), rel=1e-5)
     logits = reference["logits"][:, :-1]
     assert abs(whole.num_correct - (logits.argmax(-1) == ids[:, 1:]).sum()) <= 1, "but for a tie"
 
 
-def test_the_numbers_do_not_hang_on_batch_packing_or_mesh():
+def test_the_numbers_do_not_hang_on_batch_or_mesh():
     ids = hf_reference.load("qwen3")["input_ids"]
     expected = None
-    for mesh, batch_size, packing in [
-        (MESHES[0], 1, "none"),
-        (MESHES[0], 5, "documents"),
-        (MESHES[3], 3, "documents"),
-    ]:
+    for mesh, batch_size in [(MESHES[0], 1), (MESHES[0], 5), (MESHES[3], 3)]:
         inputs = [Rows(ids, "a"), Rows(ids[:, :7], "b"), Rows(ids[:1, :1], "b")]
-        found = measured(scorer("qwen3", mesh, batch_size), inputs, 12, packing, stride=8)
+        found = measured(scorer("qwen3", mesh, batch_size), inputs, 12, stride=8)
         parts = {**found.by_source(), **found.by_length()}
         counts = {key: (part.documents, part.tokens, part.num_bytes) for key, part in parts.items()}
         losses = np.array([part.nats for part in parts.values()])
@@ -120,16 +111,14 @@ def test_an_interrupt_waits_for_the_batch():
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(InterruptError):
-        measure(
-            scorer("qwen3", MESHES[0], 1), [Rows(np.ones((3, 9), np.int32))], Windowing(8, 8, "documents"), progress
-        )
+        measure(scorer("qwen3", MESHES[0], 1), [Rows(np.ones((3, 9), np.int32))], 8, 8, progress)
     assert len(done) == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_totals():
-    totals = Totals(documents=2, tokens=4, num_bytes=8, nats=8 * np.log(2), num_correct=1)
-    assert (totals.perplexity, totals.bits_per_byte, totals.accuracy) == pytest.approx((4, 1, 0.25))
-    assert Totals(tokens=1, nats=1e4).perplexity == np.inf
-    assert Totals(tokens=1, nats=1.0).bits_per_byte is None
+    numbers = Totals(documents=2, tokens=4, num_bytes=8, nats=8 * np.log(2), num_correct=1).numbers()
+    assert [numbers[name] for name in ("perplexity", "bits_per_byte", "accuracy")] == pytest.approx([4, 1, 0.25])
+    assert Totals(tokens=1, nats=1e4).numbers()["perplexity"] is None, "it overflows"
+    assert Totals(tokens=1, nats=1.0).numbers()["bits_per_byte"] is None
     assert [power_of_two(number) for number in (0, 1, 2, 3, 4, 1023, 1024)] == [0, 1, 2, 2, 4, 512, 1024]

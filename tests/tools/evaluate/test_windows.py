@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from jaxtp.data.corpus import _in_memory
 from jaxtp.data.packing import Packed
-from jaxtp.data.rows import IGNORE, SEGMENTS, Concatenated
-from jaxtp.tools.evaluate.windows import GROUPS, Window, batches, concatenated, row_length, rows, spans
+from jaxtp.data.rows import IGNORE, SEGMENTS
+from jaxtp.tools.evaluate.windows import GROUPS, Window, batches, row_length, rows, spans
 
 LENGTHS = st.integers(1, 40).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length)))
 DOCUMENTS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
@@ -39,11 +39,11 @@ def test_every_token_after_the_prompt_counts_once(num_tokens, first, sizes):
     assert seen == list(range(max(first, 1), num_tokens))
 
 
-@given(DOCUMENTS, LENGTHS, st.booleans(), st.sampled_from([1, 2, 4]), st.integers(1, 5))
-def test_rows_hold_every_window_once(lengths, sizes, packed, multiple, batch_size):
+@given(DOCUMENTS, LENGTHS, st.sampled_from([1, 2, 4]), st.integers(1, 5))
+def test_rows_hold_every_window_once(lengths, sizes, multiple, batch_size):
     length, stride = sizes[0] * multiple, sizes[1]
     found = {}
-    made_rows = rows(windows(made(lengths), length, stride), length, packed=packed, multiple=multiple)
+    made_rows = rows(windows(made(lengths), length, stride), length, multiple)
     shapes = set()
     for batch in batches(made_rows, 2 * batch_size, 2):
         assert all(array.shape == batch["inputs"].shape for array in batch.values())
@@ -58,9 +58,8 @@ def test_rows_hold_every_window_once(lengths, sizes, packed, multiple, batch_siz
         for label, group in zip(batch["labels"][counted].tolist(), batch[GROUPS][counted].tolist(), strict=True):
             assert label not in found
             found[label] = group
-        if packed:
-            inside = (batch[SEGMENTS][:, 1:] == batch[SEGMENTS][:, :-1]) & (batch[SEGMENTS][:, 1:] > 0)
-            assert (np.diff(batch["inputs"])[inside] == 1).all(), "a segment is one window"
+        inside = (batch[SEGMENTS][:, 1:] == batch[SEGMENTS][:, :-1]) & (batch[SEGMENTS][:, 1:] > 0)
+        assert (np.diff(batch["inputs"])[inside] == 1).all(), "a segment is one window"
     assert len(shapes) == len({size for _, size in shapes}), "a program for each length"
     documents = dict(enumerate(made(lengths)))
     assert found == {int(token): group for group, tokens in documents.items() for token in tokens[1:]}
@@ -81,24 +80,8 @@ def test_without_overlap_it_is_what_training_reads(lengths, length):
     documents = _in_memory(contents, "here")
     trained = [pair for row in Packed(documents, length, 256) for pair in read(*row.values())]
     read_here = windows([np.frombuffer(each, np.uint8).astype(np.int32) for each in contents], length, length)
-    ours = [
-        pair
-        for row in rows(read_here, length, packed=True)
-        for pair in read(row["inputs"], row["labels"], row[SEGMENTS])
-    ]
+    ours = [pair for row in rows(read_here, length) for pair in read(row["inputs"], row["labels"], row[SEGMENTS])]
     assert sorted(ours) == sorted(trained)
-    whole = [
-        (row["inputs"][row["labels"] != IGNORE].tolist(), row["labels"][row["labels"] != IGNORE].tolist())
-        for row in Concatenated(documents, length, 256)
-    ]
-    joined = concatenated(((np.frombuffer(each, np.uint8).astype(np.int32), 0) for each in contents), length)
-    cut = [(window.tokens[:-1].tolist(), window.tokens[1:].tolist()) for window in joined]
-    assert cut == [pair for pair in whole if pair[0]]
-
-
-def test_documents_of_two_sources_are_not_concatenated():
-    found = list(concatenated([(np.arange(3), 0), (np.arange(4), 1), (np.arange(1), 1)], 10))
-    assert [(len(window.tokens), window.counted, window.group) for window in found] == [(3, 2, 0), (5, 4, 1)]
 
 
 def test_rows_have_few_lengths():
