@@ -1,8 +1,7 @@
 """Tries every mesh, micro-batch and remat policy that a configuration can run with, and ranks them.
 
-A step's costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a second. Tests
-check them against the jaxpr and the partitioned program (equal) and the compiler's memory (within 15%). The compilers
-(`tiers.py`) only confirm the best setting.
+Costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a second; `tiers.py`
+compiles the best one.
 
 Settings that fit even if the modelled memory is off by 20% rank first, then the middle of the time range decides. Among
 a mesh's settings within 5% of its fastest, the least memory wins; among meshes within 5% of the fastest, the simplest.
@@ -252,23 +251,22 @@ def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
 
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
-    asked = f"none of the requested meshes can run this configuration; others of {devices:,} devices can:"
-    if not _can_run(config, devices):
-        fewer = (n for n in range(devices - 1, max(0, devices - FURTHEST), -1) if _can_run(config, n))
-        more = (n for n in range(devices + 1, devices + FURTHEST) if _can_run(config, n))
+    def able(number: int) -> bool:
+        return any(next(violations_on(config, sizes), None) is None for sizes in meshes_to_try(config, number))
+
+    problem = f"none of the requested meshes can run this configuration; others of {devices:,} devices can:"
+    if not able(devices):
+        fewer = filter(able, range(devices - 1, max(0, devices - FURTHEST), -1))
+        more = filter(able, range(devices + 1, devices + FURTHEST))
         near = [f"{n:,}" for count in (fewer, more) if (n := next(count, None)) is not None]
         instead = f"; {' or '.join(near)} devices could" if near else ""
-        asked = f"no mesh of {devices:,} devices can run this configuration{instead}:"
+        problem = f"no mesh of {devices:,} devices can run this configuration{instead}:"
     first: dict[str, str] = {}
     for mesh, reason in refused.items():
         first.setdefault(reason, mesh)
     lines = [f"  {mesh}: {reason}" for reason, mesh in first.items()]
     rest = [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
-    return "\n".join([asked, *lines[:MAX_REASONS], *rest])
-
-
-def _can_run(config: TrainConfig, devices: int) -> bool:
-    return any(next(violations_on(config, sizes), None) is None for sizes in meshes_to_try(config, devices))
+    return "\n".join([problem, *lines[:MAX_REASONS], *rest])
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
