@@ -226,7 +226,7 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
         yield Product(name, m, k, columns, count, bytes=through, attention=True, counted=counted)
     scores = runs * m * n if kernel.holds_scores else 0
     if kernel.streams_scores:
-        yield ScoreTraffic("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
+        yield ScoreTraffic(runs * m * n * FLOAT32 * SCORE_PASSES)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield ElementwiseTraffic(work.tokens * 2 * rotated * compute)
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask selects, which XLA
