@@ -51,13 +51,10 @@ class Workload(LocalShape):
 
     remat: RematPolicy = "none"
     """Remat policy of the blocks."""
-
     frozen: bool = False
     """Only adapters are trained."""
-
     training: bool = True
     """There is a backward pass."""
-
     accumulation: int = 1
     """Micro-batches in a step, whose gradients are added up."""
 
@@ -225,7 +222,7 @@ class LogitTraffic(Bytes):
 
 
 class SavedActivations(Bytes):
-    """What the remat policy saves for the backward pass."""
+    """Activations that the remat policy saves for the backward pass."""
 
 
 class Workspace(Bytes):
@@ -262,12 +259,9 @@ def within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
 
 
 def enter(module: str, work: Workload, size: float, *, split: bool, again: bool) -> Iterator[CollectiveCost]:
-    """Yields the collectives of `enter_parallel`.
+    """Yields the collectives of `enter_parallel` for an activation of `size` bytes, maybe split along the sequence.
 
-    Args:
-      size: bytes of the whole activation.
-      split: along the sequence.
-      again: the backward pass repeats the forward collective.
+    `again`: the backward pass repeats the forward collective.
     """
     again, backward = again and work.training, int(work.training)
     if split:

@@ -19,8 +19,8 @@ from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.config.schema import ConfigError, CountOrZero, Positive, Switch, UserPath, allowed, changed, to_short_yaml
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, sized
+from jaxtp.tools.estimate import generation
 from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError, topology
-from jaxtp.tools.estimate.generation import generations, records, table
 from jaxtp.tools.estimate.remedies import faster, remedies
 from jaxtp.tools.estimate.search import (
     Model,
@@ -157,9 +157,9 @@ def _estimate(argv: Sequence[str]) -> int:
     write_picture("--plot", options.plot, partial(draw, found, title))
     if options.generate:
         length = config.data.sequence_length
-        generating = generations(config.model, where, model, meshes, options.generate, length)
-        print("", table(generating, length), sep="\n", flush=True)
-        numbers["generation"] = records(generating)
+        generating = generation.generations(config.model, where, model, meshes, options.generate, length)
+        print("", generation.table(generating, length), sep="\n", flush=True)
+        numbers["generation"] = list(map(generation.record, generating))
 
     best = found.settings[0]
     fits, failed = _compile(options, best, numbers)

@@ -218,17 +218,11 @@ class Compiled:
         if setting.config.model.most_experts and self.flops is not None:
             expected = f"{setting.costs.flops_of_xla / 1e12:,.1f}"
             yield f"products outside of kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: {expected}"
-        rows = [
-            (
-                each.collective.kind,
-                "+".join(each.collective.axes),
-                f"{each.count:,}",
-                f"{each.collective.bytes / GB:,.3f}",
-                f"{each.overlapped:,}",
-                f"{each.computing:,}",
-            )
-            for each in self.collectives
-        ]
+        rows = []
+        for each in self.collectives:
+            one, counts = each.collective, (each.overlapped, each.computing)
+            cells = (one.kind, "+".join(one.axes), f"{each.count:,}", f"{one.bytes / GB:,.3f}")
+            rows.append((*cells, *(f"{count:,}" for count in counts)))
         yield columns(("collective", "over", "times", "GB of messages", "overlapped", "operations that overlap"), rows)
         yield from (f"  ({note})" for note in self.notes)
 
