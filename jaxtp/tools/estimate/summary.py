@@ -106,13 +106,16 @@ def explained(
         shares = ", ".join(f"{name} {seconds / best.time.serial:.0%}" for name, seconds in parts)
         rows.append(("step", f"{best.time.overlapped:,.3f} to {best.time.serial:,.3f} seconds: {shares}"))
         cost = "" if price is None else f"; cost {hours[0] * price:,.0f} to {hours[1] * price:,.0f}"
-        taken = " to ".join(f"{each / best.target.devices:,.3g}" for each in hours)
-        in_all = " to ".join(f"{each:,.3g}" for each in hours)
+        taken, in_all = _range(*(each / best.target.devices for each in hours)), _range(*hours)
         rows.append(("run", f"{steps:,} steps: {taken} hours, {in_all} {best.target.hardware.name} hours{cost}"))
     if configured is not None and configured.config != best.config:
         rows.append(("now", _beside(configured, best)))
     rows += [("try", f"{other}: {_beside(other.setting, best)}") for other in alternatives]
     return "\n".join(f"{label:<8}{text}" for label, text in rows)
+
+
+def _range(*hours: float) -> str:
+    return " to ".join(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in hours)
 
 
 def _how(setting: Setting) -> str:
