@@ -236,7 +236,7 @@ def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:
 def remote_bytes(attended: Attended, method: Method, head_bytes: int, work: Workload) -> int:
     """Returns the bytes of queries, keys and values on a device after the exchange over cp.
 
-    `head_bytes` are those of a head of one token.
+    `head_bytes` is the size of one head of one token.
     """
     cp, token = work.sizes[CP], work.tokens * head_bytes
     if cp == 1:
