@@ -1,8 +1,7 @@
 """Audit of a compiled step: planned against realized shardings and communication.
 
-Compares three accounts of a step: the budget that its modules declare, its jaxpr, and the HLO after SPMD partitioning.
-The budget's formulas (`layer_costs.py`) are independent of the layers' code, so a layer that moves too much makes
-budget and jaxpr differ. A sharding that the compiler has to repair makes jaxpr and HLO differ.
+A layer that moves too much makes its budget (`layer_costs.py`) and the jaxpr differ. A sharding that the compiler has
+to repair makes the jaxpr and the HLO after SPMD partitioning differ.
 """
 
 import math
@@ -14,9 +13,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from jaxtp.analysis.census import count_collectives
-from jaxtp.analysis.collective import Collective, Place, bytes_by_place
+from jaxtp.analysis.collective import Collective, Place, bytes_by_place, sums
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.holding import Holding, read_holdings
@@ -44,27 +44,20 @@ class Audit:
 
     holdings: tuple[Holding, ...]
     """Every array of the state."""
-
     written: Counter[Collective]
     """Collectives that the program asks for, and how often each runs."""
-
     realised: Counter[Collective]
     """Collectives that the partitioner made of them."""
-
     budget: Budget | None
     """Bytes that the modules may send."""
-
     sizes: Mapping[str, int]
     """Devices along each axis of the mesh."""
-
     global_view: tuple[str, ...]
     """Modules that are written on global arrays: the compiler chooses their collectives."""
-
     uncounted: tuple[str, ...]
     """Modules in which a loop may turn as often as its data say: what it moves is counted for one turn."""
-
-    compiled: Any
-    """The `jax.stages.Compiled` itself: it can be run, and has a `memory_analysis()`."""
+    compiled: Compiled
+    """The program itself: it can be run, and has a `memory_analysis()`."""
 
     @property
     def added(self) -> Counter[Collective]:
@@ -119,25 +112,23 @@ class Audit:
                 )
 
     def _unasked_collectives(self) -> Iterator[str]:
-        # Global norms need sums of scalars.
         for collective, times in self.added.items():
-            if math.prod(collective.shape) > 1 and collective.module.split("/")[0] not in self.global_view:
-                weight = self._weight_like(collective)
-                if weight and self.global_view and not collective.module:
-                    continue  # XLA names no module where it resplits weights for a rule that sees them without padding
-                what = f", a weight moves (it has the shape of {weight})" if weight else ""
-                yield f"{times} x {_describe(collective)}{what}: no module asked for it, the compiler added it"
+            if math.prod(collective.shape) <= 1 or _outermost(collective) in self.global_view:
+                continue  # global norms need sums of scalars
+            weight = self._weight_like(collective)
+            if weight and self.global_view and not collective.module:
+                continue  # XLA names no module where it resplits weights for a rule that sees them without padding
+            what = f", a weight moves (it has the shape of {weight})" if weight else ""
+            yield f"{times} x {_describe(collective)}{what}: no module asked for it, the compiler added it"
 
     def _uncounted(self) -> Iterator[str]:
         for collective, times in self.realised.items():
-            outermost = collective.module.split("/")[0]
-            if collective.counted == A_TURN and outermost not in self.uncounted:
-                named = (
-                    f'uncounted=("{outermost}",)' if outermost else 'jax.named_scope("name") and uncounted=("name",)'
-                )
+            name = _outermost(collective)
+            if collective.counted == A_TURN and name not in self.uncounted:
+                allow = f'uncounted=("{name}",)' if name else 'jax.named_scope("name") and uncounted=("name",)'
                 yield (
                     f"{times} x {_describe(collective)}, in each turn of a loop that turns as often as its data say: "
-                    f"how much moves is not known; {named} allows it"
+                    f"how much moves is not known; {allow} allows it"
                 )
 
     def _weight_like(self, collective: Collective) -> str | None:
@@ -222,6 +213,10 @@ def _likeness(collective: Collective) -> tuple[object, ...]:
     return kind, collective.axes, collective.group, collective.dtype, math.prod(collective.shape), a_turn
 
 
+def _outermost(collective: Collective) -> str:
+    return collective.module.split("/")[0]
+
+
 def _describe(collective: Collective) -> str:
     where = f" in {collective.module}" if collective.module else ""
     where += f", {collective.source}" if collective.source else ""
@@ -235,19 +230,16 @@ def _holdings_table(holdings: tuple[Holding, ...]) -> str:
 
 
 def _collectives_table(realised: Counter[Collective], added: Counter[Collective]) -> str:
-    totals: Counter[tuple[str, ...]] = Counter()
-    sent: dict[tuple[str, ...], float] = {}
-    for collective, times in realised.items():
-        for count, by in ((added[collective], "the compiler"), (times - added[collective], "the program")):
-            place = (collective.module or "(step)", collective.kind, "+".join(collective.axes), by)
-            row = (*place, collective.counted)
-            totals[row] += count
-            sent[row] = sent.get(row, 0) + count * collective.bytes_sent
     rows = [
-        (*place, f"{count:,} {counted}".strip(), f"{sent[*place, counted]:,.0f}")
-        for (*place, counted), count in (+totals).items()
+        (*place, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}")
+        for by, moved in (("the compiler", added), ("the program", realised - added))
+        for (*place, counted), (count, sent) in sums(moved, _row).items()
     ]
     return columns(("module", "collective", "over", "asked for by", "count", "bytes sent by a device"), rows)
+
+
+def _row(collective: Collective) -> tuple[str, ...]:
+    return collective.module or "(step)", collective.kind, "+".join(collective.axes), collective.counted
 
 
 def _by(shape: tuple[int, ...]) -> str:

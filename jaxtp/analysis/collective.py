@@ -46,28 +46,19 @@ class Collective:
 
     kind: str
     """all-reduce, all-gather, reduce-scatter, ..."""
-
     axes: Axes
     """Mesh axes along which the devices talk; those of a single device are left out."""
-
     group: int
     """Number of devices that take part."""
-
     bytes: float
     """Size of the whole message: the larger of operand and result on one device."""
-
     scope: str = ""
     """The `jax.named_scope` it was written in, as JAX spells it, or the name of its module."""
-
     shape: tuple[int, ...] = ()
-    """Shape of the message, where it is read from a program."""
-
+    """Shape and dtype of the message, where it is read from a program."""
     dtype: str = ""
-    """Dtype of its elements, where it is read from a program."""
-
     counted: str = ""
     """Meaning of its count; empty where the count is exact."""
-
     source: str = field(default="", compare=False)
     """`file:line` of Python that it comes from, where that is known."""
 

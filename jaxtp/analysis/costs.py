@@ -34,17 +34,12 @@ from jaxtp.mesh import STORAGE, TP, copies, parts
 FLOAT32 = INT32 = 4
 """Bytes of an element."""
 
+# The remat policies that run again, for the backward pass: products of column layers; gathers of their inputs; sums of
+# row layers which the backward pass reads; everything but products with weights.
 REPROJECT_POLICIES: tuple[RematPolicy, ...] = ("save_gathered", "save_reduced", "full", "offload")
-"""Remat policies that recompute the products of column layers."""
-
 REGATHER_POLICIES: tuple[RematPolicy, ...] = ("save_dots", "save_reduced", "full", "offload")
-"""Remat policies that gather the inputs of column layers again."""
-
 REREDUCE_POLICIES: tuple[RematPolicy, ...] = ("full", "offload")
-"""Remat policies that recompute the sums of row layers which the backward pass reads."""
-
 RECOMPUTE_POLICIES: tuple[RematPolicy, ...] = ("save_dots", "save_gathered", "save_reduced", "full", "offload")
-"""Remat policies that recompute everything except products with weights."""
 
 SAVED_RESULT_POLICIES: tuple[RematPolicy, ...] = ("save_dots",)
 """Remat policies that save the results of products and of attention kernels."""
@@ -56,13 +51,10 @@ class Workload(LocalShape):
 
     remat: RematPolicy = "none"
     """Remat policy of the blocks."""
-
     frozen: bool = False
     """Only adapters are trained."""
-
     training: bool = True
     """There is a backward pass."""
-
     accumulation: int = 1
     """Micro-batches in a step, whose gradients are added up."""
 
@@ -98,9 +90,8 @@ class Weight:
     split: PaddedDim | None = None
     """The padding of the dim over tp."""
     tp: bool = True
-    """It is split over tp."""
+    """It is split over tp; `fsdp` likewise."""
     fsdp: bool = True
-    """It is split over fsdp."""
     gathered: bool = True
     """Its parts over fsdp are gathered; else each is used as it is, for the tokens of all devices along fsdp."""
     group: int = 1
@@ -119,7 +110,6 @@ class Weight:
     """Fraction of its elements that a token uses."""
     transposed: bool = False
     """It is gathered along its last dim, which XLA then brings to the front, for all layers at once."""
-
     traced: bool = False
     """Its collectives are counted in a traced program, except the sum over dp after the last micro-batch."""
 
@@ -187,24 +177,16 @@ class Product:
     """Matrix products `[m, k] x [k, n]` of one shape on one device."""
 
     name: str
-    """Name of what is multiplied."""
-
     m: int
     k: int
     n: int
-
     count: int
-    """Number of times that it is computed."""
-
     bytes: float
     """Bytes of operands and result of each, through memory."""
-
     attention: bool = False
     """It is a product of attention, without weights."""
-
     counted: float = 1.0
     """Fraction of it that counts as model FLOPs: about half in causal attention."""
-
     in_kernel: bool = False
     """A kernel of its own computes it, so that it is no product of the compiled program."""
 
@@ -221,43 +203,36 @@ class Product:
 
 
 @dataclass(frozen=True)
-class ElementwiseTraffic:
+class Bytes:
+    """Bytes of memory, or of traffic through it."""
+
+    bytes: float
+
+
+class ElementwiseTraffic(Bytes):
     """Traffic of elementwise operations in a forward pass, each fused into one kernel."""
 
-    bytes: float
+
+class ScoreTraffic(Bytes):
+    """Estimated traffic of attention scores outside of products, in all passes."""
 
 
-@dataclass(frozen=True)
-class ScoreTraffic:
-    """Estimated traffic of attention scores or logits outside of products, in all passes."""
-
-    kind: str
-    """scores or logits."""
-    bytes: float
+class LogitTraffic(Bytes):
+    """Estimated traffic of logits outside of products, in all passes."""
 
 
-@dataclass(frozen=True)
-class SavedActivations:
-    """Bytes saved for the backward pass under the remat policy."""
-
-    bytes: float
+class SavedActivations(Bytes):
+    """Activations that the remat policy saves for the backward pass."""
 
 
-@dataclass(frozen=True)
-class Workspace:
-    """Bytes of activations alive at once in the layer's backward pass."""
-
-    bytes: float
+class Workspace(Bytes):
+    """Activations alive at once in the layer's backward pass."""
 
 
-@dataclass(frozen=True)
-class CachedBytes:
-    """Bytes of the KV cache for these tokens."""
-
-    bytes: float
+class CachedBytes(Bytes):
+    """KV cache for these tokens."""
 
 
-Bytes = ElementwiseTraffic | ScoreTraffic | SavedActivations | Workspace | CachedBytes
 Cost = CollectiveCost | Weight | Product | Bytes
 
 
@@ -284,12 +259,9 @@ def within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
 
 
 def enter(module: str, work: Workload, size: float, *, split: bool, again: bool) -> Iterator[CollectiveCost]:
-    """Yields the collectives of `enter_parallel`.
+    """Yields the collectives of `enter_parallel` for an activation of `size` bytes, maybe split along the sequence.
 
-    Args:
-      size: bytes of the whole activation.
-      split: along the sequence.
-      again: the backward pass repeats the forward collective.
+    `again`: the backward pass repeats the forward collective.
     """
     again, backward = again and work.training, int(work.training)
     if split:

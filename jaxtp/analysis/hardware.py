@@ -22,64 +22,42 @@ class Hardware:
     """A kind of device, and its interconnect."""
 
     name: str = "custom"
-    """Name by which it is asked for."""
-
     like: str = ""
-    """Name, in a file, of the row of the table that what is left out is taken from, and that it is compiled as."""
-
+    """In a file: the row of the table that has its missing keys, and that programs are compiled for."""
     kinds: tuple[str, ...] = ()
-    """Values of `jax.Device.device_kind` on it, exactly: a near name is that of another device."""
-
+    """Values of `jax.Device.device_kind`, exactly: a near name is another device's."""
     platform: str = "cuda"
     """cuda, rocm or tpu."""
-
     capability: str = ""
     """Compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are."""
-
     memory: Positive = 80 * GIB
     """Bytes that a program can see."""
-
     flops: Positive = 1e15
     """Dense bfloat16 FLOP/s at their peak."""
-
     bandwidth: Positive = 3e12
     """Bytes/s to and from its memory."""
-
     link: Positive = 450e9
-    """Bytes/s that it sends to the others of its domain, in one direction. To all of them together where `direct`."""
-
+    """Bytes/s that it sends to the others of its domain, in one direction; to all of them together if `direct`."""
     domain: Count = 8
     """Devices that fast links join."""
-
     direct: bool = False
-    """Whether the links of a domain join each pair directly: of n devices each then has the links to n - 1 others, and
-    the rest of its `link` lies idle. False: a switch, or a torus, gives a ring all of it."""
-
+    """Links join each pair: of n devices each has the links to n - 1 others, and the rest of its `link` lies idle.
+    False: a switch, or a torus, gives a ring all of it."""
     network: Positive = 50e9
     """Bytes/s that it sends out of its domain, in one direction."""
-
     reserved: NonNegative = 2.0 * GIB
     """Bytes outside JAX's allocator: context, kernels, communication buffers. An assumption."""
-
     matmul_efficiency: Positive = 0.7
-    """Share of the peak that a large matrix product reaches. An assumption."""
-
+    """Share of the peak that a large matrix product reaches. An assumption, as the next two."""
     bandwidth_efficiency: Positive = 0.85
-    """Share of the memory's bandwidth that a large kernel reaches. An assumption."""
-
     link_efficiency: Positive = 0.8
-    """Share of a link that a large collective reaches. An assumption: 360 of 450 GB/s on an H100."""
-
+    """360 of 450 GB/s on an H100."""
     latency: NonNegative = 8.4e-6
-    """Seconds that a collective takes to begin. As NCCL has it (src/graph/tuning.cc: rings, its Simple protocol)."""
-
+    """Seconds that a collective takes to begin, as in NCCL (src/graph/tuning.cc: rings, its Simple protocol)."""
     hop: NonNegative = 3.4e-6
-    """Seconds of each step of a collective between devices of a domain, however little is sent. From there too. 0: a
-    measured `latency` has it already."""
-
+    """Seconds of each step of a collective in a domain, however little is sent; 0: a measured `latency` has it."""
     network_hop: NonNegative = 14e-6
     """The same between devices of different domains."""
-
     source: str = ""
     """Source of the numbers."""
 

@@ -10,7 +10,6 @@
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,8 +89,8 @@ def _uncounted(text: str) -> ConfigError:
     at = text.lower().rfind("x")
     name, count = text[: max(at, 0)], text[at + 1 :]
     if _is_known(text):
-        return ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
-    if not _is_known(name):
+        name, count = text, ""
+    elif not _is_known(name):
         find(text)
     wrong = f"{count!r} is no number of devices; such as" if count else "how many devices? Such as"
     return ConfigError(f"--hardware {text}: {wrong} {name}x8")
@@ -112,12 +111,28 @@ def read(path: Path) -> Hardware:
     Raises:
       ConfigError: unreadable, invalid or missing keys.
     """
-    values = _values(path)
-    _require_ranges(path, values)
-    base = _base(path, values)
-    given = {**values, "like": base["name"]} if base else values
-    own = {"name": path.stem, "source": _source(path, values, base)}
-    hardware = validate(Hardware, {**base, **own, **given}, source=str(path))
+    values = read_yaml(path)
+    if not isinstance(values, dict) or not values:
+        found = shown(repr(values)) if values else "nothing"
+        raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
+    problems = [
+        f"  {key} = {shown(repr(values[key]))}: {unit}, from {least:g} to {most:g}"
+        for key, (least, most, unit) in RANGES.items()
+        if key in values and not _is_between(values[key], least, most)
+    ]
+    if problems:
+        raise ConfigError("\n".join([f"{path}:", *problems]))
+    base: dict[str, Any] = {}
+    if values.get("like") is not None:
+        try:
+            base = dataclasses.asdict(_of_table(shown(values["like"])))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: like: {error}") from None
+    keys = [str(key) for key in values if key not in ("like", "name", "kinds")]
+    others = f"as of {base['name']}" if base else "assumed"
+    source = f"{path}: {', '.join(keys)}; others {others}" if keys or not base else f"{path}: all {others}"
+    like = {"like": base["name"]} if base else {}
+    hardware = validate(Hardware, {**base, "name": path.stem, "source": source, **values, **like}, source=str(path))
     if hardware.platform not in PLATFORMS:
         raise ConfigError(f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}")
     if not base and (missing := [key for key in NEEDED if key not in values]):
@@ -131,40 +146,6 @@ def read(path: Path) -> Hardware:
             "left for JAX"
         )
     return hardware
-
-
-def _values(path: Path) -> Mapping[str, Any]:
-    values = read_yaml(path)
-    if not isinstance(values, dict) or not values:
-        found = shown(repr(values)) if values else "nothing"
-        raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
-    return values
-
-
-def _base(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    if values.get("like") is None:
-        return {}
-    try:
-        return dataclasses.asdict(_of_table(shown(values["like"])))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: like: {error}") from None
-
-
-def _source(path: Path, values: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    # `mine.yaml: memory, link; others as of h100`
-    own = [str(key) for key in values if key not in ("like", "name", "kinds")]
-    others = f"as of {base['name']}" if base else "assumed"
-    return f"{path}: {', '.join(own)}; others {others}" if own or not base else f"{path}: all as of {base['name']}"
-
-
-def _require_ranges(path: Path, values: Mapping[str, Any]) -> None:
-    problems = [
-        f"  {key} = {shown(repr(values[key]))}: {unit}, from {least:g} to {most:g}"
-        for key, (least, most, unit) in RANGES.items()
-        if key in values and not _is_between(values[key], least, most)
-    ]
-    if problems:
-        raise ConfigError("\n".join([f"{path}:", *problems]))
 
 
 def _is_between(value: Any, least: float, most: float) -> bool:

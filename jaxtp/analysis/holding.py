@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec, Sharding
+from jax.stages import Compiled
 
 from jaxtp.mesh import axes_of
 
@@ -19,22 +20,12 @@ class Holding:
 
     name: str
     """Its dotted path."""
-
     shape: tuple[int, ...]
-    """Shape of the whole array."""
-
     shard: tuple[int, ...]
     """Shape of the part on one device."""
-
     dtype: str
-    """Dtype of its elements."""
-
     itemsize: int
-    """Bytes of an element."""
-
     declared: PartitionSpec | None
-    """The spec that it declares, or None if it declares none."""
-
     replicated_over: tuple[str, ...]
     """The mesh axes, of more than one device, along which the compiled step holds copies."""
 
@@ -70,7 +61,7 @@ class Holding:
         return {shape for choices in [dims, *single] if len(choices) > 1 for shape in itertools.product(*choices)}
 
 
-def read_holdings(compiled: Any, state: Any, mesh: Mesh) -> tuple[Holding, ...]:
+def read_holdings(compiled: Compiled, state: Any, mesh: Mesh) -> tuple[Holding, ...]:
     """Returns how a compiled step holds its state.
 
     Args:
@@ -98,7 +89,7 @@ def _holding(name: str, leaf: Any, sharding: Sharding, mesh: Mesh) -> Holding:
     )
 
 
-def _state_shardings(compiled: Any, state: Any) -> Any:
+def _state_shardings(compiled: Compiled, state: Any) -> Any:
     returned = compiled.output_shardings
     for candidate in (returned, returned[0] if isinstance(returned, tuple) and returned else None):
         if _paths(candidate) == _paths(state):

@@ -65,11 +65,7 @@ class _Projection(TypedDict):
 
 @singledispatch
 def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Iterator[Cost]:
-    """Yields the costs of a branch without arrays.
-
-    Args:
-      read: the backward pass reads the result, as for all but the last branch of a block.
-    """
+    """Yields the costs of a branch without arrays; `read`: the backward pass reads its result."""
     raise TypeError(f"{type(branch).__name__} has no formulas (branch_costs.register); traced_costs reads its program")
 
 
@@ -113,7 +109,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
 
 
 def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool) -> Iterator[Cost]:
-    """Yields the costs of a row layer; arguments as for `column_costs` and `branch_costs`."""
+    """Yields the costs of a row layer."""
     compute, split = itemsize(layer.precision.compute), work.is_split(layer.sequence_parallel)
     recomputed = read and work.remat in REREDUCE_POLICIES
     rows = layer.in_features
@@ -142,13 +138,7 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
 def lora_costs(
     lora: Lora, work: Workload, features: tuple[int, int], weights: tuple[Weight, Weight], *, recomputed: bool
 ) -> Iterator[Cost]:
-    """Yields the costs of an adapter.
-
-    Args:
-      features: input and output features per device.
-      weights: A and B.
-      recomputed: the backward pass recomputes the product with B.
-    """
+    """Yields the costs of an adapter with local `features` and weights A and B, whose product may be recomputed."""
     compute = itemsize(weights[0].precision.compute)
     yield from (replace(weight, adapter=True) for weight in weights)
     inner = work.num_evals(work.remat in REPROJECT_POLICIES, 2)
@@ -159,22 +149,11 @@ def lora_costs(
 
 
 def norm_costs(norm: Norm, work: Workload, *, inside: bool = True, recomputed: bool = False) -> Iterator[Cost]:
-    """Yields the costs of a norm.
-
-    Args:
-      inside: in a block, whose backward pass reloads the scale.
-      recomputed: the backward pass recomputes the result, and reloads the bias.
-    """
+    """Yields the costs of a norm; a backward pass reloads scales inside of blocks, and biases if recomputed."""
+    shared: _Projection = {"module": norm.name, "precision": norm.precision}
     used_by_all = work.is_split(norm.sequence_parallel)
     for again in (inside,) if norm.bias is None else (inside, recomputed):
-        yield Weight(
-            module=norm.name,
-            size=norm.features,
-            precision=norm.precision,
-            tp=False,
-            used_by_all_tp=used_by_all,
-            again=again,
-        )
+        yield Weight(size=norm.features, tp=False, used_by_all_tp=used_by_all, again=again, **shared)
     if inside:
         residual = work.between(norm.sequence_parallel) * norm.features
         yield ElementwiseTraffic(2 * residual * itemsize(norm.precision.compute))
@@ -225,7 +204,7 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
         yield Product(name, m, k, columns, count, bytes=through, attention=True, counted=counted)
     scores = runs * m * n if kernel.holds_scores else 0
     if kernel.streams_scores:
-        yield ScoreTraffic("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
+        yield ScoreTraffic(runs * m * n * FLOAT32 * SCORE_PASSES)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield ElementwiseTraffic(work.tokens * 2 * rotated * compute)
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask selects, which XLA
@@ -256,9 +235,7 @@ def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:
 def remote_bytes(attended: Attended, method: Method, head_bytes: int, work: Workload) -> int:
     """Returns the bytes of queries, keys and values on a device after the exchange over cp.
 
-    Args:
-      method: ulysses or gather.
-      head_bytes: of one head of one token.
+    `head_bytes` is the size of one head of one token.
     """
     cp, token = work.sizes[CP], work.tokens * head_bytes
     if cp == 1:
@@ -273,11 +250,7 @@ def remote_bytes(attended: Attended, method: Method, head_bytes: int, work: Work
 def context_costs(
     attended: Attended, method: Method, head_bytes: int, work: Workload, *, result_read: bool = True
 ) -> Iterator[CollectiveCost]:
-    """Yields the collectives of attention over cp; other arguments as for `remote_bytes`.
-
-    Args:
-      result_read: the backward pass reads the output projection's input.
-    """
+    """Yields the collectives of attention over cp; `result_read`: the backward pass reads the output's input."""
     cp, token = work.sizes[CP], work.tokens * head_bytes
     recomputed = work.remat in RECOMPUTE_POLICIES
     both = work.num_evals(recomputed, 1)
@@ -301,17 +274,15 @@ def context_costs(
 
 @branch_costs.register
 def mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
-    """Yields the costs of an MLP.
-
-    Without remat, a gated MLP saves gate, up, sigmoid, silu, its derivative and the product; a plain MLP three.
-    """
+    """Yields the costs of an MLP."""
     gated = layer.config.mlp == "gated"
     features = work.tokens * (layer.hidden.padded(work.tp) // work.tp) * itemsize(layer.precision.compute)
     yield from column_costs(layer.gate_up, work, "gate, up") if gated else column_costs(layer.up, work, "up")
     yield ElementwiseTraffic((3 if gated else 2) * features)
-    yield Workspace((6 if gated else 3) * features)
+    saved = (6 if gated else 3) * features  # gate, up, sigmoid, silu, its derivative and the product
+    yield Workspace(saved)
     if work.remat == "none":
-        yield SavedActivations((6 if gated else 3) * features)
+        yield SavedActivations(saved)
     yield from row_costs(layer.down, work, "down", read=read)
 
 
@@ -410,11 +381,6 @@ def table_weight(module: str, vocab_size: int, features: int, precision: Precisi
 
 def positions_costs(layer: LearnedPositions, work: Workload) -> Iterator[Cost]:
     """Yields the costs of learned positions."""
-    yield Weight(
-        module="learned_positions",
-        size=layer.num_positions * layer.features,
-        precision=layer.precision,
-        tp=False,
-        used_by_all_tp=work.is_split(layer.sequence_parallel),
-        again=False,
-    )
+    shared: _Projection = {"module": "learned_positions", "precision": layer.precision}
+    split = work.is_split(layer.sequence_parallel)
+    yield Weight(size=layer.num_positions * layer.features, tp=False, used_by_all_tp=split, again=False, **shared)

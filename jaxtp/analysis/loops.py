@@ -6,8 +6,7 @@ problem unless the caller allows them by name.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from jax.extend import core
@@ -29,49 +28,27 @@ LARGEST = 2**31
 _DIRECTIONS = {"lt": "LT", "le": "LE", "gt": "GT", "ge": "GE", "ne": "NE"}
 
 
-@dataclass(frozen=True)
-class Progression:
+class Progression(NamedTuple):
     """An integer that changes by a constant per iteration."""
 
     first: int
     step: int
 
-    def after(self, turns: int) -> int:
-        """Returns the value after `turns` iterations."""
-        return self.first + turns * self.step
-
 
 def turns(direction: str, left: Progression | None, right: Progression | None) -> int | None:
-    """Returns the trip count of `while left direction right`; None if unknown.
-
-    Args:
-      direction: LT, LE, GT, GE or NE.
-      left: None if not a progression; `right` likewise.
-    """
+    """Returns the trip count of `while left direction right` (LT, LE, GT, GE or NE); None if unknown."""
     if left is None or right is None:
         return None
     gap, step = right.first - left.first, right.step - left.step
     if direction in ("GT", "GE"):
         gap, step = -gap, -step
-    if direction in ("LE", "GE"):
-        gap += 1
-    count = _until_equal(gap, step) if direction == "NE" else _until_negative(gap, step)
-    if count is None or max(abs(left.after(count)), abs(right.after(count))) >= LARGEST:
-        return None
-    return count
-
-
-def _until_equal(gap: int, step: int) -> int | None:
-    if gap == 0:
-        return 0
-    return gap // -step if step and gap % step == 0 and gap // -step > 0 else None
-
-
-def _until_negative(gap: int, step: int) -> int | None:
-    # For how many iterations the gap is positive; None if forever.
-    if gap <= 0:
-        return 0
-    return -(gap // step) if step < 0 else None
+    if direction == "NE":
+        count = gap // -step if step and gap % step == 0 else 0 if gap == 0 else -1
+    else:
+        gap += direction in ("LE", "GE")
+        count = 0 if gap <= 0 else -(gap // step) if step < 0 else -1
+    last = max(abs(one.first + count * one.step) for one in (left, right))
+    return None if count < 0 or last >= LARGEST else count
 
 
 def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
@@ -84,7 +61,7 @@ def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
     return (1, 1, A_TURN) if turns is None else (turns, turns + 1, counted)
 
 
-def turns_in_jaxpr(loop: Any) -> int | None:
+def turns_in_jaxpr(loop: core.JaxprEqn) -> int | None:
     """Returns the trip count of a `while` equation; None if data-dependent."""
     condition = loop.params["cond_jaxpr"].jaxpr
     test = _maker(condition, condition.outvars[0])
@@ -94,7 +71,7 @@ def turns_in_jaxpr(loop: Any) -> int | None:
     return turns(_DIRECTIONS[test.primitive.name], left, right)
 
 
-def _compared(loop: Any, operand: Any) -> Progression | None:
+def _compared(loop: core.JaxprEqn, operand: core.Var | core.Literal) -> Progression | None:
     if (constant := _integer(operand)) is not None:
         return Progression(constant, 0)
     condition, body = loop.params["cond_jaxpr"].jaxpr, loop.params["body_jaxpr"].jaxpr
@@ -108,7 +85,7 @@ def _compared(loop: Any, operand: Any) -> Progression | None:
     return None if first is None or step is None else Progression(first, step)
 
 
-def _step(body: Any, before: Any, after: Any) -> int | None:
+def _step(body: core.Jaxpr, before: core.Var, after: Any) -> int | None:
     # The constant that an iteration adds to a carried value, if any.
     if after is before:
         return 0
@@ -121,7 +98,7 @@ def _step(body: Any, before: Any, after: Any) -> int | None:
     return _integer(made.invars[1] if made.invars[0] is before else made.invars[0])
 
 
-def _maker(jaxpr: Any, variable: Any) -> Any:
+def _maker(jaxpr: core.Jaxpr, variable: Any) -> core.JaxprEqn | None:
     return next((e for e in jaxpr.eqns if any(made is variable for made in e.outvars)), None)
 
 
@@ -149,11 +126,10 @@ def turns_in_hlo(module: Module, around: Sequence[Instruction], loop: Instructio
     return turns(test.attribute("direction") or "", left, right)
 
 
-@dataclass(frozen=True)
-class _Carried:
+class _Carried(NamedTuple):
     """An element of the carried tuple."""
 
-    index: int
+    at: int
 
 
 def _progression(
@@ -164,7 +140,7 @@ def _progression(
     began, ends = named(around, loop.operands[0][0]), root_of(body)
     if began is None or ends is None or {began.opcode, ends.opcode} != {"tuple"}:
         return None
-    first, step = _value(around, began.operands[value.index]), _step_in_hlo(body, ends.operands[value.index], value)
+    first, step = _value(around, began.operands[value.at]), _step_in_hlo(body, ends.operands[value.at], value)
     return Progression(first, step) if isinstance(first, int) and step is not None else None
 
 

@@ -23,16 +23,12 @@ class Scheduled:
 
     collective: Collective
     """Sum of them: its bytes are those of all messages of a step, on one device."""
-
     count: int
     """Operations in a step; one may move several arrays."""
-
     overlapped: int
     """Operations that have something computed between their start and their done."""
-
     computing: int
     """Operations that compute between start and done, over all of them in a step."""
-
     hidden_bytes: float = 0.0
     """Bytes of the messages that have a matrix product between start and done: there is time to move them in."""
 

@@ -19,6 +19,7 @@ from jaxtp.analysis.costs import (
     CachedBytes,
     Cost,
     ElementwiseTraffic,
+    LogitTraffic,
     Product,
     SavedActivations,
     ScoreTraffic,
@@ -55,12 +56,8 @@ the difference. An estimate."""
 
 C = TypeVar("C")
 
-MUCH_PADDING = 0.25
-"""Share of a block's weights from which padding is warned of."""
-
-
-_FURTHEST = 1024
-"""Sizes of tp beyond this are not proposed."""
+MUCH_PADDING = 0.25  # of a block's weights: from here on it is warned of
+_FURTHEST = 1024  # size of tp that is proposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,58 +66,39 @@ class StepCosts:
 
     traffic: Mapping[Collective, int]
     """Collectives, and how often each runs."""
-
     products: tuple[Product, ...]
     """Matrix products with weights."""
-
     attention: tuple[Product, ...]
     """Scores, and the values weighted by them."""
-
     elementwise: float
-    """Bytes through memory outside of products, but for attention scores and logits."""
-
+    """Bytes through memory outside of products, but for `scores` and `logits`."""
     scores: float
     """Bytes of attention scores through memory outside of products; 0 for a kernel that never holds them."""
-
     logits: float
-    """Bytes of logits through memory outside of products."""
-
     itemsize: int
     """Bytes of an element of the compute dtype."""
-
     param_itemsize: int
     """Bytes of an element of the trained parameters' dtype."""
-
     kept: int
     """Bytes that all blocks keep for the backward pass."""
-
     working: int
     """Bytes of activations that the backward pass of the largest block works on."""
-
     weights: int
     """Bytes of the largest block's weights as its layers multiply with them, and of their unreduced gradients."""
-
     transposed: int
     """Bytes of stored weights that are gathered along their last dim, in all blocks."""
-
     loss: int
     """Bytes of the head, of the logits of a chunk, and of their gradients."""
-
     cached: int
     """Bytes that all blocks remember of the tokens of all rows."""
-
     adapters: int
-    """Number of elements of all adapters."""
-
+    """Elements of all adapters."""
     unused: float
-    """Number of elements of a device's weights that none of its tokens uses: experts that none chose, on average."""
-
+    """Elements of a device's weights that none of its tokens uses: experts that none chose, on average."""
     update: tuple[Product, ...] = ()
     """Matrix products of the optimizer's rule, in the parameters' dtype."""
-
     owned: int = 0
     """Bytes of whole matrices that the optimizer's rule works on."""
-
     padding: float
     """Elements that padding adds to the weights of all blocks, as a share of them."""
 
@@ -164,13 +142,12 @@ def step_costs(
       context: method of attention over cp.
     """
     rows = batch_size // (batch_parts(mesh) * accumulation)
-    frozen = config.lora.rank > 0
     work = Workload(
         sizes=mesh,
         rows=rows,
         length=sequence_length,
         remat=config.remat,
-        frozen=frozen,
+        frozen=config.lora.rank > 0,
         packed=packed,
         platform=platform,
         accumulation=accumulation,
@@ -192,16 +169,13 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
     products = list(_merged((n * work.accumulation, product) for n, product in _of(Product, every)))
     weights = _of(Weight, inside)
 
-    def score_traffic(kind: str) -> float:
-        return work.accumulation * _bytes((n, cost) for n, cost in _of(ScoreTraffic, every) if cost.kind == kind)
-
     return StepCosts(
         traffic=_traffic(every, work),
         products=tuple(product for product in products if not product.attention),
         attention=tuple(product for product in products if product.attention),
         elementwise=work.accumulation * _passes(work) * _bytes(_of(ElementwiseTraffic, every)),
-        scores=score_traffic("scores"),
-        logits=score_traffic("logits"),
+        scores=work.accumulation * _bytes(_of(ScoreTraffic, every)),
+        logits=work.accumulation * _bytes(_of(LogitTraffic, every)),
         itemsize=itemsize(config.precision.compute),
         param_itemsize=itemsize(config.trained_dtype),
         kept=int(_bytes(_of(SavedActivations, every))),
@@ -269,7 +243,7 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     yield sums_over(LOSS, TOKENS, work.sizes, 2 * FLOAT32)
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
-    yield ScoreTraffic("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
+    yield LogitTraffic(tokens * local * FLOAT32 * LOGIT_PASSES)
     # Two float32 arrays of the table's size: its summed gradient, and a chunk's contribution. A frozen table has no
     # gradient, and exists in float32 only if it is gathered.
     tables = int(parts(work.sizes, STORAGE) > 1) if work.frozen else 2

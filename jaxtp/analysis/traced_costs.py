@@ -5,15 +5,16 @@ trace takes about a second, a formula a millisecond (`layer_costs.py`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 from jax import Array
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh
 
-from jaxtp.analysis.census import count_collectives, equations
+from jaxtp.analysis.census import arrays, count_collectives, equations
 from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.costs import (
     CachedBytes,
@@ -89,7 +90,7 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
     yield ElementwiseTraffic(everything)
     for one, times in count_collectives(jaxpr, sizes).items():
         yield CollectiveCost(Collective(one.kind, one.axes, one.group, one.bytes, one.module), times)
-    yield from _products(jaxpr)
+    yield from _products(jaxpr.jaxpr)
 
 
 def _weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
@@ -108,15 +109,48 @@ def _weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
         )
 
 
-def _products(jaxpr: Any) -> Iterator[Product]:
-    for equation, times in equations(jaxpr.jaxpr):
-        if equation.primitive.name != "dot_general":
-            continue
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        left, right = (v.aval for v in equation.invars)
-        result = equation.outvars[0].aval
-        k = math.prod(left.shape[dim] for dim in contracted)
-        m = left.size // k  # batch dims count as rows
-        n = result.size // m
-        moved = sum(aval.size * itemsize(str(aval.dtype)) for aval in (left, right, result))
-        yield Product("products", m, k, n, times, moved)
+def _products(jaxpr: Jaxpr) -> Iterator[Product]:
+    for equation, times in equations(jaxpr):
+        if rule := _RULES.get(equation.primitive.name):
+            shape, each, in_kernel = rule(equation)
+            moved = sum(a.size * itemsize(str(a.dtype)) for a in arrays(*equation.invars, *equation.outvars))
+            yield Product("products", *shape, times * each, moved, in_kernel=in_kernel)
+
+
+Rule = Callable[[JaxprEqn], tuple[tuple[int, int, int], int, bool]]
+"""Returns `(m, k, n)` of an equation's products, their number, and whether a kernel of its own computes them."""
+
+
+def _dot(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left, result = arrays(equation.invars[0], equation.outvars[0])
+    k = math.prod(left.shape[dim] for dim in contracted)
+    m = left.size // k  # batch dims count as rows
+    return (m, k, result.size // m), 1, False
+
+
+def _ragged_dot(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+    # XLA multiplies every row with the matrix of every group, except on TPUs.
+    left, right, sizes = arrays(*equation.invars)
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    k = math.prod(left.shape[dim] for dim in contracted)
+    matrices = math.prod(right.shape[dim] for dim in numbers.rhs_group_dimensions)
+    return (sizes.size * left.size // k, k, right.size // (k * matrices)), 1, False
+
+
+def _kernel(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+    name = equation.params["name"]
+    *operands, result = arrays(*equation.invars, equation.outvars[0])
+    if name.startswith("grouped_"):  # each row with the matrix of its group, or its part of the matrix's gradient
+        return (*operands[-2].shape, result.shape[-1]), 1, True
+    if name not in _ATTENTION:
+        raise ValueError(f"the products of the kernel {name!r} are not known; add a rule to {__name__}")
+    rows, length, heads, width = operands[0].shape
+    return (rows * heads * length, width, operands[1].shape[1] // 2), _ATTENTION[name], True  # half: it is causal
+
+
+_ATTENTION = {"attention_forward": 2, "attention_queries": 2, "attention_keys": 3}
+"""Products of the kernels of attention; what both kernels of the backward pass compute counts once."""
+
+_RULES: Mapping[str, Rule] = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "pallas_call": _kernel}

@@ -13,6 +13,7 @@ from jaxtp.analysis import step_costs
 from jaxtp.analysis.costs import Workload, bytes_sent
 from jaxtp.analysis.layer_costs import context_costs, lookup_costs
 from jaxtp.layers.context import Attended
+from jaxtp.layers.kernels import select
 from jaxtp.mesh import sized
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
@@ -95,3 +96,22 @@ def test_a_layer_without_formulas_is_traced(sizes, accumulation, changes, monkey
     assert traced.cached == formulas.cached
     if config.remat != "none":  # where everything is saved, formulas and residuals are both estimates
         assert traced.kept == pytest.approx(formulas.kept, rel=0.1)
+
+
+KERNELS = dataclasses.replace(MODEL, d_model=128, head_dim=64, attention_bias=False, qk_norm="none", attention="fused")
+EXPERTS = dataclasses.replace(KERNELS, d_ff=64, num_experts=4, experts_per_token=2)
+
+
+@pytest.mark.parametrize("remat", ["none", "save_gathered", "save_dots", "full"])
+@pytest.mark.parametrize(
+    "model", [KERNELS, dataclasses.replace(EXPERTS, grouped="pallas"), dataclasses.replace(EXPERTS, grouped="xla")]
+)
+def test_flops_of_kernels_are_read_from_the_traced_program(model, remat, monkeypatch):
+    config, cuda = dataclasses.replace(model, remat=remat), {"platform": "cuda 9.0"}
+    rows = {"batch_size": 4, "sequence_length": 256} | cuda
+    formulas = step_costs.step_costs(config, sized(dp=2), **rows)
+    monkeypatch.setattr(step_costs, "has_formulas", lambda branch: False)
+    monkeypatch.setattr(select, "architecture_of", lambda device: "cuda 9.0", raising=False)
+    traced = step_costs.step_costs(config, sized(dp=2), **rows)
+    assert traced.flops == formulas.flops
+    assert traced.flops_of_xla == formulas.flops_of_xla

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from jaxtp.tools.bench.measure import (
     Message,
     Repeats,
     TimedProduct,
-    fit_lines,
+    fit_line,
     measure_messages,
     measure_products,
     measured_fields,
@@ -141,9 +142,13 @@ class Measured:
 
     place: Place
     messages: Sequence[Message]
-    lines: Sequence[Line]
-    """One for each axis whose times grow with the bytes."""
     products: Sequence[TimedProduct]
+
+    @property
+    def lines(self) -> list[Line]:
+        """One for each axis whose times grow with the bytes."""
+        by_axis = itertools.groupby(self.messages, key=lambda message: message.axis)
+        return [line for _, group in by_axis if (line := fit_line(list(group))) is not None]
 
     @property
     def matmul_efficiency(self) -> float | None:
@@ -158,17 +163,16 @@ class Measured:
         """Formats a line per collective and size, and per product and tp."""
         rows = []
         for message in self.messages:
-            one, rate = message.collective, message.speed / 1e9
+            one, speed = message.collective, f"{digits(message.speed / 1e9)} GB/s"
             size = f"{digits(one.bytes / KIB)} KiB"
-            rows.append((one.kind, f"{message.axis} {one.group}", size, message.seconds, f"{digits(rate)} GB/s"))
+            rows.append((one.kind, f"{message.axis} {one.group}", size, f"{message.seconds * 1e6:,.1f}", speed))
         for product in self.products:
             rate = product.flops / product.seconds
             of_peak = "" if self.place.peak is None else f", {rate / self.place.peak:.1%} of the peak"
             shape = f"{product.m:,} x {product.k:,} x {product.n:,}"
             speed = f"{digits(rate / 1e12)} TFLOP/s{of_peak}"
-            rows.append((product.name, f"tp {product.tp}", shape, product.seconds, speed))
-        cells = [(name, over, size, f"{seconds * 1e6:,.1f}", speed) for name, over, size, seconds, speed in rows]
-        return columns(("measured", "over", "size", "us", "speed of a device"), cells)
+            rows.append((product.name, f"tp {product.tp}", shape, f"{product.seconds * 1e6:,.1f}", speed))
+        return columns(("measured", "over", "size", "us", "speed of a device"), rows)
 
     def hardware_file(self) -> str:
         """Returns the measured fields as YAML; needs `place.hardware`."""
@@ -189,7 +193,10 @@ class Measured:
 
     def record(self) -> dict[str, object]:
         """Returns every number for JSON."""
-        plain = dataclasses.asdict(self) | {"messages": [message.record() for message in self.messages]}
+        plain = dataclasses.asdict(self) | {
+            "messages": [message.record() for message in self.messages],
+            "lines": [dataclasses.asdict(line) for line in self.lines],
+        }
         note = {"note": VIRTUAL} if self.place.virtual else {}
         return {"jax": jax.__version__, **note, **plain, "matmul_efficiency": self.matmul_efficiency}
 
@@ -234,8 +241,7 @@ def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
     repeats, tps = Repeats(options.rounds, options.in_a_row), usable_tps(config.model, place.devices)
     rows = max(1, config.data.global_batch_size // (batch_parts(place.sizes) * config.train.accumulation))
     length = max(1, config.data.sequence_length // parts(place.sizes, CONTEXT))
-    processes = f", {place.processes} processes" if place.processes > 1 else ""
-    print(f"on      {place}{processes}, jaxtp {jaxtp.__version__} with jax {jax.__version__}")
+    print(f"on      {place}, processes: {place.processes}, jaxtp {jaxtp.__version__} with jax {jax.__version__}")
     print(f"mesh    {describe_mesh(place.sizes)}, {place.dtype}")
     print(f"block   {config.model.describe_block()}; {rows * length:,} tokens on a device: {rows} of {length:,}")
     print(f"times   medians of {repeats.rounds} rounds, {repeats.in_a_row} runs in each, after a warm-up; random data")
@@ -243,7 +249,7 @@ def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
     sizes = options.message_bytes or (CPU_SIZES if place.virtual else SIZES)
     messages = list(measure_messages(mesh, place.dtype, sizes, repeats))
     products = list(measure_products(config.model, tps, rows, length, repeats))
-    measured = Measured(place=place, messages=messages, lines=fit_lines(messages), products=products)
+    measured = Measured(place=place, messages=messages, products=products)
     print(measured.table(), flush=True)
     for line in measured.lines:
         print(

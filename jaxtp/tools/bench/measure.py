@@ -1,9 +1,8 @@
 """Measures collectives along each mesh axis and the matrix products of a transformer block.
 
-A collective is timed in a loop within one program, each turn on the previous result: starting a program from Python
-takes longer than a small message. All groups along an axis communicate at once. Compiled for an H100 the loop adds
-nothing to an all-reduce, a local copy of 1/n of the message to an all-gather and a reduce-scatter, and a copy of the
-message to a permute.
+A collective is timed in a loop within one program: starting a program from Python takes longer than a small message.
+All groups along an axis communicate at once. For an H100 the loop adds nothing to an all-reduce, a copy of 1/n of the
+message to an all-gather and a reduce-scatter, and a copy of the message to a permute.
 """
 
 import itertools
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +33,11 @@ Program = Callable[[], object]
 WARM_UP = 2  # calls before the first that is timed
 
 
-@dataclass(frozen=True)
-class Repeats:
-    """How often to measure."""
+class Repeats(NamedTuple):
+    """Measurements, whose median counts, and runs in each."""
 
     rounds: int = 10
-    """Measurements; their median counts."""
     in_a_row: int = 10
-    """Runs in each."""
 
 
 @dataclass(frozen=True)
@@ -100,27 +97,11 @@ class Line:
     """Median relative error of the line."""
 
 
-def _all_reduce(x: Array, axis: str) -> Array:
-    return vary(all_reduce(x, axis), axis)
-
-
-def _all_gather(x: Array, axis: str) -> Array:
-    return all_gather(x[: x.shape[0] // axis_size(axis)], axis)
-
-
-def _reduce_scatter(x: Array, axis: str) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, reduce_scatter(x, axis), 0, 0)
-
-
-def _all_to_all(x: Array, axis: str) -> Array:
-    return all_to_all(x, axis, split=0, join=0)
-
-
 KINDS: Mapping[str, Callable[[Array, str], Array]] = {
-    "all-reduce": _all_reduce,
-    "all-gather": _all_gather,
-    "reduce-scatter": _reduce_scatter,
-    ALL_TO_ALL: _all_to_all,
+    ALL_REDUCE: lambda x, axis: vary(all_reduce(x, axis), axis),
+    ALL_GATHER: lambda x, axis: all_gather(x[: x.shape[0] // axis_size(axis)], axis),
+    REDUCE_SCATTER: lambda x, axis: lax.dynamic_update_slice_in_dim(x, reduce_scatter(x, axis), 0, 0),
+    ALL_TO_ALL: lambda x, axis: all_to_all(x, axis, split=0, join=0),
     PERMUTE: permute,
 }
 """Collectives whose result has the shape of their argument, so that a loop can repeat them."""
@@ -128,18 +109,17 @@ KINDS: Mapping[str, Callable[[Array, str], Array]] = {
 
 def measure_messages(mesh: Mesh, dtype: str, sizes: Sequence[int], repeats: Repeats) -> Iterator[Message]:
     """Times every kind of collective along every axis larger than 1, on messages of `sizes` bytes."""
+    make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES)))
     for axis, size in itertools.product((axis for axis in AXES if mesh.shape[axis] > 1), sizes):
-        x = _random(mesh, axis, dtype, size)
-        programs: dict[str, Program] = {}
-        moved: dict[str, Collective] = {}
+        each = max(1, size // (jnp.dtype(dtype).itemsize * mesh.shape[axis])) * mesh.shape[axis]
+        x = make(jax.random.key(0), (mesh.size * each,), dtype)
         with jax.set_mesh(mesh):
-            for kind in KINDS:
-                traced = jax.jit(repeated(kind, axis, repeats.in_a_row)).trace(x)
-                (moved[kind],) = count_collectives(traced.jaxpr, dict(mesh.shape))
-                programs[kind] = partial(traced.lower().compile(), x)
+            traced = {kind: jax.jit(repeated(kind, axis, repeats.in_a_row)).trace(x) for kind in KINDS}
+            programs = {kind: partial(one.lower().compile(), x) for kind, one in traced.items()}
         seconds = medians(programs, repeats.rounds)
-        for kind, one in moved.items():
-            yield Message(one, seconds[kind] / repeats.in_a_row)
+        for kind, program in traced.items():
+            (moved,) = count_collectives(program.jaxpr, dict(mesh.shape))
+            yield Message(moved, seconds[kind] / repeats.in_a_row)
 
 
 def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
@@ -151,15 +131,6 @@ def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
     return device_view(body, f"bench_{kind}", (P(AXES),), P(AXES))
 
 
-def _random(mesh: Mesh, axis: str, dtype: str, size: int) -> Array:
-    """Returns an array of at most `size` bytes per device; the axis divides its elements."""
-    parts = mesh.shape[axis]
-    each = max(1, size // (jnp.dtype(dtype).itemsize * parts)) * parts
-    make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES)))
-    made: Array = make(jax.random.key(0), (mesh.size * each,), dtype)
-    return made
-
-
 def measure_products(
     model: ModelConfig, tps: Sequence[int], rows: int, length: int, repeats: Repeats
 ) -> Iterator[TimedProduct]:
@@ -168,16 +139,15 @@ def measure_products(
         costs = step_costs(model, sized(tp=tp), batch_size=rows, sequence_length=length)
         shapes = {product.name: (product.m, product.k, product.n) for product in costs.products}
         del shapes["head"]  # not in a block
-        programs = {name: _product(*shape, model.precision.compute) for name, shape in shapes.items()}
+        left, right = jax.random.split(jax.random.key(0))
+        dtype, product = model.precision.compute, jax.jit(jnp.matmul)
+        programs = {
+            name: partial(product, jax.random.normal(left, (m, k), dtype), jax.random.normal(right, (k, n), dtype))
+            for name, (m, k, n) in shapes.items()
+        }
         seconds = medians(programs, repeats.rounds, calls=repeats.in_a_row)
         for name, shape in shapes.items():
             yield TimedProduct(tp, name, *shape, seconds[name])
-
-
-def _product(m: int, k: int, n: int, dtype: str) -> Program:
-    left, right = jax.random.split(jax.random.key(0))
-    x, w = jax.random.normal(left, (m, k), dtype), jax.random.normal(right, (k, n), dtype)
-    return partial(jax.jit(jnp.matmul), x, w)
 
 
 def medians(
@@ -204,12 +174,6 @@ def medians(
             jax.block_until_ready(program())  # a device runs its programs in order, so the last ends last
             times[name].append((clock() - started) / calls)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
-def fit_lines(messages: Sequence[Message]) -> list[Line]:
-    """Fits a line for each axis whose times grow with the bytes."""
-    by_axis = itertools.groupby(messages, key=lambda message: message.axis)
-    return [line for line in (fit_line(list(group)) for _, group in by_axis) if line is not None]
 
 
 def fit_line(messages: Sequence[Message]) -> Line | None:

@@ -2,10 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
@@ -20,13 +19,11 @@ from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.config.schema import ConfigError, CountOrZero, Positive, Switch, UserPath, allowed, changed, to_short_yaml
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, sized
-from jaxtp.tools.estimate import foreign
+from jaxtp.tools.estimate import foreign, generation
 from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError, topology
-from jaxtp.tools.estimate.generation import generations, records, table
 from jaxtp.tools.estimate.remedies import faster, remedies
 from jaxtp.tools.estimate.search import (
     Model,
-    Search,
     Setting,
     Target,
     describe_model,
@@ -36,16 +33,7 @@ from jaxtp.tools.estimate.search import (
     spans_hosts,
     target,
 )
-from jaxtp.tools.estimate.summary import (
-    device_hours,
-    draw,
-    explained,
-    heading,
-    in_lines,
-    ranking,
-    record,
-    setting_record,
-)
+from jaxtp.tools.estimate.summary import draw, explained, heading, ranking, record, setting_record
 from jaxtp.tools.estimate.tiers import compile_for, compile_partitioned, request_devices
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, default_settings, resolve_defaults
@@ -148,35 +136,45 @@ def _estimate(argv: Sequence[str]) -> int:
     options, chosen = command.load(argv, fitted)
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     require_writable("--json", options.json)
-    require_writable("--write", options.write)
     _check_overwrite(options)
     require_picture("--plot", options.plot)
     config = training_of(options)
     where = target(*parse(options.hardware), options.memory_fraction, options.launch.allocator)
-    _require_compiler(options, where)
+    if options.tier == 3:
+        _require_compiler(where)
     check_kernels(config, sized(), where.hardware.architecture)
     meshes = _meshes(options, config, where)
     model = describe_model(config)
     print(heading(config, where, model), *chosen, sep="\n", end="\n\n", flush=True)
+
     found = search(config, where, model, meshes, as_configured=options.as_configured)
-    numbers = _show(options, config, model, found)
+    print(ranking(found), end="\n\n", flush=True)
+    configured = None if options.as_configured or options.meshes else _configured(config, where, model)
+    alternatives = faster(found, model) if found.fitting else list(remedies(found, model))
+    print(explained(found, configured, alternatives, options.price), flush=True)
+    numbers = record(config, where, model, found) | {
+        "configured": None if configured is None else setting_record(configured),
+        "alternatives": [{"change": other.change, **setting_record(other.setting)} for other in alternatives],
+    }
     title = f"{model.parameters / 1e9:,.1f} billion parameters on {options.hardware}"
     write_picture("--plot", options.plot, partial(draw, found, title))
     if options.generate:
         length = config.data.sequence_length
-        generating = generations(config.model, where, model, meshes, options.generate, length)
-        print("", table(generating, length), sep="\n", flush=True)
-        numbers["generation"] = records(generating)
-    best, compiles, failed = found.settings[0], True, None
-    if options.tier > 1:
-        compiles, failed = _compile(options, best, numbers)
-    fits = best.fits and compiles
+        generating = generation.generations(config.model, where, model, meshes, options.generate, length)
+        print("", generation.table(generating, length), sep="\n", flush=True)
+        numbers["generation"] = list(map(generation.record, generating))
+
+    best = found.settings[0]
+    fits, failed = _compile(options, best, numbers)
     write_json("--json", options.json, numbers)
-    if options.write is not None:
-        _write(changed(options, {"train.epochs": epochs}), options.write, best if fits else None)
-    if failed is not None:
-        return entry.fail(PROGRAM, failed)
-    return 0 if fits else 1
+    if options.write is not None and not fits:
+        print(f"\n--write {options.write}: not written, because nothing fits")
+    elif options.write is not None:
+        with writing("--write", options.write):
+            options.write.write_text(as_configuration(best, changed(options, {"train.epochs": epochs})))
+        needed = " --model.from-hf DIR" if options.model.lora.rank and options.model.from_hf is None else ""
+        print(f"\n{options.write}: for jaxtp train --config {options.write}{needed}")
+    return entry.fail(PROGRAM, failed) if failed is not None else 0 if fits else 1
 
 
 def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:
@@ -193,15 +191,17 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
 
 
 def _check_overwrite(options: EstimateConfig) -> None:
-    file = options.write
-    if file is None:
+    require_writable("--write", options.write)
+    if options.write is None:
         return
-    if options.json is not None and options.json.absolute() == file.absolute():
-        raise ConfigError(f"--write and --json are both {file}: name two files")
-    if file.is_file():
-        with file.open("rb") as opened:
+    if options.json is not None and options.json.absolute() == options.write.absolute():
+        raise ConfigError(f"--write and --json are both {options.write}: name two files")
+    if options.write.is_file():
+        with options.write.open("rb") as opened:
             if not is_written(opened.read(4096).decode(errors="replace")):
-                raise ConfigError(f"--write {file}: it exists, and no earlier --write made it; name another file")
+                raise ConfigError(
+                    f"--write {options.write}: it exists, and no earlier --write made it; name another file"
+                )
 
 
 def is_written(text: str) -> bool:
@@ -209,21 +209,8 @@ def is_written(text: str) -> bool:
     return any(line.startswith(WRITTEN) for line in text.splitlines()[:4])
 
 
-def _write(options: EstimateConfig, file: Path, best: Setting | None) -> None:
-    if best is None:
-        print(f"\n--write {file}: not written, because nothing fits")
-        return
-    with writing("--write", file):
-        file.write_text(as_configuration(best, file, options))
-    needed = " --model.from-hf DIR" if options.model.lora.rank and options.model.from_hf is None else ""
-    print(f"\n{file}: for jaxtp train --config {file}{needed}")
-
-
-def as_configuration(best: Setting, file: Path, options: EstimateConfig) -> str:
-    """Returns a setting as YAML for `train`: non-default and device-dependent values.
-
-    Head comments have the command, the hardware and missing settings.
-    """
+def as_configuration(best: Setting, options: EstimateConfig) -> str:
+    """Returns a setting as YAML for `train`, with the command, the hardware and missing settings in comments."""
     slow, fast = best.tokens_per_second_range
     where, config = best.target, best.config
     if spans_hosts(best.sizes, where.hardware.domain):
@@ -232,61 +219,43 @@ def as_configuration(best: Setting, file: Path, options: EstimateConfig) -> str:
         config = changed(config, {"train.epochs": options.train.epochs, "train.steps": LoopConfig().steps})
     default = target(where.hardware, where.devices, allocator=config.launch.allocator).share
     variable = "" if where.share == default else f"XLA_PYTHON_CLIENT_MEM_FRACTION={where.share} "
-    lines = [f"# {variable}jaxtp train --config {file}", "#"]
+    missing = {
+        "data.path: a dataset of jaxtp prepare": config.data.path is None and not config.data.mixture,
+        "model.from_hf: the model to fine-tune; without it the weights are random": config.model.from_hf is None
+        and config.run.init_from is None,
+        "run.dir: a folder for the run": config.run.dir == TrainConfig().run.dir,
+    }
+    lines = [
+        f"# {variable}jaxtp train --config {options.write}",
+        "#",
+        f"{WRITTEN} {options.hardware}: {best.memory.total / GB:,.1f} GB on each device, of",
+        f"# {where.room / GB:,.1f} for JAX, and {slow:,.0f} to {fast:,.0f} tokens/s, modelled.",
+    ]
     if where.devices > where.hardware.domain:
         lines.insert(0, "# Each host starts this, by a scheduler or jaxtp launch (jaxtp/distributed/README.md):")
-    memory = f"{best.memory.total / GB:,.1f} GB on each device"
-    lines += [f"{WRITTEN} {options.hardware}: {memory}, of"]
-    lines += [f"# {where.room / GB:,.1f} for JAX, and {slow:,.0f} to {fast:,.0f} tokens/s, modelled."]
-    if missing := list(_missing(config)):
-        lines += ["# Still to be filled in:", *(f"#   {line}" for line in missing)]
+    if any(missing.values()):
+        lines += ["# Still to be filled in:", *(f"#   {line}" for line, is_missing in missing.items() if is_missing)]
     return "\n".join(lines) + f"\n\n{to_short_yaml(config, default_settings(config))}"
 
 
-def _missing(config: TrainConfig) -> Iterator[str]:
-    if config.data.path is None and not config.data.mixture:
-        yield "data.path: a dataset of jaxtp prepare"
-    if config.model.from_hf is None and config.run.init_from is None:
-        yield "model.from_hf: the model to fine-tune; without it the weights are random"
-    if config.run.dir == TrainConfig().run.dir:
-        yield "run.dir: a folder for the run"
-
-
-def _show(options: EstimateConfig, config: TrainConfig, model: Model, found: Search) -> dict[str, object]:
-    best, where = found.settings[0], found.settings[0].target
-    print(ranking(found), end="\n\n", flush=True)
-    configured = None if options.as_configured or options.meshes else _configured(config, where, model)
-    alternatives = faster(found, model) if found.fitting else list(remedies(found, model))
-    rows = explained(found, model, configured, alternatives)
-    if options.price is not None:
-        low, high = (each * options.price for each in device_hours(best))
-        rows.append(("cost", f"{low:,.0f} to {high:,.0f} for all steps, at {options.price:g} a device hour"))
-    print(*in_lines(rows), sep="\n", flush=True)
-    return record(config, where, model, found) | {
-        "words": [text for _, text in rows],
-        "configured": None if configured is None else setting_record(configured),
-        "alternatives": [{"change": other.change, **setting_record(other.setting)} for other in alternatives],
-    }
-
-
 def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object]) -> tuple[bool, Exception | None]:
-    """Returns whether tier 3 says that it fits, and any error."""
+    """Adds tiers 2 and 3 to the numbers; returns whether the step fits, and an error of a compiler."""
+    fits = best.fits
     failed: Exception | None = None
-    fits = True
     try:
-        request_devices(best)
-        partitioned = compile_partitioned(best)
-        numbers["tier_2"] = partitioned.record()
-        print("", *partitioned.lines(best), sep="\n", flush=True)
+        if options.tier >= 2:
+            request_devices(best)
+            partitioned = compile_partitioned(best)
+            numbers["tier_2"] = partitioned.record()
+            print("", *partitioned.lines(best), sep="\n", flush=True)
     except (ConfigError, MeshError) as error:
         numbers["tier_2"], failed = {"error": str(error)}, error
-    if options.tier < 3:
-        return fits, failed
     try:
-        hardware = best.target.hardware.compiled_as
-        compiled = compile_for(best.config, best.sizes, hardware, **_hosts(best.target), timeout_s=options.timeout)
-        numbers["tier_3"], fits = compiled.record(best), compiled.fits(best)
-        print("", *compiled.lines(best), sep="\n", flush=True)
+        if options.tier >= 3:
+            hardware, hosts = best.target.hardware.compiled_as, _hosts(best.target)
+            compiled = compile_for(best.config, best.sizes, hardware, **hosts, timeout_s=options.timeout)
+            numbers["tier_3"], fits = compiled.record(best), fits and compiled.fits(best)
+            print("", *compiled.lines(best), sep="\n", flush=True)
     except DoesNotFitError as error:
         numbers["tier_3"], fits = {"error": str(error), "fits": False}, False
         print("", error, sep="\n", flush=True)
@@ -295,9 +264,7 @@ def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object])
     return fits, failed
 
 
-def _require_compiler(options: EstimateConfig, where: Target) -> None:
-    if options.tier < 3:
-        return
+def _require_compiler(where: Target) -> None:
     try:
         topology(where.hardware.compiled_as, **_hosts(where))
     except TargetError as error:

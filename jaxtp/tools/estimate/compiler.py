@@ -1,13 +1,10 @@
 """Compiles a training step for GPUs or TPUs that may be absent.
 
-    python -m jaxtp.tools.estimate.compiler < request.json
-
-`tiers.compile_for` starts this process, because a compiler without its devices may crash, hang or print. XLA reads an
-absent GPU's `GpuTargetConfigProto` as text (openxla/xla, xla/stream_executor/device_description.proto). It divides by
+`tiers.ask` starts this process, because a compiler without its devices may crash, hang or print. XLA reads an absent
+GPU's `GpuTargetConfigProto` as text (openxla/xla, xla/stream_executor/device_description.proto). It divides by
 missing fields and dies silently, so every field is set.
 """
 
-import hashlib
 import json
 import math
 import sys
@@ -15,14 +12,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-import jaxtp
 from jaxtp.analysis.hlo import count_flops_in_hlo
 from jaxtp.analysis.schedule import read_schedule
 from jaxtp.analysis.text import HloError
@@ -38,8 +33,6 @@ GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
-_FORMAT = "5"
-"""Version of the cached answers."""
 
 KIB, MIB = 2**10, 2**20
 
@@ -180,29 +173,12 @@ def torus(devices: int, dims: int) -> tuple[int, ...]:
     return tuple(2 ** (small + (i >= dims - rest)) for i in range(dims))
 
 
-class Request(TypedDict):
-    """This process's input, as JSON."""
-
-    config: dict[str, object]
-    sizes: dict[str, int]
-    target: dict[str, str]
-    """Fields of `Topology`."""
-    cache: str
-    """Folder of earlier answers."""
-
-
 def main() -> None:
-    """Reads a request and prints the answer on one line, with `keep` as its cache file if new."""
-    request: Request = json.load(sys.stdin)
+    """Reads a request (`tiers.ask`) and prints the answer on one line."""
+    request = json.load(sys.stdin)
     config = validate(TrainConfig, request["config"], source="request")
     target, sizes = Topology(**request["target"]), request["sizes"]
-    lowered = _lower(config, mesh_of(sizes, target.devices()))
-    key = (lowered.as_text(), json.dumps([request["target"], sizes]), jax.__version__, jaxtp.__version__, _FORMAT)
-    place = Path(request["cache"]) / f"{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:32]}.json"
-    if place.exists():
-        print(place.read_text())
-    else:
-        print(json.dumps({**_compile(lowered, target.platform, sizes), "keep": str(place)}))
+    print(json.dumps(_compile(_lower(config, mesh_of(sizes, target.devices())), target.platform, sizes)))
 
 
 def _lower(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:

@@ -75,14 +75,12 @@ def generations(
 def _on(
     config: ModelConfig, where: Target, model: Model, sizes: Mapping[str, int], rows: int, length: int
 ) -> Generation:
-    share = Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=1, training=False)
-    token = costs_of(config, share)
+    token = costs_of(config, Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=1, training=False))
     arrays = [array for array in model.arrays if array.name.startswith(MODEL)]
     weights = sum(array.bytes_per_device(sizes, config.precision.compute) for array in arrays)
     cache = cache_bytes(config, sizes, rows, length)
-    reads_all = multiplies_all(config, where.hardware.platform)
     hardware, speed = where.hardware, where.hardware.bandwidth * where.hardware.bandwidth_efficiency
-    unread = 0 if reads_all else token.unused * token.itemsize
+    unread = 0 if multiplies_all(config, hardware.platform) else token.unused * token.itemsize
     reading = (weights - unread + cache) / speed
     moving = sum(times * collective_seconds(hardware, sizes, one) for one, times in token.traffic.items())
     return Generation(dict(sizes), weights, cache, reading + moving, rows, where.room)
@@ -96,28 +94,20 @@ def cache_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length
 
 def table(found: Sequence[Generation], length: int) -> str:
     """Formats a line per mesh."""
-    lines = [
-        (
-            describe_mesh(one.sizes),
-            f"{one.weights / GB:,.2f}",
-            f"{one.cache / GB:,.2f}",
-            f"{(one.room - one.weights - one.cache) / GB:,.1f}" if one.fits else "does not fit",
-            f"{one.tokens_per_second:,.0f}",
-        )
-        for one in found[:MAX_ROWS]
-    ]
+    lines = []
+    for one in found[:MAX_ROWS]:
+        spare = f"{(one.room - one.weights - one.cache) / GB:,.1f}" if one.fits else "does not fit"
+        sizes = (f"{one.weights / GB:,.2f}", f"{one.cache / GB:,.2f}", spare)
+        lines.append((describe_mesh(one.sizes), *sizes, f"{one.tokens_per_second:,.0f}"))
     header = ("mesh", "GB of weights", "GB of cache", "to spare", "tokens/s with a full cache")
     return f"generating {found[0].rows} rows of {length:,} tokens\n{columns(header, lines)}\n{LEFT_OUT}"
 
 
-def records(found: Sequence[Generation]) -> list[dict[str, object]]:
-    """Returns the meshes for JSON."""
-    return [
-        {
-            **one.sizes,
-            "fits": one.fits,
-            "bytes_per_device": {"weights": one.weights, "cache": one.cache, "total": one.weights + one.cache},
-            "tokens_per_second": one.tokens_per_second,
-        }
-        for one in found
-    ]
+def record(one: Generation) -> dict[str, object]:
+    """Returns a mesh for JSON."""
+    return {
+        **one.sizes,
+        "fits": one.fits,
+        "bytes_per_device": {"weights": one.weights, "cache": one.cache, "total": one.weights + one.cache},
+        "tokens_per_second": one.tokens_per_second,
+    }

@@ -1,8 +1,7 @@
 """Tries every mesh, micro-batch and remat policy that a configuration can run with, and ranks them.
 
-A step's costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a second. Tests
-check them against the jaxpr and the partitioned program (equal) and the compiler's memory (within 15%). The compilers
-(`tiers.py`) only confirm the best setting.
+Costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a second; `tiers.py`
+compiles the best one.
 
 Settings that fit even if the modelled memory is off by 20% rank first, then the middle of the time range decides. Among
 a mesh's settings within 5% of its fastest, the least memory wins; among meshes within 5% of the fastest, the simplest.
@@ -35,16 +34,12 @@ JAX_SHARE, CLUSTER_SHARE = MEMORY_FRACTION["default"], 0.9
 """Share of a GPU's memory for JAX: by default, and as scripts/cluster/gpu.env sets it."""
 MEMORY_ERROR = 0.2
 """Relative error of modelled memory: at most 18% too little in `scripts/results/estimate_accuracy.txt`."""
-NEAR = 1.05
-"""Times within this factor count as equal."""
-LEAST_PART = 8192
-"""Fewest tokens of a part of a sequence over cp."""
+NEAR = 1.05  # times within this factor count as equal
+LEAST_PART = 8192  # tokens of a part of a sequence over cp
 MAX_REASONS = 3  # in the error that no mesh works
 FURTHEST = 64  # how many devices more or fewer that error may propose
-MAX_ACCUMULATIONS = 16
-"""Most numbers of micro-batches to try on a mesh."""
-MAX_SETTINGS = 4096
-"""Most settings of a search, about: each takes milliseconds."""
+MAX_ACCUMULATIONS = 16  # numbers of micro-batches to try on a mesh
+MAX_SETTINGS = 4096  # of a search, about: each takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -176,11 +171,10 @@ class Search:
     settings: tuple[Setting, ...]
     """The best setting of each mesh, ranked; the first is the best of all."""
     all: tuple[Setting, ...]
-    """Every setting, over all meshes."""
     refused: Mapping[str, str]
     """Why the other meshes cannot run the configuration, by mesh."""
     as_configured: bool
-    """Whether remat and accumulation were kept."""
+    """Remat and accumulation are as configured."""
 
     @property
     def fitting(self) -> list[Setting]:
@@ -204,7 +198,7 @@ def search(
     able, refused = runnable(config, meshes, as_configured=as_configured)
     if not able:
         raise ConfigError(_none_can(config, where.devices, refused))
-    most = min(MAX_ACCUMULATIONS, MAX_SETTINGS // (len(REMATS) * len(able)))
+    most = max(2, min(MAX_ACCUMULATIONS, MAX_SETTINGS // (len(REMATS) * len(able))))
     of_mesh = [
         [estimate(choice, where, model) for choice in ([one] if as_configured else _choices(one, most))] for one in able
     ]
@@ -252,23 +246,22 @@ def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
 
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
-    asked = f"none of the requested meshes can run this configuration; others of {devices:,} devices can:"
-    if not _can_run(config, devices):
-        fewer = (n for n in range(devices - 1, max(0, devices - FURTHEST), -1) if _can_run(config, n))
-        more = (n for n in range(devices + 1, devices + FURTHEST) if _can_run(config, n))
+    def able(number: int) -> bool:
+        return any(next(violations_on(config, sizes), None) is None for sizes in meshes_to_try(config, number))
+
+    problem = f"none of the requested meshes can run this configuration; others of {devices:,} devices can:"
+    if not able(devices):
+        fewer = filter(able, range(devices - 1, max(0, devices - FURTHEST), -1))
+        more = filter(able, range(devices + 1, devices + FURTHEST))
         near = [f"{n:,}" for count in (fewer, more) if (n := next(count, None)) is not None]
         instead = f"; {' or '.join(near)} devices could" if near else ""
-        asked = f"no mesh of {devices:,} devices can run this configuration{instead}:"
+        problem = f"no mesh of {devices:,} devices can run this configuration{instead}:"
     first: dict[str, str] = {}
     for mesh, reason in refused.items():
         first.setdefault(reason, mesh)
     lines = [f"  {mesh}: {reason}" for reason, mesh in first.items()]
     rest = [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
-    return "\n".join([asked, *lines[:MAX_REASONS], *rest])
-
-
-def _can_run(config: TrainConfig, devices: int) -> bool:
-    return any(next(violations_on(config, sizes), None) is None for sizes in meshes_to_try(config, devices))
+    return "\n".join([problem, *lines[:MAX_REASONS], *rest])
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
@@ -283,7 +276,7 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
 def _choose(settings: Sequence[Setting]) -> Setting:
     """Takes the least memory among settings as fast as the fastest that fits."""
     first = min(settings, key=rank)
-    as_fast = [s for s in settings if s.fits and _is_as_fast(s, first)]
+    as_fast = [s for s in settings if s.fits and s.time.expected <= NEAR * first.time.expected]
     return min(as_fast, key=lambda setting: setting.memory.total) if first.fits else first
 
 
@@ -294,19 +287,14 @@ def rank(setting: Setting) -> tuple[int, float, float]:
 
 
 def _simplest_first(ranked: list[Setting]) -> tuple[Setting, ...]:
+    def complexity(setting: Setting) -> tuple[bool, int, int, int]:
+        sizes, leaves = setting.sizes, leaves_domain(setting.target.hardware, setting.sizes, (TP,))
+        return leaves, setting.config.train.accumulation, sizes[TP], sizes[CP]
+
     first = ranked[0]
-    as_good = [s for s in ranked if s.fits and s.has_margin == first.has_margin and _is_as_fast(s, first)]
-    simplest = min(as_good, key=_complexity, default=first)
+    near = [s for s in ranked if s.fits and s.time.expected <= NEAR * first.time.expected]
+    simplest = min((s for s in near if s.has_margin == first.has_margin), key=complexity, default=first)
     return (simplest, *(setting for setting in ranked if setting is not simplest))
-
-
-def _is_as_fast(setting: Setting, first: Setting) -> bool:
-    return setting.time.expected <= NEAR * first.time.expected
-
-
-def _complexity(setting: Setting) -> tuple[bool, int, int, int]:
-    hardware, sizes = setting.target.hardware, setting.sizes
-    return leaves_domain(hardware, sizes, (TP,)), setting.config.train.accumulation, sizes[TP], sizes[CP]
 
 
 def rows_of(config: TrainConfig) -> int:
@@ -315,16 +303,12 @@ def rows_of(config: TrainConfig) -> int:
 
 
 def _choices(config: TrainConfig, most: int) -> Iterator[TrainConfig]:
+    counts = divisors(rows_of(config))
+    if len(counts) > most:
+        counts = [counts[index * (len(counts) - 1) // (most - 1)] for index in range(most)]
     for remat in dict.fromkeys((*REMATS, config.model.remat)):
-        for count in _spread(divisors(rows_of(config)), most):
+        for count in counts:
             yield changed(config, {"model.remat": remat, "train.accumulation": count})
-
-
-def _spread(values: Sequence[int], most: int) -> list[int]:
-    most = max(2, most)
-    if len(values) <= most:
-        return list(values)
-    return [values[index * (len(values) - 1) // (most - 1)] for index in range(most)]
 
 
 def is_plain(model: ModelConfig) -> bool:

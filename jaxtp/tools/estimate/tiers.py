@@ -1,7 +1,6 @@
 """Tiers 2 and 3: the real training step, compiled from shapes; nothing is allocated or run.
 
-Tier 2 compiles for virtual CPU devices and compares the collectives with tier 1. Tier 3 compiles for the hardware,
-perhaps absent, in a separate process (`compiler.py`).
+Tier 2 compiles for virtual CPU devices, tier 3 for the hardware in a process of its own (`compiler.py`).
 """
 
 import dataclasses
@@ -14,8 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from jaxtp.analysis.audit import audit
 from jaxtp.analysis.collective import Axes, Collective, Traffic, sums
@@ -23,11 +20,10 @@ from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE
 from jaxtp.analysis.schedule import Scheduled
 from jaxtp.analysis.tables import columns
-from jaxtp.config.files import write_atomically
 from jaxtp.config.interrupt import signal_name
 from jaxtp.config.schema import ConfigError, changed, to_plain
 from jaxtp.distributed.devices import request_virtual_devices
-from jaxtp.distributed.environment import cache_folder, child_environment
+from jaxtp.distributed.environment import child_environment
 from jaxtp.mesh import describe_mesh, mesh_of, parts
 from jaxtp.tools.estimate.compiler import (
     CUDNN_EXTRA,
@@ -43,7 +39,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import with_attention
 from jaxtp.train.state import OPTIMIZER_SCOPE, plan_state
 from jaxtp.train.step import trace_step
-from jaxtp.train.validation import check, chosen_kernels, kernel_problems, multiplies_all
+from jaxtp.train.validation import check, chosen_kernels, kernel_problems
 
 MAX_DEVICES = 1024  # virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
 QUICK = {"xla_backend_optimization_level": 0}  # the program after partitioning is all that is read
@@ -84,38 +80,33 @@ class Partitioned:
     """Whether tier 1 is an upper bound for this model, and not exact."""
 
     @property
+    def rows(self) -> dict[tuple[str, Axes], tuple[float, float]]:
+        """Planned and realised bytes, by kind and mesh axes."""
+        keys = dict.fromkeys((*self.planned, *self.realised))
+        return {key: (self.planned.get(key, 0.0), self.realised.get(key, 0.0)) for key in keys}
+
+    @property
     def equal(self) -> bool:
         """Whether both tiers agree in kind, axes and bytes, up to rounding."""
-        return not self._differing
+        return all(abs(planned - realised) <= 1 for planned, realised in self.rows.values())
 
     @property
     def within(self) -> bool:
         """Whether tier 1 counts everything that is moved."""
-        more = [key for key in self._differing if self.realised.get(key, 0) > self.planned.get(key, 0)]
-        return not self.problems and (not more if self.bound else self.equal)
-
-    @property
-    def _differing(self) -> list[tuple[str, Axes]]:
-        keys = dict.fromkeys((*self.planned, *self.realised))
-        return [key for key in keys if abs(self.planned.get(key, 0) - self.realised.get(key, 0)) > 1]
+        none_more = all(realised <= planned + 1 for planned, realised in self.rows.values())
+        return not self.problems and (none_more if self.bound else self.equal)
 
     def lines(self, setting: Setting) -> Iterator[str]:
         """Yields the collectives, problems, warnings and notes."""
-        verdict = "the partitioned program does not move what tier 1 says"
-        if self.within:
-            amount = "what tier 1 says" if self.equal else "no more than the bounds of tier 1"
-            verdict = f"the partitioned program moves {amount}, in kind, axes and bytes, and nothing else"
-        accounts = self.planned, self.realised
-        rows = [
-            (kind, "+".join(axes), *(f"{sent.get((kind, axes), 0) / GB:,.3f}" for sent in accounts))
-            for kind, axes in dict.fromkeys((*self.planned, *self.realised))
-        ]
         yield f"compiled {setting} for {setting.target.devices} virtual CPU devices in {self.seconds:.0f} s"
+        rows = [(kind, "+".join(axes), *(f"{n / GB:,.3f}" for n in sent)) for (kind, axes), sent in self.rows.items()]
         yield columns(("collective", "over", "GB sent, tier 1", "GB sent, compiled"), rows)
-        yield verdict
-        yield from (f"  {problem}" for problem in self.problems)
-        yield from (f"  the compiler warns: {line}" for line in self.warnings)
-        yield from (f"  ({note})" for note in self.notes)
+        amount = "what tier 1 says" if self.equal else "no more than the bounds of tier 1"
+        if self.within:
+            yield f"the partitioned program moves {amount}, in kind, axes and bytes, and nothing else"
+        else:
+            yield "the partitioned program does not move what tier 1 says"
+        yield from (f"  {text}" for text in (*self.problems, *self.warnings, *self.notes))
 
     def record(self) -> dict[str, object]:
         """Returns tier 2 for JSON."""
@@ -204,7 +195,7 @@ class Compiled:
     collectives: tuple[Scheduled, ...]
     """By kind and axes, with the compute that overlaps them."""
     seconds: float
-    """To compile, when it was compiled."""
+    """To compile."""
     flops: float | None
     """FLOPs of the program's products, without custom kernels; None where libraries compute them."""
     notes: tuple[str, ...]
@@ -217,32 +208,21 @@ class Compiled:
     def lines(self, setting: Setting) -> Iterator[str]:
         """Yields memory, collectives and notes."""
         peak, room, estimated = self.peak_bytes, setting.target.room, setting.memory.total
-        fits = "fits" if self.fits(setting) else "does not fit"
         where = f"{setting.target.devices} x {setting.target.hardware.name}"
         yield f"compiled {setting} for {where}, which need not be there, in {self.seconds:.0f} s"
         yield (
             f"state and batch {self.argument_bytes / GB:,.2f} GB, temporaries {self.temp_bytes / GB:,.2f}, peak "
-            f"{peak / GB:,.2f} of {room / GB:,.2f} for JAX: {fits}; tier 1: {estimated / GB:,.2f}, "
-            f"{estimated / peak - 1:+.0%} of the peak"
+            f"{peak / GB:,.2f} of {room / GB:,.2f} for JAX: {'fits' if self.fits(setting) else 'does not fit'}; "
+            f"tier 1: {estimated / GB:,.2f}, {estimated / peak - 1:+.0%} of the peak"
         )
-        model, platform = setting.config.model, setting.target.hardware.platform
-        if model.most_experts and self.flops is not None:
-            how = "multiply every row with every expert" if multiplies_all(model, platform) else "are in kernels"
-            yield (
-                f"products outside of kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: "
-                f"{setting.costs.flops_of_xla / 1e12:,.1f}; those of experts {how}"
-            )
-        rows = [
-            (
-                one.collective.kind,
-                "+".join(one.collective.axes),
-                f"{one.count:,}",
-                f"{one.collective.bytes / GB:,.3f}",
-                f"{one.overlapped:,}",
-                f"{one.computing:,}",
-            )
-            for one in self.collectives
-        ]
+        if setting.config.model.most_experts and self.flops is not None:
+            expected = f"{setting.costs.flops_of_xla / 1e12:,.1f}"
+            yield f"products outside of kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: {expected}"
+        rows = []
+        for each in self.collectives:
+            one, counts = each.collective, (each.overlapped, each.computing)
+            cells = (one.kind, "+".join(one.axes), f"{each.count:,}", f"{one.bytes / GB:,.3f}")
+            rows.append((*cells, *(f"{count:,}" for count in counts)))
         yield columns(("collective", "over", "times", "GB of messages", "overlapped", "operations that overlap"), rows)
         yield from (f"  ({note})" for note in self.notes)
 
@@ -266,12 +246,7 @@ def compile_for(
     devices_per_host: int,
     timeout_s: float,
 ) -> Compiled:
-    """Compiles the step for hardware that may be absent, or takes the result from a cache.
-
-    Args:
-      config: the run; its mesh is ignored.
-      hardware: a name in the hardware table.
-      timeout_s: seconds after which the compiler is killed.
+    """Compiles the step for hardware of the table that may be absent; ignores the run's mesh.
 
     Raises:
       TargetError: the compiler is missing, crashed, timed out, or reports that the program does not fit.
@@ -283,15 +258,15 @@ def compile_for(
     if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
         there = f"{hosts} host{'s' if hosts > 1 else ''} of {devices_per_host}"
         raise TargetError(f"mesh {describe_mesh(sizes)} takes {needed} devices, and {there} have another number")
-    target, note = topology(hardware, hosts, devices_per_host), None
+    target, notes = topology(hardware, hosts, devices_per_host), []
     if "cudnn" in chosen_kernels(config, sizes, TABLE[hardware].architecture):
         if found := with_cudnn(target):
-            target, note = found, "the workspace of cuDNN's kernels is not counted"
+            target, notes = found, ["the workspace of cuDNN's kernels is not counted"]
         else:
             config = with_attention(config, "fused")
-            note = f"compiled with the fused attention; for cuDNN's: pip install 'jaxtp[{CUDNN_EXTRA}]'"
+            notes = [f"compiled with the fused attention; for cuDNN's: pip install 'jaxtp[{CUDNN_EXTRA}]'"]
     compiled = ask(config, sizes, target, timeout_s=timeout_s)
-    return compiled if note is None else dataclasses.replace(compiled, notes=(*compiled.notes, note))
+    return dataclasses.replace(compiled, notes=(*compiled.notes, *notes))
 
 
 def ask(
@@ -301,35 +276,17 @@ def ask(
     *,
     timeout_s: float,
     compiler: Sequence[str] | None = None,
-    cache: Path | None = None,
 ) -> Compiled:
-    """Runs the compiler process and reads its answer; tests replace `compiler` and `cache`."""
-    request = {
-        "config": to_plain(config),
-        "sizes": dict(sizes),
-        "target": dataclasses.asdict(target),
-        "cache": str(cache or cache_folder() / "compiled"),
-    }
+    """Runs the compiler process and reads its answer; tests replace `compiler`."""
+    request = {"config": to_plain(config), "sizes": dict(sizes), "target": dataclasses.asdict(target)}
     environment = child_environment(**_NO_DEVICES)
     if target.libraries:
         folders = filter(None, (target.libraries, environment.get("LD_LIBRARY_PATH")))
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
-    answer = _answer(_run(compiler or COMPILER, json.dumps(request), environment, timeout_s))
-    if error := answer.get("error"):
-        raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
-    moved = tuple(_scheduled(**one, mesh=sizes) for one in answer["collectives"])
-    numbers = ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds", "flops")
-    notes = (_DIFFERENCES[target.platform], *answer["notes"])
-    return Compiled(**{name: answer[name] for name in numbers}, collectives=moved, notes=notes)
-
-
-def _run(
-    command: Sequence[str], request: str, environment: Mapping[str, str], timeout_s: float
-) -> subprocess.CompletedProcess[str]:
     try:
         done = subprocess.run(
-            command,
-            input=request,
+            compiler or COMPILER,
+            input=json.dumps(request),
             env=environment,
             timeout=timeout_s,
             capture_output=True,
@@ -344,23 +301,17 @@ def _run(
         ) from None
     if done.returncode:
         how = f"crashed ({signal_name(-done.returncode)})" if done.returncode < 0 else "failed"
-        last = [line for line in done.stderr.splitlines() if line.strip(" ^~")][-_LAST_LINES:]
-        words = ":\n" + "\n".join(f"  {line}" for line in last) if last else " without a word"
-        raise TargetError(f"the compiler for the target {how}{words}")
-    return done
-
-
-def _answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Adds the compiler's warnings to a new answer and caches it."""
+        last = [f"\n  {line}" for line in done.stderr.splitlines() if line.strip(" ^~")][-_LAST_LINES:]
+        raise TargetError(f"the compiler for the target {how}{''.join((':', *last)) if last else ' without a word'}")
     try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         raise TargetError(f"the compiler for the target gave no answer: {done.stdout[-200:]!r}") from None
-    if place := answer.pop("keep", None):
-        answer["notes"] = sorted(set(_WARNING.findall(done.stderr)))
-        Path(place).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(place), json.dumps(answer).encode())
-    return answer
+    if error := answer.get("error"):
+        raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
+    collectives = tuple(_scheduled(**one, mesh=sizes) for one in answer.pop("collectives"))
+    notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(done.stderr))))
+    return Compiled(**answer, collectives=collectives, notes=notes)
 
 
 def _scheduled(kind: str, axes: list[str], bytes: float, mesh: Mapping[str, int], **counts: int) -> Scheduled:

@@ -11,7 +11,7 @@ from jaxtp.analysis.hardware_file import find, read
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import sized
 from jaxtp.tools.bench.__main__ import Measured, Place
-from jaxtp.tools.bench.measure import Message, TimedProduct, fit_line, fit_lines
+from jaxtp.tools.bench.measure import Message, TimedProduct, fit_line
 from jaxtp.tools.estimate.roofline import leaves_domain, link_speed
 
 SHARES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
@@ -60,7 +60,6 @@ def measured(sizes, found, like="h100", **changes):
     return Measured(
         place=Place(**(place | changes), sizes=sizes, hardware=find(like)),
         messages=found,
-        lines=fit_lines(found),
         products=products,
     )
 

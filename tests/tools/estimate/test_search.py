@@ -13,7 +13,7 @@ import jaxtp
 from jaxtp.analysis.hardware_file import find
 from jaxtp.config.schema import ConfigError, changed
 from jaxtp.mesh import fitting_meshes, make_mesh, sized
-from jaxtp.tools.estimate.remedies import Run, _with_fused_attention, faster, remedies
+from jaxtp.tools.estimate.remedies import Run, faster, remedies, with_fused_attention
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     MAX_ACCUMULATIONS,
@@ -28,7 +28,7 @@ from jaxtp.tools.estimate.search import (
     search,
     target,
 )
-from jaxtp.tools.estimate.summary import UNITS, explained, heading, in_unit, ranking
+from jaxtp.tools.estimate.summary import explained, heading
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LaunchConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import with_attention
@@ -65,9 +65,9 @@ def of_eight():
     return found()
 
 
-def words(result, configured=None, alternatives=(), facts=MODEL_FACTS):
+def words(result, configured=None, alternatives=()):
     """The labelled lines about the best setting, as one text for each label."""
-    rows = explained(result, facts, configured, alternatives)
+    rows = [(line[:8].strip(), line[8:]) for line in explained(result, configured, alternatives).splitlines()]
     return {label: "\n".join(text for other, text in rows if other == label) for label, _ in rows}
 
 
@@ -83,14 +83,11 @@ def test_meshes_of_many_devices_are_listed_at_once(devices, count):
 
 
 @pytest.mark.wide
-def test_of_a_batch_with_many_divisors_some_are_tried_and_that_is_said():
+def test_of_a_batch_with_many_divisors_some_are_tried():
     config = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=128, global_batch_size=2_000_000))
     result = search(config, Target(H100, 8, 1e12), MODEL_FACTS, [sized(dp=8)])
     assert {s.config.train.accumulation for s in result.all} >= {1, 250_000}
     assert len(result.all) == MAX_ACCUMULATIONS * len(REMATS)
-    said = "micro-batches: 16 of the 35 numbers that divide 250,000 rows were tried"
-    assert said in " ".join(ranking(result).split())
-    assert "were tried" not in ranking(of_eight())
 
 
 def test_no_setting_takes_less_than_the_leanest():
@@ -101,17 +98,11 @@ def test_no_setting_takes_less_than_the_leanest():
         assert least == min(setting.memory.total for setting in of_mesh)
 
 
-def test_what_is_assumed_is_said(tmp_path):
-    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')
-    of_files = dataclasses.replace(MODEL, from_hf=tmp_path, precision=jaxtp.Precision())
+def test_what_is_assumed_is_said():
     where = Target(H100, 8, 1e12)
-    said = heading(TrainConfig(model=of_files), where, MODEL_FACTS)
+    said = heading(TrainConfig(model=MODEL), where, MODEL_FACTS)
     assert "16 sequences of 128 tokens = 2,048 (the default; --data.sequence-length N changes it)" in said
-    assert "files are in bfloat16, and compute is float32; --model.precision.compute bfloat16" in said
-    in_half = dataclasses.replace(of_files, precision=MODEL.precision)
-    said = heading(dataclasses.replace(CONFIG, model=in_half), where, MODEL_FACTS)
-    assert "default" not in said
-    assert "files are in" not in said
+    assert "default" not in heading(CONFIG, where, MODEL_FACTS)
 
 
 def test_those_that_fit_come_first_and_the_fastest_of_them():
@@ -181,14 +172,14 @@ def test_the_share_of_memory_is_that_of_a_run_on_so_many_hosts():
 
 def test_the_best_is_explained():
     result = of_eight()
-    best = result.settings[0]
-    told = words(result, result.settings[-1], faster(result, MODEL_FACTS))
-    assert told["best"].startswith(f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows}: the")
+    best, other = result.settings[0], result.settings[-1]
+    told = words(result, other, faster(result, MODEL_FACTS))
+    assert told["best"].startswith(f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows}: ")
     time = best.time
-    parts = (time.products, time.attention, time.elementwise, time.update, time.moving)
-    assert told["limit"].endswith(f" {max(parts) / time.serial:.0%} of a step")
-    assert told["now"].startswith("as configured, ")
-    assert {"memory", "step", "sends", "save", "run"} <= set(told)
+    parts = (time.products, time.attention, time.elementwise, time.update, *time.communication.values())
+    assert re.search(rf": [\w ]+ {max(parts) / time.serial:.0%}, ", told["step"]), "the largest part is the first"
+    assert told["now"].endswith(f", {time.expected / other.time.expected:.2f} x as fast")
+    assert {"memory", "step", "run"} <= set(told)
 
 
 @pytest.mark.wide
@@ -196,7 +187,7 @@ def test_another_kernel_of_attention_is_searched_with_all_meshes():
     """With less to hold, another mesh or remat may be the best."""
     least = min(setting.memory.total for setting in of_eight().all)
     result = found(room=least * 1.7, hardware=without_more(least * 1.7))
-    told = words(result, None, faster(result, MODEL_FACTS))["faster"]
+    told = words(result, None, faster(result, MODEL_FACTS))["try"]
     assert told.startswith("--model.attention auto: ")
     fused = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention="auto"))
     best = found(room=least * 1.7, config=fused).settings[0]
@@ -210,7 +201,8 @@ def test_another_kernel_of_attention_is_searched_with_all_meshes():
 def test_a_kernel_that_runs_already_is_not_proposed():
     for attention, proposed in (("xla", True), ("blockwise", True), ("fused", False), ("auto", False)):
         run = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention=attention))
-        assert (_with_fused_attention(Run(run, Target(H100, 8, 1e12))) is not None) == proposed
+        where = Target(H100, 8, 1e12)
+        assert (with_fused_attention(Run(run, where)) != Run(run, where)) == proposed
 
 
 def with_precision(**dtypes):
@@ -313,7 +305,7 @@ def test_products_with_all_experts_are_warned_of_and_cost_as_much():
     by_mesh = {tuple(s.sizes.values()): s for s in own.settings}
     for setting in dense.settings:
         assert setting.time.products > 2 * by_mesh[tuple(setting.sizes.values())].time.products
-    assert "--model.grouped auto" in words(dense, None, faster(dense, MIXTURE_FACTS), MIXTURE_FACTS)["faster"]
+    assert "--model.grouped auto" in words(dense, None, faster(dense, MIXTURE_FACTS))["try"]
     assert not any("grouped" in other.change for other in faster(own, MIXTURE_FACTS))
 
 
@@ -326,29 +318,14 @@ def test_a_grouped_kernel_that_cannot_run_is_refused_before_anything_starts():
     check_kernels(dense, sized(), "rocm")  # no expert, no product of any
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        ((0.0002, 0.0003), ("0.2 to 0.3", "milliseconds")),
-        ((0.26, 0.29), ("260 to 290", "milliseconds")),
-        ((4.1, 5.51), ("4.1 to 5.51", "seconds")),
-        ((119, 121), ("1.98 to 2.02", "minutes")),
-        ((7100, 7300), ("1.97 to 2.03", "hours")),
-        ((1e6, 2e7), ("11.6 to 231", "days")),
-    ],
-)
-def test_times_are_in_the_unit_that_a_person_would_use(seconds, said):
-    assert in_unit(seconds, UNITS) == said
-
-
 @pytest.mark.wide
 def test_where_nothing_fits_it_says_what_would():
     least = min(setting.memory.total for setting in of_eight().all)
     tight = found(room=least * 0.7)
     assert not tight.fitting
     told = words(tight, None, list(remedies(tight, MODEL_FACTS)))
-    assert told["best"].startswith("Nothing fits. The least is ")
-    more = next(line for line in told["instead"].splitlines() if " x h100: " in line)
+    assert told["best"].startswith("nothing fits; the least is ")
+    more = next(line for line in told["try"].splitlines() if " x h100: " in line)
     devices = int(more.split()[0])
     again = search(CONFIG, Target(H100, devices, least * 0.7), MODEL_FACTS, meshes_to_try(CONFIG, devices))
     assert again.settings[0].has_margin
@@ -361,7 +338,7 @@ def test_what_would_fit_says_what_it_leaves_out():
     facts, meshes = describe_model(config), meshes_to_try(config, 8)
     least = min(setting.memory.total for setting in search(config, Target(H100, 8, 1e12), facts, meshes).all)
     tight = search(config, Target(H100, 8, least * 0.7), facts, meshes)
-    assert words(tight, None, (), facts)[""].startswith("not sure: the time, memory and communication of the update by")
+    assert "\nnot sure: the update by adafactor is not modelled" in words(tight)[""]
 
 
 def test_of_what_is_as_fast_the_simplest_is_the_best():
@@ -372,14 +349,6 @@ def test_of_what_is_as_fast_the_simplest_is_the_best():
     simplicity = [(s.config.train.accumulation, s.sizes["tp"]) for s in as_fast]  # all inside one host
     assert (best.config.train.accumulation, best.sizes["tp"]) == min(simplicity)
     assert len(set(simplicity)) > 1
-
-
-def test_what_is_faster_but_less_sure_is_not_called_as_fast():
-    result = of_eight()
-    best = result.settings[0]
-    time = dataclasses.replace(best.time, products=0.0, attention=0.0)
-    quicker = dataclasses.replace(result.settings[1], time=time)
-    assert f"{best.time.expected / time.expected:.2f} x as fast, but less sure to fit" in words(result, quicker)["now"]
 
 
 @pytest.mark.wide
