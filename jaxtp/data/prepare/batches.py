@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 from jaxtp.config.interrupt import Interrupt
 from jaxtp.data.chat_template import without_marks
 from jaxtp.data.manifest import TRAIN, VALIDATION
-from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import Document, Fields, PrepareError, Problem, Source, Turn
+from jaxtp.data.prepare.readers import Document, PrepareError, Problem, Turn
+from jaxtp.data.prepare.session import Job
 from jaxtp.data.prepare.sources import Position, read
 
 BATCH_BYTES = 2**22
@@ -47,31 +47,26 @@ class Batch:
     """Approximate bytes of the inputs that have been read."""
     entries: list[Entry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    size: int = 0
-
-    def is_full(self) -> bool:
-        """Returns whether the batch can occupy all cores."""
-        return self.size >= BATCH_BYTES or len(self.entries) + len(self.problems) >= BATCH_DOCUMENTS
 
 
-def batches(sources: list[Source], start: Position, fields: Fields, on_error: str) -> Iterator[Batch]:
+def batches(job: Job, start: Position, on_error: str) -> Iterator[Batch]:
     """Yields documents from `start`; if `on_error` is stop, raises at a problem, after everything before it."""
-    bytes_before = list(itertools.accumulate((source.size for source in sources), initial=0))
-    batch = Batch(start)
-    for event, position in read(sources, start, fields):
-        if isinstance(event, Problem) and on_error == "stop" and not event.is_harmless:
+    bytes_before = list(itertools.accumulate((source.size for source in job.sources), initial=0))
+    batch, size = Batch(start), 0
+    for event, position in read(job.sources, start, job.fields):
+        if isinstance(event, Document):
+            batch.entries.append(_entry(event))
+            size += sum(batch.entries[-1].sizes)
+        elif on_error == "stop" and not event.is_harmless:
             yield batch
             raise PrepareError(event.message)
-        if isinstance(event, Problem):
-            batch.problems.append(event)
         else:
-            batch.entries.append(_entry(event))
-            batch.size += sum(batch.entries[-1].sizes)
+            batch.problems.append(event)
         batch.position = position
         batch.done = bytes_before[position.source] + (event.done if position.item else 0)
-        if batch.is_full():
+        if size >= BATCH_BYTES or len(batch.entries) + len(batch.problems) >= BATCH_DOCUMENTS:
             yield batch
-            batch = Batch(position)
+            batch, size = Batch(position), 0
     yield batch
 
 
@@ -98,16 +93,17 @@ def split_of(digest: bytes, held_out: float) -> str:
     return VALIDATION if fraction(digest) < held_out else TRAIN
 
 
-def threshold(sources: list[Source], fields: Fields, config: PrepareConfig, interrupt: Interrupt) -> float:
+def threshold(job: Job, interrupt: Interrupt) -> float:
     """Returns the `fraction` below which a document is held out.
 
     With many documents it is `--held-out`. With few it lies between two documents' fractions, where the number below it
     is nearest to the share; at least one document remains for training.
     """
+    config = job.config
     if not config.held_out:
         return 0.0
     found: list[float] = []
-    for batch in ahead(batches(sources, Position(0, 0), fields, "skip"), interrupt):
+    for batch in ahead(batches(job, Position(0, 0), "skip"), interrupt):
         found += [fraction(entry.digest) for entry in batch.entries]
         if len(found) > _FEW:
             return config.held_out

@@ -16,30 +16,9 @@ Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(m
 MIN_VOCAB_SIZE = 257
 """256 bytes and the end token."""
 TEXT_FIELD = "text"
-LAYOUTS = {
-    "messages": ("a conversation in each row's 'messages'", {"messages"}),
-    "conversations": ("ShareGPT, a conversation in each row's 'conversations'", {"conversations"}),
-    "instruction": (
-        "Alpaca, a conversation of each row's 'instruction', 'input' and 'output'",
-        {"instruction", "output"},
-    ),
-}
-"""By the value of --messages: the layout's name, and the fields that identify its rows."""
 FIRST = (
-    "inputs",
-    "out",
-    "tokenizer",
-    "train_bpe",
-    "field",
-    "messages",
-    "template",
-    "include",
-    "held_out",
-    "dedup",
-    "on_error",
-    "overwrite",
-    "json",
-    "verify",
+    *("inputs", "out", "tokenizer", "train_bpe", "field", "messages", "template", "include", "held_out"),
+    *("dedup", "on_error", "overwrite", "json", "verify"),
 )
 """Settings at the top of the help."""
 
@@ -95,10 +74,9 @@ class PrepareConfig:
 
     messages: Annotated[str | None, tyro.conf.arg(metavar="FIELD")] = None
     """Field of a JSONL or Parquet row that holds a conversation: a list of messages with role and content, or from and
-    value (ShareGPT). instruction reads Alpaca's rows: instruction and input are the question, output the answer. By
-    default the layout is detected, if rows have no text. Each answer of the assistant becomes a document; its prompt is
-    everything before it, as the chat template writes it. The loss is on answers only, and the beginning of a
-    conversation with n answers is read n times."""
+    value (ShareGPT). instruction reads Alpaca's rows: instruction and input are the question, output the answer.
+    Each answer of the assistant becomes a document; its prompt is everything before it, as the chat template writes it.
+    The loss is on answers only, and the beginning of a conversation with n answers is read n times."""
 
     template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Chat template for --messages, in Jinja; by default the one next to the tokenizer (chat_template.jinja, or in
@@ -174,9 +152,8 @@ def arguments(config: PrepareConfig) -> dict[str, object]:
 
 def check(config: PrepareConfig) -> None:
     """Raises `ConfigError` listing all contradictions between settings."""
-    problems = [*_contradictions(config), *_contradictions_of_chat(config)]
-    if problems:
-        raise ConfigError("; ".join(problems))
+    if problems := "; ".join(_contradictions(config)):
+        raise ConfigError(problems)
 
 
 def _contradictions(config: PrepareConfig) -> Iterator[str]:
@@ -202,9 +179,8 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         yield "--prompt-field and --completion-field go together"
     elif config.prompt_field is not None and config.field != TEXT_FIELD:
         yield "--field is for documents without a prompt; give it or --prompt-field and --completion-field"
-
-
-def _contradictions_of_chat(config: PrepareConfig) -> Iterator[str]:
+    if config.messages is None and config.template is not None:
+        yield "--template is for conversations; give --messages FIELD too"
     if config.messages is None:
         return
     if config.prompt_field is not None or config.field != TEXT_FIELD:

@@ -5,23 +5,28 @@ import os
 import stat
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxtp.config.schema import HF_PREFIX, expand, nearest_file
 from jaxtp.data.prepare import readers, tables
-from jaxtp.data.prepare.compression import ZSTD
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import (
     ARRAY,
     DATASETS,
+    EMPTY_FILE,
     END,
     JSONL,
     PARQUET,
     TEXT,
+    ZSTD,
+    BadInputError,
+    Document,
     Event,
     Fields,
     PrepareError,
+    Problem,
     Source,
 )
 
@@ -45,22 +50,22 @@ class Position(NamedTuple):
     """Number of items of that source that have been read."""
 
 
-def find_sources(config: PrepareConfig) -> list[Source]:
-    """Returns all sources; a folder's by path, without hidden files."""
-    sources = [source for name in config.inputs for source in _sources_of(name, config)]
-    if any(source.format == PARQUET for source in sources):
-        tables.require_pyarrow()
-    if any(source.path.endswith(ZSTD) for source in sources):
-        try:
-            import zstandard  # noqa: F401
-        except ImportError:
-            raise PrepareError(f"{ZSTD} files need the library zstandard: pip install 'jaxtp[data]'") from None
-    return sources
-
-
 def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
     """Yields documents and problems after the first `start` items."""
-    return _READERS[source.format](source, start, fields)
+    unit, number = "line" if source.format == JSONL else "row", start
+    try:
+        for number, done, item in _READERS[source.format](source, start, fields):
+            try:
+                yield Document(readers.turns_of(source, item, fields), number, done)
+            except BadInputError as error:
+                message = f"{source.path}, {unit} {number}: {error}"
+                yield Problem(error.kind, message, number, done, error.is_harmless)
+        if not number:
+            raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
+    except (BadInputError, *readers.BROKEN, OSError) as error:
+        bad = readers.unreadable(source, error)
+        after = f", after {unit} {number}" if number else ""
+        yield Problem(bad.kind, f"{source.path}{after}: {bad}", END, source.size, bad.is_harmless)
 
 
 def read(sources: list[Source], start: Position, fields: Fields) -> Iterator[tuple[Event, Position]]:
@@ -68,16 +73,8 @@ def read(sources: list[Source], start: Position, fields: Fields) -> Iterator[tup
     for index in range(start.source, len(sources)):
         skip = start.item if index == start.source else 0
         for event in read_source(sources[index], skip, fields):
-            yield event, Position(index + 1, 0) if event.item == END else Position(index, event.item)
-
-
-def columns(source: Source) -> list[str]:
-    """Returns the columns or first JSON keys; empty if unreadable."""
-    if source.table is not None:
-        return list(source.table.column_names)
-    if source.format == PARQUET:
-        return tables.parquet_columns(source.path)
-    return readers.json_keys(source) if source.format in (JSONL, ARRAY) else []
+            is_last = event.item == END or sources[index].format == TEXT
+            yield event, Position(index + 1, 0) if is_last else Position(index, event.item)
 
 
 def listing(sources: list[Source]) -> Listing:
@@ -104,6 +101,21 @@ def parse_listing(text: str) -> Listing:
     if not all(isinstance(record, dict) and record.keys() == {"path", "bytes", "modified"} for record in records):
         raise ValueError("not a list of inputs")
     return records
+
+
+def find_sources(config: PrepareConfig) -> list[Source]:
+    """Returns all sources; a folder's by path, without hidden files."""
+    sources = [source for name in config.inputs for source in _sources_of(name, config)]
+    if any(source.format == PARQUET for source in sources):
+        _require("pyarrow", "Parquet")
+    if any(source.path.endswith(ZSTD) for source in sources):
+        _require("zstandard", ZSTD)
+    return sources
+
+
+def _require(library: str, files: str) -> None:
+    if find_spec(library) is None:
+        raise PrepareError(f"{files} files need the library {library}: pip install 'jaxtp[data]'")
 
 
 def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
@@ -142,28 +154,22 @@ def _walk(root: Path, config: PrepareConfig) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise PrepareError(f"{error.filename}: {error.strerror}")
 
+    def matches(path: Path, patterns: tuple[str, ...]) -> bool:
+        inside = path.relative_to(root).as_posix()
+        return any(fnmatchcase(inside if "/" in pattern else path.name, pattern) for pattern in patterns)
+
     found = []
     for folder, folders, files in os.walk(root, onerror=refuse):
-        here = Path(folder)
-        folders[:] = [name for name in folders if not _is_excluded(here / name, root, config)]
-        found += [here / name for name in files if _is_included(here / name, root, config)]
+        paths = {name: Path(folder, name) for name in (*folders, *files)}
+        kept = [n for n, path in paths.items() if not n.startswith(".") and not matches(path, config.exclude)]
+        folders[:] = [name for name in folders if name in kept]
+        named = [paths[n] for n in files if n in kept and (not config.include or matches(paths[n], config.include))]
+        found += [path for path in named if _is_file(path)]
     return sorted(found)
 
 
-def _is_included(path: Path, root: Path, config: PrepareConfig) -> bool:
-    if _is_excluded(path, root, config):
-        return False
-    if config.include and not any(_matches(path, root, pattern) for pattern in config.include):
-        return False
+def _is_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError as error:
         raise PrepareError(f"{path}: {error.strerror}; --exclude {path.name} leaves it out") from None
-
-
-def _is_excluded(path: Path, root: Path, config: PrepareConfig) -> bool:
-    return path.name.startswith(".") or any(_matches(path, root, pattern) for pattern in config.exclude)
-
-
-def _matches(path: Path, root: Path, pattern: str) -> bool:
-    return fnmatchcase(path.relative_to(root).as_posix() if "/" in pattern else path.name, pattern)
