@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError
 from jaxtp.data.documents import Documents
-from jaxtp.data.plans import Block, PlanRequest, find_plan
+from jaxtp.data.plans import Block, find_plan
 from jaxtp.data.rows import SEGMENTS, Row, Rows, check_vocabulary, empty_row
 
 VERSION = 1
@@ -41,7 +41,7 @@ class Packed(Rows):
         super().__init__(documents, length, vocab_size)
         key = plan_key(documents, length, long)
         max_pieces = documents.num_documents + documents.num_tokens // length
-        plan = find_plan(PlanRequest(key, max_pieces, partial(self._plan, long)))
+        plan = find_plan(key, max_pieces, partial(self._plan, long))
         self._pieces, self._rows, self.identity = plan.pieces, plan.rows, plan.sha256
         self.num_split, self.num_dropped = plan.num_split, plan.num_dropped
         self.padding = 1 - plan.num_tokens / max(len(self) * length, 1)
