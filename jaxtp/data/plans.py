@@ -1,8 +1,8 @@
 """Caches row plans in the user's cache folder.
 
-A plan's file is named by the hash of the plan's inputs. It starts with the sha256 of the rest, which checkpoints record;
-a file that does not match is replaced. Concurrent processes write identical files, and the rename is atomic. Without a
-usable cache, the plan is a temporary file.
+A plan's file is named by the hash of the plan's inputs. It starts with the sha256 of the rest, which checkpoints
+record; a file that does not match is replaced. Concurrent processes write identical files, and the rename is atomic.
+Without a usable cache, the plan is a temporary file.
 """
 
 import contextlib
