@@ -187,7 +187,7 @@ def read_json(source: Source, start: int, fields: Fields) -> Iterator[Item]:
     with open_stream(Path(source.path), source.max_window) as (content, file):
         rows = _lines(content, source.max_document) if source.format == JSONL else _elements(content)
         for number, row in enumerate(rows, 1):
-            if number > start and not row.isspace():
+            if number > start:
                 yield number, file.tell(), row.removeprefix(_BOM if number == 1 else b"")
 
 

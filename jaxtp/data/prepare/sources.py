@@ -55,6 +55,8 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
     unit, number = "line" if source.format == JSONL else "row", start
     try:
         for number, done, item in _READERS[source.format](source, start, fields):
+            if isinstance(item, bytes) and item.isspace():
+                continue
             try:
                 yield Document(readers.turns_of(source, item, fields), number, done)
             except BadInputError as error:
