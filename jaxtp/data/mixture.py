@@ -39,13 +39,9 @@ class Mixture(Sequence[T]):
         self._sources = sources
         self.counts = cycle_counts(weights)
         self._cycle = schedule(self.counts)
+        self.identity = fingerprint(self._cycle.tolist())
         chosen = self._cycle[:, None] == np.arange(len(sources))
         self._ranks = np.cumsum(chosen, axis=0)[chosen] - 1  # index of each sample within its source and cycle
-
-    @property
-    def identity(self) -> str:
-        """Hash of a cycle."""
-        return fingerprint(self._cycle.tolist())
 
     def __len__(self) -> int:
         return sys.maxsize

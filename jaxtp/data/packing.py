@@ -70,8 +70,8 @@ class Packed(Rows):
         return used
 
     def _plan(self, long: str) -> Iterator[Block]:
-        first = 0
-        for lengths in _blocks(self._documents.lengths()):
+        first, parts = 0, self._documents.lengths()
+        for lengths in (part[start : start + BLOCK] for part in parts for start in range(0, len(part), BLOCK)):
             documents = np.arange(first, first + len(lengths))
             first += len(lengths)
             too_long = lengths > self._length
@@ -82,8 +82,7 @@ class Packed(Rows):
                     f"than data.sequence_length={self._length}; --data.long-documents split cuts such documents, drop "
                     "leaves them out"
                 )
-            drops = long == "drop"
-            if drops:
+            if drops := long == "drop":
                 documents, lengths = documents[~too_long], lengths[~too_long]
             pieces, sizes, counts = pack(*_pieces(documents, lengths, self._length), self._length)
             yield Block(pieces, counts, int(sizes.sum()), 0 if drops else count, count if drops else 0)
@@ -100,12 +99,6 @@ def plan_key(documents: Documents, length: int, long: str) -> bytes:
         digest.update(len(part).to_bytes(8, "little"))  # a block never spans two shards
         digest.update(part.astype("<i8").tobytes())
     return digest.digest()
-
-
-def _blocks(parts: Iterator[NDArray[np.int64]]) -> Iterator[NDArray[np.int64]]:
-    for part in parts:
-        for start in range(0, len(part), BLOCK):
-            yield part[start : start + BLOCK]
 
 
 def _pieces(
@@ -142,12 +135,7 @@ def pack(
 def best_fit(histogram: NDArray[np.int64], room: int) -> list[tuple[Pattern, int]]:
     """Places documents, longest first, each where it leaves the least room.
 
-    Args:
-      histogram: documents per length, `[room + 1]`.
-      room: row length.
-
-    Returns:
-      The patterns of lengths, and the number of rows of each.
+    Takes the documents per length, `[room + 1]`; returns patterns of lengths, and the number of rows of each.
     """
     rows = _OpenRows()
     for size in range(room, 0, -1):

@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     """The pieces of documents in each row, as memory maps."""
 
     pieces: NDArray[np.int64]
-    """`[n, 2]`, in the order of their rows: document, and its first token in the piece."""
+    """As in `Block`."""
     rows: NDArray[np.int64]
     """`[number of rows + 1]`: row i holds the pieces from entry i up to entry i + 1."""
     num_tokens: int

@@ -40,8 +40,6 @@ from jaxtp.data.manifest import (
     shard_file,
 )
 
-__all__ = ["Dataset", "DatasetError", "Split", "open_dataset", "verify"]
-
 _BLOCK = 2**22
 """Entries of a file that `verify` holds in memory."""
 

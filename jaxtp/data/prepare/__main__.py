@@ -7,10 +7,10 @@ from pathlib import Path
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.data.manifest import MANIFEST
+from jaxtp.data.manifest import MANIFEST, DatasetError
 from jaxtp.data.prepare.prepare_config import FIRST, PrepareConfig, check
 from jaxtp.data.prepare.run import prepare
-from jaxtp.data.store import DatasetError, open_dataset, verify
+from jaxtp.data.store import open_dataset, verify
 
 PROGRAM = "jaxtp prepare"
 DESCRIPTION = """Makes a dataset of tokens out of text, JSONL, Parquet and folders of source files.

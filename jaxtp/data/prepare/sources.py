@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxtp.config import schema
 from jaxtp.config.schema import HF_PREFIX, expand, nearest_file
 from jaxtp.data.prepare import readers, tables
 from jaxtp.data.prepare.prepare_config import PrepareConfig
@@ -86,15 +87,11 @@ def listing(sources: list[Source]) -> Listing:
 
 def differences(before: Listing, now: Listing) -> list[str]:
     """Returns a line for each source that differs."""
-    old, new = ({record["path"]: record for record in records} for records in (before, now))
-    lines = [f"{path}: no longer among the inputs" for path in old if path not in new]
-    lines += [f"{path}: was not among the inputs" for path in new if path not in old]
-    for path in old.keys() & new.keys():
-        if old[path]["bytes"] != new[path]["bytes"]:
-            lines.append(f"{path}: had {old[path]['bytes']:,} bytes, has {new[path]['bytes']:,}")
-        elif old[path] != new[path]:
-            lines.append(f"{path}: was modified since")
-    return sorted(lines) or (["the order of the inputs"] if before != now else [])
+    old, new = (
+        {str(r["path"]): f"{r['bytes']:,} bytes, modified at {r['modified']:,} ns" for r in records}
+        for records in (before, now)
+    )
+    return schema.differences(old, new) or (["the order of the inputs"] if before != now else [])
 
 
 def parse_listing(text: str) -> Listing:
