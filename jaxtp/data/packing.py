@@ -137,42 +137,29 @@ def best_fit(histogram: NDArray[np.int64], room: int) -> list[tuple[Pattern, int
 
     Takes the documents per length, `[room + 1]`; returns patterns of lengths, and the number of rows of each.
     """
-    rows = _OpenRows()
+    by_room: dict[int, list[tuple[Pattern, int]]] = {}
+    rooms: list[int] = []  # the keys with rows, ascending
+
+    def leave(pattern: Pattern, count: int, room: int) -> None:
+        if count:
+            if not by_room.setdefault(room, []):
+                bisect.insort(rooms, room)
+            by_room[room].append((pattern, count))
+
     for size in range(room, 0, -1):
         remaining = int(histogram[size])
         while remaining:
-            pattern, count, left = rows.take(size) or ((), remaining, room)
+            pattern: Pattern = ()
+            count, left = remaining, room
+            if (fitting := bisect.bisect_left(rooms, size)) < len(rooms):
+                left = rooms[fitting]
+                pattern, count = by_room[left].pop()
+                if not by_room[left]:
+                    del rooms[fitting]
             each = left // size  # after the first, this is still the least room that fits
             full, rest = divmod(min(remaining, count * each), each)
-            rows.leave((*pattern, *[size] * each), full, left - each * size)
-            rows.leave((*pattern, *[size] * rest), min(rest, 1), left - rest * size)
-            rows.leave(pattern, (count - full - min(rest, 1)) if pattern else 0, left)
+            leave((*pattern, *[size] * each), full, left - each * size)
+            leave((*pattern, *[size] * rest), min(rest, 1), left - rest * size)
+            leave(pattern, (count - full - min(rest, 1)) if pattern else 0, left)
             remaining -= full * each + rest
-    return rows.all()
-
-
-class _OpenRows:
-    """Rows by their remaining room."""
-
-    def __init__(self) -> None:
-        self._by_room: dict[int, list[tuple[Pattern, int]]] = {}
-        self._rooms: list[int] = []  # the keys with rows, ascending
-
-    def leave(self, pattern: Pattern, count: int, room: int) -> None:
-        if count:
-            if not self._by_room.setdefault(room, []):
-                bisect.insort(self._rooms, room)
-            self._by_room[room].append((pattern, count))
-
-    def take(self, size: int) -> tuple[Pattern, int, int] | None:
-        fitting = bisect.bisect_left(self._rooms, size)
-        if fitting == len(self._rooms):
-            return None
-        room = self._rooms[fitting]
-        pattern, count = self._by_room[room].pop()
-        if not self._by_room[room]:
-            del self._rooms[fitting]
-        return pattern, count, room
-
-    def all(self) -> list[tuple[Pattern, int]]:
-        return [row for rows in self._by_room.values() for row in rows]
+    return [row for rows in by_room.values() for row in rows]

@@ -48,21 +48,21 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _verify(folder: Path, file: Path | None) -> int:
+    tokens: dict[str, int] = {}
+    problems: list[str] = []
     try:
         dataset = open_dataset(folder)
+        tokens = {name: split.num_tokens for name, split in dataset.splits.items()}
+        for problem in verify(dataset):
+            problems.append(problem)
+            print(problem)
     except DatasetError as error:
         if not (folder / MANIFEST).exists():
-            return entry.fail(PROGRAM, error)
+            raise
+        problems.append(str(error))
         print(error)
-        write_json("--json", file, {"folder": str(folder), "problems": [str(error)]})
-        return 1
-    problems = []
-    for problem in verify(dataset):
-        problems.append(str(problem))
-        print(problem)
-    counts = ", ".join(f"{name} {split.num_tokens:,} tokens" for name, split in dataset.splits.items())
-    print(f"{folder}: {counts}, {len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}")
-    tokens = {name: split.num_tokens for name, split in dataset.splits.items()}
+    counts = "".join(f"{name} {count:,} tokens, " for name, count in tokens.items())
+    print(f"{folder}: {counts}{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}")
     write_json("--json", file, {"folder": str(folder), "tokens": tokens, "problems": problems})
     return 1 if problems else 0
 
