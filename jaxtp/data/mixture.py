@@ -1,12 +1,8 @@
 """Interleaves sources by weight: endlessly for training, each row once for evaluation.
 
-In training, sample `i` is the k-th sample of one source, on any mesh and after any resume. A cycle holds exactly each
-source's share, and at any point in it each source is less than one sample from its share: the schedule of Tijdeman,
-"The chairman assignment problem", Discrete Mathematics 32 (1980). Any window of samples is exact to within one for two
-sources and to within less than two for more, the best possible for general weights. Grain's shares drift, since it
-rounds weights.
-
-An evaluation uses the same rows for every batch size and seed.
+At any point of a cycle each source is less than one sample from its share: the schedule of Tijdeman, "The chairman
+assignment problem", Discrete Mathematics 32 (1980). Any window of samples is exact to within one for two sources and to
+within less than two for more, the best possible for general weights. Grain's shares drift, since it rounds weights.
 """
 
 import sys

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 from jaxtp.config.interrupt import Interrupt
 from jaxtp.data.chat_template import without_marks
 from jaxtp.data.manifest import TRAIN, VALIDATION
-from jaxtp.data.prepare.readers import Document, PrepareError, Problem, Turn
+from jaxtp.data.prepare.readers import END, TEXT, Document, PrepareError, Problem, Turn
 from jaxtp.data.prepare.session import Job
-from jaxtp.data.prepare.sources import Position, read
+from jaxtp.data.prepare.sources import Position, read_source
 
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
@@ -51,22 +51,26 @@ class Batch:
 
 def batches(job: Job, start: Position, on_error: str) -> Iterator[Batch]:
     """Yields documents from `start`; if `on_error` is stop, raises at a problem, after everything before it."""
-    bytes_before = list(itertools.accumulate((source.size for source in job.sources), initial=0))
-    batch, size = Batch(start), 0
-    for event, position in read(job.sources, start, job.fields):
-        if isinstance(event, Document):
-            batch.entries.append(_entry(event))
-            size += sum(batch.entries[-1].sizes)
-        elif on_error == "stop" and not event.is_harmless:
-            yield batch
-            raise PrepareError(event.message)
-        else:
-            batch.problems.append(event)
-        batch.position = position
-        batch.done = bytes_before[position.source] + (event.done if position.item else 0)
-        if size >= BATCH_BYTES or len(batch.entries) + len(batch.problems) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, size = Batch(position), 0
+    done, batch, size = 0, Batch(start), 0
+    for index, source in enumerate(job.sources):
+        before, done = done, done + source.size
+        if index < start.source:
+            continue
+        for event in read_source(source, start.item if index == start.source else 0, job.fields):
+            if isinstance(event, Document):
+                batch.entries.append(_entry(event))
+                size += sum(batch.entries[-1].sizes)
+            elif on_error == "stop" and not event.is_harmless:
+                yield batch
+                raise PrepareError(event.message)
+            else:
+                batch.problems.append(event)
+            is_last = event.item == END or source.format == TEXT
+            batch.position = Position(index + 1, 0) if is_last else Position(index, event.item)
+            batch.done = done if is_last else before + event.done
+            if size >= BATCH_BYTES or len(batch.entries) + len(batch.problems) >= BATCH_DOCUMENTS:
+                yield batch
+                batch, size = Batch(batch.position), 0
     yield batch
 
 

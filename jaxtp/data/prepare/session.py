@@ -28,6 +28,7 @@ from jaxtp.data.manifest import (
     TOKENIZER,
     TOKENS,
     DatasetError,
+    Manifest,
     TokenizerInfo,
     check_shard,
     check_tokenizer,
@@ -107,16 +108,25 @@ def begin(job: Job) -> State | None:
             (out / name).unlink(missing_ok=True)
         drop_unknown(out, set())
     if (out / MANIFEST).exists():
-        _require_same_finished(job, settings)
+        try:
+            manifest = read_manifest(out)
+            open_dataset(out)  # checks the size of every file
+        except DatasetError as error:
+            raise PrepareError(f"{error}; --overwrite starts afresh") from None
+        _refuse(out, "a dataset", _changed(manifest, job, settings, None))
         clear_leftovers(out)
         return None
     state = _load(out, config.has_prompts)
     if state is None:
         _require_empty(out)
-    elif changed := _changed_unfinished(job, state, settings):
-        if any(progress.shards or progress.documents for progress in state.splits.values()):
-            _refuse(out, "an unfinished dataset", changed)
-        state = None
+    else:
+        # unread inputs may differ, unless the tokenizer was trained on them
+        is_trained = config.train_bpe is not None and state.tokenizer is not None
+        read = None if is_trained else state.position.source + (state.position.item > 0)
+        if changed := _changed(state, job, settings, read):
+            if any(progress.shards or progress.documents for progress in state.splits.values()):
+                _refuse(out, "an unfinished dataset", changed)
+            state = None
     if state is None:
         state = State(settings)
         state.save(out)
@@ -188,33 +198,14 @@ def _require_inputs_elsewhere(out: Path, config: PrepareConfig) -> None:
             raise PrepareError(f"--overwrite would delete {path} with {out}; copy it elsewhere, or name another --out")
 
 
-def _require_same_finished(job: Job, settings: dict[str, object]) -> None:
-    try:
-        manifest = read_manifest(job.out)
-        open_dataset(job.out)  # checks the size of every file
-    except DatasetError as error:
-        raise PrepareError(f"{error}; --overwrite starts afresh") from None
-    changed = _changed(manifest.arguments, manifest.tokenizer, job, settings)
-    _refuse(job.out, "a dataset", changed or differences(_listed(job.out), listing(job.sources)))
-
-
-def _changed_unfinished(job: Job, state: State, settings: dict[str, object]) -> list[str]:
-    """Returns the differences; unread inputs may differ, unless the tokenizer was trained on them."""
-    read = None  # all sources
-    if job.config.train_bpe is None or state.tokenizer is None:
-        read = state.position.source + (state.position.item > 0)
-    changed = _changed(state.arguments, state.tokenizer, job, settings)
+def _changed(before: Manifest | State, job: Job, settings: dict[str, object], read: int | None) -> list[str]:
+    """Returns changed settings, or else changes of the first `read` inputs."""
+    defaults = arguments(PrepareConfig())  # of settings that are newer than the dataset
+    changed = schema.differences({**defaults, **before.arguments}, settings)
+    if before.tokenizer is not None and job.tokenizer is not None:
+        old, new = asdict(before.tokenizer), asdict(job.tokenizer.info)
+        changed += schema.differences({"tokenizer": old}, {"tokenizer": new})
     return changed or differences(_listed(job.out)[:read], listing(job.sources)[:read])
-
-
-def _changed(
-    before: Mapping[str, object], tokenizer: TokenizerInfo | None, job: Job, settings: dict[str, object]
-) -> list[str]:
-    """Returns changed settings; a setting newer than the dataset had its default."""
-    changed = schema.differences({**arguments(PrepareConfig()), **before}, settings)
-    if tokenizer is not None and job.tokenizer is not None and job.tokenizer.info != tokenizer:
-        changed += schema.differences({"tokenizer": asdict(tokenizer)}, {"tokenizer": asdict(job.tokenizer.info)})
-    return changed
 
 
 def _refuse(out: Path, what: str, changed: list[str]) -> None:

@@ -71,15 +71,6 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
         yield Problem(bad.kind, f"{source.path}{after}: {bad}", END, source.size, bad.is_harmless)
 
 
-def read(sources: list[Source], start: Position, fields: Fields) -> Iterator[tuple[Event, Position]]:
-    """Yields every event from `start`, with the position after it."""
-    for index in range(start.source, len(sources)):
-        skip = start.item if index == start.source else 0
-        for event in read_source(sources[index], skip, fields):
-            is_last = event.item == END or sources[index].format == TEXT
-            yield event, Position(index + 1, 0) if is_last else Position(index, event.item)
-
-
 def listing(sources: list[Source]) -> Listing:
     """Records each source, to detect changed inputs."""
     return [{"path": source.path, "bytes": source.size, "modified": source.modified} for source in sources]
