@@ -38,6 +38,8 @@ MEMORY = 2**30
 """Bytes that the rendering process may take."""
 MAX_TEXT = 2**26
 """Characters of a rendered conversation."""
+_ENDED = -1
+"""Kind of the answer to a request that killed the worker; the text gives the reason."""
 
 _BEFORE, _AFTER, _SPELLED, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _NONCHARACTERS = re.compile(f"[{_BEFORE}-{_END}]")
@@ -65,21 +67,17 @@ class ChatTemplate:
         return self._request({"messages": messages, "add_generation_prompt": answer, **self._special_tokens})
 
     def _request(self, variables: dict[str, object] | None) -> str:
-        try:
-            kind, text = _RENDERER.request(self._template, variables)
-        except _WorkerEndedError as error:
-            when = "when it is loaded" if variables is None else "on this conversation"
-            raise ChatError(f"{self._name} {error} {when}") from None
+        kind, text = _RENDERER.request(self._template, variables)
         if kind == worker.TEXT:
             return text
+        if kind == _ENDED:
+            raise ChatError(
+                f"{self._name} {text} {'when it is loaded' if variables is None else 'on this conversation'}"
+            )
         if kind == worker.BROKEN:
             raise ChatError(f"{self._name}: not a chat template: {text}")
         verb = "refuses" if kind == worker.REFUSED else "fails on"
         raise ChatError(f"{self._name} {verb} this conversation: {text}")
-
-
-class _WorkerEndedError(Exception):
-    """A request killed the worker; the message gives the reason."""
 
 
 class _Renderer:
@@ -111,14 +109,11 @@ class _Renderer:
                 self._close()  # after Ctrl-C, its answer would be mistaken for the next request's
                 if code is None:
                     raise
-                reasons = {
-                    -signal.SIGPROF: f"takes more than {SECONDS:g} s of computing, the limit for a chat template,",
-                    worker.OUT_OF_MEMORY: (
-                        f"takes more than {MEMORY // 2**20:,} MiB of memory, the limit for a chat template,"
-                    ),
-                }
-                crash = f"crashes the process that renders it (exit code {code})"
-                raise _WorkerEndedError(reasons.get(code, crash)) from None
+        computing, memory = f"{SECONDS:g} s of computing", f"{MEMORY // 2**20:,} MiB of memory"
+        limits = {-signal.SIGPROF: computing, worker.OUT_OF_MEMORY: memory}
+        if code in limits:
+            return _ENDED, f"takes more than {limits[code]}, the limit for a chat template,"
+        return _ENDED, f"crashes the process that renders it (exit code {code})"
 
 
 _RENDERER = _Renderer()

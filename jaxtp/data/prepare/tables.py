@@ -107,9 +107,6 @@ def read_table(source: Source, start: int, fields: Fields) -> Iterator[Item]:
     table = source.table
     assert table is not None
     require_fields(table.column_names, fields)
-    names = fields.names_in(table.column_names)
-    table = table.select_columns(names).with_format(None)
-    for first in range(start, len(table), _ROWS):
-        columns = table[first : first + _ROWS]
-        for row, values in enumerate(zip(*(columns[name] for name in names), strict=True), first + 1):
-            yield row, source.size * row // len(table), dict(zip(names, values, strict=True))
+    rows = table.select_columns(fields.names_in(table.column_names)).with_format(None)
+    for row, values in enumerate(rows.select(range(start, len(rows))), start + 1):
+        yield row, source.size * row // len(rows), values
