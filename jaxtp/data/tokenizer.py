@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
         self._cuts_at_lines = _splits_like_gpt2(file) and not any(
             token.lstrip or "\n" in token.content for token in self._added.values()
         )
-        self._is_byte_level = _type(file, "decoder") == "ByteLevel"
+        self._is_byte_level = (file["decoder"] or {}).get("type") == "ByteLevel"
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes without end tokens; raises `TokenizerError`."""
@@ -228,15 +228,13 @@ def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
 
 
 def _splits_like_gpt2(file: dict[str, Any]) -> bool:
-    if file.get("normalizer") is not None or _type(file, "pre_tokenizer") != "ByteLevel":
-        return False
-    settings = file["pre_tokenizer"]
-    return settings.get("use_regex", True) is True and settings.get("add_prefix_space") is False
-
-
-def _type(file: dict[str, Any], part: str) -> Any:
-    found = file.get(part)
-    return found.get("type") if isinstance(found, dict) else None
+    splitter = file["pre_tokenizer"] or {}
+    return (
+        file["normalizer"] is None
+        and splitter.get("type") == "ByteLevel"
+        and splitter.get("use_regex", True) is True
+        and splitter.get("add_prefix_space") is False
+    )
 
 
 def _groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
