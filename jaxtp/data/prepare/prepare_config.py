@@ -74,9 +74,10 @@ class PrepareConfig:
 
     messages: Annotated[str | None, tyro.conf.arg(metavar="FIELD")] = None
     """Field of a JSONL or Parquet row that holds a conversation: a list of messages with role and content, or from and
-    value (ShareGPT). instruction reads Alpaca's rows: instruction and input are the question, output the answer.
-    Each answer of the assistant becomes a document; its prompt is everything before it, as the chat template writes it.
-    The loss is on answers only, and the beginning of a conversation with n answers is read n times."""
+    value (ShareGPT). instruction reads Alpaca's rows: instruction and input are the question, output the answer. By
+    default the layout is detected, if rows have no text. Each answer of the assistant becomes a document; its prompt is
+    everything before it, as the chat template writes it. The loss is on answers only, and the beginning of a
+    conversation with n answers is read n times."""
 
     template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Chat template for --messages, in Jinja; by default the one next to the tokenizer (chat_template.jinja, or in
@@ -179,8 +180,6 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         yield "--prompt-field and --completion-field go together"
     elif config.prompt_field is not None and config.field != TEXT_FIELD:
         yield "--field is for documents without a prompt; give it or --prompt-field and --completion-field"
-    if config.messages is None and config.template is not None:
-        yield "--template is for conversations; give --messages FIELD too"
     if config.messages is None:
         return
     if config.prompt_field is not None or config.field != TEXT_FIELD:

@@ -3,6 +3,7 @@
 import difflib
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
@@ -34,6 +35,8 @@ END = -1
 
 _SUFFIXES = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
 _SKIP_BYTES = 2**20
+_PEEKED_LINES = 100
+"""The first object must be in these lines, if its keys are to decide."""
 _MAX_ARRAY = 2**30
 """Bytes of a JSON list, which is in memory as a whole."""
 _BINARY_PREFIX = 8192
@@ -182,13 +185,22 @@ def read_text(source: Source, start: int, fields: Fields) -> Iterator[Item]:
         yield 1, source.size, text
 
 
-def read_json(source: Source, start: int, fields: Fields) -> Iterator[Item]:
+def read_json(source: Source, start: int, fields: Fields | None) -> Iterator[tuple[int, int, bytes]]:
     """Yields the lines or elements after the first `start`."""
     with open_stream(Path(source.path), source.max_window) as (content, file):
         rows = _lines(content, source.max_document) if source.format == JSONL else _elements(content)
         for number, row in enumerate(rows, 1):
             if number > start:
                 yield number, file.tell(), row.removeprefix(_BOM if number == 1 else b"")
+
+
+def first_keys(source: Source) -> list[str]:
+    """Returns the first JSON object's keys; empty if there is none."""
+    with suppress(*BROKEN, BadInputError, OSError):
+        for _, _, line in itertools.islice(read_json(source, 0, None), _PEEKED_LINES):
+            with suppress(BadInputError):
+                return list(_parse_line(source, line))
+    return []
 
 
 def _lines(content: BinaryIO, limit: int) -> Iterator[bytes]:

@@ -21,7 +21,7 @@ from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, open
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, PrepareError, Problem, Turn
 from jaxtp.data.prepare.session import SEEN, Job, State, begin, clear_leftovers, drop_unknown, locked
-from jaxtp.data.prepare.sources import find_sources
+from jaxtp.data.prepare.sources import find_sources, with_layout
 from jaxtp.data.prepare.writer import Seen, SplitWriter
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
@@ -35,6 +35,7 @@ _LINE_SECONDS = 5.0
 def prepare(out: Path, config: PrepareConfig) -> None:
     """Makes or resumes a dataset; raises `UserError` or `InterruptError`."""
     named, sources = named_tokenizer(config), find_sources(config)
+    config = with_layout(config, sources)
     conversations = None if config.messages is None or named is None else Conversations(config, named)
     job = Job(out, config, sources, named, conversations)
     size = sum(source.size for source in sources)
@@ -78,8 +79,10 @@ class PrepareDisplay(Display):
 
     def show(self, problem: Problem) -> None:
         """Shows only the first few problems."""
-        self._num_shown += not problem.is_harmless
-        if not problem.is_harmless and self._num_shown <= _MAX_PROBLEMS:
+        if problem.is_harmless:
+            return
+        self._num_shown += 1
+        if self._num_shown <= _MAX_PROBLEMS:
             more = "\nfurther ones are only counted" if self._num_shown == _MAX_PROBLEMS else ""
             self.line(f"skipped: {problem.message}{more}")
 
@@ -106,8 +109,8 @@ class _Work:
     def finish(self, interrupt: Interrupt) -> None:
         source, item = self._state.position
         if (source, item) != (0, 0):
-            after = f"{source:,} of {len(self._job.sources):,} inputs" + (f", item {item:,} of the next" * (item > 0))
-            self._display.line(f"going on after {after}")
+            part = f", item {item:,} of the next" if item else ""
+            self._display.line(f"going on after {source:,} of {len(self._job.sources):,} inputs{part}")
         saved = time.monotonic()
         if self._job.conversations is not None:
             self._job.conversations.save(self._job.out)
@@ -183,9 +186,8 @@ class _Work:
         shards, sources = {n: tuple(writer.progress.shards) for n, writer in self._writers.items()}, self._job.sources
         skipped = dict(sorted(self._state.skipped.items()))
         if not any(shards.values()):
-            raise PrepareError(
-                f"no document in {len(sources)} files{f'; left out: {_listed(skipped)}' * bool(skipped)}"
-            )
+            left_out = f"; left out: {_listed(skipped)}" if skipped else ""
+            raise PrepareError(f"no document in {len(sources)} files{left_out}")
         inputs = {"files": len(sources), "bytes": sum(source.size for source in sources)}
         prompts, info = self._config.has_prompts, self._tokenizer.info
         manifest = Manifest(info, shards, prompts, skipped, self._state.arguments, inputs)

@@ -4,15 +4,16 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxtp.config import schema
-from jaxtp.config.schema import HF_PREFIX, expand, nearest_file
+from jaxtp.config.schema import HF_PREFIX, ConfigError, expand, nearest_file
 from jaxtp.data.prepare import readers, tables
-from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.prepare_config import TEXT_FIELD, PrepareConfig, check
 from jaxtp.data.prepare.readers import (
     ARRAY,
     DATASETS,
@@ -29,6 +30,7 @@ from jaxtp.data.prepare.readers import (
     PrepareError,
     Problem,
     Source,
+    shorten,
 )
 
 _READERS = {
@@ -38,6 +40,16 @@ _READERS = {
     PARQUET: tables.read_parquet,
     DATASETS: tables.read_table,
 }
+
+_LAYOUTS = {
+    "messages": ("a conversation in each row's 'messages'", {"messages"}),
+    "conversations": ("ShareGPT, a conversation in each row's 'conversations'", {"conversations"}),
+    "instruction": (
+        "Alpaca, a conversation of each row's 'instruction', 'input' and 'output'",
+        {"instruction", "output"},
+    ),
+}
+"""By the value of --messages: the layout's name, and the fields that identify its rows."""
 
 Listing = list[dict[str, str | int]]
 """Path, bytes and time of modification of each source, as `inputs.jsonl` holds them."""
@@ -101,6 +113,51 @@ def find_sources(config: PrepareConfig) -> list[Source]:
     if any(source.path.endswith(ZSTD) for source in sources):
         _require("zstandard", ZSTD)
     return sources
+
+
+def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
+    """Detects and prints the layout of conversations by the first row's keys, unless a field is named."""
+    with_rows = [source for source in sources if source.format != TEXT]
+    names_field = config.messages is not None or config.prompt_field is not None or config.field != TEXT_FIELD
+    names = [] if names_field or not with_rows else _columns(with_rows[0])
+    layout = _layout_of(names)
+    if layout is None:
+        if config.messages is not None:
+            _require_one_layout(config, with_rows)
+        elif config.template is not None:
+            raise ConfigError("--template is for conversations; give --messages FIELD too")
+        return config
+    config = replace(config, messages=layout)
+    check(config)
+    _require_one_layout(config, with_rows[1:])
+    unread = ", ".join(shorten(name) for name in names if name not in config.fields.names_in(names))
+    print(f"{'layout':<12}{_LAYOUTS[layout][0]}{f'; not read: {unread}' if unread else ''}", flush=True)
+    return config
+
+
+def _require_one_layout(config: PrepareConfig, sources: list[Source]) -> None:
+    for source in sources:
+        names = _columns(source)
+        other = _layout_of(names)
+        if other is not None and not {*config.fields.names} <= {*names}:
+            raise ConfigError(
+                f"{source.path} has {_LAYOUTS[other][0]}, but this command reads "
+                f"{' and '.join(map(repr, config.fields.names))}. A command reads one layout: run jaxtp prepare once "
+                "for each, with another --out, and train on both by data.mixture"
+            )
+
+
+def _layout_of(names: list[str]) -> str | None:
+    if TEXT_FIELD in names:
+        return None
+    return next((layout for layout, (_, required) in _LAYOUTS.items() if required <= {*names}), None)
+
+
+def _columns(source: Source) -> list[str]:
+    """Returns the columns, or the first JSON object's keys; empty if unreadable."""
+    if source.table is not None:
+        return list(source.table.column_names)
+    return tables.parquet_columns(source.path) if source.format == PARQUET else readers.first_keys(source)
 
 
 def _require(library: str, files: str) -> None:

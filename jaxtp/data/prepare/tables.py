@@ -1,6 +1,7 @@
 """Reads rows from Parquet and from tables of Hugging Face's `datasets`."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
 _ROWS, _MIN_ROWS = 512, 16
 """Rows in memory at a time, and the fewest: reading row by row is slow."""
 _MAX_BATCH_BYTES = 2**28
+
+
+def parquet_columns(path: str) -> list[str]:
+    """Returns the column names; empty if the file is unreadable."""
+    import pyarrow
+    from pyarrow import parquet
+
+    with suppress(pyarrow.lib.ArrowException, OSError, ValueError):
+        return list(parquet.read_schema(path).names)
+    return []
 
 
 def read_parquet(source: Source, start: int, fields: Fields) -> Iterator[Item]:

@@ -205,19 +205,23 @@ SHAREGPT = [
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
-def test_sharegpt_is_read_as_messages_are(folder, capsys, write):
+@pytest.mark.parametrize("flags", [[], ["--messages", "conversations"]])
+def test_sharegpt_is_read_as_messages_are(folder, capsys, write, flags):
     expected = list(documents(make(folder, "--held-out", 0)))
     write(folder / "s", SHAREGPT)
-    layout = ["--messages", "conversations"]
-    command = ["--tokenizer", folder / "t", "--format", write.__name__, "--held-out", 0, *layout]
+    command = ["--tokenizer", folder / "t", "--format", write.__name__, "--held-out", 0, *flags]
+    capsys.readouterr()
     dataset = prepared(folder / "e", folder / "s", *command)
     assert list(documents(dataset)) == expected
+    layout = "layout      ShareGPT, a conversation in each row's 'conversations'; not read: \"id\"\n"
+    assert (layout in capsys.readouterr().out) == (not flags)
     prepared(folder / "e", folder / "s", *command)
     assert "is finished; there is nothing to do" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
-def test_alpaca_is_read_as_a_question_and_its_answer(folder, capsys, write):
+@pytest.mark.parametrize("flags", [[], ["--messages", "instruction"]])
+def test_alpaca_is_read_as_a_question_and_its_answer(folder, capsys, write, flags):
     rows = [
         {"instruction": "Add.", "input": "1 2", "output": "3"},
         {"instruction": "Say.", "output": "so"},
@@ -225,23 +229,27 @@ def test_alpaca_is_read_as_a_question_and_its_answer(folder, capsys, write):
         {"instruction": "Go.", "input": None, "output": "on", "system": "Be brief.", "history": []},
     ]
     write(folder / "s", rows if write is jsonl else [{**dict.fromkeys(("input", "system")), **row} for row in rows])
-    layout = ["--messages", "instruction"]
-    command = ["--tokenizer", folder / "t", "--format", write.__name__, "--held-out", 0, *layout]
+    command = ["--tokenizer", folder / "t", "--format", write.__name__, "--held-out", 0, *flags]
     dataset = prepared(folder / "e", folder / "s", *command)
     asked = ["user\nAdd.\n\n1 2", "user\nSay.", "system\nBe brief.<|stop|>\n<|turn|>user\nGo."]
     assert [(spelled(prompt), spelled(answer)) for prompt, answer in documents(dataset)] == [
         (f"<|begin|><|turn|>{question}<|stop|>\n<|turn|>assistant\n", f"{answer}<|stop|>\n")
         for question, answer in zip(asked, ["3", "so", "on"], strict=True)
     ]
-    assert "left out    1 x empty document" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert ("layout      Alpaca, a conversation of each row's 'instruction', 'input' and 'output'\n" in out) == (
+        not flags
+    )
+    assert "left out    1 x empty document" in out
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
 def test_earlier_turns_of_alpaca_come_before_the_question(folder, write):
     rows = [{"instruction": "Say.", "output": "so", "history": [["q", "a"]]}, {"instruction": "Go.", "output": "on"}]
     write(folder / "s", rows if write is jsonl else [{"history": None, **row} for row in rows])
-    command = ["--tokenizer", folder / "t", "--format", write.__name__, "--held-out", 0, "--messages", "instruction"]
-    dataset = prepared(folder / "e", folder / "s", *command)
+    dataset = prepared(
+        folder / "e", folder / "s", "--tokenizer", folder / "t", "--format", write.__name__, "--held-out", 0
+    )
     prompts = [spelled(prompt) for prompt, _ in documents(dataset)]
     assert any("user\nq<|stop|>\n<|turn|>assistant\na<|stop|>\n<|turn|>user\nSay." in prompt for prompt in prompts)
 
@@ -258,32 +266,61 @@ def test_earlier_turns_of_alpaca_come_before_the_question(folder, write):
 )
 def test_rows_that_are_no_conversation(folder, capsys, row, message):
     jsonl(folder / "s.jsonl", [row])
-    layout = ["--messages", "instruction" if "instruction" in row else "conversations"]
-    command = [folder / "s.jsonl", "--tokenizer", folder / "t", *layout, "--out", folder / "e"]
-    assert message in refused(capsys, *command)
+    assert message in refused(capsys, folder / "s.jsonl", "--tokenizer", folder / "t", "--out", folder / "e")
 
 
-@pytest.mark.parametrize("place", ["in/s.json", "in"])
-def test_an_array_of_json_has_conversations_too(folder, place):
+@pytest.mark.parametrize("flags", [[], ["--messages", "conversations"]])
+def test_an_array_of_json_has_a_layout_too(folder, capsys, flags):
     expected = list(documents(make(folder, "--held-out", 0)))
     (folder / "in").mkdir()
     (folder / "in/s.json").write_text(json.dumps(SHAREGPT, indent=2))
-    command = ["--tokenizer", folder / "t", "--held-out", 0, "--messages", "conversations"]
-    assert list(documents(prepared(folder / "e", folder / place, *command))) == expected
+    named = folder / "in" if flags else folder / "in/s.json"
+    dataset = prepared(folder / "e", named, "--tokenizer", folder / "t", "--held-out", 0, *flags)
+    assert list(documents(dataset)) == expected
 
 
-def test_conversations_of_the_library_datasets(folder):
+@pytest.mark.parametrize("flags", [[], ["--messages", "conversations"], ["--on-error", "skip"]])
+def test_a_command_reads_one_layout(folder, capsys, flags):
+    jsonl(folder / "s.jsonl", SHAREGPT)
+    jsonl(folder / "a.jsonl", [{"instruction": "Say.", "output": "so"}])
+    command = [folder / "s.jsonl", folder / "a.jsonl", "--tokenizer", folder / "t", "--out", folder / "e"]
+    error = refused(capsys, *command, *flags)
+    assert "a.jsonl has Alpaca, a conversation of each row's 'instruction', 'input' and 'output', but this" in error
+    assert (
+        "reads one layout: run jaxtp prepare once for each, with another --out, and train on both by data.mixture"
+        in (error)
+    )
+    assert not (folder / "e").exists()
+
+
+def test_a_layout_of_the_library_datasets(folder):
     datasets = pytest.importorskip("datasets")
     expected = list(documents(make(folder, "--held-out", 0)))
     datasets.Dataset.from_list(SHAREGPT).save_to_disk(folder / "table")
-    command = ["--tokenizer", folder / "t", "--held-out", 0, "--messages", "conversations"]
-    assert list(documents(prepared(folder / "e", f"hf:{folder / 'table'}", *command))) == expected
+    made = prepared(folder / "e", f"hf:{folder / 'table'}", "--tokenizer", folder / "t", "--held-out", 0)
+    assert list(documents(made)) == expected
+
+
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+def test_a_layout_is_known_by_its_first_object(folder, field):
+    (folder / "s.jsonl").write_text("\n[]\nnot JSON\n" + json.dumps({field: ROWS[0]["messages"]}))
+    (folder / "s.txt").write_text("text")
+    command = [folder / "s.txt", folder / "s.jsonl", "--tokenizer", folder / "t", "--on-error", "skip"]
+    dataset = prepared(folder / "e", *command, "--held-out", 0)
+    assert dataset.splits["train"].num_documents == 2
+
+
+def test_rows_that_have_a_text_are_texts(folder, capsys):
+    jsonl(folder / "s.jsonl", [{"text": "abc", "instruction": "a", "output": "b", "messages": []}])
+    dataset = prepared(folder / "e", folder / "s.jsonl", "--tokenizer", folder / "t", "--held-out", 0)
+    assert not dataset.splits["train"].has_prompts
+    assert "layout" not in capsys.readouterr().out
 
 
 def test_rows_without_a_text_name_the_flag_for_conversations(folder, capsys):
-    jsonl(folder / "s.jsonl", SHAREGPT)
+    jsonl(folder / "s.jsonl", [{"id": 1, "dialog": []}])
     error = refused(capsys, folder / "s.jsonl", "--tokenizer", folder / "t", "--out", folder / "e")
-    assert "no field 'text'; there are 'id', 'conversations'; --field NAME takes another, --messages NAME" in error
+    assert "no field 'text'; there are 'id', 'dialog'; --field NAME takes another, --messages NAME" in error
 
 
 @pytest.mark.parametrize(
@@ -300,8 +337,7 @@ def test_rows_without_a_text_name_the_flag_for_conversations(folder, capsys):
 def test_layouts_that_cannot_be_read(folder, capsys, row, flags, message):
     jsonl(folder / "s.jsonl", [row])
     tokenizer = [] if flags or "bytes" in message else ["--tokenizer", folder / "t"]
-    layout = ["--messages", "instruction" if "instruction" in row else "conversations"]
-    assert message in refused(capsys, folder / "s.jsonl", *tokenizer, *layout, *flags, "--out", folder / "e")
+    assert message in refused(capsys, folder / "s.jsonl", *tokenizer, *flags, "--out", folder / "e")
 
 
 def test_a_template_without_conversations_is_refused(folder, capsys):
