@@ -24,22 +24,22 @@ import numpy as np
 from jaxtp.config.entry import UserError
 from jaxtp.data import template_worker as worker
 from jaxtp.data.documents import Tokens
-from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, as_tokenizer_error, load_library
-from jaxtp.data.tokenizer_files import TokenizerError
+from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, as_tokenizer_error, load_library
+from jaxtp.data.tokenizer_files import MAX_TEMPLATE, TokenizerError
 
 Message = Mapping[str, Any]
 """`role` (system, user, assistant) and `content`."""
 
 ASSISTANT = "assistant"
 
-MAX_TEMPLATE = 2**20
-"""Characters; those that models come with have up to some ten thousand."""
 SECONDS = 10.0
 """CPU time for loading a template and rendering one conversation."""
 MEMORY = 2**30
 """Bytes that the rendering process may take."""
 MAX_TEXT = 2**26
 """Characters of a rendered conversation."""
+_ENDED = -1
+"""Kind of the answer to a request that killed the worker; the text gives the reason."""
 
 _BEFORE, _AFTER, _SPELLED, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _NONCHARACTERS = re.compile(f"[{_BEFORE}-{_END}]")
@@ -67,21 +67,17 @@ class ChatTemplate:
         return self._request({"messages": messages, "add_generation_prompt": answer, **self._special_tokens})
 
     def _request(self, variables: dict[str, object] | None) -> str:
-        try:
-            kind, text = _RENDERER.request(self._template, variables)
-        except _WorkerEndedError as error:
-            when = "when it is loaded" if variables is None else "on this conversation"
-            raise ChatError(f"{self._name} {error} {when}") from None
+        kind, text = _RENDERER.request(self._template, variables)
         if kind == worker.TEXT:
             return text
+        if kind == _ENDED:
+            raise ChatError(
+                f"{self._name} {text} {'when it is loaded' if variables is None else 'on this conversation'}"
+            )
         if kind == worker.BROKEN:
             raise ChatError(f"{self._name}: not a chat template: {text}")
         verb = "refuses" if kind == worker.REFUSED else "fails on"
         raise ChatError(f"{self._name} {verb} this conversation: {text}")
-
-
-class _WorkerEndedError(Exception):
-    """A request killed the worker; the message gives the reason."""
 
 
 class _Renderer:
@@ -95,7 +91,16 @@ class _Renderer:
     def request(self, template: str, variables: dict[str, object] | None) -> tuple[int, str]:
         request = pickle.dumps((template, variables, SECONDS))
         with self._lock:
-            process = self._running()
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", worker.__file__, str(MEMORY), str(MAX_TEXT)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # shields it from Ctrl-C in the terminal
+                )
+                self._close = weakref.finalize(self, _close, self._process)
+            process = self._process
             try:
                 return _exchange(process, request)
             except BaseException as error:
@@ -104,19 +109,11 @@ class _Renderer:
                 self._close()  # after Ctrl-C, its answer would be mistaken for the next request's
                 if code is None:
                     raise
-                raise _WorkerEndedError(_reason(code)) from None
-
-    def _running(self) -> "subprocess.Popen[bytes]":
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", worker.__file__, str(MEMORY), str(MAX_TEXT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # shields it from Ctrl-C in the terminal
-            )
-            self._close = weakref.finalize(self, _close, self._process)
-        return self._process
+        computing, memory = f"{SECONDS:g} s of computing", f"{MEMORY // 2**20:,} MiB of memory"
+        limits = {-signal.SIGPROF: computing, worker.OUT_OF_MEMORY: memory}
+        if code in limits:
+            return _ENDED, f"takes more than {limits[code]}, the limit for a chat template,"
+        return _ENDED, f"crashes the process that renders it (exit code {code})"
 
 
 _RENDERER = _Renderer()
@@ -138,14 +135,6 @@ def _close(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     with suppress(OSError), process:  # drops an unread request
         pass
-
-
-def _reason(code: int) -> str:
-    if code == -signal.SIGPROF:
-        return f"takes more than {SECONDS:g} s of computing, the limit for a chat template,"
-    if code == worker.OUT_OF_MEMORY:
-        return f"takes more than {MEMORY // 2**20:,} MiB of memory, the limit for a chat template,"
-    return f"crashes the process that renders it (exit code {code})"
 
 
 class SpecialTokens:
@@ -203,14 +192,17 @@ def without_noncharacters(text: str) -> str:
 
 
 class RenderedTokenizer:
-    """Encodes marked text; `tokens` are the special tokens."""
+    """Encodes marked text; `content` is a tokenizer.json, or None for bytes."""
 
-    def __init__(self, content: bytes, name: str):
+    def __init__(self, content: bytes | None, name: str):
+        self._name, self._library = name, None
+        self.tokens: tuple[str, ...] = ()
+        self.ids: frozenset[int] = frozenset()
+        if content is None:
+            return
         library = load_library(content, name)
         special = {token.content: id for id, token in library.get_added_tokens_decoder().items() if token.special}
-        self.tokens = tuple(special)
-        self.ids = frozenset(special.values())
-        self._name = name
+        self.tokens, self.ids = tuple(special), frozenset(special.values())
         file = json.dumps(_renamed(json.loads(library.to_str()), {token: marks(token) for token in special}))
         self._library = load_library(file.encode(), name)
         for token, id in special.items():
@@ -219,42 +211,26 @@ class RenderedTokenizer:
 
     def encode_batch(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Tokens, Tokens]]:
         """Yields both parts' ids of each text; a token that spans both belongs to the first."""
+        if self._library is None:
+            for pair in pairs:
+                first, second = ByteTokenizer().encode_batch(pair)
+                yield first, second
+            return
         try:
             encodings = self._library.encode_batch([a + b for a, b in pairs], add_special_tokens=False)
         except BaseException as error:
             raise as_tokenizer_error(error, f"{self._name}: cannot encode a text") from None
-        for (first, _), encoding in zip(pairs, encodings, strict=True):
+        for (before, _), encoding in zip(pairs, encodings, strict=True):
             ids = np.array(encoding.ids, np.uint32)
-            cut = sum(start < len(first) for start, _ in encoding.offsets)
+            cut = sum(start < len(before) for start, _ in encoding.offsets)
             yield ids[:cut], ids[cut:]
 
-    def begins_afresh(self, marked: str) -> bool:
-        """Returns whether a text's ids are the same after another text."""
-        return marked.startswith(_BEFORE)
 
-
-class RenderedBytes:
-    """Encodes marked text as bytes; the interface of `RenderedTokenizer`."""
-
-    tokens: tuple[str, ...] = ()
-    ids: frozenset[int] = frozenset()
-
-    def encode_batch(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Tokens, Tokens]]:
-        """Yields both parts of each text as bytes."""
-        for pair in pairs:
-            first, second = ByteTokenizer().encode_batch(pair)
-            yield first, second
-
-    def begins_afresh(self, marked: str) -> bool:
-        """Returns True: bytes are context-free."""
-        return True
-
-
-def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer | RenderedBytes:
+def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer:
     """Returns the marked-text counterpart of a tokenizer."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return RenderedTokenizer(tokenizer.content, tokenizer.name)
-    return RenderedBytes()
+    if isinstance(tokenizer, ByteTokenizer):
+        return RenderedTokenizer(None, "bytes")
+    return RenderedTokenizer(tokenizer.content, tokenizer.name)
 
 
 def _renamed(file: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

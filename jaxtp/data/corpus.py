@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import expand, nearest_file
-from jaxtp.data.documents import Documents, InMemory, Tokens
+from jaxtp.data.documents import Documents, InMemory
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 from jaxtp.data.store import open_dataset
 
@@ -91,23 +91,22 @@ class Corpus:
 def load_corpus(
     path: Path | None, mixture: Mapping[str, float] | None = None, validation: Path | None = None
 ) -> Corpus:
-    """Opens the data of a run; reads no tokens of prepared datasets.
+    """Opens the data of a run, by default the standard library; reads no tokens of prepared datasets.
 
-    Args:
-      path: a prepared dataset or text file; None for the standard library.
-      mixture: weights by path, instead of `path`.
-      validation: a text file, or a dataset (its validation split, else all of it).
+    Paths are prepared datasets or text files. `mixture` has weights by path, instead of `path`; of a dataset in
+    `validation` the validation split is used, or all if that is empty.
     """
+    weights = mixture or {"": 1.0}
     if mixture:
         parts = {name: _open(expand(Path(name))) for name in mixture}
     else:
         parts = {"": _open(path) if path else standard_library()}
     other = _open(validation) if validation else None
     _require_one_tokenizer({**parts, **({str(validation): other} if other else {})})
-    sources = tuple(_source(name, (mixture or {}).get(name, 1.0), part, other) for name, part in parts.items())
-    tokenizer = next(iter(parts.values())).tokenizer
-    description = " + ".join(f"{weight:g} x {name}" for name, weight in (mixture or {}).items())
-    return Corpus(sources, tokenizer, description or next(iter(parts.values())).description)
+    sources = tuple(_source(name, weights[name], part, other) for name, part in parts.items())
+    first = next(iter(parts.values()))
+    description = " + ".join(f"{weight:g} x {name}" for name, weight in weights.items())
+    return Corpus(sources, first.tokenizer, description if mixture else first.description)
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,8 @@ def standard_library(root: Path | None = None) -> Part:
     paths = [path for path in paths if not _SKIPPED_FOLDERS.intersection(path.parts)]
     files: dict[bool, list[bytes]] = {True: [], False: []}
     for path in paths:
-        files[_is_held_out(path)].append(_read(root / path))
+        digest = hashlib.sha256(path.as_posix().encode()).digest()
+        files[int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0].append(_read(root / path))
     if not any(files[False]) or not any(files[True]):
         raise CorpusError(f"{root}: no Python sources to train on; name a text file of your own with --data.path FILE")
     source = f"standard library of Python {platform.python_version()}, {len(paths)} files"
@@ -197,14 +197,8 @@ def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
 
 
 def _in_memory(contents: list[bytes], source: str) -> InMemory:
-    documents = [content for content in contents if content]
-    tokens: Tokens = np.frombuffer(b"".join(documents), dtype=np.uint8)
-    return InMemory(tokens, np.array(list(map(len, documents)), np.int64), source)
-
-
-def _is_held_out(path: Path) -> bool:
-    digest = hashlib.sha256(path.as_posix().encode()).digest()
-    return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
+    lengths = np.array([len(content) for content in contents if content], np.int64)
+    return InMemory(np.frombuffer(b"".join(contents), np.uint8), lengths, source)
 
 
 def _read(path: Path) -> bytes:

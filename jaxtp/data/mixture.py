@@ -1,12 +1,8 @@
 """Interleaves sources by weight: endlessly for training, each row once for evaluation.
 
-In training, sample `i` is the k-th sample of one source, on any mesh and after any resume. A cycle holds exactly each
-source's share, and at any point in it each source is less than one sample from its share: the schedule of Tijdeman,
-"The chairman assignment problem", Discrete Mathematics 32 (1980). Any window of samples is exact to within one for two
-sources and to within less than two for more, the best possible for general weights. Grain's shares drift, since it
-rounds weights.
-
-An evaluation uses the same rows for every batch size and seed.
+At any point of a cycle each source is less than one sample from its share: the schedule of Tijdeman, "The chairman
+assignment problem", Discrete Mathematics 32 (1980). Any window of samples is exact to within one for two sources and to
+within less than two for more, the best possible for general weights. Grain's shares drift, since it rounds weights.
 """
 
 import sys
@@ -39,13 +35,9 @@ class Mixture(Sequence[T]):
         self._sources = sources
         self.counts = cycle_counts(weights)
         self._cycle = schedule(self.counts)
+        self.identity = fingerprint(self._cycle.tolist())
         chosen = self._cycle[:, None] == np.arange(len(sources))
         self._ranks = np.cumsum(chosen, axis=0)[chosen] - 1  # index of each sample within its source and cycle
-
-    @property
-    def identity(self) -> str:
-        """Hash of a cycle."""
-        return fingerprint(self._cycle.tolist())
 
     def __len__(self) -> int:
         return sys.maxsize

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError
 from jaxtp.data.documents import Documents
-from jaxtp.data.plans import Block, PlanRequest, find_plan
+from jaxtp.data.plans import Block, find_plan
 from jaxtp.data.rows import SEGMENTS, Row, Rows, check_vocabulary, empty_row
 
 VERSION = 1
@@ -41,7 +41,7 @@ class Packed(Rows):
         super().__init__(documents, length, vocab_size)
         key = plan_key(documents, length, long)
         max_pieces = documents.num_documents + documents.num_tokens // length
-        plan = find_plan(PlanRequest(key, max_pieces, partial(self._plan, long)))
+        plan = find_plan(key, max_pieces, partial(self._plan, long))
         self._pieces, self._rows, self.identity = plan.pieces, plan.rows, plan.sha256
         self.num_split, self.num_dropped = plan.num_split, plan.num_dropped
         self.padding = 1 - plan.num_tokens / max(len(self) * length, 1)
@@ -70,8 +70,8 @@ class Packed(Rows):
         return used
 
     def _plan(self, long: str) -> Iterator[Block]:
-        first = 0
-        for lengths in _blocks(self._documents.lengths()):
+        first, parts = 0, self._documents.lengths()
+        for lengths in (part[start : start + BLOCK] for part in parts for start in range(0, len(part), BLOCK)):
             documents = np.arange(first, first + len(lengths))
             first += len(lengths)
             too_long = lengths > self._length
@@ -82,8 +82,7 @@ class Packed(Rows):
                     f"than data.sequence_length={self._length}; --data.long-documents split cuts such documents, drop "
                     "leaves them out"
                 )
-            drops = long == "drop"
-            if drops:
+            if drops := long == "drop":
                 documents, lengths = documents[~too_long], lengths[~too_long]
             pieces, sizes, counts = pack(*_pieces(documents, lengths, self._length), self._length)
             yield Block(pieces, counts, int(sizes.sum()), 0 if drops else count, count if drops else 0)
@@ -100,12 +99,6 @@ def plan_key(documents: Documents, length: int, long: str) -> bytes:
         digest.update(len(part).to_bytes(8, "little"))  # a block never spans two shards
         digest.update(part.astype("<i8").tobytes())
     return digest.digest()
-
-
-def _blocks(parts: Iterator[NDArray[np.int64]]) -> Iterator[NDArray[np.int64]]:
-    for part in parts:
-        for start in range(0, len(part), BLOCK):
-            yield part[start : start + BLOCK]
 
 
 def _pieces(
@@ -142,49 +135,31 @@ def pack(
 def best_fit(histogram: NDArray[np.int64], room: int) -> list[tuple[Pattern, int]]:
     """Places documents, longest first, each where it leaves the least room.
 
-    Args:
-      histogram: documents per length, `[room + 1]`.
-      room: row length.
-
-    Returns:
-      The patterns of lengths, and the number of rows of each.
+    Takes the documents per length, `[room + 1]`; returns patterns of lengths, and the number of rows of each.
     """
-    rows = _OpenRows()
+    by_room: dict[int, list[tuple[Pattern, int]]] = {}
+    rooms: list[int] = []  # the keys with rows, ascending
+
+    def leave(pattern: Pattern, count: int, room: int) -> None:
+        if count:
+            if not by_room.setdefault(room, []):
+                bisect.insort(rooms, room)
+            by_room[room].append((pattern, count))
+
     for size in range(room, 0, -1):
         remaining = int(histogram[size])
         while remaining:
-            pattern, count, left = rows.take(size) or ((), remaining, room)
+            pattern: Pattern = ()
+            count, left = remaining, room
+            if (fitting := bisect.bisect_left(rooms, size)) < len(rooms):
+                left = rooms[fitting]
+                pattern, count = by_room[left].pop()
+                if not by_room[left]:
+                    del rooms[fitting]
             each = left // size  # after the first, this is still the least room that fits
             full, rest = divmod(min(remaining, count * each), each)
-            rows.leave((*pattern, *[size] * each), full, left - each * size)
-            rows.leave((*pattern, *[size] * rest), min(rest, 1), left - rest * size)
-            rows.leave(pattern, (count - full - min(rest, 1)) if pattern else 0, left)
+            leave((*pattern, *[size] * each), full, left - each * size)
+            leave((*pattern, *[size] * rest), min(rest, 1), left - rest * size)
+            leave(pattern, (count - full - min(rest, 1)) if pattern else 0, left)
             remaining -= full * each + rest
-    return rows.all()
-
-
-class _OpenRows:
-    """Rows by their remaining room."""
-
-    def __init__(self) -> None:
-        self._by_room: dict[int, list[tuple[Pattern, int]]] = {}
-        self._rooms: list[int] = []  # the keys with rows, ascending
-
-    def leave(self, pattern: Pattern, count: int, room: int) -> None:
-        if count:
-            if not self._by_room.setdefault(room, []):
-                bisect.insort(self._rooms, room)
-            self._by_room[room].append((pattern, count))
-
-    def take(self, size: int) -> tuple[Pattern, int, int] | None:
-        fitting = bisect.bisect_left(self._rooms, size)
-        if fitting == len(self._rooms):
-            return None
-        room = self._rooms[fitting]
-        pattern, count = self._by_room[room].pop()
-        if not self._by_room[room]:
-            del self._rooms[fitting]
-        return pattern, count, room
-
-    def all(self) -> list[tuple[Pattern, int]]:
-        return [row for rows in self._by_room.values() for row in rows]
+    return [row for rows in by_room.values() for row in rows]

@@ -47,10 +47,8 @@ class Rows(Sequence[Row]):
     """Hash of the positions of tokens in the rows, not of the tokens."""
     padding = 0.0
     """Fraction of positions without a token."""
-    num_split = 0
-    """Number of documents that were cut."""
-    num_dropped = 0
-    """Number of documents that were left out."""
+    num_split = num_dropped = 0
+    """Number of documents that were cut or left out."""
 
     def __init__(self, documents: Documents, length: int, vocab_size: int):
         self._documents, self._length, self._vocab_size = documents, length, vocab_size
@@ -64,8 +62,7 @@ class Rows(Sequence[Row]):
         return f"{type(self).__name__}({len(self)} x {self._length} tokens)"  # Grain prints its sources in errors
 
     @abstractmethod
-    def _row(self, index: int) -> Row:
-        """Returns an existing row."""
+    def _row(self, index: int) -> Row: ...
 
 
 class Concatenated(Rows):

@@ -76,20 +76,18 @@ class Data:
     @cached_property  # every save reads it
     def description(self) -> dict[str, object]:
         """The corpus's description, and algorithm and hash of each part of the order."""
+        lengths = [len(rows) for rows in self.validation_rows]
+        validation_order = mixture.validation_order_identity(lengths, self._validation_weights)
+        held_out = fingerprint([validation_order, *(rows.identity for rows in self.validation_rows)])
         order = {
             ROWS: (self.train_rows[0].algorithm, fingerprint([rows.identity for rows in self.train_rows])),
             SHUFFLE: (f"grain {version('grain')}", shuffle_identity()),
-            HELD_OUT: (mixture.VALIDATION_ALGORITHM, self._validation_identity()),
+            HELD_OUT: (mixture.VALIDATION_ALGORITHM, held_out),
         }
         if len(self.weights) > 1:
             order[MIXTURE] = mixture.ALGORITHM, mixture.Mixture(self.train_rows, self.weights).identity
         parts = {part: {"algorithm": name, "sha256": sha256} for part, (name, sha256) in order.items()}
         return {**self.corpus.describe(), ORDER: parts}
-
-    def _validation_identity(self) -> str:
-        lengths = [len(rows) for rows in self.validation_rows]
-        order = mixture.validation_order_identity(lengths, self._validation_weights)
-        return fingerprint([order, *(rows.identity for rows in self.validation_rows)])
 
     def validation(self, batches: int, batch_size: int) -> Samples:
         """Returns at most `batches` validation batches, each row once."""

@@ -27,23 +27,16 @@ from jaxtp.config.files import sha256
 from jaxtp.data.documents import Documents, Tokens
 from jaxtp.data.manifest import (
     DOCUMENTS,
-    OFFSET,
     PROMPT,
     PROMPTS,
     TOKENIZER,
     TOKENS,
     DatasetError,
     Manifest,
-    Shard,
     TokenizerInfo,
     read_manifest,
     shard_file,
 )
-
-__all__ = ["Dataset", "DatasetError", "Split", "open_dataset", "verify"]
-
-_BLOCK = 2**22
-"""Entries of a file that `verify` holds in memory."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ class Split(Documents):
         self._folder, self._name, self._shards = folder, name, shards
         dtype = manifest.tokenizer.dtype
         super().__init__([shard.documents for shard in shards], [shard.tokens for shard in shards], dtype)
-        self.has_prompts = manifest.prompts
+        self.has_prompts, self._vocab_size = manifest.prompts, manifest.tokenizer.vocab_size
         self.longest = max((shard.longest for shard in shards), default=0)
         """Number of tokens of the longest document."""
         self._maps: dict[tuple[int, str], Tokens] = {}
@@ -113,10 +106,32 @@ class Split(Documents):
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
         """Yields document lengths in tokens, an array per shard; checks the offsets first."""
-        for index, shard in enumerate(self._shards):
-            for problem in _verify_offsets(shard_file(self._folder, self._name, index, DOCUMENTS), shard):
+        for index in range(len(self._shards)):
+            for problem in self._offset_problems(index):
                 raise DatasetError(f"{problem}: damaged dataset; jaxtp prepare --verify {self._folder}")
             yield np.diff(self._array(index, DOCUMENTS))
+
+    def problems(self) -> Iterator[str]:
+        """Reads all files; yields every difference from the manifest."""
+        for index, shard in enumerate(self._shards):
+            for suffix, expected in shard.sha256.items():
+                yield from _verify_sum(shard_file(self._folder, self._name, index, suffix), expected)
+            if (most := int(self._array(index, TOKENS).max())) >= self._vocab_size:
+                tokens = shard_file(self._folder, self._name, index, TOKENS)
+                yield f"{tokens}: id {most} is beyond the vocabulary of {self._vocab_size}"
+            yield from self._offset_problems(index)
+
+    def _offset_problems(self, index: int) -> Iterator[str]:
+        path, shard = shard_file(self._folder, self._name, index, DOCUMENTS), self._shards[index]
+        offsets = self._array(index, DOCUMENTS)
+        lengths = np.diff(offsets)
+        if offsets[0] != 0 or lengths.min() < 1:
+            yield f"{path}: the offsets do not ascend from 0"
+            return
+        if offsets[-1] != shard.tokens:
+            yield f"{path}: the last offset is {offsets[-1]} of {shard.tokens} tokens"
+        if lengths.max() != shard.longest:
+            yield f"{path}: the longest document has {lengths.max()} tokens, and had {shard.longest}"
 
     def place(self, index: int) -> str:
         """Returns a document's location, e.g. `data/x/train-00003.tokens, document 17`."""
@@ -139,19 +154,11 @@ class Split(Documents):
 
 
 def verify(dataset: Dataset) -> Iterator[str]:
-    """Reads a whole dataset, a few MB at a time; yields every difference from its manifest."""
-    tokenizer = dataset.tokenizer
-    if tokenizer.sha256 is not None:
-        yield from _verify_sum(dataset.folder / TOKENIZER, tokenizer.sha256)
-    for name, split in dataset.splits.items():
-        for index, shard in enumerate(split._shards):
-            for suffix, expected in shard.sha256.items():
-                yield from _verify_sum(shard_file(dataset.folder, name, index, suffix), expected)
-            tokens = shard_file(dataset.folder, name, index, TOKENS)
-            most = max((int(block.max()) for block in _blocks(tokens, tokenizer.dtype)), default=0)
-            if most >= tokenizer.vocab_size:
-                yield f"{tokens}: id {most} is beyond the vocabulary of {tokenizer.vocab_size}"
-            yield from _verify_offsets(shard_file(dataset.folder, name, index, DOCUMENTS), shard)
+    """Reads a whole dataset; yields every difference from its manifest."""
+    if dataset.tokenizer.sha256 is not None:
+        yield from _verify_sum(dataset.folder / TOKENIZER, dataset.tokenizer.sha256)
+    for split in dataset.splits.values():
+        yield from split.problems()
 
 
 def _verify_sum(path: Path, expected: str) -> Iterator[str]:
@@ -162,28 +169,3 @@ def _verify_sum(path: Path, expected: str) -> Iterator[str]:
         return
     if found != expected:
         yield f"{path}: its sha256 is {found[:12]}, and was {expected[:12]}"
-
-
-def _verify_offsets(path: Path, shard: Shard) -> Iterator[str]:
-    last, longest = np.zeros(1, np.int64), 0
-    for number, block in enumerate(_blocks(path, OFFSET)):
-        offsets = block.view(np.int64)
-        lengths = np.diff(offsets, prepend=last if number else offsets[:1])[0 if number else 1 :]
-        if (number == 0 and offsets[0] != 0) or (lengths.size and lengths.min() < 1):
-            yield f"{path}: the offsets do not ascend from 0"
-            return
-        last, longest = offsets[-1:], max(longest, int(lengths.max(initial=0)))
-    if int(last[0]) != shard.tokens:
-        yield f"{path}: the last offset is {int(last[0])} of {shard.tokens} tokens"
-    if longest != shard.longest:
-        yield f"{path}: the longest document has {longest} tokens, and had {shard.longest}"
-
-
-def _blocks(path: Path, dtype: np.dtype[np.unsignedinteger]) -> Iterator[NDArray[np.unsignedinteger]]:
-    """Yields a file in pieces; nothing if unreadable, which `_verify_sum` reports."""
-    try:
-        with path.open("rb") as file:
-            while (block := np.fromfile(file, dtype, _BLOCK)).size:
-                yield block
-    except OSError:
-        return

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, BinaryIO
 
 TEXT, REFUSED, FAILED, BROKEN = range(4)
@@ -43,11 +43,8 @@ def main(memory: int, characters: int) -> None:
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
-    while True:
-        try:
-            template, variables, seconds = pickle.load(requests)
-        except EOFError:
-            return
+    while requests.peek(1):  # type: ignore[attr-defined]
+        template, variables, seconds = pickle.load(requests)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind, text = _answer(template, variables)
         if len(text) > characters:
@@ -75,19 +72,14 @@ def _answer(template: str, variables: Mapping[str, Any] | None) -> tuple[int, st
 
 @lru_cache(maxsize=8)
 def _load(template: str) -> Callable[..., str]:
-    render: Callable[..., str] = _environment().from_string(template).render
-    return render
-
-
-@cache
-def _environment() -> Any:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment
+    render: Callable[..., str] = environment.from_string(template).render
+    return render
 
 
 def _shown(error: Exception) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxtp.config.reading import inside, read_bytes
 from jaxtp.data.corpus import BYTE_TOKENIZER
@@ -59,7 +58,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`.
+    """A `tokenizer.json`; raises `TokenizerError`.
 
     Args:
       content: the file.
@@ -67,9 +66,6 @@ class HuggingFaceTokenizer:
       eos: the end token or its id; None to search for a well-known name.
       has_eos: whether documents end with it.
       special_tokens: whether text can spell special tokens.
-
-    Raises:
-      TokenizerError: `content` is invalid or lacks the end token.
     """
 
     def __init__(
@@ -96,15 +92,19 @@ class HuggingFaceTokenizer:
         self._cuts_at_lines = _splits_like_gpt2(file) and not any(
             token.lstrip or "\n" in token.content for token in self._added.values()
         )
-        self._is_byte_level = _type(file, "decoder") == "ByteLevel"
+        self._is_byte_level = (file["decoder"] or {}).get("type") == "ByteLevel"
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes without end tokens; raises `TokenizerError`."""
         pieces = [(index, piece) for index, text in enumerate(texts) for piece in self._pieces(text)]
         ids: list[list[Tokens]] = [[] for _ in texts]
         for group in _groups(pieces):
-            for (index, _), encoded in zip(group, self._encode([piece for _, piece in group]), strict=True):
-                ids[index].append(encoded)
+            try:
+                encodings = self._tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+            except BaseException as error:
+                raise as_tokenizer_error(error, f"{self.name}: cannot encode a text") from None
+            for (index, _), encoding in zip(group, encodings, strict=True):
+                ids[index].append(np.array(encoding.ids, self.info.dtype))
         return [found[0] if len(found) == 1 else np.concatenate(found) for found in ids]
 
     def decode(self, ids: Tokens) -> bytes:
@@ -124,12 +124,7 @@ class HuggingFaceTokenizer:
 
     def num_bytes(self, ids: Tokens) -> int:
         """Returns the length of `decode(ids)`."""
-        if not self._is_byte_level:
-            return len(self.decode(ids))
-        ids = np.asarray(ids)
-        if len(ids) and int(ids.max()) >= len(self._num_bytes_of):
-            raise TokenizerError(f"{self.name}: no token has the id {int(ids.max())}")
-        return int(self._num_bytes_of[ids].sum())
+        return len(self.decode(ids))
 
     def spelled(self, token: int) -> str:
         """Returns a token's spelling in the vocabulary."""
@@ -155,21 +150,6 @@ class HuggingFaceTokenizer:
             else bytes(byte_of[c] for c in text)
             for text, token in vocabulary.items()
         }
-
-    @cached_property
-    def _num_bytes_of(self) -> NDArray[np.int64]:
-        """Byte lengths; 0 for the end token, which `decode` drops."""
-        found = np.zeros(self.info.vocab_size, np.int64)
-        for token, text in self._bytes_of.items():
-            found[token] = len(text) * (token != self.info.eos_id)
-        return found
-
-    def _encode(self, texts: list[str]) -> list[Tokens]:
-        try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except BaseException as error:
-            raise as_tokenizer_error(error, f"{self.name}: cannot encode a text") from None
-        return [np.array(encoding.ids, self.info.dtype) for encoding in encodings]
 
     def _pieces(self, text: str) -> Iterator[str]:
         """Cuts before a line break after a visible character, where GPT-2's pattern always splits."""
@@ -238,26 +218,23 @@ def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
         if eos not in ids.values():
             raise TokenizerError(f"{name}: has no token with the id {eos}; name another by --eos TOKEN")
         return eos
-    if eos is not None:
-        if eos not in ids:
-            special = ", ".join([token for token in ids if token.startswith(("<", "["))][:8])
-            raise TokenizerError(f"{name}: has no token {eos!r}; it has {special or 'none that looks like an end'}")
-        return ids[eos]
-    if named := [ids[token] for token in END_TOKENS if token in ids]:
-        return named[0]
+    if eos is not None and eos not in ids:
+        special = ", ".join([token for token in ids if token.startswith(("<", "["))][:8])
+        raise TokenizerError(f"{name}: has no token {eos!r}; it has {special or 'none that looks like an end'}")
+    for token in END_TOKENS if eos is None else (eos,):
+        if token in ids:
+            return ids[token]
     raise TokenizerError(f"{name}: which token ends a document? Name it by --eos TOKEN, or give --no-eos")
 
 
 def _splits_like_gpt2(file: dict[str, Any]) -> bool:
-    if file.get("normalizer") is not None or _type(file, "pre_tokenizer") != "ByteLevel":
-        return False
-    settings = file["pre_tokenizer"]
-    return settings.get("use_regex", True) is True and settings.get("add_prefix_space") is False
-
-
-def _type(file: dict[str, Any], part: str) -> Any:
-    found = file.get(part)
-    return found.get("type") if isinstance(found, dict) else None
+    splitter = file["pre_tokenizer"] or {}
+    return (
+        file["normalizer"] is None
+        and splitter.get("type") == "ByteLevel"
+        and splitter.get("use_regex", True) is True
+        and splitter.get("add_prefix_space") is False
+    )
 
 
 def _groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:

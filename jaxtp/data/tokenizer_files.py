@@ -14,7 +14,7 @@ MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
 LONGEST = "max_position_embeddings"
 """The context length in config.json."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_MAX_TEMPLATE = 2**20
+MAX_TEMPLATE = 2**20
 """Bytes; real ones have up to some 20,000."""
 
 
@@ -88,7 +88,7 @@ def chat_template(folder: Path) -> str | None:
 def read_template(path: Path) -> str:
     """Reads a template file; raises `TokenizerError`."""
     with reading(path):
-        content = read_bytes(path, _MAX_TEMPLATE)
+        content = read_bytes(path, MAX_TEMPLATE)
     try:
         return content.decode()
     except UnicodeDecodeError:

@@ -8,8 +8,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -104,10 +103,8 @@ def make_private(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def forget_oldest(
-    folder: Path, most: int = _MAX_CACHE_BYTES, forget: Callable[[Path], None] = partial(Path.unlink, missing_ok=True)
-) -> None:
-    """Removes a folder's least recently used files, by `forget`, down to `most` bytes."""
+def forget_oldest(folder: Path, most: int = _MAX_CACHE_BYTES) -> None:
+    """Removes a folder's least recently used files, down to `most` bytes."""
     files: list[tuple[os.stat_result, Path]] = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process may delete or rename it
@@ -117,7 +114,7 @@ def forget_oldest(
     sizes = itertools.accumulate(status.st_size for status, _ in files)
     for (_, path), total in zip(files, sizes, strict=True):
         if total > most:
-            forget(path)
+            path.unlink(missing_ok=True)
 
 
 def xla_flags() -> str:

@@ -1,6 +1,5 @@
 """Plans of rows that are kept: made once, read by all, and never trusted."""
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -16,8 +15,7 @@ from runs import full_disk
 from jaxtp.data import packing, plans
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import LongDocumentError, Packed, plan_key
-from jaxtp.data.plans import Block, PlanRequest, find_plan
-from jaxtp.distributed import environment
+from jaxtp.data.plans import Block, find_plan
 
 LENGTHS = [7, 2, 9, 1, 3, 3, 3, 1, 25]
 IDENTITY_0_1 = "b668c0f71ccabe30419d0561977f11be8d1a59e67a0501ad7f9dc5c7b4b25971"
@@ -50,7 +48,7 @@ def cache(tmp_path, monkeypatch):
 def made(monkeypatch):
     """The plans that were made: one entry for each."""
     calls, make = [], plans._make
-    monkeypatch.setattr(plans, "_make", lambda file, request: calls.append(request.key) or make(file, request))
+    monkeypatch.setattr(plans, "_make", lambda file, blocks: calls.append(blocks) or make(file, blocks))
     return calls
 
 
@@ -129,9 +127,8 @@ def test_a_file_that_is_no_plan_of_these_documents_is_made_anew(cache, made, how
 
 def test_any_changed_bit_is_noticed(tmp_path):
     block = Block(np.array([[0, 0], [2, 0], [1, 0]]), np.array([2, 1]), 9, 0, 0)
-    request = PlanRequest(bytes(32), 6, lambda: iter([block]))
     with (tmp_path / "whole").open("w+b") as file:
-        plans._make(file, request)
+        plans._make(file, lambda: iter([block]))
     whole = (tmp_path / "whole").read_bytes()
 
     @given(st.integers(0, 8 * len(whole) - 1))
@@ -143,7 +140,7 @@ def test_any_changed_bit_is_noticed(tmp_path):
 
     def read(name):
         with (tmp_path / name).open("rb") as file:
-            return plans._read(file, bytes(32))
+            return plans._read(file)
 
     check()
     assert read("whole") is not None
@@ -164,7 +161,7 @@ def test_processes_that_start_at_once_have_the_same_plan(cache):
         yield Block(np.array([[0, 0], [1, 0]]), np.array([2]), 5, 0, 0)
 
     with ThreadPoolExecutor(5) as pool:
-        found = list(pool.map(find_plan, [PlanRequest(bytes(32), 2, blocks)] * 5))
+        found = list(pool.map(lambda _: find_plan(bytes(32), 2, blocks), range(5)))
     assert len({plan.sha256 for plan in found}) == 1
     assert [path.suffix for path in cache.iterdir()] == [plans.SUFFIX]
 
@@ -172,12 +169,12 @@ def test_processes_that_start_at_once_have_the_same_plan(cache):
 DIES = """
 import sys, time
 from pathlib import Path
-from jaxtp.data.plans import PlanRequest, _find_in
+from jaxtp.data.plans import _find_in
 def blocks():
     print("makes", flush=True)
     time.sleep(600)
     yield
-_find_in(Path(sys.argv[1]), PlanRequest(bytes(32), 2, blocks))
+_find_in(Path(sys.argv[1]), bytes(32), blocks)
 """
 
 
@@ -187,8 +184,8 @@ def test_a_process_that_is_killed_while_it_makes_a_plan_holds_nobody_up(tmp_path
         assert process.stdout.readline() == "makes\n"
         process.kill()
     assert [path.suffix for path in tmp_path.iterdir()] == [plans.PARTIAL]
-    request = PlanRequest(bytes(32), 2, lambda: iter([Block(np.array([[0, 0], [1, 0]]), np.array([2]), 5, 0, 0)]))
-    plan = plans._find_in(tmp_path, request)
+    block = Block(np.array([[0, 0], [1, 0]]), np.array([2]), 5, 0, 0)
+    plan = plans._find_in(tmp_path, bytes(32), lambda: iter([block]))
     assert plan.pieces.tolist() == [[0, 0], [1, 0]]
     assert plan.rows.tolist() == [0, 2]
 
@@ -197,17 +194,11 @@ def test_the_hash_of_a_plan_is_the_one_that_runs_of_0_1_have_in_their_checkpoint
     assert Packed(documents(), 10, 100).identity == IDENTITY_0_1
 
 
-def _no_locks(*_):
-    raise OSError("no locks available")
-
-
-@pytest.mark.parametrize("why", ["no locks", "a file", "open to others", "no home"])
+@pytest.mark.parametrize("why", ["a file", "open to others", "no home"])
 def test_where_no_plan_can_be_kept_each_makes_its_own_and_says_so_if_that_took_long(cache, why, monkeypatch, capsys):
     monkeypatch.setattr(plans, "WARN_AFTER_SECONDS", -1)
     cache.parent.mkdir()
-    if why == "no locks":
-        monkeypatch.setattr(fcntl, "flock", _no_locks)
-    elif why == "a file":
+    if why == "a file":
         cache.touch()
     elif why == "no home":
         monkeypatch.setattr(plans, "cache_folder", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
@@ -227,21 +218,4 @@ def test_a_mistake_and_a_full_disk_leave_nothing(cache):
     assert not list(cache.iterdir())
     with full_disk(100), pytest.raises(OSError, match="File too large"):
         Packed(documents(), 10, 100)
-    assert not list(cache.iterdir())
-
-
-def test_a_plan_in_use_is_not_forgotten(cache):
-    """Another host that shares the folder could take it away from under a map."""
-    used, idle = (Packed(documents(), length, 100) for length in (10, 11))
-    files = {path.stem: path for path in cache.iterdir()}
-    key = plan_key(documents(), 10, "split").hex()
-    expected = rows_of(used)
-    del idle
-    environment.forget_oldest(cache, 0, plans._delete_unused)
-    assert [path.stem for path in cache.iterdir()] == [key]
-    assert rows_of(used) == expected
-    del used
-    environment.forget_oldest(cache, files[key].stat().st_size, plans._delete_unused)
-    assert list(cache.iterdir()), "it is not too much"
-    environment.forget_oldest(cache, 0, plans._delete_unused)
     assert not list(cache.iterdir())

@@ -7,10 +7,10 @@ from pathlib import Path
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.data.manifest import MANIFEST
+from jaxtp.data.manifest import MANIFEST, DatasetError
 from jaxtp.data.prepare.prepare_config import FIRST, PrepareConfig, check
 from jaxtp.data.prepare.run import prepare
-from jaxtp.data.store import DatasetError, open_dataset, verify
+from jaxtp.data.store import open_dataset, verify
 
 PROGRAM = "jaxtp prepare"
 DESCRIPTION = """Makes a dataset of tokens out of text, JSONL, Parquet and folders of source files.
@@ -48,21 +48,21 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _verify(folder: Path, file: Path | None) -> int:
+    tokens: dict[str, int] = {}
+    problems: list[str] = []
     try:
         dataset = open_dataset(folder)
+        tokens = {name: split.num_tokens for name, split in dataset.splits.items()}
+        for problem in verify(dataset):
+            problems.append(problem)
+            print(problem)
     except DatasetError as error:
         if not (folder / MANIFEST).exists():
-            return entry.fail(PROGRAM, error)
+            raise
+        problems.append(str(error))
         print(error)
-        write_json("--json", file, {"folder": str(folder), "problems": [str(error)]})
-        return 1
-    problems = []
-    for problem in verify(dataset):
-        problems.append(str(problem))
-        print(problem)
-    counts = ", ".join(f"{name} {split.num_tokens:,} tokens" for name, split in dataset.splits.items())
-    print(f"{folder}: {counts}, {len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}")
-    tokens = {name: split.num_tokens for name, split in dataset.splits.items()}
+    counts = "".join(f"{name} {count:,} tokens, " for name, count in tokens.items())
+    print(f"{folder}: {counts}{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}")
     write_json("--json", file, {"folder": str(folder), "tokens": tokens, "problems": problems})
     return 1 if problems else 0
 

@@ -6,7 +6,7 @@ Only a document's hash decides whether it is held out, a duplicate, or in the to
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 from jaxtp.config.interrupt import Interrupt
 from jaxtp.data.chat_template import without_marks
 from jaxtp.data.manifest import TRAIN, VALIDATION
-from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import Document, Fields, PrepareError, Problem, Source, Turn
-from jaxtp.data.prepare.sources import Position, read
+from jaxtp.data.prepare.readers import END, TEXT, Document, Fields, PrepareError, Problem, Source, Turn
+from jaxtp.data.prepare.session import Job
+from jaxtp.data.prepare.sources import Position, read_source
 
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
@@ -47,31 +47,30 @@ class Batch:
     """Approximate bytes of the inputs that have been read."""
     entries: list[Entry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    size: int = 0
-
-    def is_full(self) -> bool:
-        """Returns whether the batch can occupy all cores."""
-        return self.size >= BATCH_BYTES or len(self.entries) + len(self.problems) >= BATCH_DOCUMENTS
 
 
-def batches(sources: list[Source], start: Position, fields: Fields, on_error: str) -> Iterator[Batch]:
+def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error: str) -> Iterator[Batch]:
     """Yields documents from `start`; if `on_error` is stop, raises at a problem, after everything before it."""
-    bytes_before = list(itertools.accumulate((source.size for source in sources), initial=0))
-    batch = Batch(start)
-    for event, position in read(sources, start, fields):
-        if isinstance(event, Problem) and on_error == "stop" and not event.is_harmless:
-            yield batch
-            raise PrepareError(event.message)
-        if isinstance(event, Problem):
-            batch.problems.append(event)
-        else:
-            batch.entries.append(_entry(event))
-            batch.size += sum(batch.entries[-1].sizes)
-        batch.position = position
-        batch.done = bytes_before[position.source] + (event.done if position.item else 0)
-        if batch.is_full():
-            yield batch
-            batch = Batch(position)
+    done, batch, size = 0, Batch(start), 0
+    for index, source in enumerate(sources):
+        before, done = done, done + source.size
+        if index < start.source:
+            continue
+        for event in read_source(source, start.item if index == start.source else 0, fields):
+            if isinstance(event, Document):
+                batch.entries.append(_entry(event))
+                size += sum(batch.entries[-1].sizes)
+            elif on_error == "stop" and not event.is_harmless:
+                yield batch
+                raise PrepareError(event.message)
+            else:
+                batch.problems.append(event)
+            is_last = event.item == END or source.format == TEXT
+            batch.position = Position(index + 1, 0) if is_last else Position(index, event.item)
+            batch.done = done if is_last else before + event.done
+            if size >= BATCH_BYTES or len(batch.entries) + len(batch.problems) >= BATCH_DOCUMENTS:
+                yield batch
+                batch, size = Batch(batch.position), 0
     yield batch
 
 
@@ -98,16 +97,17 @@ def split_of(digest: bytes, held_out: float) -> str:
     return VALIDATION if fraction(digest) < held_out else TRAIN
 
 
-def threshold(sources: list[Source], fields: Fields, config: PrepareConfig, interrupt: Interrupt) -> float:
+def threshold(job: Job, interrupt: Interrupt) -> float:
     """Returns the `fraction` below which a document is held out.
 
     With many documents it is `--held-out`. With few it lies between two documents' fractions, where the number below it
     is nearest to the share; at least one document remains for training.
     """
+    config = job.config
     if not config.held_out:
         return 0.0
     found: list[float] = []
-    for batch in ahead(batches(sources, Position(0, 0), fields, "skip"), interrupt):
+    for batch in ahead(batches(job.sources, job.fields, Position(0, 0), "skip"), interrupt):
         found += [fraction(entry.digest) for entry in batch.entries]
         if len(found) > _FEW:
             return config.held_out

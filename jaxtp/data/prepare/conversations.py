@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from jaxtp.config.files import write_atomically
-from jaxtp.config.schema import ConfigError
 from jaxtp.data.chat_template import (
     ASSISTANT,
     ChatError,
@@ -24,9 +23,8 @@ from jaxtp.data.chat_template import (
     without_marks,
 )
 from jaxtp.data.documents import Tokens
-from jaxtp.data.prepare.prepare_config import LAYOUTS, TEXT_FIELD, PrepareConfig, check
-from jaxtp.data.prepare.readers import TEXT, Fields, Source, TooLargeError, Turn, shorten
-from jaxtp.data.prepare.sources import columns
+from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.readers import Fields, Turn, shorten, too_large
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
 
@@ -41,20 +39,27 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 
 
 class Conversations:
-    """Renders and tokenizes conversations."""
+    """Renders and tokenizes conversations; sets the tokenizer's prefix and end token to the template's."""
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
-        self.template, name = template_of(config)
-        self.special_tokens = _special_tokens(config, tokenizer)
-        self._template = ChatTemplate(self.template, name, self.special_tokens)
-        self._tokenizer = tokenizer
+        self.fields = replace(config.fields, turns=lambda row: self.turns(_messages(row, config.fields)))
+        self._text, name = template_of(config)
+        self._special_tokens = _special_tokens(config, tokenizer)
+        self._template = ChatTemplate(self._text, name, self._special_tokens)
+        self._dtype = tokenizer.info.dtype
         self._rendered = rendered_tokenizer(tokenizer)
         self._tokens = SpecialTokens(self._rendered.tokens, keep=config.special_tokens)
         self._max_bytes = config.max_document_bytes
-        self._probe = self.turns(_PROBE)
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            info = tokenizer.info
+            ((first, last), *_) = self.encode(self.turns(_PROBE))
+            prefix = info.prefix if np.array_equal(first[: len(info.prefix)], info.prefix) else ()
+            ends = [token for token in last.tolist() if token in self._rendered.ids]
+            is_named = config.eos is not None or config.no_eos
+            tokenizer.info = replace(info, prefix=prefix, eos_id=info.eos_id if is_named or not ends else ends[-1])
 
     def turns(self, messages: object) -> tuple[Turn, ...]:
-        """Returns a conversation's answers; raises `ChatError` or `TooLargeError`."""
+        """Returns a conversation's answers; raises `ChatError` or `BadInputError`."""
         escaped: list[Message] = self._tokens.escape(_checked(messages))
         answers = [index for index, message in enumerate(escaped) if message["role"] == ASSISTANT]
         if not answers:
@@ -66,30 +71,18 @@ class Conversations:
             turns.append(self._turn(escaped, index))
             size += sum(len((text or "").encode()) for text in turns[-1][:2])
             if size > self._max_bytes:
-                raise TooLargeError
+                raise too_large(self._max_bytes, "its answers with all before each: ")
         return tuple(turns)
 
     def encode(self, turns: Sequence[Turn]) -> list[list[Tokens]]:
         """Returns prompt ids and answer ids of each turn."""
         pairs = [(turn.prompt or "", turn.text) for turn in turns]
-        dtype = self._tokenizer.info.dtype
-        return [[part.astype(dtype) for part in parts] for parts in self._rendered.encode_batch(pairs)]
+        return [[part.astype(self._dtype) for part in parts] for parts in self._rendered.encode_batch(pairs)]
 
     def save(self, folder: Path) -> None:
         """Writes the template and its special tokens, for `generate --chat`."""
-        write_atomically(folder / TEMPLATE, self.template.encode())
-        write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(self.special_tokens, indent=1) + "\n").encode())
-
-    def begins_with(self, prefix: tuple[int, ...]) -> bool:
-        """Returns whether the template writes these tokens first."""
-        (ids, _), *_ = self.encode(self._probe)
-        return np.array_equal(ids[: len(prefix)], prefix)
-
-    @property
-    def end(self) -> int | None:
-        """The template's last special token after an answer."""
-        (_, ids), *_ = self.encode(self._probe)
-        return next((token for token in reversed(ids.tolist()) if token in self._rendered.ids), None)
+        write_atomically(folder / TEMPLATE, self._text.encode())
+        write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(self._special_tokens, indent=1) + "\n").encode())
 
     def _turn(self, messages: list[Message], index: int) -> Turn:
         before = self._template.render(messages[:index])
@@ -100,68 +93,6 @@ class Conversations:
                 f"{without_marks(self._tokens.mark(before))[-40:]!r}; give another by --template FILE"
             )
         return Turn(self._tokens.mark(before), self._tokens.mark(whole[len(before) :]), is_rendered=True)
-
-
-def open_conversations(config: PrepareConfig, tokenizer: Tokenizer | None) -> Conversations | None:
-    """Opens the renderer, if any; sets the tokenizer's prefix and end token."""
-    if config.messages is None or tokenizer is None:
-        return None
-    conversations = Conversations(config, tokenizer)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        info = tokenizer.info
-        prefix = info.prefix if conversations.begins_with(info.prefix) else ()
-        end = conversations.end if config.eos is None and not config.no_eos else None
-        tokenizer.info = replace(info, prefix=prefix, eos_id=info.eos_id if end is None else end)
-    return conversations
-
-
-def fields_of(config: PrepareConfig, conversations: Conversations | None) -> Fields:
-    """Returns a row's columns, with the conversion to turns."""
-    fields = config.fields
-    if conversations is None:
-        return fields
-    return replace(fields, turns=lambda row: conversations.turns(_messages(row, fields)))
-
-
-def with_layout(config: PrepareConfig, sources: list[Source]) -> tuple[PrepareConfig, str]:
-    """Detects the layout from the first row's keys, unless a field is named.
-
-    Returns:
-      The configuration with that layout, and a line that names it (or empty).
-    """
-    tables = [source for source in sources if source.format != TEXT]
-    is_explicit = config.messages is not None or config.prompt_field is not None or config.field != TEXT_FIELD
-    names = [] if is_explicit or not tables else columns(tables[0])
-    found = _layout_of(names)
-    if found is None:
-        if config.template is not None and config.messages is None:
-            raise ConfigError("--template is for conversations; give --messages FIELD too")
-        if config.messages is not None:
-            _check_layouts(config, tables)
-        return config, ""
-    config = replace(config, messages=found)
-    check(config)
-    _check_layouts(config, tables[1:])
-    others = ", ".join(shorten(name) for name in names if name not in config.fields.names_in(names))
-    return config, LAYOUTS[found][0] + (f"; not read: {others}" if others else "")
-
-
-def _layout_of(names: list[str]) -> str | None:
-    if TEXT_FIELD in names:
-        return None
-    return next((layout for layout, (_, required) in LAYOUTS.items() if required <= {*names}), None)
-
-
-def _check_layouts(config: PrepareConfig, tables: list[Source]) -> None:
-    for source in tables:
-        found = columns(source)
-        other = _layout_of(found)
-        if other is not None and not {*config.fields.names} <= {*found}:
-            names = " and ".join(map(repr, config.fields.names))
-            raise ConfigError(
-                f"{source.path} has {LAYOUTS[other][0]}, but this command reads {names}. A command reads "
-                "one layout: run jaxtp prepare once for each, with another --out, and train on both by data.mixture"
-            )
 
 
 def template_of(config: PrepareConfig) -> tuple[str, str]:
@@ -195,6 +126,7 @@ def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, st
 
 
 def _messages(row: Mapping[str, object], fields: Fields) -> object:
+    """Returns a row's messages, from Alpaca's fields too."""
     texts = [name for name in fields.optional if name != "history"]
     for name in (*texts, *(fields.names if fields.prompt else ())):
         value = row.get(name)
@@ -207,9 +139,7 @@ def _messages(row: Mapping[str, object], fields: Fields) -> object:
         roles = ("user", ASSISTANT)
         messages = [{"role": r, "content": text} for turn in turns for r, text in zip(roles, turn, strict=True)]
     if (system := row.get("system")) and isinstance(messages, list):
-        if any(
-            isinstance(message, dict) and "system" in (message.get("role"), message.get("from")) for message in messages
-        ):
+        if any(isinstance(each, dict) and "system" in (each.get("role"), each.get("from")) for each in messages):
             raise ChatError("there are two system messages, one of them in the field 'system'")
         return [{"role": "system", "content": system}, *messages]
     return messages
@@ -224,28 +154,24 @@ def _history(value: object) -> list[list[object]]:
     return turns
 
 
-def _with_role(message: object, number: int) -> object:
-    if not isinstance(message, dict) or message.get("role") is not None or not {"from", "value"} <= message.keys():
-        return message
-    role = message["from"]
-    if not isinstance(role, str) or role not in _ROLES:
-        raise ChatError(f"message {number} is from {shorten(role)}, and not from {', '.join(_ROLES)}")
-    return {"role": _ROLES[role], "content": message["value"]}
-
-
 def _checked(messages: object) -> list[Message]:
+    """Returns messages with role and content, converted from ShareGPT's keys."""
     if not isinstance(messages, list) or not messages:
         raise ChatError(f"not a list of messages, but {shorten(messages)}")
     checked: list[Message] = []
-    for number, original in enumerate(messages, 1):
-        message = _with_role(original, number)
+    for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise ChatError(f"message {number} is not an object with role and content, but {shorten(message)}")
+        if message.get("role") is None and {"from", "value"} <= message.keys():
+            role = message["from"]
+            if not isinstance(role, str) or role not in _ROLES:
+                raise ChatError(f"message {number} is from {shorten(role)}, and not from {', '.join(_ROLES)}")
+            message = {"role": _ROLES[role], "content": message["value"]}
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                if key in message:
-                    raise ChatError(f"message {number}: {key!r} is not a string, but {shorten(message[key])}")
+            if key not in message:
                 names = ", ".join(shorten(name) for name in list(message)[:4]) or "none"
                 raise ChatError(f"message {number} has no {key!r}; there are {names}; rename them to role and content")
+            if not isinstance(message[key], str):
+                raise ChatError(f"message {number}: {key!r} is not a string, but {shorten(message[key])}")
         checked.append(message)
     return checked

@@ -6,8 +6,8 @@ from dataclasses import replace
 from jaxtp.config.console import Display
 from jaxtp.config.files import sha256, write_atomically
 from jaxtp.config.interrupt import Interrupt
-from jaxtp.data.manifest import TOKENIZER, TRAIN
-from jaxtp.data.prepare.batches import Batch, Entry, ahead, batches, fraction, split_of
+from jaxtp.data.manifest import TOKENIZER
+from jaxtp.data.prepare.batches import ahead, batches, fraction
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import PrepareError
 from jaxtp.data.prepare.session import Job, State
@@ -32,14 +32,11 @@ def named_tokenizer(config: PrepareConfig) -> Tokenizer | None:
 def open_tokenizer(job: Job, state: State, display: Display, interrupt: Interrupt) -> Tokenizer:
     """Opens or trains the dataset's tokenizer and writes its file."""
     path, config = job.out / TOKENIZER, job.config
-    if job.tokenizer is not None:
-        if config.tokenizer is not None and state.tokenizer is None:
-            write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
-        tokenizer = job.tokenizer
-    else:
-        if state.tokenizer is None:
-            write_atomically(path, _train_bpe(job, display, interrupt))
-        tokenizer = _with_special_tokens(read_tokenizer(path), str(path), config)
+    if state.tokenizer is None and config.tokenizer is not None:
+        write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
+    elif state.tokenizer is None and job.tokenizer is None:
+        write_atomically(path, _train_bpe(job, display, interrupt))
+    tokenizer = job.tokenizer or _with_special_tokens(read_tokenizer(path), str(path), config)
     if state.tokenizer is None:
         state.tokenizer = tokenizer.info
         state.save(job.out)
@@ -52,15 +49,17 @@ def describe(tokenizer: Tokenizer, config: PrepareConfig) -> Iterator[str]:
     """Yields how documents start and end; nothing for bytes."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return
-    info = tokenizer.info
+    prefix, end = tokenizer.info.prefix, tokenizer.info.eos_id
+    last = "" if end is None else f"{tokenizer.spelled(end)} ({end})"
     if config.messages is not None:
-        end = "" if info.eos_id is None else f"; to generate ends at {_spelled(tokenizer, [info.eos_id])}"
-        yield f"an answer each, after what comes before it, as the chat template writes them{end}"
+        stop = f"; to generate ends at {last}" if last else ""
+        yield f"an answer each, after what comes before it, as the chat template writes them{stop}"
         return
-    if info.prefix:
-        yield f"begin with {_spelled(tokenizer, info.prefix)}, as the tokenizer puts it"
-    if info.eos_id is not None:
-        yield f"end with {_spelled(tokenizer, [info.eos_id])}, {_end_token(config)[1]}"
+    if prefix:
+        first = " ".join(f"{tokenizer.spelled(token)} ({token})" for token in prefix)
+        yield f"begin with {first}, as the tokenizer puts it"
+    if last:
+        yield f"end with {last}, {_end_token(config)[1]}"
 
 
 def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
@@ -82,10 +81,6 @@ def _end_token(config: PrepareConfig) -> tuple[str | int | None, str]:
         return _END_TOKEN, "as in every tokenizer trained here"
     found = end_token(tokenizer_file(config.tokenizer).parent)
     return (None, "known by its name") if found is None else (found[0], f"as {found[1]} says")
-
-
-def _spelled(tokenizer: HuggingFaceTokenizer, ids: list[int] | tuple[int, ...]) -> str:
-    return " ".join(f"{tokenizer.spelled(token)} ({token})" for token in ids)
 
 
 def _train_bpe(job: Job, display: Display, interrupt: Interrupt) -> bytes:
@@ -114,19 +109,13 @@ def _sampled_texts(job: Job, display: Display, interrupt: Interrupt) -> Iterator
     config = job.config
     share = config.bpe_sample / max(1, sum(source.size for source in job.sources))
     chosen = 0
-    for batch in ahead(batches(job.sources, Position(0, 0), config.fields, config.on_error), interrupt):
-        for entry in _sample(batch, config.held_out, share):
-            chosen += sum(entry.sizes)
-            for turn in entry.turns:
-                yield from filter(None, (turn.text, turn.prompt))
+    for batch in ahead(batches(job.sources, job.fields, Position(0, 0), config.on_error), interrupt):
+        for entry in batch.entries:
+            if 0 <= fraction(entry.digest) - config.held_out < share * (1 - config.held_out):
+                chosen += sum(entry.sizes)
+                for turn in entry.turns:
+                    yield from filter(None, (turn.text, turn.prompt))
         display.move(batch.done, f"reading {chosen:,} bytes of text to train the tokenizer on")
     if not chosen:
         raise PrepareError("nothing to train a tokenizer on: the inputs, without the held-out part, have no text")
     display.line(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen:,} bytes of text")
-
-
-def _sample(batch: Batch, held_out: float, share: float) -> Iterator[Entry]:
-    for entry in batch.entries:
-        in_sample = fraction(entry.digest) - held_out < share * (1 - held_out)
-        if split_of(entry.digest, held_out) == TRAIN and in_sample:
-            yield entry

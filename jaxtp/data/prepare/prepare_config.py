@@ -16,30 +16,9 @@ Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(m
 MIN_VOCAB_SIZE = 257
 """256 bytes and the end token."""
 TEXT_FIELD = "text"
-LAYOUTS = {
-    "messages": ("a conversation in each row's 'messages'", {"messages"}),
-    "conversations": ("ShareGPT, a conversation in each row's 'conversations'", {"conversations"}),
-    "instruction": (
-        "Alpaca, a conversation of each row's 'instruction', 'input' and 'output'",
-        {"instruction", "output"},
-    ),
-}
-"""By the value of --messages: the layout's name, and the fields that identify its rows."""
 FIRST = (
-    "inputs",
-    "out",
-    "tokenizer",
-    "train_bpe",
-    "field",
-    "messages",
-    "template",
-    "include",
-    "held_out",
-    "dedup",
-    "on_error",
-    "overwrite",
-    "json",
-    "verify",
+    *("inputs", "out", "tokenizer", "train_bpe", "field", "messages", "template", "include", "held_out"),
+    *("dedup", "on_error", "overwrite", "json", "verify"),
 )
 """Settings at the top of the help."""
 
@@ -174,9 +153,8 @@ def arguments(config: PrepareConfig) -> dict[str, object]:
 
 def check(config: PrepareConfig) -> None:
     """Raises `ConfigError` listing all contradictions between settings."""
-    problems = [*_contradictions(config), *_contradictions_of_chat(config)]
-    if problems:
-        raise ConfigError("; ".join(problems))
+    if problems := "; ".join(_contradictions(config)):
+        raise ConfigError(problems)
 
 
 def _contradictions(config: PrepareConfig) -> Iterator[str]:
@@ -202,9 +180,6 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         yield "--prompt-field and --completion-field go together"
     elif config.prompt_field is not None and config.field != TEXT_FIELD:
         yield "--field is for documents without a prompt; give it or --prompt-field and --completion-field"
-
-
-def _contradictions_of_chat(config: PrepareConfig) -> Iterator[str]:
     if config.messages is None:
         return
     if config.prompt_field is not None or config.field != TEXT_FIELD:

@@ -1,25 +1,28 @@
-"""Reads documents from text files, JSONL and JSON arrays."""
+"""Reads documents from text files, JSONL and JSON lists of objects."""
 
-import codecs
 import difflib
+import gzip
+import io
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from jaxtp.config.entry import UserError
 from jaxtp.data.chat_template import ChatError
-from jaxtp.data.prepare.compression import BROKEN, GZIP, ZSTD, WindowError, open_stream
 
 if TYPE_CHECKING:
     import datasets
+    from _typeshed import WriteableBuffer
 
 TEXT, JSONL, ARRAY, PARQUET, DATASETS = "text", "jsonl", "array", "parquet", "datasets"
 """Formats; `ARRAY` is a JSON file with a list of objects."""
+GZIP, ZSTD = ".gz", ".zst"
 
 EMPTY_FILE, EMPTY_DOCUMENT, BINARY_FILE, DUPLICATE = "empty file", "empty document", "binary file", "duplicate"
 UNREADABLE, BROKEN_FILE, NOT_UTF8 = "unreadable file", "broken file", "not UTF-8"
@@ -33,25 +36,33 @@ END = -1
 _SUFFIXES = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
 _SKIP_BYTES = 2**20
 _PEEKED_LINES = 100
+"""The first object must be in these lines, if its keys are to decide."""
+_MAX_ARRAY = 2**30
+"""Bytes of a JSON list, which is in memory as a whole."""
 _BINARY_PREFIX = 8192
 """A NUL byte in this prefix marks a binary file, as in git."""
 _BOM = b"\xef\xbb\xbf"
 _ARRAY_START = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 _PEEKED_BYTES = 4096
 """The first object of an array must start in this prefix."""
-_READ_BYTES = 2**16
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
-_LONGEST_TOKEN = 16
-"""An error this close to the end of the text may come from a JSON token that is not read to its end yet."""
+BROKEN = (gzip.BadGzipFile, EOFError, zlib.error)
+"""Errors of truncated or damaged streams, including zstd's."""
+_ZSTD_CHUNK = 2**11
+"""Compressed bytes at a time; zstd may unpack them to 30,000 times as many, which are in memory together."""
 
 
 class PrepareError(UserError):
     """An unusable input or folder."""
 
 
-class TooLargeError(ValueError):
-    """A conversation's documents together exceed `max_document`."""
+class BadInputError(Exception):
+    """A row or the rest of a source is unusable; `is_harmless` ones are only counted, regardless of `--on-error`."""
+
+    def __init__(self, kind: str, complaint: str, *, is_harmless: bool = False):
+        super().__init__(complaint)
+        self.kind, self.is_harmless = kind, is_harmless
 
 
 class Turn(NamedTuple):
@@ -82,11 +93,13 @@ class Problem(NamedTuple):
     message: str
     item: int
     done: int
-    is_harmless: bool = False
-    """Whether it is only counted, regardless of `--on-error`."""
+    is_harmless: bool
 
 
 Event = Document | Problem
+Row = Mapping[str, object]
+Item = tuple[int, int, str | bytes | Row]
+"""Number from 1, bytes of the source read so far, and a text, a line of JSON or a table's row."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +109,18 @@ class Fields:
     text: str
     prompt: str | None = None
     optional: tuple[str, ...] = ()
-    turns: Callable[[Mapping[str, object]], tuple[Turn, ...]] | None = None
-    """Converts a row of a conversation; raises `ChatError` or `TooLargeError`."""
+    turns: Callable[[Row], tuple[Turn, ...]] | None = None
+    """Converts a row of a conversation; raises `ChatError` or `BadInputError`."""
 
     @property
     def names(self) -> list[str]:
         """The required columns."""
         return [self.text] if self.prompt is None else [self.prompt, self.text]
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the column holds lists of messages."""
+        return self.turns is not None and self.prompt is None
 
     def names_in(self, columns: Container[str]) -> list[str]:
         """Returns the subset of columns to read."""
@@ -126,39 +144,6 @@ class Source:
     """Whether it was found in a folder rather than named."""
     table: "datasets.Dataset | None" = None
 
-    def problem(self, kind: str, complaint: str, *, after: str = "", is_harmless: bool = False) -> Problem:
-        """Returns a problem that ends the source."""
-        return Problem(kind, f"{self.path}{after}: {complaint}", END, self.size, is_harmless)
-
-    def empty(self, complaint: str) -> Problem:
-        """Returns the problem of a source without rows."""
-        return self.problem(EMPTY_FILE, complaint, is_harmless=self.in_folder)
-
-    @property
-    def too_large(self) -> str:
-        """The complaint about an oversized document."""
-        return f"more than {self.max_document:,} bytes; a larger --max-document-bytes reads it"
-
-
-class _ArrayError(ValueError):
-    """Kind and complaint; the rest of the array is unreadable."""
-
-
-class Item(NamedTuple):
-    """A line or row of a source."""
-
-    source: Source
-    unit: str
-    """`line` or `row`."""
-    number: int
-    """From 1."""
-    done: int
-
-    def problem(self, kind: str, complaint: str, *, is_harmless: bool = False) -> Problem:
-        """Returns a problem with this item only."""
-        message = f"{self.source.path}, {self.unit} {self.number}: {complaint}"
-        return Problem(kind, message, self.number, self.done, is_harmless)
-
 
 def format_of(path: Path) -> str:
     """Returns the format by suffix; unknown suffixes are text."""
@@ -169,8 +154,8 @@ def is_array(path: Path, format: str, max_window: int) -> bool:
     """Returns whether a file starts as a list of objects."""
     if format != JSONL and _suffix(path) != ".json":
         return False
-    with suppress(*BROKEN, WindowError, OSError), open_stream(path, max_window) as stream:
-        return _ARRAY_START.match(stream.content.read(_PEEKED_BYTES)) is not None
+    with suppress(*BROKEN, BadInputError, OSError), open_stream(path, max_window) as (content, _):
+        return _ARRAY_START.match(content.read(_PEEKED_BYTES)) is not None
     return False
 
 
@@ -178,134 +163,79 @@ def _suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in (GZIP, ZSTD) else path.suffix
 
 
-def json_keys(source: Source) -> list[str]:
-    """Returns the first object's keys; empty without an object."""
-    with (
-        suppress(*BROKEN, WindowError, OSError, _ArrayError),
-        open_stream(Path(source.path), source.max_window) as stream,
-    ):
-        for line in itertools.islice(_split(source, stream.content), _PEEKED_LINES):
-            with suppress(ValueError, RecursionError):
-                if isinstance(record := json.loads(line.removeprefix(_BOM).decode()), dict):
-                    return list(record)
-    return []
-
-
-def read_text(source: Source, start: int, fields: Fields) -> Iterator[Event]:
-    """Yields the document, unless `start` is past it."""
+def read_text(source: Source, start: int, fields: Fields) -> Iterator[Item]:
+    """Yields the file's text, unless `start` is past it."""
     if start:
         return
     if fields.prompt is not None or fields.turns is not None:
         what = "conversations" if fields.turns else "prompts and completions"
-        yield source.problem(NO_FIELD, f"text has no fields; {what} are read from JSONL and Parquet")
-        return
-    try:
-        with open_stream(Path(source.path), source.max_window) as stream:
-            content = stream.content.read(source.max_document + 1)
-    except (*BROKEN, WindowError, OSError) as error:
-        yield _unreadable(source, error, "")
-        return
+        raise BadInputError(NO_FIELD, f"text has no fields; {what} are read from JSONL and Parquet")
+    with open_stream(Path(source.path), source.max_window) as (stream, _):
+        content = stream.read(source.max_document + 1)
     if len(content) > source.max_document:
-        yield source.problem(TOO_LARGE, source.too_large)
-    else:
-        yield _text_document(source, content)
-
-
-def _text_document(source: Source, content: bytes) -> Event:
-    if not content:
-        return source.empty("the file is empty")
+        raise too_large(source.max_document)
     if source.in_folder and b"\0" in content[:_BINARY_PREFIX]:
-        return source.problem(BINARY_FILE, "not text", is_harmless=True)
+        raise BadInputError(BINARY_FILE, "not text", is_harmless=True)
     try:
-        return Document((Turn(None, content.decode()),), 1, source.size)
+        text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        return source.problem(NOT_UTF8, f"{not_utf8(error)} (line {line})")
+        raise BadInputError(NOT_UTF8, f"{not_utf8(error)} (line {line})") from None
+    if text:
+        yield 1, source.size, text
 
 
-def read_json(source: Source, start: int, fields: Fields) -> Iterator[Event]:
-    """Yields the documents after the first `start` rows."""
-    number, unit = 0, "line" if source.format == JSONL else "row"
-    try:
-        with open_stream(Path(source.path), source.max_window) as stream:
-            for number, line in enumerate(_split(source, stream.content), 1):
-                if number > start and not line.isspace():
-                    yield _parse_line(Item(source, unit, number, stream.file.tell()), line, fields)
-    except (*BROKEN, WindowError, OSError) as error:
-        yield _unreadable(source, error, f" after {unit} {number}")
-        return
-    except _ArrayError as error:
-        kind, complaint = error.args
-        yield source.problem(kind, complaint, after=f", after row {number}")
-        return
-    if number == 0:
-        yield source.empty("the file is empty")
+def read_json(source: Source, start: int, fields: Fields | None) -> Iterator[tuple[int, int, bytes]]:
+    """Yields the lines or elements after the first `start`."""
+    with open_stream(Path(source.path), source.max_window) as (content, file):
+        rows = _lines(content, source.max_document) if source.format == JSONL else _elements(content)
+        for number, row in enumerate(rows, 1):
+            if number > start:
+                yield number, file.tell(), row.removeprefix(_BOM if number == 1 else b"")
 
 
-def _split(source: Source, content: BinaryIO) -> Iterator[bytes]:
-    return _lines(content, source.max_document) if source.format == JSONL else _elements(source, content)
+def first_keys(source: Source) -> list[str]:
+    """Returns the first JSON object's keys; empty if there is none."""
+    with suppress(*BROKEN, BadInputError, OSError):
+        for _, _, line in itertools.islice(read_json(source, 0, None), _PEEKED_LINES):
+            with suppress(BadInputError):
+                return list(_parse_line(source, line))
+    return []
 
 
 def _lines(content: BinaryIO, limit: int) -> Iterator[bytes]:
-    """Yields lines without their end, cut at the limit."""
+    """Yields lines, cut after the limit."""
     while line := content.readline(limit + 1):
         yield line
-        if _is_cut(line, limit):
+        if len(line) > limit and not line.endswith(b"\n"):
             while (rest := content.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
                 pass
 
 
-def _is_cut(line: bytes, limit: int) -> bool:
-    return len(line) > limit and not line.endswith(b"\n")
-
-
-def _elements(source: Source, content: BinaryIO) -> Iterator[bytes]:
-    """Yields the JSON of each array element, with little read-ahead.
-
-    Neither `json` nor a library of the extras can stream an array.
-    """
-    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+def _elements(content: BinaryIO) -> Iterator[bytes]:
+    """Yields the JSON of each array element."""
+    data = content.read(_MAX_ARRAY + 1)
+    if len(data) > _MAX_ARRAY:
+        raise BadInputError(TOO_LARGE, f"a JSON list of more than {_MAX_ARRAY:,} bytes; make JSONL of it")
     try:
-        text, at, separator = decode(content.read(_PEEKED_BYTES)).partition("[")[2], 0, ","
-        while separator != "]":
-            end, following = _element(text, at)
-            if following:
-                yield text[at:end].encode()
-                at, separator = following, text[following - 1]
-                continue
-            if len(text) - at > source.max_document:
-                raise _ArrayError(TOO_LARGE, source.too_large)
-            more = content.read(max(_READ_BYTES, len(text) - at))  # doubling: linear time for a long element
-            text, at = text[at:] + decode(more, final=not more), 0
-            if not more:
-                raise _ArrayError(NOT_JSON, "not JSON: the array has no end")
-        text = text[at:]
-        while not text.strip():
-            if not (more := content.read(_READ_BYTES)):
-                return
-            text = decode(more)
-        raise _ArrayError(NOT_JSON, f"not JSON: more text after the array: {shorten(text.strip()[:50])}")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _ArrayError(NOT_UTF8, f"not UTF-8 text: byte 0x{error.object[error.start]:02x}") from None
-
-
-def _element(text: str, at: int) -> tuple[int, int]:
-    """Returns an element's end and the index after the next `,` or `]`; zeros if cut."""
-    unsure = len(text) - _LONGEST_TOKEN
-    try:
-        _, end = _DECODER.raw_decode(text, _after_space(text, at))
-    except json.JSONDecodeError as error:
-        if error.pos >= unsure or error.msg.startswith("Unterminated string"):
-            return 0, 0
-        raise _ArrayError(NOT_JSON, f"not JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # ValueError: integers of thousands of digits
-        raise _ArrayError(NOT_JSON, f"not JSON: {error}") from None
-    following = _after_space(text, end)
-    if text[following : following + 1] in (",", "]"):
-        return end, following + 1
-    if following < unsure:
-        raise _ArrayError(NOT_JSON, f"not JSON: no ',' or ']' before {shorten(text[following : following + 50])}")
-    return 0, 0
+        raise BadInputError(NOT_UTF8, not_utf8(error)) from None
+    at, separator = text.find("[") + 1, ","
+    while separator != "]":
+        start = _after_space(text, at)
+        try:
+            _, end = _DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError) as error:  # ValueError: also integers of thousands of digits
+            raise BadInputError(NOT_JSON, f"not JSON: {getattr(error, 'msg', error)}") from None
+        at = _after_space(text, end) + 1
+        separator = text[at - 1 : at]
+        if separator not in (",", "]"):
+            before = f"no ',' or ']' before {shorten(text[at - 1 : at + 49])}" if separator else "the array has no end"
+            raise BadInputError(NOT_JSON, f"not JSON: {before}")
+        yield text[start:end].encode()
+    if rest := text[at:].strip():
+        raise BadInputError(NOT_JSON, f"not JSON: more text after the array: {shorten(rest[:50])}")
 
 
 def _after_space(text: str, at: int) -> int:
@@ -313,55 +243,121 @@ def _after_space(text: str, at: int) -> int:
     return space.end() if space else at
 
 
-def _parse_line(item: Item, line: bytes, fields: Fields) -> Event:
-    if _is_cut(line, item.source.max_document):
-        return item.problem(TOO_LARGE, item.source.too_large)
-    try:
-        record = json.loads(line.removeprefix(_BOM if item.number == 1 else b"").decode())
-    except UnicodeDecodeError as error:
-        return item.problem(NOT_UTF8, not_utf8(error))
-    except (ValueError, RecursionError) as error:  # ValueError: also integers of thousands of digits
-        return item.problem(NOT_JSON, f"not JSON: {error}")
-    if not isinstance(record, dict):
-        return item.problem(NOT_JSON, f"not a JSON object: {line[:40].decode(errors='replace').strip()}")
-    for name in fields.names:
-        if name not in record:
-            return item.problem(NO_FIELD, no_field(name, record))
-    return make_document(item, {name: record[name] for name in fields.names_in(record)}, fields)
+@contextmanager
+def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Yields a file's unpacked content by its suffix, and the file; zstd may use `max_window` bytes of memory."""
+    with path.open("rb") as file:
+        if path.suffix == GZIP:
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                yield cast(BinaryIO, unpacked), file
+        elif path.suffix == ZSTD:
+            yield cast(BinaryIO, io.BufferedReader(_Unpacked(_unpack_zstd(file, max_window)), 2**18)), file
+        else:
+            yield file, file
 
 
-def make_document(item: Item, row: Mapping[str, object], fields: Fields) -> Event:
-    """Returns the document of a complete row."""
-    is_text = fields.turns is None or fields.prompt is not None
-    if is_text and row[fields.text] == "":
-        return item.problem(EMPTY_DOCUMENT, f"{fields.text!r} is empty", is_harmless=True)
+class _Unpacked(io.RawIOBase):
+    """Nonempty parts as a stream."""
+
+    def __init__(self, parts: Iterator[memoryview]):
+        self._parts, self._left = parts, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        self._left = self._left or next(self._parts, self._left)
+        target = memoryview(buffer)
+        size = min(len(target), len(self._left))
+        target[:size], self._left = self._left[:size], self._left[size:]
+        return size
+
+
+def _unpack_zstd(file: BinaryIO, max_window: int) -> Iterator[memoryview]:
+    """Yields the content of all frames. The library's reader takes a truncated frame for a whole one."""
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=max_window)
+    frame, is_open = decompressor.decompressobj(), False
+    while data := frame.unused_data or file.read(_ZSTD_CHUNK):
+        if frame.eof:
+            frame = decompressor.decompressobj()
+        try:
+            part = frame.decompress(data)
+        except zstandard.ZstdError as error:
+            if "requires too much memory" not in str(error):
+                raise EOFError(str(error)) from None
+            window = f"unpacking takes more than {max_window:,} bytes of memory"
+            raise BadInputError(TOO_LARGE, f"{window}; a larger --max-window-bytes allows it, up to 2**31") from None
+        is_open = not frame.eof
+        if part:
+            yield memoryview(part)
+    if is_open:
+        raise EOFError("the zstd stream is cut short")
+
+
+def turns_of(source: Source, item: str | bytes | Row, fields: Fields) -> tuple[Turn, ...]:
+    """Returns the documents of a text, a line of JSON or a row; raises `BadInputError`."""
+    if isinstance(item, str):
+        return (Turn(None, item),)
+    record = _parse_line(source, item) if isinstance(item, bytes) else item
+    require_fields(record, fields)
+    row = {name: record[name] for name in fields.names_in(record)}
+    if any(isinstance(value, str) and _is_longer(value, source.max_document) for value in row.values()):
+        raise too_large(source.max_document)
+    if row[fields.text] == "" and not fields.is_list:
+        raise BadInputError(EMPTY_DOCUMENT, f"{fields.text!r} is empty", is_harmless=True)
     if fields.turns is not None:
         try:
-            return Document(fields.turns(row), item.number, item.done)
+            return fields.turns(row)
         except ChatError as error:
-            where = "" if fields.prompt is not None else f"{fields.text!r}: "
-            return item.problem(NO_CONVERSATION, f"{where}{error}")
-        except TooLargeError:
-            return item.problem(TOO_LARGE, f"its answers with all before each: {item.source.too_large}")
-    texts = {}
-    for name, value in row.items():
-        if not isinstance(value, str):
-            return item.problem(NOT_A_STRING, f"{name!r} is not a string, but {shorten(value)}")
-        if not value.isascii() and _has_surrogate(value):
-            return item.problem(NOT_UTF8, f"{name!r} holds half of a surrogate pair, which is no character")
-        texts[name] = value
-    prompt = None if fields.prompt is None else texts[fields.prompt]
-    return Document((Turn(prompt, texts[fields.text]),), item.number, item.done)
+            where = f"{fields.text!r}: " if fields.is_list else ""
+            raise BadInputError(NO_CONVERSATION, f"{where}{error}") from None
+    prompt = None if fields.prompt is None else _text(row, fields.prompt)
+    return (Turn(prompt, _text(row, fields.text)),)
 
 
-def _unreadable(source: Source, error: Exception, place: str) -> Problem:
-    if isinstance(error, WindowError):
-        window = f"unpacking takes more than {source.max_window:,} bytes of memory"
-        return source.problem(TOO_LARGE, f"{window}; a larger --max-window-bytes allows it, up to 2**31")
+def _parse_line(source: Source, line: bytes) -> Row:
+    if len(line) > source.max_document and not line.endswith(b"\n"):
+        raise too_large(source.max_document)
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise BadInputError(NOT_UTF8, not_utf8(error)) from None
+    except (ValueError, RecursionError) as error:  # ValueError: also integers of thousands of digits
+        raise BadInputError(NOT_JSON, f"not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise BadInputError(NOT_JSON, f"not a JSON object: {line[:40].decode(errors='replace').strip()}")
+    return record
+
+
+def _text(row: Row, name: str) -> str:
+    value = row[name]
+    if not isinstance(value, str):
+        raise BadInputError(NOT_A_STRING, f"{name!r} is not a string, but {shorten(value)}")
+    try:
+        value.isascii() or value.encode()
+    except UnicodeEncodeError:
+        raise BadInputError(NOT_UTF8, f"{name!r} holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def _is_longer(text: str, limit: int) -> bool:
+    return len(text) > limit or (4 * len(text) > limit and len(text.encode(errors="replace")) > limit)
+
+
+def unreadable(source: Source, error: Exception) -> BadInputError:
+    """Converts an error of reading a file."""
+    if isinstance(error, BadInputError):
+        return error
     if isinstance(error, BROKEN):
-        kind = Path(source.path).suffix.removeprefix(".")
-        return source.problem(BROKEN_FILE, f"broken {kind} file{place}: {error}")
-    return source.problem(UNREADABLE, f"{getattr(error, 'strerror', None) or error}{place}")
+        return BadInputError(BROKEN_FILE, f"broken {Path(source.path).suffix.removeprefix('.')} file: {error}")
+    return BadInputError(UNREADABLE, str(getattr(error, "strerror", None) or error))
+
+
+def too_large(limit: int, what: str = "") -> BadInputError:
+    """Returns the error of an oversized document."""
+    return BadInputError(TOO_LARGE, f"{what}more than {limit:,} bytes; a larger --max-document-bytes reads it")
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
@@ -369,21 +365,15 @@ def not_utf8(error: UnicodeDecodeError) -> str:
     return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {error.start}"
 
 
-def _has_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def no_field(name: str, names: Iterable[str]) -> str:
-    """Returns the complaint about a missing column."""
+def require_fields(names: Iterable[str], fields: Fields) -> None:
+    """Raises `BadInputError` for a missing column, with the nearest name."""
     existing = list(names)
-    close = difflib.get_close_matches(name, existing, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(map(repr, existing)) or 'none'}"
-    other = "; --field NAME takes another" if name == "text" else ""
-    return f"no field {name!r}{hint}{other}"
+    for name in fields.names:
+        if name not in existing:
+            close = difflib.get_close_matches(name, existing, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(map(repr, existing)) or 'none'}"
+            other = "; --field NAME takes another, --messages NAME a conversation" if name == "text" else ""
+            raise BadInputError(NO_FIELD, f"no field {name!r}; {hint}{other}")
 
 
 def shorten(value: object) -> str:

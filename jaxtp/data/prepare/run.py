@@ -14,14 +14,14 @@ from jaxtp.config.console import Display
 from jaxtp.config.files import write_atomically
 from jaxtp.config.interrupt import Interrupt, InterruptError
 from jaxtp.data.documents import Tokens
-from jaxtp.data.manifest import MANIFEST, SPLITS, TRAIN, VALIDATION, Manifest, totals
+from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, totals
 from jaxtp.data.prepare.batches import Batch, Entry, ahead, batches, split_of, threshold
-from jaxtp.data.prepare.conversations import Conversations, fields_of, open_conversations, with_layout
+from jaxtp.data.prepare.conversations import Conversations
 from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, open_tokenizer
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, TEXT, PrepareError, Problem, Turn
+from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, PrepareError, Problem, Turn
 from jaxtp.data.prepare.session import SEEN, Job, State, begin, clear_leftovers, drop_unknown, locked
-from jaxtp.data.prepare.sources import find_sources
+from jaxtp.data.prepare.sources import find_sources, with_layout
 from jaxtp.data.prepare.writer import Seen, SplitWriter
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
@@ -34,30 +34,23 @@ _LINE_SECONDS = 5.0
 
 def prepare(out: Path, config: PrepareConfig) -> None:
     """Makes or resumes a dataset; raises `UserError` or `InterruptError`."""
-    named = named_tokenizer(config)
-    sources = find_sources(config)
-    config, layout = with_layout(config, sources)
-    if layout:
-        print(f"{'layout':<12}{layout}", flush=True)
-    conversations = open_conversations(config, named)
+    named, sources = named_tokenizer(config), find_sources(config)
+    config = with_layout(config, sources)
+    conversations = None if config.messages is None or named is None else Conversations(config, named)
+    job = Job(out, config, sources, named, conversations)
+    size = sum(source.size for source in sources)
     try:
-        with (
-            locked(out),
-            Interrupt(signal.SIGINT) as interrupt,
-            PrepareDisplay(sum(source.size for source in sources)) as display,
-        ):
-            job = Job(out, config, sources, named)
+        with locked(out), Interrupt(signal.SIGINT) as interrupt, PrepareDisplay(size) as display, ExitStack() as stack:
             state = begin(job)
             if state is None:
                 display.line(f"{out} is finished; there is nothing to do")
                 return
             if state.tokenizer is None:  # nothing depends on the threshold yet
-                state.threshold = threshold(sources, fields_of(config, conversations), config, interrupt)
+                state.threshold = threshold(job, interrupt)
             if state.threshold is not None:
                 job = replace(job, config=replace(config, held_out=state.threshold))
             tokenizer = open_tokenizer(job, state, display, interrupt)
-            with ExitStack() as stack:
-                _Work(job, tokenizer, conversations, state, display, stack).finish(interrupt)
+            _Work(job, tokenizer, state, display, stack).finish(interrupt)
     except OSError as error:  # from writing; readers handle read errors
         raise PrepareError(
             f"{error.filename or out}: {error.strerror}; when that is mended the same command goes on"
@@ -90,47 +83,41 @@ class PrepareDisplay(Display):
             return
         self._num_shown += 1
         if self._num_shown <= _MAX_PROBLEMS:
-            self.line(f"skipped: {problem.message}")
-        if self._num_shown == _MAX_PROBLEMS:
-            self.line("further ones are only counted")
+            more = "\nfurther ones are only counted" if self._num_shown == _MAX_PROBLEMS else ""
+            self.line(f"skipped: {problem.message}{more}")
 
 
 class _Work:
-    def __init__(
-        self,
-        job: Job,
-        tokenizer: Tokenizer,
-        conversations: Conversations | None,
-        state: State,
-        display: PrepareDisplay,
-        stack: ExitStack,
-    ):
-        self._out, self._config, self._sources = job.out, job.config, job.sources
-        self._tokenizer, self._conversations = tokenizer, conversations
-        self._state, self._display = state, display
+    def __init__(self, job: Job, tokenizer: Tokenizer, state: State, display: PrepareDisplay, stack: ExitStack):
+        self._job, self._config = job, job.config
+        self._tokenizer, self._state, self._display = tokenizer, state, display
         info = tokenizer.info
-        adds_tokens = conversations is None  # else the template writes prefix and end
+        adds_tokens = job.conversations is None  # else the template writes prefix and end
         self._prefix = np.array(info.prefix if adds_tokens else [], info.dtype)
         self._end = np.array([info.eos_id] if adds_tokens and info.eos_id is not None else [], info.dtype)
         settings = info, self._config.has_prompts, self._config.shard_tokens
-        writers = {name: SplitWriter(self._out, name, *settings, state.splits[name]) for name in SPLITS}
-        self._writers = {name: stack.enter_context(closing(writer)) for name, writer in writers.items()}
-        drop_unknown(self._out, {name for writer in self._writers.values() for name in writer.files()})
+        self._writers = {
+            name: stack.enter_context(closing(SplitWriter(job.out, name, *settings, state.splits[name])))
+            for name in SPLITS
+        }
+        drop_unknown(job.out, {name for writer in self._writers.values() for name in writer.files()})
         self._seen = None
         if self._config.dedup:
-            self._seen = stack.enter_context(closing(Seen(self._out / SEEN, state.seen)))
+            self._seen = stack.enter_context(closing(Seen(job.out / SEEN, state.seen)))
         self._num_documents, self._num_tokens, self._started = 0, 0, time.monotonic()
 
     def finish(self, interrupt: Interrupt) -> None:
-        if self._state.position != (0, 0):
-            self._display.line(f"going on after {self._describe_position()}")
+        source, item = self._state.position
+        if (source, item) != (0, 0):
+            part = f", item {item:,} of the next" if item else ""
+            self._display.line(f"going on after {source:,} of {len(self._job.sources):,} inputs{part}")
         saved = time.monotonic()
-        if self._conversations is not None:
-            self._conversations.save(self._out)
+        if self._job.conversations is not None:
+            self._job.conversations.save(self._job.out)
         try:
-            fields = fields_of(self._config, self._conversations)
-            read = batches(self._sources, self._state.position, fields, self._config.on_error)
-            for batch in ahead(read, interrupt):
+            for batch in ahead(
+                batches(self._job.sources, self._job.fields, self._state.position, self._config.on_error), interrupt
+            ):
                 self._take(batch)
                 if time.monotonic() - saved >= self._config.save_seconds:
                     self._save()
@@ -140,13 +127,18 @@ class _Work:
             raise
         except PrepareError as error:  # keeps everything before the bad input
             self._save()
-            raise PrepareError(f"{error}\n{self._remedy()}") from None
+            done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
+            # the first rows of a file in progress are written and must not change
+            mended = "a mended file needs --overwrite" if self._state.position.item else "or mend it and run it again"
+            raise PrepareError(
+                f"{error}\n{done:,} documents before it are done; the same command with --on-error skip leaves out "
+                f"what cannot be read and does the rest; {mended}"
+            ) from None
         self._write_manifest()
 
     def _take(self, batch: Batch) -> None:
-        entries = batch.entries
-        if self._seen is not None:
-            entries = [entry for entry in entries if self._seen.add(entry.digest)]
+        seen = self._seen
+        entries = batch.entries if seen is None else [entry for entry in batch.entries if seen.add(entry.digest)]
         encoded = self._encode([turn for entry in entries for turn in entry.turns])
         for entry in entries:
             for size, ids in zip(entry.sizes, encoded, strict=False):  # `zip` takes one encoding per turn
@@ -154,14 +146,15 @@ class _Work:
         for problem in batch.problems:
             self._state.skip(problem.kind)
             self._display.show(problem)
-        if len(entries) < len(batch.entries):
-            self._state.skip(DUPLICATE, len(batch.entries) - len(entries))
+        self._state.skip(DUPLICATE, len(batch.entries) - len(entries))
         self._state.position = batch.position
-        self._display.move(batch.done, self._describe_speed())
+        speed = self._num_tokens / max(time.monotonic() - self._started, 1e-9)
+        text = f"{self._num_documents:,} documents  {self._num_tokens:,} tokens  {speed:,.0f} tokens/s"
+        self._display.move(batch.done, text)
 
     def _encode(self, turns: list[Turn]) -> Iterator[list[Tokens]]:
-        if self._conversations is not None:
-            return iter(self._conversations.encode(turns))
+        if self._job.conversations is not None:
+            return iter(self._job.conversations.encode(turns))
         if not self._config.has_prompts:
             return ([ids] for ids in self._tokenizer.encode_batch([turn.text for turn in turns]))
         ids = self._tokenizer.encode_batch([text for turn in turns for text in (turn.prompt or "", turn.text)])
@@ -171,17 +164,13 @@ class _Work:
         if not any(len(part) for part in (*ids, self._end)):  # a tokenizer may drop white space
             self._state.skip(EMPTY_DOCUMENT)
             return
-        prefix = self._prefix[: 0 if self._starts_with_prefix(ids) else None]
+        prefix = self._prefix
+        if self._config.special_tokens and np.array_equal(np.concatenate(ids)[: len(prefix)], prefix):
+            prefix = prefix[:0]  # the text spells it
         writer = self._writers[split_of(entry.digest, self._config.held_out)]
         prompt = len(prefix) + len(ids[0]) if self._config.has_prompts else 0
         self._num_tokens += writer.append([prefix, *ids, self._end], prompt, size)
         self._num_documents += 1
-
-    def _starts_with_prefix(self, ids: list[Tokens]) -> bool:
-        """Returns whether a text spells the prefix itself, which needs --special-tokens."""
-        if not self._config.special_tokens:
-            return False
-        return np.array_equal(np.concatenate(ids)[: len(self._prefix)], self._prefix)
 
     def _save(self) -> None:
         for name, writer in self._writers.items():
@@ -190,38 +179,33 @@ class _Work:
         if self._seen is not None:
             self._seen.save()
             self._state.seen = len(self._seen)
-        self._state.save(self._out)
+        self._state.save(self._job.out)
 
     def _write_manifest(self) -> None:
         for writer in self._writers.values():
             writer.end_shard()
         self._save()
-        shards = {name: tuple(writer.progress.shards) for name, writer in self._writers.items()}
+        shards, sources = {n: tuple(writer.progress.shards) for n, writer in self._writers.items()}, self._job.sources
+        skipped = dict(sorted(self._state.skipped.items()))
         if not any(shards.values()):
-            left_out = f"; left out: {_listed(self._state.skipped)}" if self._state.skipped else ""
-            raise PrepareError(f"no document in {len(self._sources)} files{left_out}")
-        manifest = Manifest(
-            self._tokenizer.info,
-            shards,
-            self._config.has_prompts,
-            dict(sorted(self._state.skipped.items())),
-            self._state.arguments,
-            {"files": len(self._sources), "bytes": sum(source.size for source in self._sources)},
-        )
-        write_atomically(self._out / MANIFEST, manifest.to_json().encode())
-        clear_leftovers(self._out)
+            left_out = f"; left out: {_listed(skipped)}" if skipped else ""
+            raise PrepareError(f"no document in {len(sources)} files{left_out}")
+        inputs = {"files": len(sources), "bytes": sum(source.size for source in sources)}
+        prompts, info = self._config.has_prompts, self._tokenizer.info
+        manifest = Manifest(info, shards, prompts, skipped, self._state.arguments, inputs)
+        write_atomically(self._job.out / MANIFEST, manifest.to_json().encode())
+        clear_leftovers(self._job.out)
         for line in self._summary(manifest):
             self._display.line(line)
 
     def _summary(self, manifest: Manifest) -> Iterator[str]:
-        info = manifest.tokenizer
-        requested = self._config.train_bpe or 0
+        info, requested = manifest.tokenizer, self._config.train_bpe or 0
         fewer = f" (the text gives no more; asked for {requested:,})" if requested > info.vocab_size else ""
-        yield f"{'dataset':<12}{self._out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
+        yield f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
         if ends := list(describe(self._tokenizer, self._config)):
             yield f"{'documents':<12}{'; '.join(ends)}"
-        written = open_dataset(self._out)
-        for name in (TRAIN, VALIDATION):
+        written = open_dataset(self._job.out)
+        for name in SPLITS:
             of, shards = totals(manifest.splits[name]), len(manifest.splits[name])
             loss = f", {written.splits[name].num_loss_tokens:,} of them with loss," if manifest.prompts else ""
             yield (
@@ -232,27 +216,6 @@ class _Work:
             yield f"{'':<12}nothing is held out: of so few documents, take a larger --held-out"
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"
-
-    def _remedy(self) -> str:
-        done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
-        skip = "the same command with --on-error skip leaves out what cannot be read"
-        source, item = self._state.position
-        if item and self._sources[source].format != TEXT:  # its first rows are written and must not change
-            return f"{done:,} documents before it are done; {skip}, and goes on; a mended file needs --overwrite"
-        return f"{done:,} documents before it are done. When it is mended the same command goes on; {skip}"
-
-    def _describe_position(self) -> str:
-        source, item = self._state.position
-        if item and source < len(self._sources) and self._sources[source].format == TEXT:
-            source, item = source + 1, 0
-        if source >= len(self._sources):
-            return "the last input"
-        return f"{source:,} of {len(self._sources):,} inputs" + (f", item {item:,} of the next" if item else "")
-
-    def _describe_speed(self) -> str:
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        documents, tokens = self._num_documents, self._num_tokens
-        return f"{documents:,} documents  {tokens:,} tokens  {tokens / seconds:,.0f} tokens/s"
 
 
 def _listed(skipped: Mapping[str, int]) -> str:

@@ -28,15 +28,16 @@ from jaxtp.data.manifest import (
     TOKENIZER,
     TOKENS,
     DatasetError,
+    Manifest,
     TokenizerInfo,
     check_shard,
     check_tokenizer,
     parse,
     read_manifest,
 )
-from jaxtp.data.prepare.conversations import template_checksum
+from jaxtp.data.prepare.conversations import Conversations, template_checksum
 from jaxtp.data.prepare.prepare_config import PrepareConfig, arguments
-from jaxtp.data.prepare.readers import PrepareError, Source
+from jaxtp.data.prepare.readers import Fields, PrepareError, Source
 from jaxtp.data.prepare.sources import Listing, Position, differences, listing, parse_listing
 from jaxtp.data.prepare.writer import Progress, damaged
 from jaxtp.data.store import open_dataset
@@ -61,6 +62,12 @@ class Job:
     sources: list[Source]
     tokenizer: Tokenizer | None
     """None if it is to be trained."""
+    conversations: Conversations | None
+
+    @property
+    def fields(self) -> Fields:
+        """The columns that make a document."""
+        return self.config.fields if self.conversations is None else self.conversations.fields
 
 
 @dataclass
@@ -81,11 +88,8 @@ class State:
 
     def skip(self, kind: str, count: int = 1) -> None:
         """Counts skipped items."""
-        self.skipped[kind] = self.skipped.get(kind, 0) + count
-
-    def is_empty(self) -> bool:
-        """Returns whether starting over loses no document."""
-        return not any(progress.shards or progress.documents for progress in self.splits.values())
+        if count:
+            self.skipped[kind] = self.skipped.get(kind, 0) + count
 
     def save(self, out: Path) -> None:
         """Replaces the journal; its contents must describe data on disk."""
@@ -95,35 +99,40 @@ class State:
 def begin(job: Job) -> State | None:
     """Returns the state to resume from; None if finished."""
     out, config = job.out, job.config
+    settings = arguments(config) | ({} if config.messages is None else {"template": template_checksum(config)})
     exists = (out / MANIFEST).exists() or (out / JOURNAL).exists()
     if exists and config.overwrite:
         _require_inputs_elsewhere(out, config)
-        State(dataset_args(config)).save(out)  # the journal marks a half-cleared folder as ours
+        State(settings).save(out)  # the journal marks a half-cleared folder as ours
         for name in (MANIFEST, TOKENIZER, TEMPLATE, TOKENIZER_CONFIG, INPUTS, SEEN):
             (out / name).unlink(missing_ok=True)
         drop_unknown(out, set())
     if (out / MANIFEST).exists():
-        _require_same_finished(job)
+        try:
+            manifest = read_manifest(out)
+            open_dataset(out)  # checks the size of every file
+        except DatasetError as error:
+            raise PrepareError(f"{error}; --overwrite starts afresh") from None
+        _refuse(out, "a dataset", _changed(manifest, job, settings, None))
         clear_leftovers(out)
         return None
     state = _load(out, config.has_prompts)
     if state is None:
         _require_empty(out)
-    elif changed := _changed_unfinished(job, state):
-        if not state.is_empty():
-            _refuse(out, "an unfinished dataset", changed)
-        state = None
+    else:
+        # unread inputs may differ, unless the tokenizer was trained on them
+        is_trained = config.train_bpe is not None and state.tokenizer is not None
+        read = None if is_trained else state.position.source + (state.position.item > 0)
+        if changed := _changed(state, job, settings, read):
+            if any(progress.shards or progress.documents for progress in state.splits.values()):
+                _refuse(out, "an unfinished dataset", changed)
+            state = None
     if state is None:
-        state = State(dataset_args(config))
+        state = State(settings)
         state.save(out)
     lines = [json.dumps(record) + "\n" for record in listing(job.sources)]
     write_atomically(out / INPUTS, "".join(lines).encode())
     return state
-
-
-def dataset_args(config: PrepareConfig) -> dict[str, object]:
-    """Returns the settings that determine the dataset, with a template's checksum."""
-    return arguments(config) | ({} if config.messages is None else {"template": template_checksum(config)})
 
 
 @contextmanager
@@ -145,10 +154,8 @@ def locked(out: Path) -> Iterator[None]:
 
 def clear_leftovers(out: Path) -> None:
     """Deletes files that a finished dataset does not need."""
-    for path in out.glob(f"*{PARTIAL}"):
-        path.unlink()
-    for name in (SEEN, JOURNAL):
-        (out / name).unlink(missing_ok=True)
+    for path in (*out.glob(f"*{PARTIAL}"), out / SEEN, out / JOURNAL):
+        path.unlink(missing_ok=True)
 
 
 def drop_unknown(out: Path, known: set[str]) -> None:
@@ -186,32 +193,18 @@ def _require_empty(out: Path) -> None:
 
 
 def _require_inputs_elsewhere(out: Path, config: PrepareConfig) -> None:
-    read = [expand(Path(name)) for name in config.inputs] + [
-        path for path in (config.tokenizer, config.template) if path
-    ]
-    for path in read:
-        if path.resolve().is_relative_to(out.resolve()):
+    for path in (*(expand(Path(name)) for name in config.inputs), config.tokenizer, config.template):
+        if path is not None and path.resolve().is_relative_to(out.resolve()):
             raise PrepareError(f"--overwrite would delete {path} with {out}; copy it elsewhere, or name another --out")
 
 
-def _require_same_finished(job: Job) -> None:
-    try:
-        manifest = read_manifest(job.out)
-        open_dataset(job.out)  # checks the size of every file
-    except DatasetError as error:
-        raise PrepareError(f"{error}; --overwrite starts afresh") from None
-    changed = _other_settings(manifest.arguments, job.config) + _other_tokenizer(manifest.tokenizer, job.tokenizer)
-    _refuse(job.out, "a dataset", changed or differences(_listed(job.out), listing(job.sources)))
-
-
-def _changed_unfinished(job: Job, state: State) -> list[str]:
-    """Returns the differences; unread inputs may differ, unless the tokenizer was trained on them."""
-    changed = _other_settings(state.arguments, job.config)
-    if state.tokenizer is not None:
-        changed += _other_tokenizer(state.tokenizer, job.tokenizer)
-    read = None  # all sources
-    if job.config.train_bpe is None or state.tokenizer is None:
-        read = state.position.source + (state.position.item > 0)
+def _changed(before: Manifest | State, job: Job, settings: dict[str, object], read: int | None) -> list[str]:
+    """Returns changed settings, or else changes of the first `read` inputs."""
+    defaults = arguments(PrepareConfig())  # of settings that are newer than the dataset
+    changed = schema.differences({**defaults, **before.arguments}, settings)
+    if before.tokenizer is not None and job.tokenizer is not None:
+        old, new = asdict(before.tokenizer), asdict(job.tokenizer.info)
+        changed += schema.differences({"tokenizer": old}, {"tokenizer": new})
     return changed or differences(_listed(job.out)[:read], listing(job.sources)[:read])
 
 
@@ -223,17 +216,6 @@ def _refuse(out: Path, what: str, changed: list[str]) -> None:
             f"{out} holds {what} that was made otherwise (there -> asked for):\n{lines}\n"
             "--overwrite starts afresh; another --out DIR keeps it. Nothing was changed."
         )
-
-
-def _other_settings(before: Mapping[str, object], config: PrepareConfig) -> list[str]:
-    """Returns changed settings; a setting newer than the dataset had its default."""
-    return schema.differences({**arguments(PrepareConfig()), **before}, dataset_args(config))
-
-
-def _other_tokenizer(before: TokenizerInfo, tokenizer: Tokenizer | None) -> list[str]:
-    if tokenizer is None or tokenizer.info == before:
-        return []
-    return schema.differences({"tokenizer": asdict(before)}, {"tokenizer": asdict(tokenizer.info)})
 
 
 def _listed(out: Path) -> Listing:

@@ -4,25 +4,33 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtp.config.schema import HF_PREFIX, expand, nearest_file
+from jaxtp.config import schema
+from jaxtp.config.schema import HF_PREFIX, ConfigError, expand, nearest_file
 from jaxtp.data.prepare import readers, tables
-from jaxtp.data.prepare.compression import ZSTD
-from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.prepare_config import TEXT_FIELD, PrepareConfig, check
 from jaxtp.data.prepare.readers import (
     ARRAY,
     DATASETS,
+    EMPTY_FILE,
     END,
     JSONL,
     PARQUET,
     TEXT,
+    ZSTD,
+    BadInputError,
+    Document,
     Event,
     Fields,
     PrepareError,
+    Problem,
     Source,
+    shorten,
 )
 
 _READERS = {
@@ -32,6 +40,16 @@ _READERS = {
     PARQUET: tables.read_parquet,
     DATASETS: tables.read_table,
 }
+
+_LAYOUTS = {
+    "messages": ("a conversation in each row's 'messages'", {"messages"}),
+    "conversations": ("ShareGPT, a conversation in each row's 'conversations'", {"conversations"}),
+    "instruction": (
+        "Alpaca, a conversation of each row's 'instruction', 'input' and 'output'",
+        {"instruction", "output"},
+    ),
+}
+"""By the value of --messages: the layout's name, and the fields that identify its rows."""
 
 Listing = list[dict[str, str | int]]
 """Path, bytes and time of modification of each source, as `inputs.jsonl` holds them."""
@@ -45,39 +63,24 @@ class Position(NamedTuple):
     """Number of items of that source that have been read."""
 
 
-def find_sources(config: PrepareConfig) -> list[Source]:
-    """Returns all sources; a folder's by path, without hidden files."""
-    sources = [source for name in config.inputs for source in _sources_of(name, config)]
-    if any(source.format == PARQUET for source in sources):
-        tables.require_pyarrow()
-    if any(source.path.endswith(ZSTD) for source in sources):
-        try:
-            import zstandard  # noqa: F401
-        except ImportError:
-            raise PrepareError(f"{ZSTD} files need the library zstandard: pip install 'jaxtp[data]'") from None
-    return sources
-
-
 def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
     """Yields documents and problems after the first `start` items."""
-    return _READERS[source.format](source, start, fields)
-
-
-def read(sources: list[Source], start: Position, fields: Fields) -> Iterator[tuple[Event, Position]]:
-    """Yields every event from `start`, with the position after it."""
-    for index in range(start.source, len(sources)):
-        skip = start.item if index == start.source else 0
-        for event in read_source(sources[index], skip, fields):
-            yield event, Position(index + 1, 0) if event.item == END else Position(index, event.item)
-
-
-def columns(source: Source) -> list[str]:
-    """Returns the columns or first JSON keys; empty if unreadable."""
-    if source.table is not None:
-        return list(source.table.column_names)
-    if source.format == PARQUET:
-        return tables.parquet_columns(source.path)
-    return readers.json_keys(source) if source.format in (JSONL, ARRAY) else []
+    unit, number = "line" if source.format == JSONL else "row", start
+    try:
+        for number, done, item in _READERS[source.format](source, start, fields):
+            if isinstance(item, bytes) and item.isspace():
+                continue
+            try:
+                yield Document(readers.turns_of(source, item, fields), number, done)
+            except BadInputError as error:
+                message = f"{source.path}, {unit} {number}: {error}"
+                yield Problem(error.kind, message, number, done, error.is_harmless)
+        if not number:
+            raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
+    except (BadInputError, *readers.BROKEN, OSError) as error:
+        bad = readers.unreadable(source, error)
+        after = f", after {unit} {number}" if number else ""
+        yield Problem(bad.kind, f"{source.path}{after}: {bad}", END, source.size, bad.is_harmless)
 
 
 def listing(sources: list[Source]) -> Listing:
@@ -87,15 +90,11 @@ def listing(sources: list[Source]) -> Listing:
 
 def differences(before: Listing, now: Listing) -> list[str]:
     """Returns a line for each source that differs."""
-    old, new = ({record["path"]: record for record in records} for records in (before, now))
-    lines = [f"{path}: no longer among the inputs" for path in old if path not in new]
-    lines += [f"{path}: was not among the inputs" for path in new if path not in old]
-    for path in old.keys() & new.keys():
-        if old[path]["bytes"] != new[path]["bytes"]:
-            lines.append(f"{path}: had {old[path]['bytes']:,} bytes, has {new[path]['bytes']:,}")
-        elif old[path] != new[path]:
-            lines.append(f"{path}: was modified since")
-    return sorted(lines) or (["the order of the inputs"] if before != now else [])
+    old, new = (
+        {str(r["path"]): f"{r['bytes']:,} bytes, modified at {r['modified']:,} ns" for r in records}
+        for records in (before, now)
+    )
+    return schema.differences(old, new) or (["the order of the inputs"] if before != now else [])
 
 
 def parse_listing(text: str) -> Listing:
@@ -104,6 +103,66 @@ def parse_listing(text: str) -> Listing:
     if not all(isinstance(record, dict) and record.keys() == {"path", "bytes", "modified"} for record in records):
         raise ValueError("not a list of inputs")
     return records
+
+
+def find_sources(config: PrepareConfig) -> list[Source]:
+    """Returns all sources; a folder's by path, without hidden files."""
+    sources = [source for name in config.inputs for source in _sources_of(name, config)]
+    if any(source.format == PARQUET for source in sources):
+        _require("pyarrow", "Parquet")
+    if any(source.path.endswith(ZSTD) for source in sources):
+        _require("zstandard", ZSTD)
+    return sources
+
+
+def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
+    """Detects and prints the layout of conversations by the first row's keys, unless a field is named."""
+    with_rows = [source for source in sources if source.format != TEXT]
+    names_field = config.messages is not None or config.prompt_field is not None or config.field != TEXT_FIELD
+    names = [] if names_field or not with_rows else _columns(with_rows[0])
+    layout = _layout_of(names)
+    if layout is None:
+        if config.messages is not None:
+            _require_one_layout(config, with_rows)
+        elif config.template is not None:
+            raise ConfigError("--template is for conversations; give --messages FIELD too")
+        return config
+    config = replace(config, messages=layout)
+    check(config)
+    _require_one_layout(config, with_rows[1:])
+    unread = ", ".join(shorten(name) for name in names if name not in config.fields.names_in(names))
+    print(f"{'layout':<12}{_LAYOUTS[layout][0]}{f'; not read: {unread}' if unread else ''}", flush=True)
+    return config
+
+
+def _require_one_layout(config: PrepareConfig, sources: list[Source]) -> None:
+    for source in sources:
+        names = _columns(source)
+        other = _layout_of(names)
+        if other is not None and not {*config.fields.names} <= {*names}:
+            raise ConfigError(
+                f"{source.path} has {_LAYOUTS[other][0]}, but this command reads "
+                f"{' and '.join(map(repr, config.fields.names))}. A command reads one layout: run jaxtp prepare once "
+                "for each, with another --out, and train on both by data.mixture"
+            )
+
+
+def _layout_of(names: list[str]) -> str | None:
+    if TEXT_FIELD in names:
+        return None
+    return next((layout for layout, (_, required) in _LAYOUTS.items() if required <= {*names}), None)
+
+
+def _columns(source: Source) -> list[str]:
+    """Returns the columns, or the first JSON object's keys; empty if unreadable."""
+    if source.table is not None:
+        return list(source.table.column_names)
+    return tables.parquet_columns(source.path) if source.format == PARQUET else readers.first_keys(source)
+
+
+def _require(library: str, files: str) -> None:
+    if find_spec(library) is None:
+        raise PrepareError(f"{files} files need the library {library}: pip install 'jaxtp[data]'")
 
 
 def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
@@ -142,28 +201,22 @@ def _walk(root: Path, config: PrepareConfig) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise PrepareError(f"{error.filename}: {error.strerror}")
 
+    def matches(path: Path, patterns: tuple[str, ...]) -> bool:
+        inside = path.relative_to(root).as_posix()
+        return any(fnmatchcase(inside if "/" in pattern else path.name, pattern) for pattern in patterns)
+
     found = []
     for folder, folders, files in os.walk(root, onerror=refuse):
-        here = Path(folder)
-        folders[:] = [name for name in folders if not _is_excluded(here / name, root, config)]
-        found += [here / name for name in files if _is_included(here / name, root, config)]
+        paths = {name: Path(folder, name) for name in (*folders, *files)}
+        kept = [n for n, path in paths.items() if not n.startswith(".") and not matches(path, config.exclude)]
+        folders[:] = [name for name in folders if name in kept]
+        named = [paths[n] for n in files if n in kept and (not config.include or matches(paths[n], config.include))]
+        found += [path for path in named if _is_file(path)]
     return sorted(found)
 
 
-def _is_included(path: Path, root: Path, config: PrepareConfig) -> bool:
-    if _is_excluded(path, root, config):
-        return False
-    if config.include and not any(_matches(path, root, pattern) for pattern in config.include):
-        return False
+def _is_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError as error:
         raise PrepareError(f"{path}: {error.strerror}; --exclude {path.name} leaves it out") from None
-
-
-def _is_excluded(path: Path, root: Path, config: PrepareConfig) -> bool:
-    return path.name.startswith(".") or any(_matches(path, root, pattern) for pattern in config.exclude)
-
-
-def _matches(path: Path, root: Path, pattern: str) -> bool:
-    return fnmatchcase(path.relative_to(root).as_posix() if "/" in pattern else path.name, pattern)

@@ -1,6 +1,6 @@
-"""Reads documents from Parquet and from tables of Hugging Face's `datasets`."""
+"""Reads rows from Parquet and from tables of Hugging Face's `datasets`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,20 +8,16 @@ from typing import TYPE_CHECKING
 from jaxtp.config.schema import HF_PREFIX
 from jaxtp.data.prepare.readers import (
     BROKEN_FILE,
-    NO_FIELD,
     NOT_A_STRING,
     NOT_UTF8,
-    TOO_LARGE,
-    UNREADABLE,
-    Event,
+    BadInputError,
     Fields,
     Item,
     PrepareError,
-    Problem,
     Source,
-    make_document,
-    no_field,
     not_utf8,
+    require_fields,
+    unreadable,
 )
 
 if TYPE_CHECKING:
@@ -33,64 +29,47 @@ _ROWS, _MIN_ROWS = 512, 16
 _MAX_BATCH_BYTES = 2**28
 
 
-def require_pyarrow() -> None:
-    """Raises `PrepareError` if pyarrow is not installed."""
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        raise PrepareError("Parquet files need the library pyarrow: pip install 'jaxtp[data]'") from None
-
-
 def parquet_columns(path: str) -> list[str]:
     """Returns the column names; empty if the file is unreadable."""
     import pyarrow
     from pyarrow import parquet
 
-    with suppress(pyarrow.lib.ArrowException, OSError, ValueError), parquet.ParquetFile(path) as file:
-        return list(file.schema_arrow.names)
+    with suppress(pyarrow.lib.ArrowException, OSError, ValueError):
+        return list(parquet.read_schema(path).names)
     return []
 
 
-def read_parquet(source: Source, start: int, fields: Fields) -> Iterator[Event]:
-    """Yields documents after the first `start` rows."""
+def read_parquet(source: Source, start: int, fields: Fields) -> Iterator[Item]:
+    """Yields rows after the first `start`; skips row groups before them.
+
+    Each batch starts with its row group, so the same rows precede a damaged page wherever reading started.
+    """
     import pyarrow
     from pyarrow import parquet
 
     row = 0
     try:
         with parquet.ParquetFile(source.path, page_checksum_verification=True, pre_buffer=False) as file:
-            wrong = _wrong_columns(source, file.schema_arrow, fields)
-            if wrong is not None:
-                yield wrong
-                return
-            rows = file.metadata.num_rows
-            for row, values in _parquet_rows(file, start, fields.names_in(file.schema_arrow.names)):
-                yield _document(Item(source, "row", row, source.size * row // max(rows, row)), values, fields)
+            _check_columns(file.schema_arrow, fields)
+            names = fields.names_in(file.schema_arrow.names)
+            for group in range(file.num_row_groups):
+                metadata = file.metadata.row_group(group)
+                if row + metadata.num_rows <= start:
+                    row += metadata.num_rows
+                    continue
+                for batch in file.iter_batches(_batch_rows(metadata, names), row_groups=[group], columns=names):
+                    columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
+                    for values in zip(*columns, strict=True):  # one row at a time: a dictionary may repeat long texts
+                        row += 1
+                        if row > start:
+                            done = source.size * row // max(file.metadata.num_rows, row)
+                            yield row, done, {n: value.as_py() for n, value in zip(names, values, strict=True)}
+    except UnicodeDecodeError as error:
+        raise BadInputError(NOT_UTF8, not_utf8(error)) from None
     except (pyarrow.lib.ArrowException, OSError, ValueError) as error:
-        yield _broken(source, row, error)
-        return
-    if rows == 0:
-        yield source.empty("a table without rows")
-
-
-def _parquet_rows(file: "parquet.ParquetFile", start: int, names: list[str]) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yields rows after the first `start`, numbered from 1; skips row groups before them.
-
-    Each batch starts with its row group, so the same rows precede a damaged page wherever reading started.
-    """
-    first = 0
-    for group in range(file.num_row_groups):
-        metadata = file.metadata.row_group(group)
-        size = _batch_rows(metadata, names)
-        is_read = first + metadata.num_rows > start
-        row = first
-        for batch in file.iter_batches(size, row_groups=[group], columns=names) if is_read else ():
-            columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
-            for values in zip(*columns, strict=True):  # a dictionary's text becomes a Python string a row at a time
-                row += 1
-                if row > start:
-                    yield row, {name: value.as_py() for name, value in zip(names, values, strict=True)}
-        first += metadata.num_rows
+        if isinstance(error, OSError) and error.errno is not None:
+            raise unreadable(source, error) from None
+        raise BadInputError(BROKEN_FILE, f"broken Parquet file: {str(error).splitlines()[0][:200]}") from None
 
 
 def _batch_rows(group: "parquet.RowGroupMetaData", names: list[str]) -> int:
@@ -100,26 +79,14 @@ def _batch_rows(group: "parquet.RowGroupMetaData", names: list[str]) -> int:
     return min(_ROWS, max(_MIN_ROWS, _MAX_BATCH_BYTES // max(1, *sizes, 0)))
 
 
-def _wrong_columns(source: Source, schema: "parquet.ParquetSchema", fields: Fields) -> Problem | None:
+def _check_columns(schema: "parquet.ParquetSchema", fields: Fields) -> None:
+    require_fields(schema.names, fields)
     for name in fields.names:
-        if schema.get_field_index(name) < 0:
-            return source.problem(NO_FIELD, no_field(name, schema.names))
         kind = str(schema.field(name).type)
         is_nested = kind.startswith(("list", "large_list", "struct", "map"))
-        needs_lists = fields.turns is not None and fields.prompt is None
-        if is_nested != needs_lists or "string" not in kind:
-            expected = "lists of messages" if needs_lists else "strings"
-            return source.problem(NOT_A_STRING, f"the column {name!r} holds {kind}, not {expected}")
-    return None
-
-
-def _broken(source: Source, row: int, error: Exception) -> Problem:
-    reason = str(error).split("\n")[0][:200]
-    if isinstance(error, UnicodeDecodeError):
-        return source.problem(NOT_UTF8, not_utf8(error), after=f", after row {row}")
-    if isinstance(error, OSError) and error.errno is not None:
-        return source.problem(UNREADABLE, error.strerror or reason)
-    return source.problem(BROKEN_FILE, f"broken Parquet file after row {row}: {reason}")
+        if is_nested != fields.is_list or "string" not in kind:
+            expected = "lists of messages" if fields.is_list else "strings"
+            raise BadInputError(NOT_A_STRING, f"the column {name!r} holds {kind}, not {expected}")
 
 
 def open_table(name: str) -> "datasets.Dataset":
@@ -146,31 +113,11 @@ def open_table(name: str) -> "datasets.Dataset":
     return table
 
 
-def read_table(source: Source, start: int, fields: Fields) -> Iterator[Event]:
-    """Yields documents after the first `start` rows."""
+def read_table(source: Source, start: int, fields: Fields) -> Iterator[Item]:
+    """Yields rows after the first `start`."""
     table = source.table
     assert table is not None
-    for name in fields.names:
-        if name not in table.column_names:
-            yield source.problem(NO_FIELD, no_field(name, table.column_names))
-            return
-    if not len(table):
-        yield source.empty("a table without rows")
-        return
-    names = fields.names_in(table.column_names)
-    table = table.select_columns(names).with_format(None)
-    for first in range(start, len(table), _ROWS):
-        columns = table[first : first + _ROWS]
-        for row, values in enumerate(zip(*(columns[name] for name in names), strict=True), first + 1):
-            item = Item(source, "row", row, source.size * row // len(table))
-            yield _document(item, dict(zip(names, values, strict=True)), fields)
-
-
-def _document(item: Item, row: Mapping[str, object], fields: Fields) -> Event:
-    if any(isinstance(value, str) and _is_longer(value, item.source.max_document) for value in row.values()):
-        return item.problem(TOO_LARGE, item.source.too_large)
-    return make_document(item, row, fields)
-
-
-def _is_longer(text: str, limit: int) -> bool:
-    return len(text) > limit or (4 * len(text) > limit and len(text.encode(errors="replace")) > limit)
+    require_fields(table.column_names, fields)
+    rows = table.select_columns(fields.names_in(table.column_names)).with_format(None)
+    for row, values in enumerate(rows.select(range(start, len(rows))), start + 1):
+        yield row, source.size * row // len(rows), values

@@ -50,12 +50,14 @@ class SplitWriter:
                 if not path.exists() or path.stat().st_size != size:
                     raise damaged(path, f"it should have {size:,} bytes")
         if progress.documents:
-            self._reopen()
+            self._reopen(self._shard(dict.fromkeys(self._suffixes, "")).file_sizes(self._dtype))
 
     def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int) -> int:
         """Writes a document with a nonempty part; returns its number of tokens."""
         if not self._files:
-            self._open_shard()
+            for suffix in self._suffixes:
+                self._files[suffix] = self._path(len(self.progress.shards), suffix).open("wb", _BUFFER)
+            self._files[DOCUMENTS].write(bytes(OFFSET.itemsize))
         length, progress = 0, self.progress
         for part in parts:
             length += len(part)
@@ -78,13 +80,11 @@ class SplitWriter:
 
     def end_shard(self) -> None:
         """Closes the open shard, if any."""
-        if not self._files:
-            return
-        self.close()
-        index, progress = len(self.progress.shards), self.progress
-        sums = {suffix: sha256(self._path(index, suffix)) for suffix in self._suffixes}
-        shard = Shard(progress.documents, progress.tokens, progress.text_bytes, progress.longest, sums)
-        self.progress = Progress([*progress.shards, shard])
+        if self._files:
+            self.close()
+            paths = {suffix: self._path(len(self.progress.shards), suffix) for suffix in self._suffixes}
+            shard = self._shard({suffix: sha256(path) for suffix, path in paths.items()})
+            self.progress = Progress([*self.progress.shards, shard])
 
     def close(self) -> None:
         """Flushes the files to disk and closes them."""
@@ -103,23 +103,19 @@ class SplitWriter:
     def _path(self, shard: int, suffix: str) -> Path:
         return shard_file(self._folder, self._split, shard, suffix)
 
-    def _open_shard(self) -> None:
-        index = len(self.progress.shards)
-        for suffix in self._suffixes:
-            self._files[suffix] = self._path(index, suffix).open("wb", _BUFFER)
-        self._files[DOCUMENTS].write(bytes(OFFSET.itemsize))
-
-    def _reopen(self) -> None:
+    def _shard(self, sums: dict[str, str]) -> Shard:
         progress = self.progress
-        shard = Shard(progress.documents, progress.tokens, 0, 0, dict.fromkeys(self._suffixes, ""))
-        sizes = {self._path(len(progress.shards), s): (s, size) for s, size in shard.file_sizes(self._dtype).items()}
-        for path, (_, size) in sizes.items():
-            if not path.exists() or path.stat().st_size < size:
+        return Shard(progress.documents, progress.tokens, progress.text_bytes, progress.longest, sums)
+
+    def _reopen(self, sizes: dict[str, int]) -> None:
+        paths = {suffix: self._path(len(self.progress.shards), suffix) for suffix in sizes}
+        for suffix, path in paths.items():
+            if not path.exists() or path.stat().st_size < sizes[suffix]:
                 raise damaged(path, "it is shorter than it was")
-        for path, (suffix, size) in sizes.items():
+        for suffix, path in paths.items():
             file = self._files[suffix] = path.open("r+b", _BUFFER)
-            file.truncate(size)
-            file.seek(size)
+            file.truncate(sizes[suffix])
+            file.seek(sizes[suffix])
 
 
 class Seen:

@@ -100,8 +100,9 @@ def test_a_dataset_that_was_made_otherwise_is_refused(tmp_path, rows, capsys):
     assert "  held_out: 0.01 -> 0.5\n  dedup: False -> True\n--overwrite starts afresh" in error
     error = refused(capsys, rows, tmp_path / "a.jsonl", "--out", tmp_path / "d")
     assert "  inputs: [" in error
+    size = rows.stat().st_size
     jsonl(rows, [*TEXTS, "more"])
-    assert f"  {rows}: had " in refused(capsys, rows, "--out", tmp_path / "d")
+    assert f"  {rows}: {size:,} bytes, modified at " in refused(capsys, rows, "--out", tmp_path / "d")
     assert contents(tmp_path / "d") == before
     (tmp_path / "d/notes.txt").write_text("mine")
     dataset = prepared(tmp_path / "d", rows, "--overwrite", "--held-out", 0)
@@ -112,7 +113,7 @@ def test_a_dataset_that_was_made_otherwise_is_refused(tmp_path, rows, capsys):
 def test_a_file_of_the_same_size_that_was_modified_is_noticed(tmp_path, rows, capsys):
     prepared(tmp_path / "d", rows)
     os.utime(rows, ns=(1, 1))
-    assert f"{rows}: was modified since" in refused(capsys, rows, "--out", tmp_path / "d")
+    assert " bytes, modified at 1 ns\n" in refused(capsys, rows, "--out", tmp_path / "d")
 
 
 def test_another_tokenizer_is_refused_and_the_same_elsewhere_is_not(tmp_path, rows, capsys):
@@ -219,7 +220,7 @@ def test_what_was_read_must_not_change_under_an_unfinished_dataset(tmp_path, cap
         capsys, *inputs, "--out", tmp_path / "d", "--held-out", 0.3
     )
     (tmp_path / "b.txt").write_bytes(b"other")
-    assert "b.txt: had 1 bytes, has 5" in refused(capsys, *inputs, "--out", tmp_path / "d")
+    assert "b.txt: 1 bytes, modified at " in refused(capsys, *inputs, "--out", tmp_path / "d")
     prepared(tmp_path / "d", *inputs, "--on-error", "skip", "--overwrite", "--held-out", 0)
     assert decoded(open_dataset(tmp_path / "d")) == [b"a", b"other"]
 

@@ -317,6 +317,12 @@ def test_rows_that_have_a_text_are_texts(folder, capsys):
     assert "layout" not in capsys.readouterr().out
 
 
+def test_rows_without_a_text_name_the_flag_for_conversations(folder, capsys):
+    jsonl(folder / "s.jsonl", [{"id": 1, "dialog": []}])
+    error = refused(capsys, folder / "s.jsonl", "--tokenizer", folder / "t", "--out", folder / "e")
+    assert "no field 'text'; there are 'id', 'dialog'; --field NAME takes another, --messages NAME" in error
+
+
 @pytest.mark.parametrize(
     ("row", "flags", "message"),
     [
