@@ -304,6 +304,12 @@ def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyCon
     return _with_adapters(config, lora, explicit), source
 
 
+def stored_source(info: Mapping[str, Any]) -> Path | None:
+    """Returns the `run.init_from` of a checkpoint's run."""
+    stored = info["config"]["run"]["init_from"]
+    return None if stored is None else Path(stored)
+
+
 def describe_length(config: TrainConfig, source: InitSource) -> str | None:
     """Warns if sequences are longer than the initial model supports."""
     longest, length = source.max_length, config.data.sequence_length

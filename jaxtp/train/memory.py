@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxtp.analysis.step_costs import StepCosts, described, step_costs
 from jaxtp.checkpoint.logical import divisible_axes, named_variables, split_dims
 from jaxtp.checkpoint.storage import save_host_bytes
 from jaxtp.config.schema import ConfigError
@@ -40,6 +39,9 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, TrainState, bytes_per_device, total_bytes
+
+if TYPE_CHECKING:
+    from jaxtp.analysis.step_costs import StepCosts
 
 MODEL, BLOCKS = "model.", "model.blocks."
 OVERLAP = 3
@@ -140,7 +142,7 @@ def memory_per_device(
     arrays: Iterable[StoredArray] | None = None,
     *,
     platform: str = "cpu",
-    costs: StepCosts | None = None,
+    costs: "StepCosts | None" = None,
 ) -> Memory:
     """Returns the memory of a step per device; ignores the run's mesh.
 
@@ -187,11 +189,13 @@ class _StateBytes:
         )
 
 
-def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> StepCosts:
+def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> "StepCosts":
     """Returns the costs of a step per device; ignores the run's mesh.
 
     `platform` decides the kernels, which affect memory and time, not communication.
     """
+    from jaxtp.analysis.step_costs import step_costs
+
     costs = step_costs(
         config.model,
         sizes,
@@ -205,7 +209,8 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
     return costs if config.optimizer.name != "muon" else _with_muon(costs, config.model, sizes)
 
 
-def _with_muon(costs: StepCosts, model: ModelConfig, sizes: Mapping[str, int]) -> StepCosts:
+def _with_muon(costs: "StepCosts", model: ModelConfig, sizes: Mapping[str, int]) -> "StepCosts":
+    from jaxtp.analysis.step_costs import described
     from jaxtp.train.muon import MUON, owned
 
     as_split = described(model, sizes[TP] if model.most_experts else 1)  # tp decides how experts are split
@@ -224,7 +229,7 @@ def _with_muon(costs: StepCosts, model: ModelConfig, sizes: Mapping[str, int]) -
     )
 
 
-def _backward(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: StepCosts) -> Memory:
+def _backward(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: "StepCosts") -> Memory:
     weights, working, logits = costs.weights, costs.working, costs.loss
     if logits < weights + working:
         logits //= OVERLAP
@@ -242,7 +247,7 @@ def _backward(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes,
     )
 
 
-def _update(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: StepCosts) -> Memory:
+def _update(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: "StepCosts") -> Memory:
     return Memory(
         parameters=state.parameters,
         optimizer=state.optimizer,

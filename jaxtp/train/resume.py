@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -93,12 +92,6 @@ def change_of_rate(config: TrainConfig, stored: Mapping[str, Any], updates: int)
         f"learning rate: {float(before(updates - 1)):.4g} at the last step, {float(now(updates)):.4g} at the next; "
         f"without the changes it would be {float(before(updates)):.4g}"
     ]
-
-
-def with_stored_source(config: TrainConfig, info: Mapping[str, Any]) -> TrainConfig:
-    """Restores the checkpoint's `run.init_from`."""
-    stored = info["config"]["run"]["init_from"]
-    return configuration.changed(config, {"run.init_from": None if stored is None else Path(stored)})
 
 
 def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:

@@ -12,19 +12,17 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxtp
-from jaxtp.analysis.step_costs import describe_active, describe_padding
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.config.console import Display
 from jaxtp.data.corpus import Corpus
 from jaxtp.data.samples import Data
-from jaxtp.data.tokenizer_files import TEMPLATE
 from jaxtp.layers.activations import is_split
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
-from jaxtp.models.config import ModelConfig
+from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import describe_memory
 from jaxtp.train.metrics import describe_peak
@@ -60,6 +58,8 @@ class Report(Display):
 
 def next_steps(config: TrainConfig, saved: Path) -> list[str]:
     """Returns a finished run's location, and commands to use it."""
+    from jaxtp.data.tokenizer_files import TEMPLATE
+
     trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))
     data = config.data.validation or trained_on
     run, text = shlex.quote(str(config.run.dir)), shlex.quote(str(data))
@@ -88,7 +88,7 @@ def summary(
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
         "mesh": f"{describe_mesh(mesh_sizes(mesh))} = {mesh.size} {kind}",
         "model": f"{parameter_count(blueprint):,} parameters"
-        f"{describe_active(config.model, parameter_count(blueprint))}{_describe_trained(blueprint)}: "
+        f"{_describe_active(blueprint)}{_describe_trained(blueprint)}: "
         f"{_describe_model(config.model)}",
         "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
         f"of {_mib(total_bytes(blueprint))} in all",
@@ -103,7 +103,7 @@ def summary(
     }
     optional = {
         "overlap": describe_overlap(config, mesh_sizes(mesh)),
-        "padding": describe_padding(config.model, mesh_sizes(mesh)),
+        "padding": _describe_padding(config.model, mesh_sizes(mesh)),
         "memory": describe_memory(config, mesh),
         "peak": describe_peak(device),
         **notes,
@@ -222,6 +222,22 @@ def _describe_batch(config: TrainConfig, mesh: Mesh, unit: str) -> str:
         f"{batch} sequences of {config.data.sequence_length} {unit} = {describe_mesh(sizes, BATCH)} x "
         f"accumulation {accumulation} x {per_device} per device"
     )
+
+
+def _describe_active(blueprint: Blueprint) -> str:
+    if not blueprint.config.most_experts:
+        return ""
+    from jaxtp.analysis.step_costs import describe_active
+
+    return describe_active(blueprint.config, parameter_count(blueprint))
+
+
+def _describe_padding(model: ModelConfig, mesh: Mapping[str, int]) -> str | None:
+    if not padded_sizes(model, mesh[TP]):
+        return None
+    from jaxtp.analysis.step_costs import describe_padding
+
+    return describe_padding(model, mesh)
 
 
 def _describe_trained(blueprint: Blueprint) -> str:
