@@ -66,9 +66,7 @@ class Default:
 
     setting: str
     """Dotted name."""
-
     value: Any
-
     reason: str = ""
     """Empty if it needs none."""
 

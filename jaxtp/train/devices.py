@@ -35,18 +35,13 @@ class DeviceInfo:
     """The devices available to a run."""
 
     count: int
-
     per_process: int
-
     bfloat16: bool
     """Whether bfloat16 products are faster than float32 ones."""
-
     kind: str
     """Name for messages."""
-
     memory: float | None = None
     """Bytes of each device that JAX may allocate; None if unknown, as on CPUs."""
-
     platform: str = "cpu"
     """As returned by `architecture_of`; decides the kernels."""
 

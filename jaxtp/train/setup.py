@@ -24,7 +24,7 @@ from jaxtp.train import run_folder
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.devices import open_mesh
 from jaxtp.train.init_source import AnyConfig, InitialState, InitSource, describe_length, resolve, stored_source
-from jaxtp.train.memory import require_memory
+from jaxtp.train.memory import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
@@ -117,7 +117,9 @@ def make_run(
         report.line(line)
     report.line(summary(config, data, blueprint, _notes(config, source, blueprint), before))
 
-    checkpoints = exit_stack.enter_context(_open_checkpoints(config))
+    keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
+    checkpoints = Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
+    exit_stack.enter_context(checkpoints)
     restored = None
     if checkpoints.steps():
         from jaxtp.train.resume import restore
@@ -184,12 +186,13 @@ def _check_machines(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data) ->
 
 
 def _notes(config: TrainConfig, source: InitSource, blueprint: Blueprint) -> dict[str, str | None]:
-    notes = {"length": describe_length(config, source)}
-    if config.train.verify_every:
-        from jaxtp.train.verify import describe_verification
-
-        notes["verify"] = describe_verification(config.train.verify_every, blueprint)
-    return notes
+    verify = None
+    if every := config.train.verify_every:
+        verify = (
+            f"every {every:,} steps: a step more, and {verification_bytes(blueprint) / 2**30:,.2f} GiB of host memory "
+            "in each process, for the state before it and its first result"
+        )
+    return {"length": describe_length(config, source), "verify": verify}
 
 
 def load_data(config: TrainConfig, source: InitSource) -> Data:
@@ -255,11 +258,6 @@ def plan(config: TrainConfig, mesh: jax.sharding.Mesh, parts: Parts = Parts()) -
     if parts.model is None:
         require_memory(config, blueprint)
     return blueprint
-
-
-def _open_checkpoints(config: TrainConfig) -> Checkpoints:
-    keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
-    return Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
 
 
 def _initial_state(

@@ -57,9 +57,12 @@ class Optimizer(nnx.Module):
         params = _parameters(model)
         state = transformation.init(self._as_optax_sees(params, params))
         logical = isinstance(transformation, OnLogicalShapes)
-        self.opt_state = nnx.data(
-            jax.tree_util.tree_map_with_path(lambda path, leaf: _variable(leaf, _owner(path, params), logical), state)
-        )
+
+        def variable(path: tuple[Any, ...], leaf: Array) -> OptimizerState:
+            owner = _owner(path, params)
+            return OptimizerState(leaf, **({} if owner is None else _declaration(leaf.shape, owner, logical)))
+
+        self.opt_state = nnx.data(jax.tree_util.tree_map_with_path(variable, state))
 
     def update(self, model: nnx.Module, grads: nnx.State) -> None:
         """Applies gradients, with the structure of the model's parameters."""
@@ -223,11 +226,6 @@ def _parameters(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
 def _owner(path: tuple[Any, ...], params: dict[str, nnx.Variable[Any]]) -> nnx.Variable[Any] | None:
     keys = (getattr(key, "key", None) for key in path)
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
-
-
-def _variable(leaf: Array, owner: nnx.Variable[Any] | None, logical: bool) -> OptimizerState:
-    metadata = {} if owner is None else _declaration(leaf.shape, owner, logical)
-    return OptimizerState(leaf, **metadata)
 
 
 def _declaration(shape: tuple[int, ...], owner: nnx.Variable[Any], logical: bool) -> dict[str, Any]:
