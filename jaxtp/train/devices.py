@@ -10,17 +10,7 @@ from jax.sharding import Mesh
 from jaxtp.config.schema import changed
 from jaxtp.distributed.devices import build_mesh, bytes_limit, request_virtual_devices
 from jaxtp.layers.kernels.select import architecture_of
-from jaxtp.mesh import (
-    AXES,
-    CONTEXT,
-    REPLICAS,
-    TP,
-    batch_parts,
-    check_sizes,
-    fitting_meshes,
-    mesh_sizes,
-    parts,
-)
+from jaxtp.mesh import AXES, CONTEXT, REPLICAS, TP, batch_parts, check_sizes, fitting_meshes, mesh_sizes, parts
 from jaxtp.models.config import padded_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import StoredArray, costs_of_step, memory_per_device, stored_arrays

@@ -135,6 +135,10 @@ class Loop:
             self._report.line(line)
         return True
 
+    def _enter_phase(self, name: str) -> None:
+        self._watchdog.feed()
+        working_on(name)
+
     def _require_sound_start(self) -> None:
         # Otherwise the first step would be blamed.
         run, advice = self._run, "begin with other weights"
@@ -144,10 +148,6 @@ class Loop:
         what = f"step {run.step}: the run cannot start from this state"
         with self._timing.lost_to("start"):
             run.checkpoints.require_sound(named_arrays(run.state), self._mesh, what, advice)
-
-    def _enter_phase(self, what: str) -> None:
-        self._watchdog.feed()
-        working_on(what)
 
     def _between_steps(self) -> None:
         evaluation, saving = self._config.eval.every, self._config.checkpoint.every
@@ -291,8 +291,7 @@ class Loop:
         self._enter_phase(f"the evaluation at step {self._run.step}")
         with self._timing.lost_to("evaluate"):
             loss = self._validation_loss()
-        run = self._run
-        perplexity = math.exp(min(loss, 700))
+        run, perplexity = self._run, math.exp(min(loss, 700))
         if log:
             self._trackers.write({"step": run.step, "eval_loss": loss, "eval_perplexity": perplexity})
         unit = run.data.corpus.unit.removesuffix("s")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a run that replace those of its configuration."""
+    """The parts of a run, each in place of the one that the configuration describes."""
 
     model: MakeModel | None = None
     """Returns the model. Its layers' parameters have shardings; memory and utilization are not estimated."""

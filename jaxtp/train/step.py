@@ -57,6 +57,9 @@ EvalStep = Callable[[nnx.State, Batch], tuple[Array, Array]]
 JittedTrainStep = Any
 """A `TrainStep` from `jax.jit`, which can also be traced and lowered."""
 
+Choices = list[tuple[Array, Array] | None] | None
+"""For each kind of block the router's choices and their margin, if they are recorded."""
+
 Loss = Callable[[Any, Batch], tuple[Array, Array]]
 """Takes a model and a batch; returns the summed loss of its labels and their number, as float32 scalars."""
 
@@ -125,7 +128,7 @@ def make_train_step(
         key = dropout_key(config.run.seed, updates)
         rows = {name: array for name, array in batch.items() if name != STOP}
         model: Any = train_state.model  # a `Decoder`, unless `loss` is given
-        choices = None
+        choices: Choices = None
         if loss is None:
             terms, choices, grads = loss_and_grads(
                 model, rows, config.train, key, config.mesh.context, record=with_choices
@@ -209,14 +212,14 @@ def make_eval_step(
 
 def loss_and_grads(
     model: Decoder, batch: Batch, loop: LoopConfig, key: Array, context: Context = "auto", *, record: bool = False
-) -> tuple[LossTerms, Any, nnx.State]:
+) -> tuple[LossTerms, Choices, nnx.State]:
     """Returns the loss terms of a batch, the routers' choices if `record`, and the gradient of the mean loss.
 
     The mean is over the batch's valid tokens (`count`, at least 1), not over means of micro-batches. With accumulation,
     replicas sum their own gradients, which are reduced once (`layers/gradients.py`).
     """
 
-    def objective(merged: Decoder, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Any]]:
+    def objective(merged: Decoder, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
         sequences = replace(merged.sequences(micro["inputs"], micro.get(SEGMENTS), context), record=record)
         terms, routings = merged.loss_terms(
             micro["inputs"],
@@ -233,7 +236,7 @@ def loss_and_grads(
 
 
 def _grads_of_loss(loss: Loss, model: nnx.Module, batch: Batch, config: TrainConfig) -> tuple[LossTerms, nnx.State]:
-    def objective(merged: nnx.Module, micro: Batch, _: Array) -> tuple[Array, tuple[LossTerms, None]]:
+    def objective(merged: nnx.Module, micro: Batch, _: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
         terms = LossTerms(*loss(merged, micro), None)
         return terms.loss, (terms, None)
 
@@ -246,16 +249,16 @@ def _grads_of_loss(loss: Loss, model: nnx.Module, batch: Batch, config: TrainCon
 def _mean_grads(
     model: nnx.Module,
     batch: Batch,
-    objective: Callable[[Any, Batch, Array], tuple[Array, tuple[LossTerms, Any]]],
+    objective: Callable[[Any, Batch, Array], tuple[Array, tuple[LossTerms, Choices]]],
     no_terms: LossTerms,
     accumulation: int,
     precision: Precision,
-) -> tuple[LossTerms, Any, nnx.State]:
+) -> tuple[LossTerms, Choices, nnx.State]:
     # `objective` takes a model, a micro-batch and its rows' numbers.
     graph, stored, frozen = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
     params = mark_unreduced(stored) if accumulation > 1 else stored
 
-    def of_params(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Any]]:
+    def of_params(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
         return objective(nnx.merge(graph, params, frozen, copy=True), micro, rows)  # frozen: from the outer trace
 
     def micro_fn(micro: tuple[Batch, Array]) -> tuple[Any, Any]:
