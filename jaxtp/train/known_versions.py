@@ -29,8 +29,7 @@ class Known:
 
     packages: tuple[str, ...]
     first: Version
-    fixed: Version
-    """The first version after the range."""
+    fixed: Version  # the first after the range
     where: Callable[[str, str], bool]
     """Whether a device is affected, by `jax.Device.device_kind` and `hardware.architecture_of`."""
     what: str

@@ -1,12 +1,8 @@
 """Memory of a training step per device: exact for the state, modeled for the rest.
 
-A step peaks between forward and backward pass: gradients of all blocks (XLA allocates them before the forward pass),
-saved activations, and working sets of the loss and the last block; with muon, maybe in the update. An evaluation needs
-less.
-
-Activations and workspace (`analysis/layer_costs.py`) follow the allocations of XLA's GPU compiler for dense Llama
-shapes (`scripts/estimate_accuracy.py`). Not modeled: temporaries of adafactor and dropout, small arrays, fragmentation
-of XLA's temporary block.
+A step peaks between forward and backward pass, or with muon in the update. Activations and workspace
+(`analysis/layer_costs.py`) follow the allocations of XLA's GPU compiler for dense Llama shapes
+(`scripts/estimate_accuracy.py`). Not modeled: temporaries of adafactor and dropout, small arrays, fragmentation.
 """
 
 import math

@@ -2,18 +2,13 @@
 
 Every `train.verify_every` steps, checksums of each device's shards are compared, bit by bit:
 
-1. Copies: devices that hold the same shard of the state or the batch, before and after the step. Names the minority, or
-   both of two.
-2. Computations: one program computes the step twice from the same state and batch. If gradients differ, after reduction
-   and before clipping, names their devices; if only results differ, the update is at fault. Gradients come first,
-   because clipping spreads one wrong gradient to all results.
+1. Copies: devices that hold the same shard of the state or the batch, before and after the step.
+2. Computations: one program computes the step twice from the same state and batch. Gradients, after reduction and
+   before clipping, are compared first, because clipping spreads one wrong gradient to all results.
 
-Gradient checksums of every step tell in which step copies first differed. Programs must be bitwise reproducible
-(`step.compiler_options`). Limits: see `_BEFORE_SUM`; with dp 1, a gradient that was wrong once between verifications
-leaves nothing to compare.
-
-A verification costs one step, two transfers of the state to the host and one back, and four reads on the device:
-`scripts/results/verify_cost.txt`.
+Checksums of every step's gradients tell in which step copies first differed. Programs must be bitwise reproducible
+(`step.compiler_options`). With dp 1, a gradient that was wrong once between verifications leaves nothing to compare.
+Cost: `scripts/results/verify_cost.txt`.
 """
 
 import contextlib
