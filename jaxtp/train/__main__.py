@@ -26,8 +26,7 @@ from jaxtp.distributed.peers import report_failure, run_and_report, watch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train import trackers
 from jaxtp.train.config import TrainConfig, training_of
-from jaxtp.train.defaults import resolve_run
-from jaxtp.train.init_source import InitSource
+from jaxtp.train.defaults import resolve_defaults
 from jaxtp.train.loop import Loop
 from jaxtp.train.setup import Run, make_run
 
@@ -79,21 +78,13 @@ def main(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> int:
     bind = _bind(argv) if num_processes() > 1 else None
     join_processes(bind=bind)
-    sources: list[InitSource] = []
-
-    def resolve(config: RunCommand, explicit: Set[str]) -> tuple[RunCommand, list[str]]:
-        choose_allocator(config.launch.allocator)  # before JAX's backend starts
-        config, startup_log, source = resolve_run(config, explicit)
-        sources.append(source)
-        return config, startup_log
-
     with raise_everywhere(partial(watch, bind)):  # flags first: they decide the number of virtual devices
-        config, startup_log = COMMAND.load(argv, resolve)
+        config, startup_log = COMMAND.load(argv, _resolved)
         require_writable("--json", config.json)
         require_picture("--plot", config.plot)
     with ExitStack() as exit_stack:
         try:
-            run = make_run(training_of(config), exit_stack, sources[0], startup_log)
+            run = make_run(training_of(config), exit_stack, startup_log)
             done = Loop(run).run_to_end()
         except BaseException as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and (
@@ -105,6 +96,11 @@ def _train(argv: Sequence[str]) -> int:
         if jax.process_index() == 0:
             _write(config, run, done)
     return 0 if done else config.train.stopped_exit_code
+
+
+def _resolved(config: RunCommand, explicit: Set[str]) -> tuple[RunCommand, list[str]]:
+    choose_allocator(config.launch.allocator)  # before JAX's backend starts
+    return resolve_defaults(config, explicit)
 
 
 def _bind(argv: Sequence[str]) -> str | None:

@@ -66,9 +66,7 @@ class Default:
 
     setting: str
     """Dotted name."""
-
     value: Any
-
     reason: str = ""
     """Empty if it needs none."""
 
@@ -82,13 +80,6 @@ class Default:
 def resolve_defaults(
     config: AnyConfig, explicit: Set[str], devices: DeviceInfo | None = None
 ) -> tuple[AnyConfig, list[str]]:
-    """As `resolve_run`, for commands that load no weights."""
-    return resolve_run(config, explicit, devices)[:2]
-
-
-def resolve_run(
-    config: AnyConfig, explicit: Set[str], devices: DeviceInfo | None = None
-) -> tuple[AnyConfig, list[str], InitSource]:
     """Fills in defaults for the initial weights and the devices.
 
     Args:
@@ -96,7 +87,7 @@ def resolve_run(
       devices: the available devices if None.
 
     Returns:
-      The configuration, lines with reasons for defaults, and the weights' source.
+      The configuration, and lines with reasons for defaults.
 
     Raises:
       HFError, CheckpointError: unreadable model.
@@ -111,7 +102,7 @@ def resolve_run(
     config, steps = _with(config, _steps(config, source), set())
     config, warmup = _with(config, _warmup(config, source, resumed), explicit)
     lines = [str(each) for each in early + of_model + of_devices + steps + warmup if each.reason]
-    return config, lines, source
+    return config, lines
 
 
 def _with(

@@ -10,17 +10,7 @@ from jax.sharding import Mesh
 from jaxtp.config.schema import changed
 from jaxtp.distributed.devices import build_mesh, bytes_limit, request_virtual_devices
 from jaxtp.layers.kernels.select import architecture_of
-from jaxtp.mesh import (
-    AXES,
-    CONTEXT,
-    REPLICAS,
-    TP,
-    batch_parts,
-    check_sizes,
-    fitting_meshes,
-    mesh_sizes,
-    parts,
-)
+from jaxtp.mesh import AXES, CONTEXT, REPLICAS, TP, batch_parts, check_sizes, fitting_meshes, mesh_sizes, parts
 from jaxtp.models.config import padded_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import StoredArray, costs_of_step, memory_per_device, stored_arrays
@@ -35,18 +25,13 @@ class DeviceInfo:
     """The devices available to a run."""
 
     count: int
-
     per_process: int
-
     bfloat16: bool
     """Whether bfloat16 products are faster than float32 ones."""
-
     kind: str
     """Name for messages."""
-
     memory: float | None = None
     """Bytes of each device that JAX may allocate; None if unknown, as on CPUs."""
-
     platform: str = "cpu"
     """As returned by `architecture_of`; decides the kernels."""
 

@@ -5,7 +5,7 @@ sources that need `jaxtp.hf` import it.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
 """Files of a tokenizer without a tokenizer.json."""
-
 _MAX_SHOWN = 2
 """Settings in a message; a recipe for another model differs in ten."""
-
 _NAME_IT = "name that by --model.from-hf FOLDER or --run.init-from RUN"
 
 AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
@@ -304,6 +302,12 @@ def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyCon
     return _with_adapters(config, lora, explicit), source
 
 
+def stored_source(info: Mapping[str, Any]) -> Path | None:
+    """Returns the `run.init_from` of a checkpoint's run."""
+    stored = info["config"]["run"]["init_from"]
+    return None if stored is None else Path(stored)
+
+
 def describe_length(config: TrainConfig, source: InitSource) -> str | None:
     """Warns if sequences are longer than the initial model supports."""
     longest, length = source.max_length, config.data.sequence_length
@@ -326,7 +330,12 @@ def _source_no_longer_needed(config: TrainConfig, folder: Path) -> bool:
 
 def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfig:
     stored = architecture(model) | {"lora": architecture(config.model)["lora"]}
-    problems = list(_contradictions(config.model, stored))
+    default = architecture(ModelConfig())
+    problems = [
+        f"model.{name}={value}, where it has {stored[name]}"
+        for name, value in architecture(config.model).items()
+        if value not in (default[name], stored[name])
+    ]
     if len(problems) > _MAX_SHOWN:
         raise ConfigError(
             f"{folder} is another model: {problems[0]}, and {len(problems) - 1} more; leave these "
@@ -336,13 +345,6 @@ def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfi
         raise ConfigError(f"{folder} is another model: {'; '.join(problems)}; leave these settings out")
     sizes = {name: getattr(model, name) for name in stored if name != "lora"}
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
-
-
-def _contradictions(model: ModelConfig, stored: Mapping[str, object]) -> Iterator[str]:
-    default = architecture(ModelConfig())
-    for name, value in architecture(model).items():
-        if value not in (default[name], stored[name]):
-            yield f"model.{name}={value}, where it has {stored[name]}"
 
 
 def _resumed_adapters(config: TrainConfig) -> LoraConfig | None:

@@ -29,22 +29,12 @@ class Known:
 
     packages: tuple[str, ...]
     first: Version
-    fixed: Version
-    """The first version after the range."""
+    fixed: Version  # the first after the range
     where: Callable[[str, str], bool]
     """Whether a device is affected, by `jax.Device.device_kind` and `hardware.architecture_of`."""
     what: str
     """The effect, and the version to install instead."""
     thread: str
-
-
-def _on_cuda(kind: str, architecture: str) -> bool:
-    del kind
-    return architecture.startswith("cuda")
-
-
-def _has_capability(capability: str) -> Callable[[str, str], bool]:
-    return lambda kind, architecture: architecture == f"cuda {capability}"
 
 
 TABLE = (
@@ -60,7 +50,7 @@ TABLE = (
         packages=_NCCL,
         first=(2, 30, 7),
         fixed=(2, 30, 8),
-        where=_on_cuda,
+        where=lambda kind, architecture: architecture.startswith("cuda"),
         what="transfers between processes can hang; 2.31.2 passes where it hangs",
         thread="https://github.com/NVIDIA/jaxpp/issues/11",
     ),
@@ -68,7 +58,7 @@ TABLE = (
         packages=_CUDNN[:1],
         first=(0,),
         fixed=(9, 14),  # 9.13 was the newest at the report; the first that works is unknown
-        where=_on_cuda,
+        where=lambda kind, architecture: architecture.startswith("cuda"),
         what="cuDNN's attention fails with CUDA 13; install a newer one, or use --model.attention fused",
         thread="https://github.com/jax-ml/jax/issues/32430",
     ),
@@ -76,7 +66,7 @@ TABLE = (
         packages=_CUDNN,
         first=(0,),
         fixed=(9, 11),
-        where=_has_capability("10.3"),
+        where=lambda kind, architecture: architecture == "cuda 10.3",
         what="it has no attention for this GPU; install 9.11 or newer, or use --model.attention fused",
         thread="https://github.com/jax-ml/jax/pull/30242",
     ),
@@ -84,7 +74,7 @@ TABLE = (
         packages=_CUDNN,
         first=(0,),
         fixed=(9, 25),
-        where=_has_capability("10.7"),
+        where=lambda kind, architecture: architecture == "cuda 10.7",
         what="it has no attention for this GPU; install 9.25 or newer, or use --model.attention fused",
         thread="https://github.com/pytorch/pytorch/pull/192843",
     ),

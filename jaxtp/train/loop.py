@@ -18,7 +18,7 @@ from jaxtp.config.entry import STANDARD_OUTPUT, UserError
 from jaxtp.config.reading import shown
 from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
-from jaxtp.distributed.agreement import raise_everywhere
+from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.peers import working_on
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import run_folder
@@ -28,10 +28,10 @@ from jaxtp.train.setup import Run
 from jaxtp.train.state import named_arrays, parameter_count
 from jaxtp.train.step import Scalars, TrainStep, compiler_options, trace_step
 from jaxtp.train.stopping import Stopping, Watchdog
-from jaxtp.train.stragglers import Stragglers
 from jaxtp.train.trackers import Trackers
 
 if TYPE_CHECKING:
+    from jaxtp.train.stragglers import Stragglers
     from jaxtp.train.verify import Verifier
 
 
@@ -47,7 +47,11 @@ class Loop:
             self._trackers = Trackers(config, run.step, run.report.line)
         self._profiler = Profiler(config.run.dir / run_folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
-        self._stragglers = Stragglers(self._mesh, run.report.line)
+        self._stragglers: Stragglers | None = None
+        if is_multiprocess() or platform_of(self._mesh.devices.flat[0]) != "cpu":
+            from jaxtp.train import stragglers
+
+            self._stragglers = stragglers.Stragglers(self._mesh, run.report.line)
         self._stopping = Stopping(run.interrupt, self._mesh)
         self._verifier: Verifier | None = None
         if config.train.verify_every:
@@ -131,6 +135,10 @@ class Loop:
             self._report.line(line)
         return True
 
+    def _enter_phase(self, name: str) -> None:
+        self._watchdog.feed()
+        working_on(name)
+
     def _require_sound_start(self) -> None:
         # Otherwise the first step would be blamed.
         run, advice = self._run, "begin with other weights"
@@ -140,10 +148,6 @@ class Loop:
         what = f"step {run.step}: the run cannot start from this state"
         with self._timing.lost_to("start"):
             run.checkpoints.require_sound(named_arrays(run.state), self._mesh, what, advice)
-
-    def _enter_phase(self, what: str) -> None:
-        self._watchdog.feed()
-        working_on(what)
 
     def _between_steps(self) -> None:
         evaluation, saving = self._config.eval.every, self._config.checkpoint.every
@@ -207,7 +211,8 @@ class Loop:
                 "tokens": samples * self._config.data.sequence_length,
                 **self._speed(tokens_per_step),
             }
-            record = self._stragglers.record(step, record, self._run.state)
+            if self._stragglers is not None:
+                record = self._stragglers.record(step, record, self._run.state)
             self._trackers.write(record)
             self._report.logged(record, total, is_first=step == self._first)
         elif step == self._first:  # shown, but not logged: the log must equal an uninterrupted run's
@@ -219,7 +224,7 @@ class Loop:
         rate = tokens_per_step / timing["step_seconds"]
         speed = {"tokens_per_second": rate, "tokens_per_second_per_device": rate / devices, **timing}
         peak = peak_flops(self._mesh.devices.flat[0])
-        if math.isfinite(peak):
+        if math.isfinite(peak) and self._run.blueprint.make_model is None:
             model, length = self._config.model, self._config.data.sequence_length
             flops = flops_per_token(model, parameter_count(self._run.blueprint), length)
             speed["mfu"] = rate / devices * flops / peak
@@ -286,8 +291,7 @@ class Loop:
         self._enter_phase(f"the evaluation at step {self._run.step}")
         with self._timing.lost_to("evaluate"):
             loss = self._validation_loss()
-        run = self._run
-        perplexity = math.exp(min(loss, 700))
+        run, perplexity = self._run, math.exp(min(loss, 700))
         if log:
             self._trackers.write({"step": run.step, "eval_loss": loss, "eval_perplexity": perplexity})
         unit = run.data.corpus.unit.removesuffix("s")

@@ -1,12 +1,8 @@
 """Memory of a training step per device: exact for the state, modeled for the rest.
 
-A step peaks between forward and backward pass: gradients of all blocks (XLA allocates them before the forward pass),
-saved activations, and working sets of the loss and the last block; with muon, maybe in the update. An evaluation needs
-less.
-
-Activations and workspace (`analysis/layer_costs.py`) follow the allocations of XLA's GPU compiler for dense Llama
-shapes (`scripts/estimate_accuracy.py`). Not modeled: temporaries of adafactor and dropout, small arrays, fragmentation
-of XLA's temporary block.
+A step peaks between forward and backward pass, or with muon in the update. Activations and workspace
+(`analysis/layer_costs.py`) follow the allocations of XLA's GPU compiler for dense Llama shapes
+(`scripts/estimate_accuracy.py`). Not modeled: temporaries of adafactor and dropout, small arrays, fragmentation.
 """
 
 import math
@@ -14,14 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxtp.analysis.step_costs import StepCosts, described, step_costs
 from jaxtp.checkpoint.logical import divisible_axes, named_variables, split_dims
 from jaxtp.checkpoint.storage import save_host_bytes
 from jaxtp.config.schema import ConfigError
@@ -29,17 +24,14 @@ from jaxtp.distributed.allocator import advice, memory_fraction, most_bytes
 from jaxtp.distributed.devices import bytes_limit, host_memory
 from jaxtp.layers.kernels.select import Implementation, architecture_of
 from jaxtp.layers.parameter import Padding, padding_of
-from jaxtp.mesh import (
-    STORAGE,
-    TP,
-    batch_parts,
-    mesh_sizes,
-    parts,
-)
+from jaxtp.mesh import STORAGE, TP, batch_parts, mesh_sizes, parts
 from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, TrainState, bytes_per_device, total_bytes
+
+if TYPE_CHECKING:
+    from jaxtp.analysis.step_costs import StepCosts
 
 MODEL, BLOCKS = "model.", "model.blocks."
 OVERLAP = 3
@@ -56,18 +48,13 @@ class StoredArray:
 
     name: str
     """Dotted path."""
-
     shape: tuple[int, ...]
     """Shape without padding."""
-
     dtype: jnp.dtype
-
     axes: tuple[tuple[str, ...], ...]
     """Mesh axes that divide each dim."""
-
     trained: bool
     """Whether it has a gradient."""
-
     padding: Padding
 
     def bytes_per_device(self, sizes: Mapping[str, int], dtype: DTypeLike | None = None) -> int:
@@ -84,29 +71,21 @@ class Memory:
     """Bytes per device at a step's peak, by kind."""
 
     parameters: int
-    """Bytes of the parameters; exact."""
-
+    """Exact, like the optimizer's and the batch's bytes."""
     optimizer: int
-    """Moments and counters; exact."""
-
+    """Moments and counters."""
     gradients: int
-    """Gradients in the parameters' dtype, and their sums over micro-batches, maybe in a wider one. Modelled, like
-    everything below except the batch."""
-
+    """Gradients in the parameters' dtype, and their sums over micro-batches, maybe in a wider one."""
     whole_matrices: int
     """Whole matrices that muon orthogonalises, and their updates."""
-
     gathered_weights: int
     """Weights as layers multiply with them (cast, gathered, transposed), and their gradients before reduction."""
-
     activations: int
     """Activations saved for the backward pass, and the workspace of one block."""
-
     logits: int
     """Logits of one chunk of the loss, with the head and its gradient."""
-
     batch: int
-    """Tokens, labels and segment ids; exact."""
+    """Tokens, labels and segment ids."""
 
     @property
     def state(self) -> int:
@@ -123,7 +102,17 @@ def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
     """Returns the arrays of a run's state; one trace serves all meshes."""
     optimizer = optimizers.build(config.optimizer, config.train.steps)
     state = nnx.state(nnx.eval_shape(lambda: TrainState(config.model, optimizer, seed=0)))
-    return tuple(_stored(name, variable) for name, variable in named_variables(state).items())
+    return tuple(
+        StoredArray(
+            name,
+            tuple(variable.shape),
+            jnp.dtype(variable.dtype),
+            split_dims(variable),
+            trained=name.startswith(MODEL) and isinstance(variable, nnx.Param),
+            padding=padding_of(variable),
+        )
+        for name, variable in named_variables(state).items()
+    )
 
 
 def save_bytes(config: TrainConfig, sizes: Mapping[str, int], arrays: Iterable[StoredArray], devices: int) -> int:
@@ -140,7 +129,7 @@ def memory_per_device(
     arrays: Iterable[StoredArray] | None = None,
     *,
     platform: str = "cpu",
-    costs: StepCosts | None = None,
+    costs: "StepCosts | None" = None,
 ) -> Memory:
     """Returns the memory of a step per device; ignores the run's mesh.
 
@@ -151,16 +140,22 @@ def memory_per_device(
     """
     state = _StateBytes.of(config, stored_arrays(config) if arrays is None else arrays, sizes)
     costs = costs or costs_of_step(config, sizes, platform)
-    # The update is in place (`step.make_train_step`) and needs less, except with muon, which adds whole matrices and
-    # their updates to all gradients.
-    moments = (_backward(config, sizes, state, costs), _update(config, sizes, state, costs))
-    return max(moments, key=lambda memory: memory.total)
+    backward = _backward(config, sizes, state, costs)
+    # The update is in place (`step.make_train_step`); muon adds whole matrices and their updates to all gradients.
+    update = replace(
+        backward,
+        gradients=state.summed or state.trained,
+        whole_matrices=costs.owned + state.trained if costs.owned else 0,
+        gathered_weights=0,
+        activations=0,
+        logits=0,
+    )
+    return max(backward, update, key=lambda memory: memory.total)
 
 
 def with_attention(config: TrainConfig, implementation: Implementation) -> TrainConfig:
     """Returns the run with another attention kernel."""
-    model = replace(config.model, attention=implementation)
-    return replace(config, model=model)
+    return replace(config, model=replace(config.model, attention=implementation))
 
 
 @dataclass(frozen=True)
@@ -187,11 +182,13 @@ class _StateBytes:
         )
 
 
-def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> StepCosts:
+def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> "StepCosts":
     """Returns the costs of a step per device; ignores the run's mesh.
 
     `platform` decides the kernels, which affect memory and time, not communication.
     """
+    from jaxtp.analysis.step_costs import step_costs
+
     costs = step_costs(
         config.model,
         sizes,
@@ -205,7 +202,8 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
     return costs if config.optimizer.name != "muon" else _with_muon(costs, config.model, sizes)
 
 
-def _with_muon(costs: StepCosts, model: ModelConfig, sizes: Mapping[str, int]) -> StepCosts:
+def _with_muon(costs: "StepCosts", model: ModelConfig, sizes: Mapping[str, int]) -> "StepCosts":
+    from jaxtp.analysis.step_costs import described
     from jaxtp.train.muon import MUON, owned
 
     as_split = described(model, sizes[TP] if model.most_experts else 1)  # tp decides how experts are split
@@ -224,12 +222,14 @@ def _with_muon(costs: StepCosts, model: ModelConfig, sizes: Mapping[str, int]) -
     )
 
 
-def _backward(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: StepCosts) -> Memory:
+def _backward(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: "StepCosts") -> Memory:
     weights, working, logits = costs.weights, costs.working, costs.loss
     if logits < weights + working:
         logits //= OVERLAP
     else:
         weights, working = weights // OVERLAP, working // OVERLAP
+    arrays = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
+    rows = config.data.global_batch_size // batch_parts(sizes)
     return Memory(
         parameters=state.parameters,
         optimizer=state.optimizer,
@@ -238,33 +238,8 @@ def _backward(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes,
         gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
         activations=costs.kept + working,
         logits=logits,
-        batch=_batch_bytes(config, sizes),
+        batch=arrays * rows * config.data.sequence_length * _INT32,
     )
-
-
-def _update(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: StepCosts) -> Memory:
-    return Memory(
-        parameters=state.parameters,
-        optimizer=state.optimizer,
-        gradients=state.summed or state.trained,
-        whole_matrices=costs.owned + state.trained if costs.owned else 0,
-        gathered_weights=0,
-        activations=0,
-        logits=0,
-        batch=_batch_bytes(config, sizes),
-    )
-
-
-def _batch_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
-    arrays = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
-    rows = config.data.global_batch_size // batch_parts(sizes)
-    return arrays * rows * config.data.sequence_length * _INT32
-
-
-def _stored(name: str, variable: nnx.Variable[Any]) -> StoredArray:
-    shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
-    trained = name.startswith(MODEL) and isinstance(variable, nnx.Param)
-    return StoredArray(name, shape, dtype, split_dims(variable), trained, padding_of(variable))
 
 
 def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
@@ -291,8 +266,8 @@ def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
     limit = bytes_limit(mesh.local_devices[0])
     if limit is None or config.train.allow_oversize:
         return
-    step, allocator = _step_memory(config, mesh), config.launch.allocator
-    if step.total > most_bytes(allocator, limit, memory_fraction(allocator)):
+    step, _, most = _step_on(config, mesh, limit)
+    if step.total > most:
         raise ConfigError(
             f"a step takes {_summary(step)} on each device, and JAX has {limit / _GB:,.1f} GB there; "
             "jaxtp estimate with these settings and --hardware says what fits, and --train.allow-oversize "
@@ -305,10 +280,9 @@ def describe_memory(config: TrainConfig, mesh: Mesh) -> str | None:
     limit = bytes_limit(mesh.local_devices[0])
     if limit is None:
         return None
-    step, allocator = _step_memory(config, mesh), config.launch.allocator
-    fraction = memory_fraction(allocator)
-    verdict = "fits" if step.total <= most_bytes(allocator, limit, fraction) else "does not fit"
-    hint = advice(allocator, step.total, limit, fraction)
+    step, fraction, most = _step_on(config, mesh, limit)
+    verdict = "fits" if step.total <= most else "does not fit"
+    hint = advice(config.launch.allocator, step.total, limit, fraction)
     return (
         f"{_summary(step)} on each device at a step's peak, of {limit / _GB:,.1f} GB that JAX has there: {verdict}"
         f"{'' if hint is None else f'; {hint}'}"
@@ -320,8 +294,11 @@ def verification_bytes(blueprint: Blueprint) -> int:
     return 2 * bytes_per_device(blueprint) * len(blueprint.mesh.local_devices)
 
 
-def _step_memory(config: TrainConfig, mesh: Mesh) -> Memory:
-    return memory_per_device(config, mesh_sizes(mesh), platform=architecture_of(mesh.devices.flat[0]))
+def _step_on(config: TrainConfig, mesh: Mesh, limit: float) -> tuple[Memory, float, float]:
+    # The step's memory, the allocator's fraction of the device, and the most that it can allocate.
+    step = memory_per_device(config, mesh_sizes(mesh), platform=architecture_of(mesh.devices.flat[0]))
+    fraction = memory_fraction(config.launch.allocator)
+    return step, fraction, most_bytes(config.launch.allocator, limit, fraction)
 
 
 def _summary(memory: Memory) -> str:

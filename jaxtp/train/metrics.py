@@ -10,9 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxtp.analysis.costs import Workload
-from jaxtp.analysis.hardware import of_kind
-from jaxtp.analysis.step_costs import active_parameters, costs_of
 from jaxtp.mesh import sized
 from jaxtp.models.config import ModelConfig
 
@@ -110,6 +107,9 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
     parameters count 4 instead of 6. Kaplan et al., arXiv 2001.08361; attention as in Megatron-LM, arXiv 2104.04473,
     halved for causality.
     """
+    from jaxtp.analysis.costs import Workload
+    from jaxtp.analysis.step_costs import active_parameters, costs_of
+
     lookup = 0 if config.tie_embeddings else config.vocab_size * config.d_model
     lookup += (config.learned_positions or 0) * config.d_model
     share = Workload(sizes=sized(), rows=1, length=max(1, sequence_length), training=False)
@@ -122,13 +122,17 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
 
 def peak_flops(device: jax.Device) -> float:
     """Returns the dense bfloat16 peak in FLOP/s; NaN if unknown, as on CPUs."""
+    if device.platform == "cpu":
+        return math.nan
+    from jaxtp.analysis.hardware import of_kind
+
     hardware = of_kind(device.device_kind)
     return math.nan if hardware is None else hardware.flops
 
 
 def describe_peak(device: jax.Device) -> str | None:
     """Explains why no MFU is logged; None on CPUs, or if it is logged."""
-    if device.platform == "cpu" or of_kind(device.device_kind) is not None:
+    if device.platform == "cpu" or not math.isnan(peak_flops(device)):
         return None
     return f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/analysis/hardware.py has those that are)"
 

@@ -47,15 +47,11 @@ class Kind:
 
     shape: tuple[int, int]
     """Rows and columns without padding."""
-
     axes: tuple[Axes, Axes]
     """Mesh axes that divide them."""
-
     over: Axes
     """Mesh axes over which whole matrices are divided."""
-
     padding: Padding
-
     dtype: jnp.dtype
 
     @property
@@ -73,12 +69,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Member:
-    """The matrices of one parameter `[..., in, out]`."""
+    """The matrices of one parameter `[..., in, out]`, and how many of them have a shard on a device."""
 
     path: str
     transposed: bool
     count: int
-    """Number of matrices of which a device has a shard."""
 
 
 def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:

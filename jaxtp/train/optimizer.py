@@ -17,11 +17,6 @@ _VECTORS = {"scale", "bias", "biases"}
 _TABLES = {"embedding", "head"}
 
 
-def warmup_steps(config: OptimizerConfig, steps: int) -> int:
-    """Returns the warm-up steps, at most `steps`."""
-    return min(config.warmup_steps, steps)
-
-
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns linear warm-up from zero, then the schedule until the last step.
 
@@ -29,7 +24,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     steps.
     """
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
-    warmup = warmup_steps(config, steps)
+    warmup = min(config.warmup_steps, steps)
     rest = max(steps - warmup, 1)
     decay = min(max(round(config.decay_fraction * steps), 1), rest)
     after = {
@@ -124,8 +119,9 @@ def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTra
 
 def _decayed(config: OptimizerConfig) -> optax.GradientTransformation:
     def decayed(path: str, update: Any, param: Any) -> Any:
-        of_group = _group_of(config, path).weight_decay
-        decay = of_group if of_group is not None else config.weight_decay if is_matrix(path) else 0.0
+        decay = _group_of(config, path).weight_decay
+        if decay is None:
+            decay = config.weight_decay if is_matrix(path) else 0.0
         return update + decay * param if decay else update
 
     return optax.stateless(

@@ -36,8 +36,7 @@ from jaxtp.train.self_check import check_collectives
 MAX_SKEW = 60.0
 """Seconds by which the clocks of hosts may differ; beyond, certificates, logs and schedulers fail."""
 
-_GATHERED = {"cpu": 2**20}
-_GATHERED_BY_GPUS = 2**26
+_GATHERED, _GATHERED_ON_CPU = 2**26, 2**20
 """Bytes per device of the array that measures an axis."""
 _GATHERS = 5
 
@@ -64,9 +63,8 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     Raises:
       ConfigError: names a process that differs, and both values.
     """
-    bandwidth = measure_axes(mesh) if config.launch.preflight_bandwidth and not is_multiprocess() else []
     if not is_multiprocess():
-        return bandwidth
+        return measure_axes(mesh) if config.launch.preflight_bandwidth else []
     records: list[Record]
     records = all_gather_json(record(config, data))
     compare(records)
@@ -76,18 +74,15 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     check_clocks(all_gather_json(time.time()), records)  # right after an exchange
     check_folder(config.run.dir)
     check_collectives(mesh)
-    devices: Counter[str] = Counter()
-    for each in records:
-        devices[each["host"]] += each["devices"]
-    count = records[0]["devices"]
-    versions, configuration = records[0]["versions"], records[0]["configuration"]
-    counts = ", ".join(f"{count} x {records[0]['kind']} on {host}" for host, count in devices.items())
-    drawn = draw_hosts(mesh, [record["host"] for record in records])
+    first, hosts = records[0], [record["host"] for record in records]
+    count = first["devices"]
+    counts = ", ".join(f"{count * times} x {first['kind']} on {host}" for host, times in Counter(hosts).items())
     return [
         f"hosts   {len(records)} processes of {count} device{'s' if count != 1 else ''}: {counts}",
-        "devices " + ("\n" + 8 * " ").join(drawn),
-        f"versions {', '.join(f'{name} {version}' for name, version in versions.items())}",
-        f"alike   versions, configuration (sha256 {fingerprint(configuration)[:12]}), data, clocks and run folder; "
+        "devices " + ("\n" + 8 * " ").join(draw_hosts(mesh, hosts)),
+        f"versions {', '.join(f'{name} {version}' for name, version in first['versions'].items())}",
+        f"alike   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), data, clocks and run "
+        "folder; "
         "collectives over every axis are right",
         *(measure_axes(mesh) if config.launch.preflight_bandwidth else []),
     ]
@@ -187,8 +182,7 @@ def check_folder(folder: Path) -> None:
 
 def measure_axes(mesh: Mesh) -> list[str]:
     """Returns the all-gather bandwidth of each axis, one line each."""
-    platform = mesh.devices.flat[0].platform
-    each = _GATHERED.get(platform, _GATHERED_BY_GPUS)
+    each = _GATHERED_ON_CPU if mesh.devices.flat[0].platform == "cpu" else _GATHERED
     lines = []
     for axis, size in mesh_sizes(mesh).items():
         if size == 1:

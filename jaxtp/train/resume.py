@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,7 +25,6 @@ _TRAINED_ORDER = {
     SHUFFLE: "order of the rows in an epoch",
     MIXTURE: "order of the sources of a mixture",
 }
-"""Parts of the order of the training samples, for messages."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,6 @@ def change_of_rate(config: TrainConfig, stored: Mapping[str, Any], updates: int)
     ]
 
 
-def with_stored_source(config: TrainConfig, info: Mapping[str, Any]) -> TrainConfig:
-    """Restores the checkpoint's `run.init_from`."""
-    stored = info["config"]["run"]["init_from"]
-    return configuration.changed(config, {"run.init_from": None if stored is None else Path(stored)})
-
-
 def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:
     """Compares a checkpoint with the run that resumes it.
 
@@ -130,9 +122,10 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
             "--run.init-from if the model is the same. Nothing was changed."
         )
     order = _compare_order(config, data.get(ORDER, {}), info)
-    lines = [line for line in configuration.differences(stored, now) if not line.startswith("run.init_from")]
     harmless = []
-    for line in lines:
+    for line in configuration.differences(stored, now):
+        if line.startswith("run.init_from"):
+            continue
         mark = affects(TrainConfig, line.partition(":")[0])
         if mark.numbers or mark.samples:
             order.append(f"changed since: {line}")
@@ -149,10 +142,10 @@ def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Mapping[st
         unknown = f"order of the samples: the checkpoint, by {jaxtp}, is older than its record, and cannot be compared"
         return [unknown] if now else []
     fatal = []
-    for part in _TRAINED_ORDER:
+    for part, name in _TRAINED_ORDER.items():
         if (change := _change(part, stored, now)) is not None:
             package = stored[part]["algorithm"] if part == SHUFFLE and part in stored else jaxtp
-            fatal.append(f"{_TRAINED_ORDER[part]}: {change}; {package} has the stored one")
+            fatal.append(f"{name}: {change}; {package} has the stored one")
     if fatal:
         raise RunFolderError(
             f"{config.run.dir} holds a checkpoint of a run that reads the same data in another order (stored -> now):\n"

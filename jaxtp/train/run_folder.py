@@ -79,16 +79,13 @@ def locked(folder: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise RunFolderError(
-                f"run.dir={folder} is in use by {file.read().strip() or 'another run'}; "
-                "wait until it ends, or name another with --run.dir FOLDER"
-            ) from None
         except OSError as error:
-            raise RunFolderError(
-                f"run.dir={folder} cannot be locked ({error.strerror}); name one on another disk with --run.dir FOLDER"
-            ) from None
+            problem = f"cannot be locked ({error.strerror}); name one on another disk with --run.dir FOLDER"
+            if isinstance(error, BlockingIOError):
+                file.seek(0)
+                user = file.read().strip() or "another run"
+                problem = f"is in use by {user}; wait until it ends, or name another with --run.dir FOLDER"
+            raise RunFolderError(f"run.dir={folder} {problem}") from None
         with writing(folder / LOCK):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -9,26 +9,21 @@ from pathlib import Path
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 import jaxtp
-from jaxtp.analysis.step_costs import describe_active, describe_padding
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.config.console import Display
-from jaxtp.data.corpus import Corpus
 from jaxtp.data.samples import Data
-from jaxtp.data.tokenizer_files import TEMPLATE
 from jaxtp.layers.activations import is_split
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
-from jaxtp.models.config import ModelConfig
+from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import describe_memory
 from jaxtp.train.metrics import describe_peak
-from jaxtp.train.optimizer import warmup_steps
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.validation import chosen_kernels, multiplies_all, share_of
 
@@ -60,6 +55,8 @@ class Report(Display):
 
 def next_steps(config: TrainConfig, saved: Path) -> list[str]:
     """Returns a finished run's location, and commands to use it."""
+    from jaxtp.data.tokenizer_files import TEMPLATE
+
     trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))
     data = config.data.validation or trained_on
     run, text = shlex.quote(str(config.run.dir)), shlex.quote(str(data))
@@ -83,27 +80,31 @@ def summary(
     """
     mesh = blueprint.mesh
     device = mesh.devices.flat[0]
+    corpus, sizes, model = data.corpus, mesh_sizes(mesh), config.model
+    loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     rows = {
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
-        "mesh": f"{describe_mesh(mesh_sizes(mesh))} = {mesh.size} {kind}",
+        "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
         "model": f"{parameter_count(blueprint):,} parameters"
-        f"{describe_active(config.model, parameter_count(blueprint))}{_describe_trained(blueprint)}: "
-        f"{_describe_model(config.model)}",
-        "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
-        f"of {_mib(total_bytes(blueprint))} in all",
-        "context": describe_context(config, mesh_sizes(mesh)),
-        "experts": _describe_experts(config.model, mesh_sizes(mesh)[TP]),
-        "kernels": describe_kernels(config, mesh_sizes(mesh), architecture_of(device)),
-        "data": _describe_data(data.corpus),
+        f"{_describe_active(blueprint)}{_describe_trained(blueprint)}: "
+        f"{model.num_layers} layers, {model.describe_block()}, vocabulary {model.vocab_size}; "
+        f"{model.precision.compute} compute",
+        "state": f"{bytes_per_device(blueprint) / 2**20:,.1f} MiB of parameters and optimizer on each device, "
+        f"of {total_bytes(blueprint) / 2**20:,.1f} MiB in all",
+        "context": describe_context(config, sizes),
+        "experts": _describe_experts(model, sizes[TP]),
+        "kernels": describe_kernels(config, sizes, architecture_of(device)),
+        "data": f"{corpus.description}: {corpus.train_tokens:,} {corpus.unit} to train on{loss}, "
+        f"{corpus.validation_tokens:,} held out, sha256 {corpus.identity[:12]}",
         "rows": _describe_rows(data),
-        "batch": _describe_batch(config, mesh, data.corpus.unit),
+        "batch": _describe_batch(config, sizes, corpus.unit),
         "steps": _describe_steps(config, data, *progress),
         "folder": str(config.run.dir),
     }
     optional = {
-        "overlap": describe_overlap(config, mesh_sizes(mesh)),
-        "padding": describe_padding(config.model, mesh_sizes(mesh)),
+        "overlap": describe_overlap(config, sizes),
+        "padding": _describe_padding(model, sizes),
         "memory": describe_memory(config, mesh),
         "peak": describe_peak(device),
         **notes,
@@ -169,14 +170,6 @@ def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
     return f"model.overlap=ring does nothing here: {why}"
 
 
-def _describe_data(corpus: Corpus) -> str:
-    loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
-    return (
-        f"{corpus.description}: {corpus.train_tokens:,} {corpus.unit} to train on{loss}, "
-        f"{corpus.validation_tokens:,} held out, sha256 {corpus.identity[:12]}"
-    )
-
-
 def _describe_rows(data: Data) -> str:
     rows = data.train_rows
     positions = sum(len(of_source) for of_source in rows)
@@ -199,29 +192,36 @@ def _describe_steps(config: TrainConfig, data: Data, done: int, read: int) -> st
     length = f"{steps:,} of {tokens:,} = {total}"
     if samples != steps * batch:
         length = f"{steps:,}: {done:,} done, {left:,} left, of {tokens:,} each; {total} in all"
-    return f"{length}, {_describe_epochs(data, samples)}{_describe_cut(config)}"
+    for source, epochs in zip(data.corpus.sources, data.epochs(samples), strict=True):
+        length += f", {epochs:{',.0f' if epochs >= 10 else '.2g'}} epochs{f' of {source.name}' if source.name else ''}"
+    if (warmup := config.optimizer.warmup_steps) > steps:
+        length += f"; the warm-up of {warmup} steps (optimizer.warmup_steps) is cut to these {steps}"
+    return length
 
 
-def _describe_epochs(data: Data, samples: int) -> str:
-    each = zip(data.corpus.sources, data.epochs(samples), strict=True)
-    named = ((source.name, f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}") for source, epochs in each)
-    return ", ".join(f"{epochs} epochs" + (f" of {name}" if name else "") for name, epochs in named)
-
-
-def _describe_cut(config: TrainConfig) -> str:
-    requested, used = config.optimizer.warmup_steps, warmup_steps(config.optimizer, config.train.steps)
-    if requested == used:
-        return ""
-    return f"; the warm-up of {requested} steps (optimizer.warmup_steps) is cut to these {used}"
-
-
-def _describe_batch(config: TrainConfig, mesh: Mesh, unit: str) -> str:
-    sizes, accumulation, batch = mesh_sizes(mesh), config.train.accumulation, config.data.global_batch_size
+def _describe_batch(config: TrainConfig, sizes: Mapping[str, int], unit: str) -> str:
+    accumulation, batch = config.train.accumulation, config.data.global_batch_size
     per_device = batch // (batch_parts(sizes) * accumulation)
     return (
         f"{batch} sequences of {config.data.sequence_length} {unit} = {describe_mesh(sizes, BATCH)} x "
         f"accumulation {accumulation} x {per_device} per device"
     )
+
+
+def _describe_active(blueprint: Blueprint) -> str:
+    if not blueprint.config.most_experts:
+        return ""
+    from jaxtp.analysis.step_costs import describe_active
+
+    return describe_active(blueprint.config, parameter_count(blueprint))
+
+
+def _describe_padding(model: ModelConfig, mesh: Mapping[str, int]) -> str | None:
+    if not padded_sizes(model, mesh[TP]):
+        return None
+    from jaxtp.analysis.step_costs import describe_padding
+
+    return describe_padding(model, mesh)
 
 
 def _describe_trained(blueprint: Blueprint) -> str:
@@ -232,41 +232,24 @@ def _describe_trained(blueprint: Blueprint) -> str:
     return f", {adapters:,} of them trained in {model.lora.dtype}, the others frozen in {model.precision.param}"
 
 
-def _describe_model(model: ModelConfig) -> str:
-    return (
-        f"{model.num_layers} layers, {model.describe_block()}, vocabulary {model.vocab_size}; "
-        f"{model.precision.compute} compute"
-    )
-
-
 def sharding_table(blueprint: Blueprint) -> list[str]:
     """Returns shape, sharding, and shape per device, a line for each parameter."""
+    sizes = mesh_sizes(blueprint.mesh)
     lines = [f"{'parameter':<34}{'shape':<20}{'split by':<28}per device"]
     for name, variable in parameters(blueprint).items():
         sharding = jax.sharding.NamedSharding(blueprint.mesh, spec_of(variable))
         shard = sharding.shard_shape(variable.shape)
-        spec = [_split_by(entry, mesh_sizes(blueprint.mesh)) for entry in spec_of(variable)]
+        named = map(axes_of, spec_of(variable))
+        spec = [" x ".join([axis for axis in axes if sizes[axis] > 1] or axes[:1]) or None for axes in named]
+        whole = "x".join(map(str, logical_shape(variable)))
         split = ", ".join(map(str, spec)) if any(spec) else "replicated"
-        lines.append(f"{name:<33} {_shape(logical_shape(variable)):<20}{split:<28}{_shape(shard)}")
+        lines.append(f"{name:<33} {whole:<20}{split:<28}{'x'.join(map(str, shard))}")
     return lines
-
-
-def _split_by(entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> str | None:
-    axes = axes_of(entry)
-    return " x ".join([axis for axis in axes if sizes[axis] > 1] or axes[:1]) or None
 
 
 def _losses(values: Mapping[str, float]) -> str:
     balance = f"  balance {values['balance_loss']:.2f}" if "balance_loss" in values else ""
     return f"loss {values['loss']:.4f}{balance}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
 
 
 def _duration(seconds: float) -> str:

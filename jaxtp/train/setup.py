@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import optax
@@ -22,16 +23,33 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.devices import open_mesh
-from jaxtp.train.init_source import AnyConfig, InitialState, InitSource, describe_length, resolve
-from jaxtp.train.known_versions import version_warnings
-from jaxtp.train.memory import require_memory
+from jaxtp.train.init_source import AnyConfig, InitialState, InitSource, describe_length, resolve, stored_source
+from jaxtp.train.memory import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing
-from jaxtp.train.resume import Restored, restore, with_stored_source
 from jaxtp.train.run_report import Report, summary
-from jaxtp.train.state import Blueprint, plan_state, trained_parameters
-from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
+from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
+from jaxtp.train.step import EvalStep, JittedTrainStep, Loss, make_eval_step, make_train_step
 from jaxtp.train.trackers import check_installed
 from jaxtp.train.validation import check_vocabulary
+
+if TYPE_CHECKING:
+    from jaxtp.train.resume import Restored
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run, each in place of the one that the configuration describes."""
+
+    model: MakeModel | None = None
+    """Returns the model. Its layers' parameters have shardings; memory and utilization are not estimated."""
+
+    loss: Loss | None = None
+    """Replaces the cross-entropy of the next token; a `model` of another class needs it."""
+
+    data: Data | None = None
+
+    optimizer: optax.GradientTransformation | None = None
+    """The learning rate of `config.optimizer` is logged all the same."""
 
 
 @dataclass
@@ -64,20 +82,14 @@ class Run:
 def make_run(
     config: TrainConfig,
     exit_stack: ExitStack,
-    source: InitSource | None = None,
     startup_log: Sequence[str] = (),
-    *,
-    data: Data | None = None,
-    optimizer: optax.GradientTransformation | None = None,
+    parts: Parts = Parts(),
 ) -> Run:
     """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
 
     Args:
       exit_stack: closes the mesh context, the run's folder, console, signal handlers and checkpoints.
-      source: of the initial weights, if `config` is already resolved.
       startup_log: lines on the configuration.
-      data: from `config.data` if None.
-      optimizer: from `config.optimizer` if None; logs the learning rate of `config.optimizer` either way.
 
     Raises:
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `DatasetError`, `HFError`,
@@ -85,31 +97,17 @@ def make_run(
     """
     timing = Timing()
     with raise_everywhere():
-        if source is None:
-            config, source = resolve(config)
+        config, source = resolve(config)
         source.check(config)
         mesh = open_mesh(config)
         keep_programs(mesh.devices.flat[0].platform)
         check_installed(config.metrics.trackers)
-        data = data or load_data(config, source)
+        data = parts.data or load_data(config, source)
         config = with_steps(config, data)
-        blueprint = plan(config, mesh, optimizer)
-        self_check = config.launch.self_check and platform_of(mesh.devices.flat[0]) != "cpu"
-        if self_check:
-            from jaxtp.train.self_check import check_attention, check_devices, check_outside_of_jit, settle_attention
-
-            check_outside_of_jit(mesh, config.model.precision.compute)
-            attention_times = check_attention(config, mesh)
-        run_folder.prepare(config.run.dir)
+        blueprint = plan(config, mesh, parts)
+    lines = _check_machines(config, mesh, data)
+    with raise_everywhere():
         before = progress(config)
-    lines = version_warnings()
-    if is_multiprocess() or config.launch.preflight_bandwidth:
-        from jaxtp.train.preflight import preflight
-
-        lines += preflight(config, mesh, data.description)
-    if self_check:
-        lines += check_devices(mesh, config.model.precision.compute)
-        settle_attention(config, mesh, attention_times)
 
     exit_stack.enter_context(jax.set_mesh(mesh))
     with raise_everywhere():
@@ -119,22 +117,28 @@ def make_run(
         report.line(line)
     report.line(summary(config, data, blueprint, _notes(config, source, blueprint), before))
 
-    checkpoints = exit_stack.enter_context(_open_checkpoints(config))
-    restored = restore(config, data.description, blueprint, checkpoints, report.line)
+    keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
+    checkpoints = Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
+    exit_stack.enter_context(checkpoints)
+    restored = None
+    if checkpoints.steps():
+        from jaxtp.train.resume import restore
+
+        restored = restore(config, data.description, blueprint, checkpoints, report.line)
     initial = _initial_state(config, blueprint, source, restored)
     if initial.description:
         report.line(initial.description)
     step, info = (0, {}) if restored is None else (restored.step, restored.info)
     if restored is not None:
         if not config.model.lora.rank:
-            config = with_stored_source(config, info)
+            config = changed(config, {"run.init_from": stored_source(info)})
         report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
     with raise_everywhere():
         if step < config.train.steps:
             run_folder.write_config(config)
 
-    train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0)
-    eval_step = make_eval_step(blueprint, config.train.accumulation, config.mesh.context)
+    train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0, loss=parts.loss)
+    eval_step = make_eval_step(blueprint, config.train.accumulation, config.mesh.context, parts.loss)
     timing.end_start()
     return Run(
         config=config,
@@ -155,13 +159,40 @@ def make_run(
     )
 
 
-def _notes(config: TrainConfig, source: InitSource, blueprint: Blueprint) -> dict[str, str | None]:
-    notes = {"length": describe_length(config, source)}
-    if config.train.verify_every:
-        from jaxtp.train.verify import describe_verification
+def _check_machines(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data) -> list[str]:
+    # Checks devices and processes, and prepares the folder; returns lines for the summary.
+    on_accelerator = platform_of(mesh.devices.flat[0]) != "cpu"
+    lines = []
+    with raise_everywhere():
+        if on_accelerator and config.launch.self_check:
+            from jaxtp.train.self_check import check_attention, check_outside_of_jit
 
-        notes["verify"] = describe_verification(config.train.verify_every, blueprint)
-    return notes
+            check_outside_of_jit(mesh, config.model.precision.compute)
+            check_attention(config, mesh)
+        run_folder.prepare(config.run.dir)
+    if on_accelerator:
+        from jaxtp.train.known_versions import version_warnings
+
+        lines += version_warnings()
+    if is_multiprocess() or config.launch.preflight_bandwidth:
+        from jaxtp.train.preflight import preflight
+
+        lines += preflight(config, mesh, data.description)
+    if on_accelerator and config.launch.self_check:
+        from jaxtp.train.self_check import check_devices
+
+        lines += check_devices(mesh, config.model.precision.compute)
+    return lines
+
+
+def _notes(config: TrainConfig, source: InitSource, blueprint: Blueprint) -> dict[str, str | None]:
+    verify = None
+    if every := config.train.verify_every:
+        verify = (
+            f"every {every:,} steps: a step more, and {verification_bytes(blueprint) / 2**30:,.2f} GiB of host memory "
+            "in each process, for the state before it and its first result"
+        )
+    return {"length": describe_length(config, source), "verify": verify}
 
 
 def load_data(config: TrainConfig, source: InitSource) -> Data:
@@ -212,31 +243,25 @@ def with_steps(config: AnyConfig, data: Data) -> AnyConfig:
     return changed(config, {"train.steps": steps, "train.epochs": None})
 
 
-def plan(
-    config: TrainConfig, mesh: jax.sharding.Mesh, optimizer: optax.GradientTransformation | None = None
-) -> Blueprint:
+def plan(config: TrainConfig, mesh: jax.sharding.Mesh, parts: Parts = Parts()) -> Blueprint:
     """Plans the state of a run; allocates and writes nothing.
 
     Raises:
       ConfigError: a pattern matches no trained parameter, or memory is too small.
     """
-    optimizer = optimizer or optimizers.build(config.optimizer, config.train.steps)
-    blueprint = plan_state(config.model, optimizer, mesh)
+    optimizer = parts.optimizer or optimizers.build(config.optimizer, config.train.steps)
+    blueprint = plan_state(config.model, optimizer, mesh, parts.model)
     paths = list(trained_parameters(blueprint))
     optimizers.check_groups(config.optimizer, paths)
     for pattern in config.metrics.norm_groups:
         optimizers.matching("metrics.norm_groups", pattern, paths)
-    require_memory(config, blueprint)
+    if parts.model is None:
+        require_memory(config, blueprint)
     return blueprint
 
 
-def _open_checkpoints(config: TrainConfig) -> Checkpoints:
-    keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
-    return Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
-
-
 def _initial_state(
-    config: TrainConfig, blueprint: Blueprint, source: InitSource, restored: Restored | None
+    config: TrainConfig, blueprint: Blueprint, source: InitSource, restored: "Restored | None"
 ) -> InitialState:
     if restored is None:
         return source.create_state(config, blueprint)

@@ -6,6 +6,7 @@ updates are the same on every mesh.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,9 @@ OPTIMIZER_SCOPE = "optimizer"
 Arrays = dict[str, Array]
 """Arrays by the dotted path of the parameter."""
 
+MakeModel = Callable[[nnx.Rngs], nnx.Module]
+"""Returns a model with random weights."""
+
 
 class OptimizerState(nnx.Variable[Any]):
     """An array of an Optax state."""
@@ -53,9 +57,12 @@ class Optimizer(nnx.Module):
         params = _parameters(model)
         state = transformation.init(self._as_optax_sees(params, params))
         logical = isinstance(transformation, OnLogicalShapes)
-        self.opt_state = nnx.data(
-            jax.tree_util.tree_map_with_path(lambda path, leaf: _variable(leaf, _owner(path, params), logical), state)
-        )
+
+        def variable(path: tuple[Any, ...], leaf: Array) -> OptimizerState:
+            owner = _owner(path, params)
+            return OptimizerState(leaf, **({} if owner is None else _declaration(leaf.shape, owner, logical)))
+
+        self.opt_state = nnx.data(jax.tree_util.tree_map_with_path(variable, state))
 
     def update(self, model: nnx.Module, grads: nnx.State) -> None:
         """Applies gradients, with the structure of the model's parameters."""
@@ -97,8 +104,15 @@ class Skipped(nnx.Variable[Any]):
 class TrainState(nnx.Module):
     """Model, optimizer, and number of skipped steps in a row."""
 
-    def __init__(self, config: ModelConfig, optimizer: optax.GradientTransformation, seed: int):
-        self.model = Decoder(config, rngs=nnx.Rngs(seed))
+    def __init__(
+        self,
+        config: ModelConfig,
+        optimizer: optax.GradientTransformation,
+        seed: int,
+        make_model: MakeModel | None = None,
+    ):
+        rngs = nnx.Rngs(seed)
+        self.model = Decoder(config, rngs=rngs) if make_model is None else make_model(rngs)
         self.optimizer = Optimizer(self.model, optimizer)
         self.skipped = Skipped(jnp.zeros((), jnp.int32))
 
@@ -113,6 +127,8 @@ class Blueprint:
     mesh: Mesh
     config: ModelConfig
     optimizer: optax.GradientTransformation
+    make_model: MakeModel | None = None
+    """None for the `Decoder` of `config`."""
 
     def create(self, seed: int, weights: nnx.State | None = None) -> nnx.State:
         """Returns the initial state, sharded, and equal on every mesh.
@@ -123,7 +139,7 @@ class Blueprint:
         """
 
         def init(weights: nnx.State) -> nnx.State:
-            state = nnx.state(TrainState(self.config, self.optimizer, seed))
+            state = nnx.state(TrainState(self.config, self.optimizer, seed, self.make_model))
             state["model"] = nnx.merge_state(state["model"], weights)
             return state
 
@@ -145,20 +161,22 @@ class Blueprint:
         return state
 
 
-def plan_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> Blueprint:
+def plan_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, make_model: MakeModel | None = None
+) -> Blueprint:
     """Traces a `TrainState` on a mesh; computes nothing.
 
     Raises:
       ConfigError: the model lacks the projections that adapters target.
     """
     with jax.set_mesh(mesh):
-        abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, seed=0))
+        abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
         graph, abstract = nnx.split(abstract_state)
         shardings = nnx.get_named_sharding(abstract, mesh)
     if not nnx.to_flat_state(nnx.filter_state(abstract["model"], nnx.Param)):
         targets = ", ".join(config.lora.targets) or "nothing"
         raise ConfigError(f"model.lora.targets={targets}: the model has no such projection, so nothing is trained")
-    return Blueprint(graph, abstract, shardings, mesh, config, optimizer)
+    return Blueprint(graph, abstract, shardings, mesh, config, optimizer, make_model)
 
 
 def parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
@@ -208,11 +226,6 @@ def _parameters(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
 def _owner(path: tuple[Any, ...], params: dict[str, nnx.Variable[Any]]) -> nnx.Variable[Any] | None:
     keys = (getattr(key, "key", None) for key in path)
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
-
-
-def _variable(leaf: Array, owner: nnx.Variable[Any] | None, logical: bool) -> OptimizerState:
-    metadata = {} if owner is None else _declaration(leaf.shape, owner, logical)
-    return OptimizerState(leaf, **metadata)
 
 
 def _declaration(shape: tuple[int, ...], owner: nnx.Variable[Any], logical: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.activations import Context
 from jaxtp.layers.balance import Routing
-from jaxtp.layers.parameter import mark_unreduced, spec_of, sum_copies
+from jaxtp.layers.parameter import Precision, mark_unreduced, spec_of, sum_copies
 from jaxtp.mesh import AXES, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
@@ -55,6 +55,12 @@ TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]
 EvalStep = Callable[[nnx.State, Batch], tuple[Array, Array]]
 JittedTrainStep = Any
 """A `TrainStep` from `jax.jit`, which can also be traced and lowered."""
+
+Choices = list[tuple[Array, Array] | None] | None
+"""For each kind of block the router's choices and their margin, if they are recorded."""
+
+Loss = Callable[[Any, Batch], tuple[Array, Array]]
+"""Takes a model and a batch; returns the summed loss of its labels and their number, as float32 scalars."""
 
 EXPERTS = "experts"
 """Key of a batch in `jaxtp check`: for each kind of block the experts of each token `[B, layers, T, k]`, which replace
@@ -95,6 +101,7 @@ def make_train_step(
     with_checksums: bool = False,
     with_choices: bool = False,
     with_grads: bool = False,
+    loss: Loss | None = None,
 ) -> JittedTrainStep:
     """Returns the jitted training step `state, batch -> state, scalars, ...`, which donates the state.
 
@@ -109,6 +116,7 @@ def make_train_step(
       with_choices: also return, for each kind of block, the router's choices `[B, layers, T, k]` and their margin `[B,
         layers, T]`, tokens in device order; None without experts.
       with_grads: also return the gradients, last, in the parameters' shardings.
+      loss: replaces the decoder's.
     """
     groups = config.metrics.norm_groups
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
@@ -118,21 +126,26 @@ def make_train_step(
         updates = train_state.optimizer.step[...]
         key = dropout_key(config.run.seed, updates)
         rows = {name: array for name, array in batch.items() if name != STOP}
-        terms, choices, grads = loss_and_grads(
-            train_state.model, rows, config.train, key, config.mesh.context, record=with_choices
-        )
-        loss = terms.loss / terms.count
+        model: Any = train_state.model  # a `Decoder`, unless `loss` is given
+        choices: Choices = None
+        if loss is None:
+            terms, choices, grads = loss_and_grads(
+                model, rows, config.train, key, config.mesh.context, record=with_choices
+            )
+        else:
+            terms, grads = _grads_of_loss(loss, model, rows, config)
+        mean = terms.loss / terms.count
         checksums = [_checksums(grads)] if with_checksums else []
         norms = _norms("grad_norm", grads, groups)
         with jax.named_scope(OPTIMIZER_SCOPE):
-            train_state.optimizer.update(train_state.model, grads)
+            train_state.optimizer.update(model, grads)
         if terms.balance is not None and not blueprint.config.lora.rank:
-            train_state.model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norms["grad_norm"])
+            model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
+        finite = jnp.isfinite(mean) & jnp.isfinite(norms["grad_norm"])
         new, skipped = _skip_if_nonfinite(nnx.state(train_state), state, finite, config.train.skips_allowed)
         norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups)
         rate = jnp.asarray(schedule(updates))
-        scalars = {"loss": loss, "loss_tokens": terms.count, "learning_rate": rate, **norms, "skipped": skipped}
+        scalars = {"loss": mean, "loss_tokens": terms.count, "learning_rate": rate, **norms, "skipped": skipped}
         if terms.balance is not None:
             scalars |= terms.balance.scalars(terms.count)
         others = (*checksums, *([choices] if with_choices else []), *([grads] if with_grads else []))
@@ -173,7 +186,9 @@ def _skip_if_nonfinite(new: nnx.State, old: nnx.State, finite: Array, max_skippe
     return selected, skipped
 
 
-def make_eval_step(blueprint: Blueprint, micro_batches: int = 1, context: Context = "auto") -> EvalStep:
+def make_eval_step(
+    blueprint: Blueprint, micro_batches: int = 1, context: Context = "auto", loss: Loss | None = None
+) -> EvalStep:
     """Returns a jitted `state, batch -> summed loss, number of valid tokens`.
 
     With the training step's `micro_batches` it needs no more memory.
@@ -181,7 +196,9 @@ def make_eval_step(blueprint: Blueprint, micro_batches: int = 1, context: Contex
 
     def step(state: nnx.State, batch: Batch) -> tuple[Array, Array]:
         def loss_sum(micro: Batch) -> tuple[Array, Array]:
-            model: Decoder = nnx.merge(blueprint.graph, state, copy=True).model
+            model: Any = nnx.merge(blueprint.graph, state, copy=True).model
+            if loss is not None:
+                return loss(model, micro)
             segments = micro.get(SEGMENTS)
             return model.loss(micro["inputs"], micro["labels"], segments_BT=segments, context=context)
 
@@ -194,17 +211,14 @@ def make_eval_step(blueprint: Blueprint, micro_batches: int = 1, context: Contex
 
 def loss_and_grads(
     model: Decoder, batch: Batch, loop: LoopConfig, key: Array, context: Context = "auto", *, record: bool = False
-) -> tuple[LossTerms, Any, nnx.State]:
+) -> tuple[LossTerms, Choices, nnx.State]:
     """Returns the loss terms of a batch, the routers' choices if `record`, and the gradient of the mean loss.
 
     The mean is over the batch's valid tokens (`count`, at least 1), not over means of micro-batches. With accumulation,
     replicas sum their own gradients, which are reduced once (`layers/parameter.py`).
     """
-    graph, stored, frozen = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
-    params = mark_unreduced(stored) if loop.accumulation > 1 else stored
 
-    def objective(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Any]]:
-        merged: Decoder = nnx.merge(graph, params, frozen, copy=True)  # frozen: from the outer trace
+    def objective(merged: Decoder, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
         sequences = replace(merged.sequences(micro["inputs"], micro.get(SEGMENTS), context), record=record)
         terms, routings = merged.loss_terms(
             micro["inputs"],
@@ -217,19 +231,47 @@ def loss_and_grads(
         choices = [_choices(routing) for routing in routings] if record else None
         return terms.objective(loop.balance_loss, loop.router_z_loss), (terms, choices)
 
+    return _mean_grads(model, batch, objective, model.no_terms(), loop.accumulation, model.config.precision)
+
+
+def _grads_of_loss(loss: Loss, model: nnx.Module, batch: Batch, config: TrainConfig) -> tuple[LossTerms, nnx.State]:
+    def objective(merged: nnx.Module, micro: Batch, _: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
+        terms = LossTerms(*loss(merged, micro), None)
+        return terms.loss, (terms, None)
+
+    zero = jnp.zeros((), jnp.float32)
+    zeros, accumulation = LossTerms(zero, zero, None), config.train.accumulation
+    terms, _, grads = _mean_grads(model, batch, objective, zeros, accumulation, config.model.precision)
+    return terms, grads
+
+
+def _mean_grads(
+    model: nnx.Module,
+    batch: Batch,
+    objective: Callable[[Any, Batch, Array], tuple[Array, tuple[LossTerms, Choices]]],
+    no_terms: LossTerms,
+    accumulation: int,
+    precision: Precision,
+) -> tuple[LossTerms, Choices, nnx.State]:
+    # `objective` takes a model, a micro-batch and its rows' numbers.
+    graph, stored, frozen = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
+    params = mark_unreduced(stored) if accumulation > 1 else stored
+
+    def of_params(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
+        return objective(nnx.merge(graph, params, frozen, copy=True), micro, rows)  # frozen: from the outer trace
+
     def micro_fn(micro: tuple[Batch, Array]) -> tuple[Any, Any]:
-        (_, (terms, choices)), grads = jax.value_and_grad(objective, has_aux=True)(params, *micro)
+        (_, (terms, choices)), grads = jax.value_and_grad(of_params, has_aux=True)(params, *micro)
         return (terms, grads), choices
 
     # Summing in a 16-bit parameter's own dtype would lose digits.
-    precision = model.config.precision
     zeros = (
-        model.no_terms(),
+        no_terms,
         jax.tree.map(lambda param: jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)), params),
     )
     rows = jnp.arange(len(batch["inputs"]))
-    (terms, grads), choices = _sum_over_micro_batches(micro_fn, (batch, rows), loop.accumulation, zeros)
-    if loop.accumulation > 1:
+    (terms, grads), choices = _sum_over_micro_batches(micro_fn, (batch, rows), accumulation, zeros)
+    if accumulation > 1:
         grads = sum_copies(grads, stored, precision.reduce)
     # A batch may be all prompts or padding.
     terms = replace(terms, count=jnp.maximum(terms.count, 1))

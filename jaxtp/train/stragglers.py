@@ -22,10 +22,8 @@ LATE = 0.1
 """A wait for data is long if it exceeds the median by this fraction of a step."""
 IN_A_ROW = 3
 """Logged steps in a row before a slow device is reported."""
-_PRODUCTS = 8
-_REPEATS = 3
-_SIZES = {"cpu": 256}
-_SIZE = 2048
+_PRODUCTS, _REPEATS = 8, 3
+_SIZE, _SIZE_ON_CPU = 2048, 256
 
 
 class Stragglers:
@@ -38,13 +36,12 @@ class Stragglers:
 
     def __init__(self, mesh: Mesh, warn: Callable[[str], None], seconds: Callable[[], list[float]] | None = None):
         self._devices = list(mesh.local_devices)
-        self._several = is_multiprocess()
         self._warn = warn
         self._seconds = seconds
         share_a_cpu = self._devices[0].platform == "cpu" and len(set(host_names())) == 1
         if seconds is None and mesh.size > 1 and not share_a_cpu:
             self._seconds = _products(self._devices)
-        self._suspect: tuple[str, int, int] | None = None
+        self._suspect, self._since, self._count = "", 0, 0
         """Name, first logged step, and number of logged steps in a row."""
 
     def record(self, step: int, record: dict[str, float], in_flight: object) -> dict[str, float]:
@@ -55,57 +52,47 @@ class Stragglers:
           in_flight: arrays to wait for: a step in flight would slow down the products.
         """
         memory = [memory_record(device) for device in self._devices]
-        if not self._several and self._seconds is None:
-            return record | _largest(memory)
+        names = sorted(memory[0])
+        if not is_multiprocess() and self._seconds is None:
+            return record | {name: max(used[name] for used in memory) for name in names}
         times = [1.0] * len(self._devices)
         if self._seconds is not None:
             jax.block_until_ready(in_flight)
             times = self._seconds()
-        wait, names = record["data_wait_seconds"], sorted(memory[0])
+        wait = record["data_wait_seconds"]
         rows = [(seconds, wait, *map(used.get, names)) for seconds, used in zip(times, memory, strict=True)]
         everyone = _gather(np.array(rows, np.float32))  # [processes, local devices, numbers]
-        waits = everyone[:, 0, 1].tolist()
-        slow, factor = self._slowest(everyone[..., 0], waits, record["step_seconds"])
-        self._watch(step, slow)
-        largest = everyone.max(axis=(0, 1)).tolist()
-        sizes = {name: int(value) for name, value in zip(names, largest[2:], strict=True)}
+        factor = self._compare(step, everyone[..., 0], everyone[:, 0, 1].tolist(), record["step_seconds"])
+        _, longest_wait, *largest = everyone.max(axis=(0, 1)).tolist()
         compared = {"slowest_device": factor} if self._seconds is not None else {}
-        return record | sizes | compared | {"data_wait_seconds": largest[1]}
+        return (
+            record | dict(zip(names, map(int, largest), strict=True)) | compared | {"data_wait_seconds": longest_wait}
+        )
 
-    def _slowest(self, seconds: np.ndarray, waits: Sequence[float], step_seconds: float) -> tuple[str | None, float]:
-        # A description of who is slow, if any, and how many times the median the slowest device takes.
+    def _compare(self, step: int, seconds: np.ndarray, waits: Sequence[float], step_seconds: float) -> float:
+        # Returns how many times the median the slowest device takes.
         factor = float(seconds.max() / np.percentile(seconds, 50, method="lower"))
-        process, local = divmod(int(seconds.argmax()), seconds.shape[1])
-        if factor >= SLOW:
-            who_is_slow = f"device {local} of {_who(process)}"
-            return f"{who_is_slow} takes {factor:.2f} times the median for the same products", factor
         late = max(waits) - statistics.median_low(waits)
-        if late >= LATE * step_seconds:
-            process = waits.index(max(waits))
-            return f"{_who(process)} waits {late:.3g} s longer for data in each step of {step_seconds:.3g} s", factor
-        return None, factor
-
-    def _watch(self, step: int, slow: str | None) -> None:
-        name = None if slow is None else slow.partition(")")[0] + ")"
-        reported = self._suspect is not None and self._suspect[2] >= IN_A_ROW
-        if self._suspect is not None and self._suspect[0] != name:
-            if reported:
-                self._warn(f"step {step}: {self._suspect[0]} no longer holds up the others")
-            self._suspect = None
-        if name is None or slow is None:
-            return
-        _, since, count = self._suspect or (name, step, 0)
-        self._suspect = name, since, count + 1
-        if count + 1 == IN_A_ROW:
-            self._warn(f"step {step}: the others wait for one: {slow}, since step {since}")
+        name = how = ""
+        if factor >= SLOW:
+            process, local = divmod(int(seconds.argmax()), seconds.shape[1])
+            name = f"device {local} of {_name_of(process)}"
+            how = f"takes {factor:.2f} times the median for the same products"
+        elif late >= LATE * step_seconds:
+            name = _name_of(waits.index(max(waits)))
+            how = f"waits {late:.3g} s longer for data in each step of {step_seconds:.3g} s"
+        if name != self._suspect:
+            if self._count >= IN_A_ROW:
+                self._warn(f"step {step}: {self._suspect} no longer holds up the others")
+            self._suspect, self._since, self._count = name, step, 0
+        self._count += bool(name)
+        if self._count == IN_A_ROW:
+            self._warn(f"step {step}: the others wait for one: {name} {how}, since step {self._since}")
+        return factor
 
 
-def _who(process: int) -> str:
+def _name_of(process: int) -> str:
     return process_name(process, host_names()[process])
-
-
-def _largest(memory: Sequence[dict[str, int]]) -> dict[str, int]:
-    return {name: max(used[name] for used in memory) for name in memory[0]}
 
 
 def _gather(numbers: np.ndarray) -> np.ndarray:
@@ -115,7 +102,7 @@ def _gather(numbers: np.ndarray) -> np.ndarray:
 
 def _products(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
     # Returns a function that times the same products on each device in turn: the best of a few runs.
-    size = _SIZES.get(devices[0].platform, _SIZE)
+    size = _SIZE_ON_CPU if devices[0].platform == "cpu" else _SIZE
 
     @jax.jit
     def multiply(matrix: jax.Array) -> jax.Array:

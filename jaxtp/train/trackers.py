@@ -153,15 +153,13 @@ class Aim:
 
 Tracker = TensorBoard | WeightsAndBiases | Aim
 _BY_NAME: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "aim": Aim}
-_EXTRAS = {"wandb", "aim"}
-"""Trackers that need a pip extra with the same name."""
 
 
 def check_installed(names: Sequence[str]) -> None:
     """Raises ConfigError if a tracker is not installed; imports nothing."""
-    for extra in (name for name in names if name in _EXTRAS):
-        if importlib.util.find_spec(extra) is None:
-            raise ConfigError(f"metrics.trackers: {extra} is not installed; pip install 'jaxtp[{extra}]'")
+    for name in names:  # tensorboardX comes with jaxtp
+        if name != "tensorboard" and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"metrics.trackers: {name} is not installed; pip install 'jaxtp[{name}]'")
 
 
 class Trackers:

@@ -13,17 +13,7 @@ from jaxtp.layers import remat
 from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import KernelName, Use, chosen, refused
-from jaxtp.mesh import (
-    AXES,
-    BATCH,
-    CONTEXT,
-    CP,
-    SEQUENCE,
-    TP,
-    batch_parts,
-    describe_mesh,
-    parts,
-)
+from jaxtp.mesh import AXES, BATCH, CONTEXT, CP, SEQUENCE, TP, batch_parts, describe_mesh, parts
 from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig
 

@@ -2,18 +2,13 @@
 
 Every `train.verify_every` steps, checksums of each device's shards are compared, bit by bit:
 
-1. Copies: devices that hold the same shard of the state or the batch, before and after the step. Names the minority, or
-   both of two.
-2. Computations: one program computes the step twice from the same state and batch. If gradients differ, after reduction
-   and before clipping, names their devices; if only results differ, the update is at fault. Gradients come first,
-   because clipping spreads one wrong gradient to all results.
+1. Copies: devices that hold the same shard of the state or the batch, before and after the step.
+2. Computations: one program computes the step twice from the same state and batch. Gradients, after reduction and
+   before clipping, are compared first, because clipping spreads one wrong gradient to all results.
 
-Gradient checksums of every step tell in which step copies first differed. Programs must be bitwise reproducible
-(`step.compiler_options`). Limits: see `_BEFORE_SUM`; with dp 1, a gradient that was wrong once between verifications
-leaves nothing to compare.
-
-A verification costs one step, two transfers of the state to the host and one back, and four reads on the device:
-`scripts/results/verify_cost.txt`.
+Checksums of every step's gradients tell in which step copies first differed. Programs must be bitwise reproducible
+(`step.compiler_options`). With dp 1, a gradient that was wrong once between verifications leaves nothing to compare.
+Cost: `scripts/results/verify_cost.txt`.
 """
 
 import contextlib
@@ -45,7 +40,6 @@ from jaxtp.data.loader import Batch
 from jaxtp.distributed.agreement import all_gather_json, host_names
 from jaxtp.layers.parameter import spec_of
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import verification_bytes
 from jaxtp.train.run_folder import CORRUPTION
 from jaxtp.train.state import Blueprint, named_arrays, trained_parameters
 from jaxtp.train.step import Scalars
@@ -70,15 +64,11 @@ _sums = jax.jit(device_checksums, static_argnums=1)
 
 @dataclass(frozen=True)
 class Fault:
-    """An unexpected difference."""
+    """An unexpected difference: a clause that names it, its devices, and a sentence on its origin."""
 
     what: str
-    """A clause: what differs."""
-
     places: MeshPositions
-
     note: str = ""
-    """A sentence on the origin."""
 
 
 class CorruptionError(WrongNumbersError):
@@ -271,10 +261,8 @@ def to_host(arrays: Mapping[str, Array]) -> HostShards:
     """Copies this process's shards to host memory."""
     for array in arrays.values():
         array.copy_to_host_async()
-    return {
-        name: [(shard.device, _copy(shard.data)) for shard in array.addressable_shards]
-        for name, array in arrays.items()
-    }
+    shards = {name: array.addressable_shards for name, array in arrays.items()}
+    return {name: [(each.device, _copy(each.data)) for each in of_array] for name, of_array in shards.items()}
 
 
 def _copy(data: Array) -> np.ndarray:
@@ -301,11 +289,3 @@ def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> st
     except OSError as error:
         return f"{folder}: {error.strerror}"
     return None
-
-
-def describe_verification(every: int, blueprint: Blueprint) -> str:
-    """Describes the cost of verification."""
-    return (
-        f"every {every:,} steps: a step more, and {verification_bytes(blueprint) / 2**30:,.2f} GiB of host "
-        "memory in each process, for the state before it and its first result"
-    )

@@ -1,6 +1,7 @@
 """The training step: the textbook's update, accumulation, memory; `tests/tools/check` has its parity over meshes."""
 
 import dataclasses
+from contextlib import ExitStack
 from functools import partial
 
 import jax
@@ -9,19 +10,23 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from runs import TEXT, records
 from support import assert_close, by_name, random_weights, relative_error, state_on_mesh, sweep
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
+from jaxtp.train.loop import Loop
+from jaxtp.train.setup import Parts, make_run
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
 from jaxtp.train.step import Scalars, _norms, loss_and_grads, make_eval_step, make_train_step
 
 B, T, STEPS = 8, 5, 3
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
 PLAIN = jaxtp.ModelConfig(vocab_size=32, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24)
+PLAIN_BYTES = dataclasses.replace(PLAIN, vocab_size=256)
 MODELS = {
     "llama": PLAIN,
     "odd": dataclasses.replace(
@@ -219,3 +224,56 @@ def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
         assert scalars.fetch()["skipped"] == 1 - max_skipped
         changed = not np.array_equal(np.asarray(state["model"]["blocks"]["mlp"]["down"]["kernel"][...]), kernel)
         assert changed == bool(max_skipped)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_that_is_handed_in_replaces_the_decoders(accumulation):
+    """With the same loss, the steps are the same."""
+    mesh = make_mesh(1, 2, 2)
+    plan = plan_state(PLAIN, optimizers.build(SETTINGS, 10), mesh)
+    tokens = jax.random.randint(jax.random.key(0), (B, T + 1), 0, PLAIN.vocab_size)
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+    loss = lambda model, batch: model.loss(batch["inputs"], batch["labels"])
+    found = []
+    for handed_in in (None, loss):
+        step = make_train_step(run_of(accumulation=accumulation), plan, loss=handed_in)
+        evaluate = make_eval_step(plan, accumulation, loss=handed_in)
+        with jax.set_mesh(mesh):
+            state = initial_state(PLAIN, mesh)
+            evaluated = [float(each) for each in evaluate(state, batch)]
+            found.append([*evaluated, *step(state, batch)[1].fetch().values()])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+class Bigram(nnx.Module):
+    """A model of another class: scores of the next byte by the byte before."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (256, 256)), out_sharding=(None, None))
+
+
+def loss_of_bigram(model, batch):
+    counted = batch["labels"] >= 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model.table[...][batch["inputs"]], jnp.maximum(batch["labels"], 0)
+    )
+    return jnp.sum(jnp.where(counted, losses, 0.0)), jnp.sum(counted).astype(jnp.float32)
+
+
+def test_a_run_takes_another_model_and_loss(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    config = TrainConfig(
+        run=RunConfig(dir=tmp_path / "run"),
+        mesh=MeshConfig(fsdp=2, tp=1),
+        model=PLAIN_BYTES,
+        data=DataConfig(path=tmp_path / "text.txt", sequence_length=32, global_batch_size=8),
+        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=0),
+        train=LoopConfig(steps=30),
+    )
+    with ExitStack() as exit_stack:
+        run = make_run(config, exit_stack, parts=Parts(model=Bigram, loss=loss_of_bigram))
+        assert Loop(run).run_to_end()
+    losses = records(tmp_path / "run", "eval_loss")
+    assert losses[30] < losses[0] - 1
+    with ExitStack() as exit_stack:
+        assert make_run(config, exit_stack, parts=Parts(model=Bigram, loss=loss_of_bigram)).step == 30
