@@ -2,11 +2,11 @@
 
 Each process's first device computes a few small operations one by one, all devices compute them in one compiled
 program, and both are compared with float64 on the host. Then each collective that layers use moves integers along each
-mesh axis. Attention kernels are compared with plain products.
+mesh axis.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtp.collectives import all_gather, all_reduce, all_to_all, device_view, permute, reduce_scatter, vary_everywhere
 from jaxtp.config.entry import WrongNumbersError
 from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
+from jaxtp.distributed.agreement import all_gather_json, is_multiprocess, raise_everywhere
 from jaxtp.layers.activations import Part
-from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, chosen
+from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, rivals, settle
 from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes, platform_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import known_problems, native_versions
@@ -63,7 +63,7 @@ def operations(dtype: str) -> dict[str, Operation]:
     numbers, logits, rows = (
         random.standard_normal(shape).astype(np.float32) for shape in ((8, 2**17), (64, 4096), (4096, 64))
     )
-    index = random.integers(64, size=4096).astype(np.int32)
+    index = random.integers(64, size=4096)
 
     def softmax(x: Numbers) -> Numbers:
         shares = np.exp(x - x.max(-1, keepdims=True))
@@ -82,7 +82,7 @@ def operations(dtype: str) -> dict[str, Operation]:
         "a sum over a long axis": Operation(lambda x: x.sum(-1), lambda x: x.sum(-1), (np.abs(numbers),)),
         "a softmax": Operation(jax.nn.softmax, softmax, (8 * logits,)),
         "a scatter-add": Operation(
-            lambda rows, index: jnp.zeros((64, 64)).at[index].add(rows), scatter_add, (rows, index)
+            lambda rows, index: jnp.zeros((64, 64)).at[index].add(rows), scatter_add, (rows, index.astype(np.int32))
         ),
     }
 
@@ -155,7 +155,8 @@ def check_collectives(mesh: Mesh) -> None:
     Raises:
       WrongNumbersError: a device received wrong numbers.
     """
-    numbers = {axis: _numbers(mesh.size, size) for axis, size in mesh_sizes(mesh).items() if size > 1}
+    sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
+    numbers = {axis: _numbers(mesh.size, size) for axis, size in sizes.items()}
     sharding = NamedSharding(mesh, _EACH)
     with jax.set_mesh(mesh):
         rows: dict[str, Array] = {
@@ -195,8 +196,8 @@ def _moved(mesh: Mesh) -> Callable[[dict[str, Array]], dict[str, dict[str, Array
     def body(rows: dict[str, Array]) -> dict[str, dict[str, Array]]:
         return {axis: along(axis, row[0]) for axis, row in rows.items()}
 
-    specs = {axis: _EACH for axis, size in mesh_sizes(mesh).items() if size > 1}
-    return jax.jit(device_view(body, "collectives", (specs,), specs))
+    axes = [axis for axis, size in mesh_sizes(mesh).items() if size > 1]
+    return jax.jit(device_view(body, "collectives", (dict.fromkeys(axes, _EACH),), dict.fromkeys(axes, _EACH)))
 
 
 def _right(rows: Numbers, axis: int) -> dict[str, Numbers]:
@@ -218,6 +219,12 @@ def _right(rows: Numbers, axis: int) -> dict[str, Numbers]:
 MOST_TOKENS, LEAST_TOKENS = 1024, 16
 """Tokens of the problem: several blocks of every kernel."""
 
+TIMED_TOKENS, RUNS = 4096, 5
+"""Most tokens of the timed problem, and number of runs; the fastest counts."""
+
+AS_FAST = 1.1
+"""The preferred kernel is kept up to this multiple of the fastest one's time."""
+
 STRETCH = 16
 """Tokens of a stretch, whose error may be twice as large: the total norm would hide a wrong edge."""
 
@@ -233,8 +240,12 @@ _SPREAD = 8.0
 _RESULTS = ("its output", "its gradient of the queries", "its gradient of the keys", "its gradient of the values")
 
 
-def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) -> None:
-    """Checks a run's attention kernels: they have been wrong on one model of GPU, or with one kind of mask.
+Times = Sequence[Mapping[str, float]]
+"""Seconds of each timed kernel, for each use of attention; empty if only one kernel works."""
+
+
+def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) -> Times:
+    """Checks a run's attention kernels, and times alternatives.
 
     Each process's first device computes a small problem of the run's shape, forward and backward, compared with plain
     products in float32.
@@ -242,30 +253,77 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
     Raises:
       ConfigError: a kernel does not run, or differs from plain products.
     """
-    device, sizes = mesh.local_devices[0], mesh_sizes(mesh)
+    # Kernels have been wrong on one model of GPU, or with one kind of mask. If cuDNN's and the fused kernel both work
+    # and the settings name neither, the run takes the faster.
+    device = mesh.local_devices[0]
     if platform_of(device) == "cpu" and not on_cpu:
-        return
-    uses = run_uses(config, sizes, architecture_of(device))
-    heads = (block.heads.on_device(sizes[TP]) for block in config.model.block_kinds())
-    for use, (num_queries, num_keys) in dict.fromkeys(zip(uses, heads, strict=True)):
-        kernel, _ = chosen(config.model.attention, use)
+        return []
+    times: list[dict[str, float]] = []
+    for use, heads in _uses(config, mesh):
+        first, *others = rivals(config.model.attention, use)
         with jax.default_device(device):
-            wrong = _problem_of(kernel, use, num_queries, num_keys, device.device_kind)
-        if wrong is not None:
-            other = "xla" if kernel.name == "blockwise" else "blockwise"
-            raise ConfigError(f"model.attention: the kernel {kernel.name} {wrong}; try --model.attention {other}")
+            if (wrong := _problem_of(first, use, heads, device.device_kind)) is not None:
+                other = "xla" if first.name == "blockwise" else "blockwise"
+                raise ConfigError(f"model.attention: {wrong}; try --model.attention {other}")
+            able = [other for other in others if _problem_of(other, use, heads, device.device_kind) is None]
+            timed = [first, *able] if able else []
+            times.append({kernel.name: _seconds(kernel, use, heads) for kernel in timed})
+    return times
 
 
-def _problem_of(kernel: Kernel, use: Use, num_queries: int, num_keys: int, where: str) -> str | None:
+def settle_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
+    """Selects the fastest kernel for each use of attention; all processes must call it.
+
+    The slowest process counts; a kernel must work in all.
+
+    Args:
+      times: from `check_attention`; the preferred kernel comes first.
+    """
+    for (use, _), *each in zip(_uses(config, mesh), *all_gather_json(times), strict=False):
+        able = [name for name in each[0] if all(name in seconds for seconds in each)]
+        seconds = {name: max(taken[name] for taken in each) for name in able}
+        if len(seconds) < 2:
+            continue
+        preferred, fastest = next(iter(seconds)), min(seconds, key=lambda name: seconds[name])
+        name = preferred if seconds[preferred] <= AS_FAST * seconds[fastest] else fastest
+        measured = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in seconds.items())
+        settle(use, KERNELS[name].name, f"measured here, forward and backward: {measured}")
+
+
+def _uses(config: TrainConfig, mesh: Mesh) -> list[tuple[Use, tuple[int, int]]]:
+    # With the query and kv heads of a device.
+    sizes = mesh_sizes(mesh)
+    uses = run_uses(config, sizes, architecture_of(mesh.local_devices[0]))
+    heads = (block.heads.on_device(sizes[TP]) for block in config.model.block_kinds())
+    return list(dict.fromkeys(zip(uses, heads, strict=True)))
+
+
+def _problem_of(kernel: Kernel, use: Use, heads: tuple[int, int], where: str) -> str | None:
     try:
-        errors = relative_errors(kernel.run, use, num_queries, num_keys)
+        errors = relative_errors(kernel.run, use, *heads)
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
-        return f"does not run on {where}: {str(reason).partition(chr(10))[0]}"
+        return f"the kernel {kernel.name} does not run on {where}: {str(reason).partition(chr(10))[0]}"
     most = TOLERANCE[str(use.dtype)]
-    for name, error in zip(_RESULTS, errors, strict=True):
+    for what, error in zip(_RESULTS, errors, strict=True):
         if not error <= most:  # also NaN
-            return f"is wrong on {where}: {name} is off by {error:.1e} of its norm, and {use.dtype} explains {most:.0e}"
+            return (
+                f"the kernel {kernel.name} is wrong on {where}: {what} is off by {error:.1e} of its norm, and "
+                f"{use.dtype} explains {most:.0e}"
+            )
     return None
+
+
+def _seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
+    # Forward and backward, at the length of the run or `TIMED_TOKENS`.
+    arrays, settings = problem(use, *heads, most=TIMED_TOKENS)
+    program = jax.jit(partial(results, kernel.run, settings))
+    jax.block_until_ready(program(*arrays))
+    times = []
+    for _ in range(RUNS):
+        started = time.perf_counter()
+        jax.block_until_ready(program(*arrays))
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_keys: int) -> list[float]:
@@ -304,16 +362,13 @@ def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) 
     sequence.
     """
     length = max(LEAST_TOKENS, min(int(use.length or most), most))
-    part, lengths = None, (length, length)
-    if use.part:
-        chunks = jnp.arange(CHUNKS * (length // CHUNKS), dtype=jnp.int32).reshape(CHUNKS, -1)
-        part = Part(chunks[::2].ravel(), -HALO)
-        lengths = part.queries.size, HALO + length
-    sides = ((lengths[0], num_queries), (lengths[1], num_keys), (lengths[1], num_keys), (lengths[0], num_queries))
-    keys = jax.random.split(jax.random.key(0), len(sides))
-    arrays = [
-        jax.random.normal(key, (2, *side, use.head_dim), use.dtype) for key, side in zip(keys, sides, strict=True)
-    ]
+    part = _every_other(length // CHUNKS) if use.part else None
+    lengths = (length, length) if part is None else (part.queries.size, HALO + length)
+    heads = (num_queries, num_keys, num_keys, num_queries)
+    keys = jax.random.split(jax.random.key(0), len(heads))
+    which = (0, 1, 1, 0)  # queries or keys
+    shapes = [(2, lengths[of], count, use.head_dim) for of, count in zip(which, heads, strict=True)]
+    arrays = [jax.random.normal(key, shape, use.dtype) for key, shape in zip(keys, shapes, strict=True)]
     spread = 1.0 if use.softcap is None else min(_SPREAD, use.softcap)
     arrays[0] = (arrays[0] * (spread / (use.factor * use.head_dim**0.5))).astype(arrays[0].dtype)
     ends = jnp.array(
@@ -321,13 +376,19 @@ def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) 
     )
     segments = jnp.sum(jnp.arange(length) >= ends[:, :, None], axis=1) + 1
     segments = segments.at[1].set(jnp.where(segments[1] > ends.shape[1], 0, segments[1])).astype(jnp.int32)
+    window = use.window and max(1, min(use.window, length // 8))
     return arrays, {
         "segments_BT": segments if use.packed else None,
         "scale": use.factor,
-        "window": use.window and max(1, min(use.window, length // 8)),
+        "window": window,
         "softcap": use.softcap,
         "part": part,
     }
+
+
+def _every_other(size: int) -> Part:
+    position = jnp.arange(CHUNKS * size, dtype=jnp.int32)
+    return Part(position.reshape(CHUNKS, size)[::2].ravel(), -HALO)
 
 
 def results(

@@ -161,14 +161,14 @@ def make_run(
 
 def _check_machines(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data) -> list[str]:
     # Checks devices and processes, and prepares the folder; returns lines for the summary.
-    on_accelerator = platform_of(mesh.devices.flat[0]) != "cpu"
-    lines = []
+    on_accelerator, lines = platform_of(mesh.devices.flat[0]) != "cpu", []
+    self_check = on_accelerator and config.launch.self_check
     with raise_everywhere():
-        if on_accelerator and config.launch.self_check:
-            from jaxtp.train.self_check import check_attention, check_outside_of_jit
+        if self_check:
+            from jaxtp.train.self_check import check_attention, check_devices, check_outside_of_jit, settle_attention
 
             check_outside_of_jit(mesh, config.model.precision.compute)
-            check_attention(config, mesh)
+            attention_times = check_attention(config, mesh)
         run_folder.prepare(config.run.dir)
     if on_accelerator:
         from jaxtp.train.known_versions import version_warnings
@@ -178,10 +178,9 @@ def _check_machines(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data) ->
         from jaxtp.train.preflight import preflight
 
         lines += preflight(config, mesh, data.description)
-    if on_accelerator and config.launch.self_check:
-        from jaxtp.train.self_check import check_devices
-
+    if self_check:
         lines += check_devices(mesh, config.model.precision.compute)
+        settle_attention(config, mesh, attention_times)
     return lines
 
 

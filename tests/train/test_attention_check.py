@@ -9,12 +9,17 @@ from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
+from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.layers.kernels.fused_attention import fused_attention
 from jaxtp.layers.parameter import Precision
+from jaxtp.mesh import mesh_sizes
 from jaxtp.models.config import ModelConfig
+from jaxtp.train import self_check
 from jaxtp.train.config import DataConfig, TrainConfig
-from jaxtp.train.self_check import TOLERANCE, check_attention, relative_errors
+from jaxtp.train.run_report import describe_kernels
+from jaxtp.train.self_check import TOLERANCE, check_attention, relative_errors, settle_attention
+from jaxtp.train.validation import run_uses
 
 MODEL = ModelConfig(
     num_heads=4,
@@ -188,3 +193,67 @@ def test_a_kernel_that_does_not_run_there_is_one_message(monkeypatch):
 def test_where_everything_is_made_of_plain_products_nothing_is_checked(monkeypatch):
     monkeypatch.setitem(kernels.KERNELS, "blockwise", dataclasses.replace(RIGHT, run=nothing_but_nan))
     check_attention(TrainConfig(model=MODEL), jaxtp.make_mesh())
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Two kernels that are timed, and what they take."""
+    seconds = {"blockwise": 3.0, "xla": 2.0}
+    both = [kernels.KERNELS["blockwise"], kernels.KERNELS["xla"]]
+    monkeypatch.setattr(kernels, "_MEASURED", {})
+    monkeypatch.setattr(self_check, "rivals", lambda asked, use: both)
+    monkeypatch.setattr(self_check, "_seconds", lambda kernel, use, heads: seconds[kernel.name])
+    return seconds
+
+
+RUN = TrainConfig(model=dataclasses.replace(MODEL, attention="auto"), data=DataConfig(sequence_length=300))
+
+
+def settled(mesh):
+    settle_attention(RUN, mesh, check_attention(RUN, mesh, on_cpu=True))
+    return describe_kernels(RUN, mesh_sizes(mesh), "cpu")
+
+
+def test_of_two_kernels_a_run_takes_the_faster_and_says_so(timed):
+    mesh = jaxtp.make_mesh(tp=2)
+    assert describe_kernels(RUN, mesh_sizes(mesh), "cpu").startswith("blockwise attention (")
+    said = "xla attention (measured here, forward and backward: blockwise 3000.00 ms, xla 2000.00 ms)"
+    assert settled(mesh) == said
+    (use,) = run_uses(RUN, mesh_sizes(mesh), "cpu")
+    layer = RUN.model.block_kinds()[0].use_on(
+        LocalShape(sizes=mesh_sizes(mesh), rows=3, length=300, packed=True, platform="cpu"), "float32"
+    )
+    assert use == layer  # by which a layer finds it
+
+
+def test_all_processes_take_the_same_kernel(timed, monkeypatch):
+    """The slowest of them counts, and one in which a kernel is wrong has no times of it."""
+    mesh = jaxtp.make_mesh(tp=2)
+    times = [[{"blockwise": 3.0, "xla": 2.0}], [{"blockwise": 3.0, "xla": 4.0}]]
+    monkeypatch.setattr(self_check, "all_gather_json", lambda mine: times)
+    assert settled(mesh).startswith(
+        "blockwise attention (measured here, forward and backward: blockwise 3000.00 ms, xla 4"
+    )
+    kernels._MEASURED.clear()
+    times[1] = [{}]
+    settle_attention(RUN, mesh, times[0])
+    assert not kernels._MEASURED
+
+
+def test_a_kernel_that_is_as_fast_stays(timed):
+    timed["xla"] = 2.9
+    assert settled(jaxtp.make_mesh(tp=2)).startswith("blockwise attention (measured here, ")
+
+
+def test_a_kernel_that_is_wrong_is_no_rival(timed, monkeypatch):
+    wrong = dataclasses.replace(kernels.KERNELS["xla"], run=no_documents)
+    monkeypatch.setattr(self_check, "rivals", lambda asked, use: [RIGHT, wrong])
+    assert settled(jaxtp.make_mesh(tp=2)).startswith("blockwise attention (")
+    assert not kernels._MEASURED
+
+
+def test_a_kernel_is_timed_at_the_length_of_the_run():
+    use = kernels.Use(head_dim=8, dtype="float32", length=3000, packed=False)
+    arrays, _ = self_check.problem(use, 2, 1, most=self_check.TIMED_TOKENS)
+    assert arrays[0].shape[1] == 3000
+    assert self_check._seconds(RIGHT, dataclasses.replace(use, length=32), (2, 1)) > 0
