@@ -88,16 +88,16 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
 
 # The shape of the package. A change that makes room lowers its budget; none is raised.
 BUDGETS = {
-    "lines": 39_900,
-    "files": 212,
+    "lines": 36_700,
+    "files": 210,
     "files under 80 lines, families aside": 6,
     "rooms": 14,
-    "arrows between rooms": 67,
-    "files that training imports": 95,
-    "lines that training imports": 18_400,
-    "words of docstrings": 35_900,
-    "functions of more than 6 parameters": 17,
-    "Any": 656,
+    "arrows between rooms": 66,
+    "files that training imports": 80,
+    "lines that training imports": 14_800,
+    "words of docstrings": 33_100,
+    "functions of more than 6 parameters": 5,
+    "Any": 585,
     "file names used more than twice": 0,
 }
 PHRASES = "of which|(that|those) of|so many|(is|are) told|(goes|go) on|as of|beside|what (it|is)|of those"
