@@ -15,7 +15,6 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.schema import expand, nearest_file
 from jaxtp.data.documents import Documents, InMemory
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
-from jaxtp.data.store import open_dataset
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
 PREFIX = "prefix"
@@ -159,6 +158,8 @@ def text_file(path: Path) -> Part:
 def _open(path: Path) -> Part:
     if not path.is_dir():
         return text_file(path)
+    from jaxtp.data.store import open_dataset
+
     dataset = open_dataset(path)
     splits = {name: split for name, split in dataset.splits.items() if split.num_tokens}
     return Part(splits.get(TRAIN), splits.get(VALIDATION), dataset.tokenizer, str(path))

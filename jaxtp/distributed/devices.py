@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 
 from jaxtp import mesh as meshes
 from jaxtp.distributed.agreement import by_host, host_names, is_multiprocess
-from jaxtp.distributed.environment import accept_absent_gpus, sharing
-from jaxtp.distributed.joining import num_processes
+from jaxtp.distributed.environment import accept_absent_gpus, num_processes, sharing
 from jaxtp.mesh import MeshError, check_sizes, describe_mesh, mesh_of
 
 

@@ -18,6 +18,9 @@ _T = TypeVar("_T")
 
 ADDRESS, COUNT, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 """JAX's variables: the address of process 0, the number of processes, and the id of this one."""
+BY_HAND = (ADDRESS, COUNT, PROCESS)
+SLURM, OPEN_MPI = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"
+"""Variables of schedulers with the number of processes."""
 TOKEN = "JAXTP_TOKEN"
 """Variable of the secret that the processes of a run share."""
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
@@ -42,6 +45,36 @@ def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidi
     """
     if not any(path.exists() for path in nvidia):
         environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+def scheduled_count(variables: Mapping[str, str]) -> str | None:
+    """Returns the variable with a scheduler's number of processes; variables set by hand override it."""
+    names = [name for name in BY_HAND if name in variables]
+    if names and names != [ADDRESS]:
+        return None
+    return next((name for name in (SLURM, OPEN_MPI) if name in variables and number(variables, name) > 1), None)
+
+
+def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment names processes to join, so `joining` and `peers` have work."""
+    return scheduled_count(variables) is not None or any(name in variables for name in BY_HAND)
+
+
+def num_processes(variables: Mapping[str, str] = os.environ) -> int:
+    """Returns the number of processes from the environment; JAX would start its devices."""
+    name = scheduled_count(variables) or COUNT
+    return number(variables, name) if name in variables else 1
+
+
+def number(variables: Mapping[str, str], name: str) -> int:
+    """Returns a variable's number; raises `LaunchError`."""
+    text = variables.get(name)
+    if text is None:
+        raise LaunchError(f"{name} is not set: the launcher of the processes should set it")
+    try:
+        return int(text if text.isdecimal() else "")
+    except ValueError:  # also for thousands of digits
+        raise LaunchError(f"{name}={text[:100]}: should be a number") from None
 
 
 def coordinator_host(environment: Mapping[str, str] = os.environ) -> str:

@@ -16,12 +16,17 @@ import jax
 from jaxtp.config.entry import MISTAKE, say
 from jaxtp.distributed.environment import (
     ADDRESS,
+    BY_HAND,
     COUNT,
+    OPEN_MPI,
     PROCESS,
+    SLURM,
     LaunchError,
     accept_absent_gpus,
     gpus_present,
     names_of_gpus,
+    number,
+    scheduled_count,
     shared,
     sharing,
     token,
@@ -29,7 +34,6 @@ from jaxtp.distributed.environment import (
 from jaxtp.distributed.links import format_address, listen_address, listening
 from jaxtp.distributed.rendezvous import JOIN_SECONDS_HINT, JOIN_SECONDS_VARIABLE, Wait, meet
 
-_BY_HAND = (ADDRESS, COUNT, PROCESS)
 _POD = "JOB_COMPLETION_INDEX"
 """Index of a pod in an indexed Job of Kubernetes."""
 JOIN_SECONDS = 60
@@ -72,30 +76,16 @@ def join_processes(environment: Variables = os.environ, gpus: int | None = None,
       bind: address at which process 0 listens; by default loopback if they meet there, else all.
     """
     accept_absent_gpus()
-    if count := _scheduled_count(environment):
+    if count := scheduled_count(environment):
         task = _TASKS[count](environment)
-        _join_scheduled(task, _number(environment, count), environment, gpus_present() if gpus is None else gpus, bind)
-    elif names := [name for name in _BY_HAND if name in environment]:
+        _join_scheduled(task, number(environment, count), environment, gpus_present() if gpus is None else gpus, bind)
+    elif names := [name for name in BY_HAND if name in environment]:
         _join_by_hand(environment, names, bind)
-
-
-def num_processes(environment: Variables = os.environ) -> int:
-    """Returns the number of processes from the environment; JAX would start its devices."""
-    name = _scheduled_count(environment) or COUNT
-    return _number(environment, name) if name in environment else 1
-
-
-def _scheduled_count(variables: Variables) -> str | None:
-    """Returns the variable with a scheduler's number of processes; variables set by hand override it."""
-    names = [name for name in _BY_HAND if name in variables]
-    if names and names != [ADDRESS]:
-        return None
-    return next((name for name in _TASKS if name in variables and _number(variables, name) > 1), None)
 
 
 def _slurm_task(variables: Variables) -> _Task:
     # Tasks per node, such as 8(x2),4, and a list of nodes, such as node[001-002,7],other.
-    name, node = "SLURM_STEP_TASKS_PER_NODE", _number(variables, "SLURM_NODEID")
+    name, node = "SLURM_STEP_TASKS_PER_NODE", number(variables, "SLURM_NODEID")
     counts: list[int] = []
     for part in variables.get(name, "").split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
@@ -106,8 +96,8 @@ def _slurm_task(variables: Variables) -> _Task:
         raise LaunchError(f"SLURM_NODEID={node}: {name}={variables[name][:100]} has {len(counts)} nodes")
     first = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", variables.get("SLURM_STEP_NODELIST", "")).partition(",")[0]
     return _Task(
-        process=_number(variables, "SLURM_PROCID"),
-        index=_number(variables, "SLURM_LOCALID"),
+        process=number(variables, "SLURM_PROCID"),
+        index=number(variables, "SLURM_LOCALID"),
         tasks=counts[node],
         host=first or None,
         job=variables.get("SLURM_JOB_ID", ""),
@@ -119,19 +109,15 @@ def _open_mpi_task(variables: Variables) -> _Task:
     uri = variables.get("OMPI_MCA_orte_hnp_uri", "")
     host, job = re.search(r"tcp://([^,:]+)", uri), re.match(r"(\d{1,19})\.", uri)
     return _Task(
-        process=_number(variables, "OMPI_COMM_WORLD_RANK"),
-        index=_number(variables, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        tasks=_number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        process=number(variables, "OMPI_COMM_WORLD_RANK"),
+        index=number(variables, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        tasks=number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
         host=host[1] if host else None,
         job=str(int(job[1]) // _NUM_PORTS) if job else "",
     )
 
 
-_TASKS: Mapping[str, Callable[[Variables], _Task]] = {
-    "SLURM_STEP_NUM_TASKS": _slurm_task,
-    "OMPI_COMM_WORLD_SIZE": _open_mpi_task,
-}
-"""Schedulers, by their variables with the number of processes."""
+_TASKS: Mapping[str, Callable[[Variables], _Task]] = {SLURM: _slurm_task, OPEN_MPI: _open_mpi_task}
 
 
 def _join_scheduled(task: _Task, count: int, variables: Variables, present: int, bind: str | None) -> None:
@@ -146,7 +132,7 @@ def _join_scheduled(task: _Task, count: int, variables: Variables, present: int,
         host = "127.0.0.1" if task.tasks == count else task.host
         port = None
         if _PORT in variables:
-            port = _number(variables, _PORT)
+            port = number(variables, _PORT)
         elif re.fullmatch(r"\d{1,19}", task.job):
             port = 2**16 - _NUM_PORTS + int(task.job) % _NUM_PORTS
         address = None if host is None or port is None else (host, port)
@@ -183,10 +169,10 @@ def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) 
 
 def _join_by_hand(variables: Variables, names: list[str], bind: str | None) -> None:
     pod = PROCESS if PROCESS in variables else _POD
-    missing = [name for name in _BY_HAND if name not in names and not (name == PROCESS and pod in variables)]
+    missing = [name for name in BY_HAND if name not in names and not (name == PROCESS and pod in variables)]
     if missing:
         raise LaunchError(f"{', '.join(names)} set, but not {', '.join(missing)}: a multi-process run needs all three")
-    count, process = _number(variables, COUNT), _number(variables, pod)
+    count, process = number(variables, COUNT), number(variables, pod)
     if not process < count:
         raise LaunchError(f"{pod}={process} of {COUNT}={count}: processes count from 0 to {count - 1}")
     host, port = _parse_address(variables)
@@ -197,7 +183,7 @@ def _join_by_hand(variables: Variables, names: list[str], bind: str | None) -> N
 
 def _join_seconds(variables: Variables) -> int:
     name = JOIN_SECONDS_VARIABLE
-    seconds = _number(variables, name) if name in variables else JOIN_SECONDS
+    seconds = number(variables, name) if name in variables else JOIN_SECONDS
     if not 0 < seconds <= _MAX_SECONDS:
         raise LaunchError(f"{name}={seconds}: should be a number of seconds from 1 to {_MAX_SECONDS}")
     return seconds
@@ -243,13 +229,3 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
     reason = f"not all came within {waiting.seconds:g} s: {problem} {JOIN_SECONDS_HINT}"
     say(f"error: {waiting}: {reason}")
     os._exit(MISTAKE)
-
-
-def _number(variables: Variables, name: str) -> int:
-    text = variables.get(name)
-    if text is None:
-        raise LaunchError(f"{name} is not set: the launcher of the processes should set it")
-    try:
-        return int(text if text.isdecimal() else "")
-    except ValueError:  # also for thousands of digits
-        raise LaunchError(f"{name}={text[:100]}: should be a number") from None

@@ -8,18 +8,15 @@ stopped process or a lost host by silence.
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable
 
 import jax
 
 from jaxtp.config.entry import MISTAKE, PASSING, WRONG, UserError, say
 from jaxtp.config.reading import shown
-from jaxtp.distributed.agreement import all_gather_json, host_names, is_multiprocess, process_name
+from jaxtp.distributed.agreement import all_gather_json, host_names, process_name
 from jaxtp.distributed.environment import LaunchError, coordinator_host
 from jaxtp.distributed.links import Link, Message, accept_links, connect, listen_address, listening, ready
 
@@ -35,7 +32,7 @@ MAX_ERROR_CHARS = 1000
 _MAX_MESSAGE_CHARS = 4000
 
 
-class _Peers:
+class Peers:
     """The thread that watches this process's links: process 0 has one to each other process."""
 
     def __init__(self, hosts: list[str], links: dict[int, Link]):
@@ -53,11 +50,17 @@ class _Peers:
         self._thread.start()
 
     def leave(self, failure: str | None, code: int = 0) -> None:
+        """Announces that this process ends, and why if it failed."""
         if self._exiting.is_set():
             self._thread.join()  # it ends the process
         if not self._leaving.is_set():
             self._leaving.set()
             self._broadcast({"process": self._process, "failure": failure and failure[:MAX_ERROR_CHARS], "code": code})
+
+    def fail(self, error: BaseException) -> None:
+        """Announces a failure, unless another process's failure explains it and ends this process."""
+        self.wait_for_cause(error)
+        self.leave(_first_line(error), getattr(error, "exit_code", 1))
 
     def wait_for_peers(self) -> None:
         """In process 0, waits briefly for the others: its end stops JAX's coordinator, which aborts them."""
@@ -131,17 +134,11 @@ class _Peers:
         os._exit(code)  # at once: when process 0 has ended, JAX aborts this process
 
 
-_current: _Peers | None = None
-
-
-def watch(bind: str | None = None) -> None:
-    """Starts to watch the other processes, if any. All processes must call it.
+def connect_peers(bind: str | None) -> Peers | None:
+    """Connects process 0 to each other process; returns None where they cannot connect. All processes must call it.
 
     Process 0 listens at `bind`, by default on loopback if all are on one host, else at all addresses.
     """
-    global _current
-    if not is_multiprocess() or _current is not None:
-        return
     try:
         counts = Counter(device.process_index for device in jax.devices())
     except RuntimeError as error:
@@ -158,55 +155,19 @@ def watch(bind: str | None = None) -> None:
         )
     names = host_names()
     if len(names) == 1:
-        return
+        return None
     links = _accept(names, bind) if jax.process_index() == 0 else _connect(names)
     reached = all_gather_json(sorted(links))
     if missing := [process for process in range(1, len(names)) if process not in reached[0] or not reached[process]]:
         if jax.process_index() == 0:
             name = shown(process_name(missing[0], names[missing[0]]))
             say(f"{name} cannot connect to process 0 for heartbeats: only JAX notices when a process ends")
-        return
-    _current = _Peers(names, links)
+        return None
     if jax.process_index():
         print(
             f"{process_name(jax.process_index(), names[jax.process_index()])} has joined; process 0 reports", flush=True
         )
-
-
-def working_on(what: str) -> None:
-    """Records the current activity, for the message of a forced end."""
-    if _current is not None:
-        _current.activity = what
-
-
-def report_failure(error: BaseException) -> None:
-    """Reports this process's failure, before anything that may wait for the others is closed."""
-    if _current is not None:
-        _current.wait_for_cause(error)
-        _current.leave(_first_line(error), getattr(error, "exit_code", 1))
-
-
-def run_and_report(command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit code; after a failure ends at once, where JAX would wait for the others."""
-    try:
-        code = command()
-    except SystemExit as error:
-        if _current is None:
-            raise
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except Exception as error:
-        if _current is None:
-            raise
-        report_failure(error)
-        traceback.print_exc()
-        code = 1
-    if _current is not None:
-        _current.leave(f"exit code {code}" if code else None, code)
-        if code:
-            sys.stdout.flush()
-            _current.wait_for_peers()
-            os._exit(code)
-    return code
+    return Peers(names, links)
 
 
 def _accept(names: list[str], bind: str | None) -> dict[int, Link]:

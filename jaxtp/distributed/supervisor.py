@@ -19,8 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from jaxtp.config.entry import MISTAKE, PASSING, WRONG, say
-from jaxtp.config.interrupt import signal_name
+from jaxtp.config.entry import MISTAKE, PASSING, WRONG, say, signal_name
 from jaxtp.distributed.environment import (
     ADDRESS,
     COUNT,

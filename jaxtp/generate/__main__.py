@@ -20,8 +20,8 @@ from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.console import is_terminal
+from jaxtp.config.entry import Interrupt
 from jaxtp.config.files import require_writable, writing
-from jaxtp.config.interrupt import Interrupt
 from jaxtp.config.schema import ConfigError, Count, Switch, UserPath, flag
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template

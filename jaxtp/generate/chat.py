@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 
-from jaxtp.config.entry import UserError, say
-from jaxtp.config.interrupt import Interrupt
+from jaxtp.config.entry import Interrupt, UserError, say
 from jaxtp.config.reading import shown
 from jaxtp.data.chat_template import (
     ASSISTANT,

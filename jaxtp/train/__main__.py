@@ -21,8 +21,8 @@ from jaxtp.config.files import require_picture, require_writable, write_json, wr
 from jaxtp.config.schema import UserPath, to_plain
 from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.distributed.allocator import choose_allocator, describe_out_of_memory
-from jaxtp.distributed.joining import join_processes, num_processes
-from jaxtp.distributed.peers import report_failure, run_and_report, watch
+from jaxtp.distributed.environment import is_launched
+from jaxtp.distributed.failures import report_failure, run_and_report, watch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train import trackers
 from jaxtp.train.config import TrainConfig, training_of
@@ -76,8 +76,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
-    bind = _bind(argv) if num_processes() > 1 else None
-    join_processes(bind=bind)
+    bind = None
+    if is_launched():
+        from jaxtp.distributed.joining import join_processes
+
+        bind = _bind(argv)
+        join_processes(bind=bind)
     with raise_everywhere(partial(watch, bind)):  # flags first: they decide the number of virtual devices
         config, startup_log = COMMAND.load(argv, _resolved)
         require_writable("--json", config.json)

@@ -19,7 +19,7 @@ from jaxtp.config.reading import shown
 from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
-from jaxtp.distributed.peers import working_on
+from jaxtp.distributed.failures import working_on
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import run_folder
 from jaxtp.train.metrics import MEAN_LOSS, Profiler, flops_per_token, peak_flops

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import newest_with_info
-from jaxtp.config.interrupt import Interrupt
+from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, changed
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings

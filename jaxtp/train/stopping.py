@@ -18,8 +18,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.config.entry import PASSING
-from jaxtp.config.interrupt import Interrupt
+from jaxtp.config.entry import PASSING, Interrupt
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import AXES
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from jaxtp.config.interrupt import SIGNALS, Interrupt
+from jaxtp.config.entry import SIGNALS, Interrupt
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import pytest
 from runs import free_address
 
 from jaxtp.distributed import joining, rendezvous
-from jaxtp.distributed.environment import LaunchError
-from jaxtp.distributed.joining import gpus_of_process, join_processes, num_processes
+from jaxtp.distributed.environment import LaunchError, num_processes
+from jaxtp.distributed.joining import gpus_of_process, join_processes
 from jaxtp.train import __main__ as train
 
 SLURM = {
@@ -275,7 +275,7 @@ def test_the_address_to_listen_at_is_read_before_the_processes_meet(flags, bind,
 
     bound = []
     (tmp_path / "run.yaml").write_text("launch:\n  bind: fd00::7\n")
-    monkeypatch.setattr(train, "join_processes", stop)
+    monkeypatch.setattr(joining, "join_processes", stop)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     with pytest.raises(MeetingError):
         train.main([flag.format(folder=tmp_path) for flag in flags])

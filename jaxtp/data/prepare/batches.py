@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from jaxtp.config.interrupt import Interrupt
+from jaxtp.config.entry import Interrupt
 from jaxtp.data.chat_template import without_marks
 from jaxtp.data.manifest import TRAIN, VALIDATION
 from jaxtp.data.prepare.readers import END, TEXT, Document, Fields, PrepareError, Problem, Source, Turn

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxtp.config.console import Display
+from jaxtp.config.entry import Interrupt
 from jaxtp.config.files import sha256, write_atomically
-from jaxtp.config.interrupt import Interrupt
 from jaxtp.data.manifest import TOKENIZER
 from jaxtp.data.prepare.batches import ahead, batches, fraction
 from jaxtp.data.prepare.prepare_config import PrepareConfig

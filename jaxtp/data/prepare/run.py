@@ -11,8 +11,8 @@ from typing import Self
 import numpy as np
 
 from jaxtp.config.console import Display
+from jaxtp.config.entry import Interrupt, InterruptError
 from jaxtp.config.files import write_atomically
-from jaxtp.config.interrupt import Interrupt, InterruptError
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, totals
 from jaxtp.data.prepare.batches import Batch, Entry, ahead, batches, split_of, threshold

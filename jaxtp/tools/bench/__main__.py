@@ -26,8 +26,8 @@ from jaxtp.config.schema import ConfigError, Count, UserPath, changed
 from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.distributed.devices import build_mesh
 from jaxtp.distributed.environment import keep_programs
+from jaxtp.distributed.failures import run_and_report, watch
 from jaxtp.distributed.joining import join_processes
-from jaxtp.distributed.peers import run_and_report, watch
 from jaxtp.mesh import CONTEXT, TP, batch_parts, describe_mesh, mesh_sizes, parts, sized
 from jaxtp.models.config import ModelConfig, padded_sizes, violations
 from jaxtp.tools.bench.measure import (

@@ -20,7 +20,7 @@ from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE
 from jaxtp.analysis.schedule import Scheduled
 from jaxtp.analysis.tables import columns
-from jaxtp.config.interrupt import signal_name
+from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import ConfigError, changed, to_plain
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.distributed.environment import child_environment

@@ -29,9 +29,8 @@ from lm_eval.utils import (
 )
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from jaxtp.config.entry import UserError
+from jaxtp.config.entry import Interrupt, UserError
 from jaxtp.config.files import fingerprint
-from jaxtp.config.interrupt import Interrupt
 from jaxtp.config.schema import nearest_file, to_plain, validate
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.rows import empty_row

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec
-from jaxtp.config.entry import WrongNumbersError
-from jaxtp.config.interrupt import Interrupt
+from jaxtp.config.entry import Interrupt, WrongNumbersError
 from jaxtp.data.rows import SEGMENTS, Row
 from jaxtp.generate.decode_model import mesh_context, model_mesh
 from jaxtp.mesh import CP, batch_parts, mesh_sizes

@@ -14,7 +14,7 @@ import pytest
 from corpora import decoded, jsonl, prepared, refused, texts
 from runs import contents
 
-from jaxtp.config.interrupt import Interrupt, InterruptError
+from jaxtp.config.entry import Interrupt, InterruptError
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
 from jaxtp.data.prepare.batches import ahead

@@ -16,7 +16,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from jaxtp.config.interrupt import Interrupt
+from jaxtp.config.entry import Interrupt
 from jaxtp.generate.loading import SourceConfig, open_source
 from jaxtp.tools.evaluate.__main__ import main
 from jaxtp.tools.evaluate.harness import HarnessError, JaxtpLM

@@ -11,8 +11,7 @@ from hf_reference import FOLDER
 from support import sweep
 
 import jaxtp
-from jaxtp.config.entry import WrongNumbersError
-from jaxtp.config.interrupt import InterruptError
+from jaxtp.config.entry import InterruptError, WrongNumbersError
 from jaxtp.tools.evaluate.inputs import Document, InputError
 from jaxtp.tools.evaluate.measure import Scorer, Totals, measure, power_of_two
 
