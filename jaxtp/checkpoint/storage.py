@@ -6,8 +6,10 @@ process. `StandardCheckpointHandler` cannot change it, and on GPUs it stages a s
 users have reported (orbax issue 2090). `PyTreeCheckpointHandler` writes the same files and has both settings.
 """
 
+import contextlib
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,17 @@ def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct) -> int:
     return math.prod(map(min, stored.shape, counts)) * stored.dtype.itemsize
 
 
+@contextlib.contextmanager
+def _ignore_missing_metadata() -> Iterator[None]:
+    # Orbax warns of an optional file that our checkpoints lack.
+    logger, unrelated = logging.getLogger("absl"), lambda r: "Metadata file does not exist" not in r.getMessage()
+    logger.addFilter(unrelated)
+    try:
+        yield
+    finally:
+        logger.removeFilter(unrelated)
+
+
 def describe_arrays(arrays: Arrays, summed: Sums) -> Info:
     """Returns the info entries that a restore compares with its arrays."""
     return {_SHAPES: {name: list(array.shape) for name, array in arrays.items()}, _CHECKSUMS: summed.checksums()}
@@ -129,7 +142,8 @@ def read_metadata(folder: Path) -> Metadata:
             raise ValueError("it does not say which arrays it holds")
         return dict(metadata.tree)
 
-    return read_or_explain(folder, read)
+    with _ignore_missing_metadata():
+        return read_or_explain(folder, read)
 
 
 def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata: Metadata) -> Arrays:
@@ -141,7 +155,8 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata:
         arrays: Arrays = _open_reader(metadata, target).restore((folder / "state").resolve(), restore)
         return arrays
 
-    return read_or_explain(folder, read)
+    with _ignore_missing_metadata():
+        return read_or_explain(folder, read)
 
 
 def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
