@@ -56,7 +56,7 @@ def make_mesh(
     Raises:
       MeshError: a size is not positive, several are -1, devices are too few or not distinct.
     """
-    return mesh_of(sized(dp=dp, fsdp=fsdp, cp=cp, tp=tp), devices)
+    return mesh_of(mesh_shape(dp=dp, fsdp=fsdp, cp=cp, tp=tp), devices)
 
 
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -89,7 +89,7 @@ def request_virtual_devices(count: int) -> None:
         return  # the backend has started; _check_count compares the mesh with its devices
 
 
-def sized(**sizes: int) -> dict[str, int]:
+def mesh_shape(**sizes: int) -> dict[str, int]:
     """Returns the size of every axis, 1 by default."""
     return dict.fromkeys(AXES, 1) | sizes
 
@@ -119,7 +119,7 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
 
 def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
     """Returns the size of each axis, all 1 for None or an empty mesh."""
-    return sized() if mesh is None else sized() | dict(mesh.shape)
+    return mesh_shape() if mesh is None else mesh_shape() | dict(mesh.shape)
 
 
 def current_mesh() -> AbstractMesh | None:
@@ -176,7 +176,7 @@ def fitting_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[dict[st
             if devices % size == 0:
                 yield from ({**others, axes[-1]: size} for others in sizes(axes[:-1], devices // size))
 
-    return [sized(**each) for each in sizes(axes, num_devices)]
+    return [mesh_shape(**each) for each in sizes(axes, num_devices)]
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:

@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.analysis.tables import columns
 from jaxtp.layers.activations import Part, segment_mask
 from jaxtp.layers.kernels.fused_attention import DTYPES, MOST_HEAD_DIM, fused_attention
-from jaxtp.mesh import mesh_of, sized
+from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
 
 LENGTHS = (4096, 8192, 32768)
@@ -83,7 +83,7 @@ def zigzag(place: Array, size: int, devices: int) -> Part:
 
 
 def h100() -> Mesh:
-    return mesh_of(sized(), topology("h100", 1, 1).devices())
+    return mesh_of(mesh_shape(), topology("h100", 1, 1).devices())
 
 
 def compile_with_gradients(

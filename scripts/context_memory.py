@@ -21,8 +21,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # else the plugin looks for a GPU
 import jax
 
 from jaxtp.analysis.tables import columns
-from jaxtp.config.schema import changed, from_yaml
-from jaxtp.mesh import mesh_of, sized
+from jaxtp.config.schema import from_yaml, replace_nested
+from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -39,7 +39,9 @@ def compiled(sizes: dict[str, int], context: str, length: int) -> tuple[int, int
     config = from_yaml(TrainConfig, CONFIG)
     values = {"mesh": config.mesh.of_sizes(sizes), "mesh.context": context, "data.sequence_length": length}
     rows = sizes["fsdp"] * sizes["dp"]
-    run = changed(config, {**values, "data.global_batch_size": rows, "train.accumulation": 1, "model.remat": "full"})
+    run = replace_nested(
+        config, {**values, "data.global_batch_size": rows, "train.accumulation": 1, "model.remat": "full"}
+    )
     mesh = mesh_of(sizes, topology("h100", HOSTS, DEVICES // HOSTS).devices())
     blueprint = plan_state(run.model, optimizers.build(run.optimizer, run.train.steps), mesh)
     with jax.set_mesh(mesh):
@@ -52,7 +54,7 @@ def compiled(sizes: dict[str, int], context: str, length: int) -> tuple[int, int
 
 def row(cp: int, context: str, length: int) -> tuple[str, ...]:
     """Returns a line of the table."""
-    sizes = sized(fsdp=DEVICES // cp, cp=cp)
+    sizes = mesh_shape(fsdp=DEVICES // cp, cp=cp)
     temporaries, pairs = compiled(sizes, context, length)
     shorter, _ = compiled(sizes, context, length // SHORTER)
     growing = (temporaries - shorter) * SHORTER / (SHORTER - 1)

@@ -21,7 +21,7 @@ from pathlib import Path
 import jaxtp
 from jaxtp.analysis.tables import columns
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import DP, FSDP, TP, sized
+from jaxtp.mesh import DP, FSDP, TP, mesh_shape
 from jaxtp.tools.estimate.compiler import TargetError
 from jaxtp.tools.estimate.tiers import compile_for
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
@@ -96,7 +96,7 @@ class Point:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return sized(**dict(zip((DP, FSDP, TP), self.mesh, strict=True)), cp=self.cp)
+        return mesh_shape(**dict(zip((DP, FSDP, TP), self.mesh, strict=True)), cp=self.cp)
 
     @property
     def key(self) -> str:

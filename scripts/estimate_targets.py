@@ -17,7 +17,7 @@ from pathlib import Path
 from estimate_accuracy import GB, Point
 
 from jaxtp.analysis.tables import columns
-from jaxtp.config.schema import changed, from_yaml
+from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.mesh import describe_mesh
 from jaxtp.tools.estimate.tiers import Compiled, compile_for
 from jaxtp.train.config import TrainConfig
@@ -55,7 +55,7 @@ def shipped() -> str:
     rows, moved = [], []
     for name, hardware, hosts, length in SHIPPED:
         config = from_yaml(TrainConfig, CONFIGS / name)
-        config = changed(config, {"data.sequence_length": length or config.data.sequence_length})
+        config = replace_nested(config, {"data.sequence_length": length or config.data.sequence_length})
         tokens, sizes = f"{config.data.sequence_length:,}", whole_mesh(config, 8 * hosts)
         compiled, seconds = compile_on(hardware, config, sizes)
         memory = memory_per_device(config, sizes, platform="cuda")

@@ -23,7 +23,7 @@ from flax import nnx
 
 import jaxtp
 from jaxtp.analysis.tables import columns
-from jaxtp.config.schema import changed
+from jaxtp.config.schema import replace_nested
 
 SIZES = {"d_model": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
 DENSE, EXPERTS, CHOSEN = 32, 8, 2
@@ -55,7 +55,7 @@ VARIANTS = [
 
 def sizes(variant: Variant) -> tuple[int, int]:
     """Returns the number of parameters, and of those that a token uses, routers aside."""
-    config = changed(jaxtp.ModelConfig(), {**SIZES, **variant.model})
+    config = replace_nested(jaxtp.ModelConfig(), {**SIZES, **variant.model})
     model = nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
     every = {".".join(map(str, path)): param.size for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     routers = sum(size for name, size in every.items() if name.endswith("router"))

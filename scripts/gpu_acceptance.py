@@ -133,7 +133,7 @@ def devices(machine: Machine, out: Path, log: Path) -> Result:
     """Times the self-check of the devices and of the collectives between them."""
     import jax
 
-    from jaxtp.config.entry import WrongNumbersError
+    from jaxtp.config.entry import NumericsError
     from jaxtp.mesh import make_mesh
     from jaxtp.train.self_check import check_devices, check_outside_of_jit
 
@@ -142,7 +142,7 @@ def devices(machine: Machine, out: Path, log: Path) -> Result:
     try:
         for check in (check_outside_of_jit, check_devices):
             check(mesh, "float32" if machine.is_small else "bfloat16", on_cpu=True)
-    except WrongNumbersError as error:
+    except NumericsError as error:
         return {"right": False, "wrong": str(error)}
     return {"right": True, "check_seconds": time.perf_counter() - started}
 
@@ -298,7 +298,7 @@ def eight_b(machine: Machine, out: Path, log: Path) -> Result:
 def layers_that_fit(machine: Machine) -> int:
     """Returns the most layers of 8B's width of which a step takes 85% of the memory."""
     from jaxtp.config.schema import validate
-    from jaxtp.mesh import sized
+    from jaxtp.mesh import mesh_shape
     from jaxtp.train.config import TrainConfig
     from jaxtp.train.memory import memory_per_device
 
@@ -308,7 +308,7 @@ def layers_that_fit(machine: Machine) -> int:
     for layers in range(1, 33):
         settings = step_settings(machine, {**EIGHT_B, "num_layers": layers}, 2)
         config = validate(TrainConfig, settings, source="the step")
-        if memory_per_device(config, sized(), platform="cuda").total > 0.85 * machine.memory:
+        if memory_per_device(config, mesh_shape(), platform="cuda").total > 0.85 * machine.memory:
             break
         fits = layers
     return fits

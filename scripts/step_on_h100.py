@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxtp.analysis.schedule import read_schedule
 from jaxtp.analysis.tables import columns
-from jaxtp.mesh import describe_mesh, sized
+from jaxtp.mesh import describe_mesh, mesh_shape
 from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
 
 ROOT = Path(__file__).parent.parent
@@ -75,7 +75,7 @@ with open(asked["out"], "w") as file:
 
 def sizes_of(mesh: tuple[int, int, int]) -> dict[str, int]:
     """Returns the sizes of every axis, of those along dp, fsdp and tp."""
-    return sized(**dict(zip(("dp", "fsdp", "tp"), mesh, strict=True)))
+    return mesh_shape(**dict(zip(("dp", "fsdp", "tp"), mesh, strict=True)))
 
 
 def compiled(

@@ -23,7 +23,7 @@ import jaxtp
 from jaxtp.analysis.tables import columns
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.collectives import batch_spec
-from jaxtp.config.schema import changed
+from jaxtp.config.schema import replace_nested
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.train import optimizer, verify
 from jaxtp.train.config import TrainConfig
@@ -39,7 +39,7 @@ class Bench:
         model = {"d_model": width, "head_dim": width // 8, "d_ff": 3 * width}
         settings = {f"model.{name}": value for name, value in model.items()}
         settings |= {"data.sequence_length": length, "data.global_batch_size": 8, "data.packing": "concatenated"}
-        self.config = changed(TrainConfig(), settings | {"train.verify_every": 1, "run.dir": folder})
+        self.config = replace_nested(TrainConfig(), settings | {"train.verify_every": 1, "run.dir": folder})
         self.mesh = jaxtp.make_mesh(dp=2, fsdp=2, tp=2)
         tuned = optimizer.build(self.config.optimizer, self.config.train.steps)
         self.plan = plan_state(self.config.model, tuned, self.mesh)

@@ -15,7 +15,7 @@ from jaxtp.collectives import batch_spec, constrain
 from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.parameter import PARAMETERS
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.check.parity import on_host, place
 
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
@@ -25,7 +25,7 @@ TOLERANCE = 1e-5  # relative L2 norm per tensor, float32
 def sizes_of(mesh):
     """Devices along each axis of a mesh (dp, fsdp, tp), or (dp, fsdp, cp, tp)."""
     dp, fsdp, *cp, tp = mesh
-    return sized(dp=dp, fsdp=fsdp, cp=cp[0] if cp else 1, tp=tp)
+    return mesh_shape(dp=dp, fsdp=fsdp, cp=cp[0] if cp else 1, tp=tp)
 
 
 def random_weights(build, seed=0, scale=0.1):

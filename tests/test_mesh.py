@@ -12,8 +12,8 @@ from jaxtp.mesh import (
     MeshError,
     current_mesh,
     fitting_meshes,
+    mesh_shape,
     mesh_sizes,
-    sized,
 )
 
 
@@ -37,7 +37,7 @@ def test_tp_neighbours_are_neighbouring_devices():
 
 
 def test_minus_one_takes_what_is_left():
-    assert mesh_sizes(jaxtp.make_mesh(dp=-1, tp=4)) == sized(dp=jax.device_count() // 4, tp=4)
+    assert mesh_sizes(jaxtp.make_mesh(dp=-1, tp=4)) == mesh_shape(dp=jax.device_count() // 4, tp=4)
 
 
 def test_a_smaller_mesh_takes_the_first_devices():

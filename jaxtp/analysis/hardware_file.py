@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.analysis.hardware import RANGES, TABLE, Hardware
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, read_yaml, validate
 
 MAX_DEVICES = 2**20
@@ -80,7 +80,7 @@ def parse(text: str) -> tuple[Hardware, int]:
 def _number(text: str, digits: str) -> int:
     digits = digits.lstrip("0")
     if not digits or len(digits) > len(str(MAX_DEVICES)) or int(digits) > MAX_DEVICES:
-        raise ConfigError(f"--hardware {shown(text, 25)}: from 1 to {MAX_DEVICES:,} devices")
+        raise ConfigError(f"--hardware {truncate(text, 25)}: from 1 to {MAX_DEVICES:,} devices")
     return int(digits)
 
 
@@ -113,10 +113,10 @@ def read(path: Path) -> Hardware:
     """
     values = read_yaml(path)
     if not isinstance(values, dict) or not values:
-        found = shown(repr(values)) if values else "nothing"
+        found = truncate(repr(values)) if values else "nothing"
         raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
     problems = [
-        f"  {key} = {shown(repr(values[key]))}: {unit}, from {least:g} to {most:g}"
+        f"  {key} = {truncate(repr(values[key]))}: {unit}, from {least:g} to {most:g}"
         for key, (least, most, unit) in RANGES.items()
         if key in values and not _is_between(values[key], least, most)
     ]
@@ -125,7 +125,7 @@ def read(path: Path) -> Hardware:
     base: dict[str, Any] = {}
     if values.get("like") is not None:
         try:
-            base = dataclasses.asdict(_of_table(shown(values["like"])))
+            base = dataclasses.asdict(_of_table(truncate(values["like"])))
         except ConfigError as error:
             raise ConfigError(f"{path}: like: {error}") from None
     keys = [str(key) for key in values if key not in ("like", "name", "kinds")]

@@ -46,7 +46,7 @@ from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.loss import LOSS
 from jaxtp.layers.parameter import PaddedDim
-from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, batch_parts, parts, sized
+from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, batch_parts, mesh_shape, parts
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder, DecoderBlock
 
@@ -253,7 +253,7 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
 
 def active_parameters(config: ModelConfig, parameters: int) -> int:
     """Returns the parameters a token uses; `parameters` counts all, without padding."""
-    return parameters - round(costs_of(config, Workload(sizes=sized(), rows=1, length=1, training=False)).unused)
+    return parameters - round(costs_of(config, Workload(sizes=mesh_shape(), rows=1, length=1, training=False)).unused)
 
 
 def describe_active(config: ModelConfig, parameters: int) -> str:
@@ -280,7 +280,7 @@ def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None
     tp = mesh[TP]
     if not (padded := padded_sizes(config, tp)):
         return None
-    added = costs_of(config, Workload(sizes=sized(tp=tp), rows=1, length=1, training=False)).padding
+    added = costs_of(config, Workload(sizes=mesh_shape(tp=tp), rows=1, length=1, training=False)).padding
     sizes = ", ".join(f"{size} {name} as {more}" for name, (size, more) in padded.items())
     text = f"over tp {tp}: {sizes}, {added:.1%} more in a block"
     if added <= MUCH_PADDING:
@@ -317,7 +317,7 @@ def described(config: ModelConfig, tp: int = 1) -> Decoder:
 
 @lru_cache(maxsize=32)
 def _described(config: ModelConfig, tp: int) -> Decoder:
-    none, own = AbstractMesh((), ()), abstract_mesh(sized(tp=tp))  # a context mesh cannot change its size directly
+    none, own = AbstractMesh((), ()), abstract_mesh(mesh_shape(tp=tp))  # a context mesh cannot change its size directly
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(own):
         model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return model

@@ -14,7 +14,7 @@ from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import UserPath
 from jaxtp.distributed.environment import accept_absent_gpus
-from jaxtp.mesh import describe_mesh, sized
+from jaxtp.mesh import describe_mesh, mesh_shape
 
 PROGRAM = "jaxtp checkpoint"
 Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -50,7 +50,7 @@ def inspect(args: Inspect) -> int:
     info, record = stored.info, _record(stored)
     print(f"{stored.folder}, {record['bytes']:,} bytes on disk")
     print(f"step      {stored.folder.name}, next sample {info['next_sample']:,}")
-    print(f"written   on mesh {describe_mesh(sized(**info['mesh']))} by {info['processes']} process(es)")
+    print(f"written   on mesh {describe_mesh(mesh_shape(**info['mesh']))} by {info['processes']} process(es)")
     print(f"versions  {', '.join(f'{name} {version}' for name, version in info['versions'].items())}")
     print(f"data      {json.dumps(info['corpus'])}")
     print(*(f"{section:<10}{json.dumps(values)}" for section, values in info["config"].items()), "", sep="\n")

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxtp.collectives import axis_index, axis_size, device_view, vary_everywhere
-from jaxtp.config.entry import WrongNumbersError
+from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
 
@@ -37,11 +37,11 @@ _MAX_PROCESSES = 8
 """Processes in a message."""
 
 
-class UnequalCopiesError(WrongNumbersError):
+class UnequalCopiesError(NumericsError):
     """Replicas of an array differ between devices."""
 
 
-class NonFiniteError(WrongNumbersError):
+class NonFiniteError(NumericsError):
     """A state is not finite. It is never saved: it cannot recover."""
 
 

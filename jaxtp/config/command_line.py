@@ -26,7 +26,7 @@ import tyro
 from docstring_parser import parse_from_object
 
 from jaxtp.config.affects import Setting, find_setting, settings_of
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Switch, leaves, merged, nested, read_values, to_yaml, validate
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class Command(Generic[T]):
         fields: list[tuple[str, object, dataclasses.Field[Any]]] = []
         for setting in settings:
             default, text = setting.default, _docstrings(setting.owner).get(setting.path[-1], "")
-            shown = tyro.conf.arg(
+            argument = tyro.conf.arg(
                 name=None if _is_positional(setting) else setting.flag.removeprefix("--"),
                 metavar=None if _mark(setting, "metavar") else _metavar(setting.kind),
                 help=None if _mark(setting, "help") else _first_clause(text) if short else text,
@@ -166,7 +166,7 @@ class Command(Generic[T]):
             )
             made: Any = default if default is dataclasses.MISSING else partial(copy.copy, default)
             field: Any = dataclasses.field(default_factory=made)
-            fields.append(("__".join(setting.path), Annotated[(setting.kind, *setting.marks, shown)], field))
+            fields.append(("__".join(setting.path), Annotated[(setting.kind, *setting.marks, argument)], field))
         return dataclasses.make_dataclass("Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""})
 
     def _print_help(self, asked: str, section: str) -> None:
@@ -179,7 +179,7 @@ class Command(Generic[T]):
             if section not in sections:
                 close = _nearest(section, sections)
                 hint = f"did you mean {close}?" if close else f"there are {', '.join(sections) or 'none'}"
-                raise ConfigError(f"{HELP} {shown(section)}: {self.program} has no such section; {hint}")
+                raise ConfigError(f"{HELP} {truncate(section)}: {self.program} has no such section; {hint}")
             settings = [each for each in settings if each.keys[0] == section]
         elif self.first:
             is_short = True
@@ -228,7 +228,7 @@ class Command(Generic[T]):
             if setting.is_required and setting not in values:
                 raise ConfigError(f"{self.program} needs {_place(setting)}; see {self.program} {HELP}")
         if rest:
-            raise ConfigError(f"{shown(rest[0], 300) or repr('')}: no flag takes this; see {self.program} {HELP}")
+            raise ConfigError(f"{truncate(rest[0], 300) or repr('')}: no flag takes this; see {self.program} {HELP}")
         return values
 
     def _find(self, spelled: str) -> Setting:
@@ -240,7 +240,7 @@ class Command(Generic[T]):
                 raise ConfigError(
                     f"{spelled}: {self.program} does not use it; leave it out (a --config file may have it)"
                 )
-            raise ConfigError(f"{shown(spelled)}: {self._suggestion(name, list(known))}")
+            raise ConfigError(f"{truncate(spelled)}: {self._suggestion(name, list(known))}")
         if not spelled.startswith("--"):
             raise ConfigError(f"{spelled}: flags begin with two dashes; did you mean -{spelled}?")
         return known[name]
@@ -262,7 +262,7 @@ class Command(Generic[T]):
 
     def _spelled(self, keys: Sequence[object], value: object) -> str:
         setting = find_setting(self.schema, ".".join(map(str, keys)))
-        return f"{_place(setting) if setting else keys[0]} {shown(value, 300) or repr(value)}"
+        return f"{_place(setting) if setting else keys[0]} {truncate(value, 300) or repr(value)}"
 
 
 def leaf_settings(schema: Any) -> list[Setting]:
@@ -276,17 +276,17 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
     for part in text.split(","):
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in axes:
-            problem = f"{shown(repr(axis))} is not an axis; they are {', '.join(axes)}, as in fsdp=2,tp=4"
+            problem = f"{truncate(repr(axis))} is not an axis; they are {', '.join(axes)}, as in fsdp=2,tp=4"
         elif not (re.fullmatch("0*[1-9][0-9]{0,9}", size) or (allow_rest and size == "-1")):
-            problem = f"{axis}={shown(size)} is not a number of devices: 1, 2, ..."
+            problem = f"{axis}={truncate(size)} is not a number of devices: 1, 2, ..."
         elif axis in sizes:
             problem = f"{axis} is given twice"
         else:
             sizes[axis] = int(size)
             continue
-        raise ConfigError(f"--mesh {shown(text)}: {problem}")
+        raise ConfigError(f"--mesh {truncate(text)}: {problem}")
     if (devices := math.prod(sizes.values())) >= 2**31:  # JAX counts devices in 32 bits
-        raise ConfigError(f"--mesh {shown(text)}: {devices:,} devices are too many for JAX")
+        raise ConfigError(f"--mesh {truncate(text)}: {devices:,} devices are too many for JAX")
     return dict.fromkeys(axes, 1) | sizes
 
 
@@ -318,7 +318,7 @@ def choose_name(
     if name not in commands:
         close = difflib.get_close_matches(name, commands, n=1)
         hint = f"did you mean {program} {close[0]}?" if close else f"there are {', '.join(commands)}"
-        raise ConfigError(f"{shown(repr(name))} is not a command of {program}; {hint}")
+        raise ConfigError(f"{truncate(repr(name))} is not a command of {program}; {hint}")
     return name, rest
 
 

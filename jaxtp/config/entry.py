@@ -34,7 +34,7 @@ _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class WrongNumbersError(ArithmeticError):
+class NumericsError(ArithmeticError):
     """Numbers are not finite or differ between devices, so a run cannot continue."""
 
     exit_code = WRONG
@@ -49,7 +49,7 @@ class UserError(ValueError):
 def attempt(program: str, action: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """Runs a command and returns its exit code.
 
-    The code is 0, `exit_code` of a `UserError` or `WrongNumbersError`, or 2 for a full disk or unusable file. A closed
+    The code is 0, `exit_code` of a `UserError` or `NumericsError`, or 2 for a full disk or unusable file. A closed
     pipe on standard output (`| head`) ends the process silently.
 
     Args:
@@ -62,7 +62,7 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
     except UserError as error:
         fail(program, error)
         return error.exit_code
-    except WrongNumbersError as error:
+    except NumericsError as error:
         say(f"{program}: {error}")
         return error.exit_code
     except KeyboardInterrupt:

@@ -114,7 +114,7 @@ def parse_yaml(content: bytes) -> Any:
     return found
 
 
-def shown(value: Any, most: int = 100) -> str:
+def truncate(value: Any, most: int = 100) -> str:
     """Returns the start of a value on one line without control characters."""
     text = str(value)
     cut = text[:most] + ("..." if len(text) > most else "")
@@ -137,7 +137,7 @@ class _Strict(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.composer.ComposerError(None, None, "a key that is not a word", key.start_mark)
             if key.value in seen:
-                problem = f"the key {shown(key.value)!r} is there twice"
+                problem = f"the key {truncate(key.value)!r} is there twice"
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
             seen.add(key.value)
         return node
@@ -150,7 +150,7 @@ class _Strict(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except _BAD_VALUE:
-            problem = f"{shown(text)!r} looks like a {kind}, and is none; quotes make it text"
+            problem = f"{truncate(text)!r} looks like a {kind}, and is none; quotes make it text"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
@@ -159,7 +159,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"is no file of its kind: the key {shown(twice)!r} is there twice")
+        raise ValueError(f"is no file of its kind: the key {truncate(twice)!r} is there twice")
     return found
 
 

@@ -19,7 +19,7 @@ import yaml
 
 from jaxtp.config.affects import find_setting, settings_of
 from jaxtp.config.entry import UserError
-from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, shown
+from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, truncate
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ def read_yaml(path: Path, asked_by: str = "") -> Any:
         return parse_yaml(read_bytes(path, MAX_YAML))
     except OSError as error:
         hint = nearest_file(path) if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(f"{shown(path)}{asked_by}: {error.strerror}{hint}") from None
+        raise ConfigError(f"{truncate(path)}{asked_by}: {error.strerror}{hint}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
 
@@ -136,7 +136,7 @@ def read_values(path: Path, including: tuple[str, ...] = ()) -> Any:
         return {} if values is None else values
     own = dict(values)
     if not isinstance(base := own.pop(BASE), str):
-        raise ConfigError(f"{path}: base = {shown(repr(base))}: should be the name of a YAML file")
+        raise ConfigError(f"{path}: base = {truncate(repr(base))}: should be the name of a YAML file")
     return merged(read_values(path.parent / base, (*including, real)), own)
 
 
@@ -156,7 +156,7 @@ def flag(schema: Any, keys: Sequence[Any]) -> str:
 
 
 def _assignment(keys: Sequence[Any], value: Any) -> str:
-    return f"{shown('.'.join(map(str, keys)))} = {shown(repr(value))}"
+    return f"{truncate('.'.join(map(str, keys)))} = {truncate(repr(value))}"
 
 
 def validate(
@@ -169,7 +169,7 @@ def validate(
       spelled: formats keys and a value as the source writes them.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{source}: expected a mapping of sections such as 'model:', found {shown(repr(values))}")
+        raise ConfigError(f"{source}: expected a mapping of sections such as 'model:', found {truncate(repr(values))}")
     problems = list(_unknown_keys(schema, values, ""))
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
@@ -181,13 +181,13 @@ def validate(
     return config
 
 
-def changed(config: T, values: Mapping[str, Any]) -> T:
-    """Returns a copy with new values by dotted name: `changed(config, {"mesh.tp": 4})`."""
+def replace_nested(config: T, values: Mapping[str, Any]) -> T:
+    """Returns a copy with new values by dotted name: `replace_nested(config, {"mesh.tp": 4})`."""
     sections: dict[str, Any] = {}
     for name, value in values.items():
         section, _, rest = name.partition(".")
         inner = sections.get(section, getattr(config, section))
-        sections[section] = changed(inner, {rest: value}) if rest else value
+        sections[section] = replace_nested(inner, {rest: value}) if rest else value
     return dataclasses.replace(config, **sections) if sections else config  # type: ignore[type-var]
 
 
@@ -271,9 +271,9 @@ def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterat
     for key, value in values.items():
         kind = known.get(key)
         if key not in known:
-            close = difflib.get_close_matches(shown(key), known, n=1)
+            close = difflib.get_close_matches(truncate(key), known, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(known)}"
-            yield f"{prefix}{shown(key)}: unknown key; {hint}"
+            yield f"{prefix}{truncate(key)}: unknown key; {hint}"
         elif isinstance(value, bool) and {int, float} & (kinds := {kind, *get_args(kind)}) and bool not in kinds:
             yield f"{prefix}{key} = {value}: should be a number"  # YAML reads yes and on as true, and true as 1
         elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
@@ -282,4 +282,4 @@ def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterat
             inner = get_args(kind)[1]
             for name, each in value.items():
                 if dataclasses.is_dataclass(inner) and isinstance(each, Mapping):
-                    yield from _unknown_keys(inner, each, f"{prefix}{key}.{shown(name)}.")
+                    yield from _unknown_keys(inner, each, f"{prefix}{key}.{truncate(name)}.")

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from jaxtp.config.entry import UserError
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 
 FORMAT = 1
 MANIFEST = "dataset.json"
@@ -188,7 +188,7 @@ def parse(schema: type[T], content: bytes) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"])) or "the file"
-        value = "" if first["type"] == "missing" else f" = {shown(repr(first['input']))}"
+        value = "" if first["type"] == "missing" else f" = {truncate(repr(first['input']))}"
         raise DatasetError(f"damaged: {name}{value}: {first['msg']}") from None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.config.entry import UserError
-from jaxtp.config.reading import MAX_JSON, inside, parse_json, read_bytes, shown
+from jaxtp.config.reading import MAX_JSON, inside, parse_json, read_bytes, truncate
 
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -50,7 +50,7 @@ def end_ids(path: Path) -> list[int]:
     ids = read(path).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
-        raise TokenizerError(f"{path}: eos_token_id = {shown(ids)}: should be ids")
+        raise TokenizerError(f"{path}: eos_token_id = {truncate(ids)}: should be ids")
     return listed
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 import jax
 
 from jaxtp.config.entry import MISTAKE, PASSING, WRONG, UserError, say
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 from jaxtp.distributed.agreement import all_gather_json, host_names, process_name
 from jaxtp.distributed.environment import LaunchError, coordinator_host
 from jaxtp.distributed.links import Link, Message, accept_links, connect, listen_address, listening, ready
@@ -130,7 +130,7 @@ class Peers:
         self._exiting.set()
         other, this = (process_name(index, self._hosts[index]) for index in (process, self._process))
         problem = f"error: {other} {how}; {this} cannot go on with {self.activity} and ends (exit code {code})"
-        say(shown(problem, _MAX_MESSAGE_CHARS))
+        say(truncate(problem, _MAX_MESSAGE_CHARS))
         os._exit(code)  # at once: when process 0 has ended, JAX aborts this process
 
 
@@ -160,7 +160,7 @@ def connect_peers(bind: str | None) -> Peers | None:
     reached = all_gather_json(sorted(links))
     if missing := [process for process in range(1, len(names)) if process not in reached[0] or not reached[process]]:
         if jax.process_index() == 0:
-            name = shown(process_name(missing[0], names[missing[0]]))
+            name = truncate(process_name(missing[0], names[missing[0]]))
             say(f"{name} cannot connect to process 0 for heartbeats: only JAX notices when a process ends")
         return None
     if jax.process_index():

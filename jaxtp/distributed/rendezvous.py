@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 from jaxtp.config.entry import say
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 from jaxtp.distributed.environment import TOKEN, LaunchError
 from jaxtp.distributed.links import HELLO_SECONDS, Link, Message, accept_links, connect, format_address, listening
 
@@ -120,7 +120,7 @@ class _Meeting:
         for process in [each for each, (link, _) in self._present.items() if not link.is_open()]:
             self._present.pop(process)[0].close()
         if self._rejected:
-            addresses = ", ".join(shown(address) for address, _ in self._rejected.most_common(_MAX_ADDRESSES))
+            addresses = ", ".join(truncate(address) for address, _ in self._rejected.most_common(_MAX_ADDRESSES))
             self._waiting.problem = (
                 f"dropped {self._rejected.total()} connections that did not prove {_THE_TOKEN}, from {addresses}"
             )
@@ -146,7 +146,7 @@ class _Meeting:
         if type(process) is not int or type(count) is not int or type(host) is not str:
             link.close()
             return
-        host = shown(host)
+        host = truncate(host)
         self._time_left()  # forgets processes that have ended
         problem = None
         if count != self._count:
@@ -178,7 +178,7 @@ def _visit(hello: Message, waiting: Wait, token: str) -> None:
                 link.close()
                 if verdict is not None and "error" in verdict:
                     if verdict["error"] is not None:
-                        raise LaunchError(shown(verdict["error"], _MAX_ERROR_CHARS))
+                        raise LaunchError(truncate(verdict["error"], _MAX_ERROR_CHARS))
                     return
                 waiting.problem = "process 0 has ended"
         time.sleep(_PAUSE)  # it may be started again, or its name become known

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 
 from jaxtp.config.entry import Interrupt, UserError, say
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 from jaxtp.data.chat_template import (
     ASSISTANT,
     ChatError,
@@ -117,7 +117,7 @@ class Chat:
             return self._note("(the conversation starts again)")
         if text.startswith("/"):
             raise ChatError(
-                f"{shown(text, 40)} is not a command; commands are {', '.join(COMMANDS)}, and a text that begins with "
+                f"{truncate(text, 40)} is not a command; commands are {', '.join(COMMANDS)}; a text that begins with "
                 "a slash needs a space before it"
             )
         return self._answer([*self._messages, {"role": "user", "content": text}])

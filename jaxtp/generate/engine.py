@@ -140,7 +140,7 @@ class Generator:
         Raises:
           ConfigError: an invalid setting.
           GenerationError: `prompts` is a single string, or the model cannot read a prompt.
-          WrongNumbersError: the logits are not finite.
+          NumericsError: the logits are not finite.
         """
         check_settings(settings)
         if isinstance(prompts, str):

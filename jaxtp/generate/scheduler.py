@@ -18,7 +18,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxtp.config.entry import WrongNumbersError
+from jaxtp.config.entry import NumericsError
 from jaxtp.generate.programs import MAX_STEPS, PackedTokens, Programs, RowArrays, SampledTokens, State, StepTokens
 from jaxtp.generate.request import Piece, Request
 
@@ -144,7 +144,7 @@ class Scheduler:
                 if (request := self._requests.get(row)) is None:  # its text has ended
                     continue
                 if not math.isfinite(logprobs[row]):
-                    raise WrongNumbersError(
+                    raise NumericsError(
                         f"the logits after prompt {request.index} are not finite: the weights are damaged"
                     )
                 self._cached[row] += request.tokens[len(self._cached[row]) :]

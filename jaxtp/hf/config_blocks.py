@@ -9,7 +9,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import Family, Rope, Window
 from jaxtp.hf.model_folder import Attributes, HFError, positive, quote, switch, whole
 from jaxtp.layers.rope import UNSCALED, RopeScaling, rope_problems
@@ -214,7 +214,9 @@ def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowe
         raise HFError(f"rope_type = {quote(kind)} is not supported; a {family.model_type} can have {supported}")
     for key in parameters:
         if key not in {*_ROPE_PARAMETERS[kind], *_ONLY_READ.get(kind, ()), *_COMMON_PARAMETERS}:
-            raise HFError(f"{shown(key)} of the rotary embedding {kind!r} is not understood; it may change the model")
+            raise HFError(
+                f"{truncate(key)} of the rotary embedding {kind!r} is not understood; it may change the model"
+            )
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise HFError(f"partial_rotary_factor = {quote(parameters['partial_rotary_factor'])}: only 1.0 is supported")
     values = [source["rope_theta"] for source in (parameters, attributes) if source.get("rope_theta") is not None]

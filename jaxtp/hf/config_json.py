@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.config import schema as configuration
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 from jaxtp.hf.config_blocks import DENSE_LAYERS, ROPE_ATTRIBUTES, WINDOW_ATTRIBUTES, read_layers, write_layers
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.families.family import Attribute, Family, is_ignorable
@@ -112,7 +112,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     except HFError as error:
         raise HFError(f"a {family.model_type} cannot be this model: {error}") from None
     if lost := configuration.differences(_comparable(config), read, "model."):
-        changes = join_problems([shown(line) for line in lost])
+        changes = join_problems([truncate(line) for line in lost])
         raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {changes}")
     return written
 
@@ -171,11 +171,11 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
     known = _known_attributes(family)
     for name in ignored:
         if name in family.required or name in known or name == "architectures":
-            yield f"--ignore-config {shown(name)}: it is known to change the model, and cannot be passed over"
+            yield f"--ignore-config {truncate(name)}: it is known to change the model, and cannot be passed over"
         elif name not in attributes:
             close = difflib.get_close_matches(name, attributes, n=1)
-            hint = f"; did you mean {shown(close[0])}?" if close else ""
-            yield f"--ignore-config {shown(name)}: there is no such attribute{hint}"
+            hint = f"; did you mean {truncate(close[0])}?" if close else ""
+            yield f"--ignore-config {truncate(name)}: there is no such attribute{hint}"
     for name, value in attributes.items():
         if name in family.required:
             only = family.required[name]
@@ -183,9 +183,9 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
                 yield f"{name} = {quote(value)} is not supported, only {only!r}: it is known to change the model"
         elif not (name in known or name in ignored or is_ignorable(name, value, family)):
             yield (
-                f"the attribute {shown(name)} = {quote(value)} of a {family.model_type} is not understood, and taken "
-                "for one that could change the model; if you know that it says nothing of what the model computes, "
-                f"pass over it by --ignore-config {shlex.quote(shown(name))}"
+                f"the attribute {truncate(name)} = {quote(value)} of a {family.model_type} is not understood and may "
+                "change the model; if you know that it does not, ignore it by --ignore-config "
+                f"{shlex.quote(truncate(name))}"
             )
     if attributes.get("architectures") not in (None, [family.architecture]):
         yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.config import reading
-from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, shown
+from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError, nearest_file
 from jaxtp.hf.safetensors import HFError as HFError
 from jaxtp.hf.safetensors import StoredTensor, read_header
@@ -126,17 +126,17 @@ def _read_indexed(path: Path, weight_map: Any) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for name in dict.fromkeys(weight_map.values()):
         if not name.endswith(".safetensors"):
-            raise HFError(f"{path / INDEX}: {shown(name)!r} is not a safetensors file; no other is opened")
+            raise HFError(f"{path / INDEX}: {truncate(name)!r} is not a safetensors file; no other is opened")
         if name != Path(name).name or "\\" in name or not name.isprintable():
-            raise HFError(f"{path / INDEX}: '{shown(name)}' is not the plain name of a file in the folder")
+            raise HFError(f"{path / INDEX}: '{truncate(name)}' is not the plain name of a file in the folder")
         header = read_header(path / name)
         for tensor in header:
             if weight_map.get(tensor) != name:
-                raise HFError(f"{path / name}: holds {shown(tensor)}, which {INDEX} does not say")
+                raise HFError(f"{path / name}: holds {truncate(tensor)}, which {INDEX} does not say")
         tensors |= header
     missing = [tensor for tensor in weight_map if tensor not in tensors]
     if missing:
-        file, name = weight_map[missing[0]], shown(missing[0])
+        file, name = weight_map[missing[0]], truncate(missing[0])
         raise HFError(f"{path / file}: does not hold {name}, which {INDEX} says it does ({len(missing)} missing)")
     return tensors
 
@@ -180,4 +180,4 @@ READ = {int: whole, float: positive, bool: switch}
 
 def quote(value: Any) -> str:
     """Quotes a value in a message."""
-    return "missing" if value is None else shown(repr(value))
+    return "missing" if value is None else truncate(repr(value))

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.checkpoint.logical import Variable, add_padding, logical_spec, named_variables, replace_arrays
 from jaxtp.config import reading
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 from jaxtp.config.schema import nearest_file
 from jaxtp.hf.adapters import Adapter, adapters, target_of
 from jaxtp.hf.config_json import choose_family
@@ -274,7 +274,9 @@ def _check_attributes(attributes: Attributes) -> None:
         positive("lora_dropout", dropout)
     for name, value in attributes.items():
         if name not in _KNOWN and value not in (None, False, {}, []):
-            problems.append(f"{shown(name)} = {quote(value)} is not supported: only LoRA as PEFT has it by default is")
+            problems.append(
+                f"{truncate(name)} = {quote(value)} is not supported: only LoRA as PEFT has it by default is"
+            )
     if problems:
         raise HFError(join_problems(problems))
 
@@ -286,7 +288,7 @@ class _Reader:
         self.path, self.attributes, self.config, self.family = path, attributes, config, family
         self.rank = whole("r", attributes.get("r"))
         base = attributes.get("base_model_name_or_path")
-        self.made_for = f"; they were made for {shown(base, 200)} (base_model_name_or_path)" if base else ""
+        self.made_for = f"; they were made for {truncate(base, 200)} (base_model_name_or_path)" if base else ""
         self.targets: dict[str, list[Target]] = {}
         for tensor in family.tensors:
             target = target_of(tensor.ours)
@@ -325,12 +327,12 @@ class _Reader:
         factors: dict[tuple[str, int], dict[str, StoredTensor]] = {}
         for name, tensor in read_header(weights).items():
             if (match := _TENSOR.fullmatch(name)) is None:
-                raise HFError(f"{shown(name, 200)} is not supported; adapters of {self._modules()} are")
+                raise HFError(f"{truncate(name, 200)} is not supported; adapters of {self._modules()} are")
             factors.setdefault(self._place(match[1]), {})[match[2]] = tensor
             if tensor.dtype not in DTYPES:
-                raise HFError(f"{shown(name, 200)} is {tensor.dtype}, not float32, bfloat16 or float16")
+                raise HFError(f"{truncate(name, 200)} is {tensor.dtype}, not float32, bfloat16 or float16")
             if match[2] == "A" and tensor.shape[:1] != (self.rank,):
-                raise HFError(f"{shown(name, 200)} has the shape {dims(tensor.shape)}, and r = {self.rank}")
+                raise HFError(f"{truncate(name, 200)} has the shape {dims(tensor.shape)}, and r = {self.rank}")
         for (general, layer), pair in factors.items():
             for factor in {"A", "B"} - pair.keys():
                 raise HFError(f"missing: {PREFIX}{general.replace(LAYER, str(layer))}.lora_{factor}.weight")
@@ -346,12 +348,12 @@ class _Reader:
         general = "" if match is None else f"{module[: match.start(1)]}{LAYER}{module[match.end(1) :]}"
         if match is None or general not in self.targets:
             raise HFError(
-                f"adapters of {shown(module, 200)} are not supported; a {self.family.model_type} can have them of "
+                f"adapters of {truncate(module, 200)} are not supported; a {self.family.model_type} can have them of "
                 + self._modules()
             )
         if (layer := int(match[1])) >= self.config.num_layers or match[1] != str(layer):
             raise HFError(
-                f"{PREFIX}{shown(module, 200)} is of layer {match[1]}, and the model has {self.config.num_layers}"
+                f"{PREFIX}{truncate(module, 200)} is of layer {match[1]}, and the model has {self.config.num_layers}"
                 + self.made_for
             )
         return general, layer

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import sync_file
-from jaxtp.config.reading import MAX_JSON, open_regular, parse_json, shown
+from jaxtp.config.reading import MAX_JSON, open_regular, parse_json, truncate
 
 Block = NDArray[Any]
 
@@ -70,7 +70,7 @@ class StoredTensor:
                 while view:
                     if not (count := os.preadv(file.fileno(), [view], offset)):
                         raise HFError(
-                            f"{self.file}: ends within the tensor {shown(self.name)}; it was changed while it was read"
+                            f"{self.file}: ends within the tensor {truncate(self.name)}; it changed while it was read"
                         )
                     view, offset = view[count:], offset + count
                 yield row, block
@@ -129,16 +129,16 @@ def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -
 
 
 def _entry(path: Path, name: str, value: Any, start: int) -> StoredTensor:
-    where = f"{path}: {shown(name)}"
+    where = f"{path}: {truncate(name)}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise HFError(f"{where}: should have dtype, shape and data_offsets, and has {shown(value)}")
+        raise HFError(f"{where}: should have dtype, shape and data_offsets, and has {truncate(value)}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not (_is_sizes(shape) and len(shape) <= _MAX_DIMS):
-        raise HFError(f"{where}: the shape {shown(shape)} is not a list of sizes")
+        raise HFError(f"{where}: the shape {truncate(shape)} is not a list of sizes")
     if not (_is_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
-        raise HFError(f"{where}: data_offsets {shown(offsets)} are not a begin and an end")
+        raise HFError(f"{where}: data_offsets {truncate(offsets)} are not a begin and an end")
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise HFError(f"{where}: unknown dtype {shown(dtype)}")
+        raise HFError(f"{where}: unknown dtype {truncate(dtype)}")
     begin, end = offsets
     if end - begin != (needed := math.prod(shape) * _ITEM_BYTES[dtype]):
         raise HFError(f"{where}: {end - begin:,} bytes for a {dtype} of shape {shape}, which takes {needed:,}")
@@ -150,15 +150,15 @@ def _without_gaps(path: Path, tensors: list[StoredTensor], start: int, size: int
     for tensor in tensors:
         if (end := tensor.offset + tensor.num_bytes) > size:
             raise HFError(
-                f"{path}: {shown(tensor.name)}: its data end at byte {end:,}, and the file has {size:,}; it is cut off"
+                f"{path}: {truncate(tensor.name)}: its data end at byte {end:,} of a file of {size:,}; it is cut off"
             )
     position, before = start, "the header"
     ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
     for tensor in ordered:
         if tensor.offset != position:
             wrong = "overlap" if tensor.offset < position else "leave a gap after"
-            raise HFError(f"{path}: {shown(tensor.name)}: its data {wrong} those of {before}")
-        position, before = tensor.offset + tensor.num_bytes, shown(tensor.name)
+            raise HFError(f"{path}: {truncate(tensor.name)}: its data {wrong} those of {before}")
+        position, before = tensor.offset + tensor.num_bytes, truncate(tensor.name)
     if position != size:
         raise HFError(f"{path}: {size - position:,} bytes after the data of {before} belong to no tensor")
     return {tensor.name: tensor for tensor in ordered}

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.hf.model_folder import HFError
 from jaxtp.hf.safetensors import DTYPES, StoredTensor
@@ -99,7 +99,7 @@ def _in_stored_layout(stored: Mapping[str, StoredTensor]) -> Choose:
         names = [tensor.theirs.replace(LAYER, layer) for tensor in tensors]
         there = [tensor for tensor, name in zip(tensors, names, strict=True) if name in by_general]
         if len(there) > 1:
-            both = " and ".join(shown(by_general[tensor.theirs.replace(LAYER, layer)], 200) for tensor in there)
+            both = " and ".join(truncate(by_general[tensor.theirs.replace(LAYER, layer)], 200) for tensor in there)
             raise HFError(f"there twice: {both} hold the same; remove one of them")
         return there[0] if there else in_layout("separate" if separate else "stacked")(tensors, layer)
 
@@ -178,7 +178,7 @@ def match_tensors(
     for what, items in wrong.items():
         more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
         if items:
-            problems.append(f"{what}: {', '.join(shown(item, 200) for item in items[:_LISTED])}{more}")
+            problems.append(f"{what}: {', '.join(truncate(item, 200) for item in items[:_LISTED])}{more}")
     if tied and head in stored and table in stored:
         a, b = stored[head], stored[table]
         if (a.shape, a.dtype) != (b.shape, b.dtype):

@@ -20,7 +20,17 @@ from pydantic import AfterValidator, Field
 
 from jaxtp.config.affects import ARCHITECTURE, COST, SHORT_HELP, STEP, affects
 from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, not_divisible
-from jaxtp.config.schema import ConfigError, Count, Keys, Positive, UserPath, allowed, changed, to_plain, validate
+from jaxtp.config.schema import (
+    ConfigError,
+    Count,
+    Keys,
+    Positive,
+    UserPath,
+    allowed,
+    replace_nested,
+    to_plain,
+    validate,
+)
 from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.branch import Branch, ShrinkSpec, smallest_congruent
@@ -87,8 +97,8 @@ class DecoderSizes:
     """Folder of a model in Hugging Face format, to begin with its weights; the sizes below are then its own."""
 
     ignore_config: Annotated[_Ignored, STEP] = ()
-    """Attributes of that model's config.json to pass over: such as are not understood, and that you know to say nothing
-    of what it computes. Can be given several times."""
+    """Attributes of that model's config.json to ignore: those that jaxtp does not know and that do not change what the
+    model computes. Can be given several times."""
 
     vocab_size: Count = 256
     """Token ids, 0 to vocab_size - 1. Any size: what tp does not divide is padded inside the layers."""
@@ -330,7 +340,7 @@ def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = Fa
     """
 
     def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
-        model = changed(config, dict(_inside("model", changes)))
+        model = replace_nested(config, dict(_inside("model", changes)))
         return model_problems(model, {**mesh, **dict(_inside("mesh", changes))})
 
     return explained(problems, fixed=fixed or config.from_hf is not None)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.checkpoint.storage import newest_info
-from jaxtp.config.schema import ConfigError, changed, expand
+from jaxtp.config.schema import ConfigError, expand, replace_nested
 from jaxtp.data.manifest import DatasetError, read_manifest
-from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill, sized
+from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill, mesh_shape
 from jaxtp.models.config import ModelConfig, adaptable, architecture
 from jaxtp.train.config import MeshConfig, TrainConfig
 from jaxtp.train.devices import (
@@ -110,7 +110,7 @@ def _with(
 ) -> tuple[AnyConfig, list[Default]]:
     # Skips settings with an explicit part.
     chosen = [d for d in defaults if not any(f"{name}.".startswith(f"{d.setting}.") for name in explicit)]
-    return changed(config, {default.setting: default.value for default in chosen}), chosen
+    return replace_nested(config, {default.setting: default.value for default in chosen}), chosen
 
 
 def _folder(source: InitSource) -> Iterator[Default]:
@@ -229,7 +229,7 @@ def _of_devices(
     free_mesh = len(axes) < len(AXES) or any_batch
     if not free_mesh and COMPUTE in explicit:
         return
-    explicit_or_one = sized(**{axis: config.mesh.sizes[axis] for axis in axes})
+    explicit_or_one = mesh_shape(**{axis: config.mesh.sizes[axis] for axis in axes})
     smallest = {axis: max(size, 1) for axis, size in explicit_or_one.items()}
     # An explicit size that fits no mesh is refused later, by `open_mesh`, together with everything else.
     is_refused = any(violations_on(with_divisible_batch(config, smallest) if any_batch else config, smallest))
@@ -238,7 +238,7 @@ def _of_devices(
     if is_refused and devices is None:  # before JAX's backend starts
         return
     before = resumed if has_model else None
-    others = sized(**before["mesh"]) if before is not None else sized()
+    others = mesh_shape(**before["mesh"]) if before is not None else mesh_shape()
     mesh = {axis: size if not has_model or axis in axes else others[axis] for axis, size in config.mesh.sizes.items()}
     devices = devices or probe_devices(mesh)
     if COMPUTE not in explicit:

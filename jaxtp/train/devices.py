@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from jaxtp.config.schema import changed
+from jaxtp.config.schema import replace_nested
 from jaxtp.distributed.devices import build_mesh, bytes_limit, request_virtual_devices
 from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.mesh import AXES, CONTEXT, REPLICAS, TP, batch_parts, check_sizes, fitting_meshes, mesh_sizes, parts
@@ -111,7 +111,7 @@ def missing_bytes(
 def with_divisible_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
     """Rounds the batch size up so that the mesh divides it."""
     divisor = batch_parts(mesh) * config.train.accumulation
-    return changed(config, {BATCH_SIZE: -(-config.data.global_batch_size // divisor) * divisor})
+    return replace_nested(config, {BATCH_SIZE: -(-config.data.global_batch_size // divisor) * divisor})
 
 
 def best_mesh(

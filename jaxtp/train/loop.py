@@ -15,7 +15,7 @@ import numpy as np
 from jaxtp.checkpoint.checksum import NonFiniteError, describe_not_finite, sums
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config.entry import STANDARD_OUTPUT, UserError
-from jaxtp.config.reading import shown
+from jaxtp.config.reading import truncate
 from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
@@ -85,7 +85,7 @@ class Loop:
             if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:
                 raise
             raise run_folder.RunFilesError(
-                f"{shown(error.filename or 'a file')}: {error.strerror or error}; {run.checkpoints.describe_disk()}"
+                f"{truncate(error.filename or 'a file')}: {error.strerror or error}; {run.checkpoints.describe_disk()}"
             ) from error
         finally:
             self._watchdog.stop()

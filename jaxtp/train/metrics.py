@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import ModelConfig
 
 MEAN_LOSS = "mean_loss"
@@ -112,7 +112,7 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
 
     lookup = 0 if config.tie_embeddings else config.vocab_size * config.d_model
     lookup += (config.learned_positions or 0) * config.d_model
-    share = Workload(sizes=sized(), rows=1, length=max(1, sequence_length), training=False)
+    share = Workload(sizes=mesh_shape(), rows=1, length=max(1, sequence_length), training=False)
     costs = costs_of(config, share)
     forward = sum(product.counted * product.flops for product in costs.attention) / share.length
     used = active_parameters(config, parameters) - lookup

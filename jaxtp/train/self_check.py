@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.collectives import all_gather, all_reduce, all_to_all, device_view, permute, reduce_scatter, vary_everywhere
-from jaxtp.config.entry import WrongNumbersError
+from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.distributed.agreement import all_gather_json, is_multiprocess, raise_everywhere
 from jaxtp.layers.activations import Part
@@ -88,7 +88,7 @@ def operations(dtype: str) -> dict[str, Operation]:
 
 
 def check_outside_of_jit(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> None:
-    """Raises WrongNumbersError if this process's first device is wrong; arguments as for `check_devices`."""
+    """Raises NumericsError if this process's first device is wrong; arguments as for `check_devices`."""
     # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and right inside (jax-ml/jax#40633).
     first = mesh.local_devices[0]
     if platform_of(first) == "cpu" and not on_cpu:
@@ -108,7 +108,7 @@ def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
       on_cpu: check CPUs too.
 
     Raises:
-      WrongNumbersError: a device or collective is wrong.
+      NumericsError: a device or collective is wrong.
     """
     if platform_of(mesh.devices.flat[0]) == "cpu" and not on_cpu:
         return []
@@ -142,7 +142,7 @@ def _compare(name: str, case: Operation, result: Array | Numbers, device: jax.De
             f"rounding explains {case.tolerance:.0e}; try another device, driver or version of JAX "
             "(--launch.no-self-check starts the run all the same)"
         )
-        raise WrongNumbersError("\n".join([message, *known]))
+        raise NumericsError("\n".join([message, *known]))
 
 
 def _describe(device: jax.Device) -> str:
@@ -153,7 +153,7 @@ def check_collectives(mesh: Mesh) -> None:
     """Moves integers along each axis by each collective; all processes must call it.
 
     Raises:
-      WrongNumbersError: a device received wrong numbers.
+      NumericsError: a device received wrong numbers.
     """
     sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
     numbers = {axis: _numbers(mesh.size, size) for axis, size in sizes.items()}
@@ -170,7 +170,7 @@ def check_collectives(mesh: Mesh) -> None:
             for name, array in found.items():
                 for shard in array.addressable_shards:
                     if not np.array_equal(np.asarray(shard.data)[0], right[name][shard.index[0].start or 0]):
-                        raise WrongNumbersError(
+                        raise NumericsError(
                             f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
                             f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are broken"
                         )

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import newest_with_info
 from jaxtp.config.entry import Interrupt
-from jaxtp.config.schema import ConfigError, changed
+from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
@@ -131,7 +131,7 @@ def make_run(
     step, info = (0, {}) if restored is None else (restored.step, restored.info)
     if restored is not None:
         if not config.model.lora.rank:
-            config = changed(config, {"run.init_from": stored_source(info)})
+            config = replace_nested(config, {"run.init_from": stored_source(info)})
         report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
     with raise_everywhere():
         if step < config.train.steps:
@@ -239,7 +239,7 @@ def with_steps(config: AnyConfig, data: Data) -> AnyConfig:
     steps = done + max(math.ceil(round(left / config.data.global_batch_size, 6)), 0)  # 1.1 is a little more than 11/10
     if steps >= 2**31:
         raise ConfigError(f"train.epochs={epochs:,.15g}: a run has less than {2**31:,} steps")
-    return changed(config, {"train.steps": steps, "train.epochs": None})
+    return replace_nested(config, {"train.steps": steps, "train.epochs": None})
 
 
 def plan(config: TrainConfig, mesh: jax.sharding.Mesh, parts: Parts = Parts()) -> Blueprint:

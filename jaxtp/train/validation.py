@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, not_divisible
-from jaxtp.config.schema import ConfigError, changed
+from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.devices import most_devices, request_virtual_devices
 from jaxtp.layers import remat
 from jaxtp.layers.activations import LocalShape
@@ -113,7 +113,7 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
     def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
         sizes = {axis: changes.get(f"mesh.{axis}", mesh[axis]) for axis in AXES}
         others = {name: value for name, value in changes.items() if not name.startswith("mesh.")}
-        yield from _problems(changed(config, others), sizes)
+        yield from _problems(replace_nested(config, others), sizes)
         if devices is not None and (needed := math.prod(sizes.values())) > devices:
             yield Problem(
                 f"the mesh {describe_mesh(sizes)} needs {needed} devices, and there are {devices}",

@@ -35,7 +35,7 @@ from jaxtp.checkpoint.checksum import (
 from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.config.entry import WrongNumbersError
+from jaxtp.config.entry import NumericsError
 from jaxtp.data.loader import Batch
 from jaxtp.distributed.agreement import all_gather_json, host_names
 from jaxtp.layers.parameter import spec_of
@@ -71,7 +71,7 @@ class Fault:
     note: str = ""
 
 
-class CorruptionError(WrongNumbersError):
+class CorruptionError(NumericsError):
     """Copies differ, or a repeated step gives different results."""
 
 

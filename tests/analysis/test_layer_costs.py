@@ -14,7 +14,7 @@ from jaxtp.analysis.costs import Workload, bytes_sent
 from jaxtp.analysis.layer_costs import context_costs, lookup_costs
 from jaxtp.layers.context import Attended
 from jaxtp.layers.kernels import select
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
 
@@ -48,7 +48,7 @@ def test_the_cheaper_way_is_chosen(sizes, rows, length, vocab_size, features, pr
 )
 def test_the_method_of_attention_that_moves_less_is_chosen(cp, queries, keys, chunk, window, zigzag):
     attended = Attended(queries=queries * cp, keys=keys, window=window)
-    shape = Workload(sizes=sized(cp=cp), rows=3, length=2 * cp * chunk, zigzag=zigzag)
+    shape = Workload(sizes=mesh_shape(cp=cp), rows=3, length=2 * cp * chunk, zigzag=zigzag)
     ulysses, gather = (bytes_sent(context_costs(attended, way, 2, shape), shape) for way in ("ulysses", "gather"))
     method, why = attended.method(shape)
     assert method == ("ulysses" if ulysses <= gather else "gather")
@@ -75,10 +75,12 @@ MODEL = jaxtp.ModelConfig(
 @pytest.mark.parametrize(
     ("sizes", "accumulation", "changes"),
     [
-        (sized(dp=2, cp=2, tp=4), 2, {"remat": "save_gathered"}),
-        pytest.param(sized(dp=2, fsdp=2, tp=2), 1, {"remat": "none"}, marks=pytest.mark.wide),
-        pytest.param(sized(fsdp=2, tp=2), 2, {"remat": "full", "overlap": "ring"}, marks=pytest.mark.wide),
-        pytest.param(sized(dp=4, tp=2), 2, {"remat": "save_dots", "attention_bias": False}, marks=pytest.mark.wide),
+        (mesh_shape(dp=2, cp=2, tp=4), 2, {"remat": "save_gathered"}),
+        pytest.param(mesh_shape(dp=2, fsdp=2, tp=2), 1, {"remat": "none"}, marks=pytest.mark.wide),
+        pytest.param(mesh_shape(fsdp=2, tp=2), 2, {"remat": "full", "overlap": "ring"}, marks=pytest.mark.wide),
+        pytest.param(
+            mesh_shape(dp=4, tp=2), 2, {"remat": "save_dots", "attention_bias": False}, marks=pytest.mark.wide
+        ),
     ],
     ids=str,
 )
@@ -109,9 +111,9 @@ EXPERTS = dataclasses.replace(KERNELS, d_ff=64, num_experts=4, experts_per_token
 def test_flops_of_kernels_are_read_from_the_traced_program(model, remat, monkeypatch):
     config, cuda = dataclasses.replace(model, remat=remat), {"platform": "cuda 9.0"}
     rows = {"batch_size": 4, "sequence_length": 256} | cuda
-    formulas = step_costs.step_costs(config, sized(dp=2), **rows)
+    formulas = step_costs.step_costs(config, mesh_shape(dp=2), **rows)
     monkeypatch.setattr(step_costs, "has_formulas", lambda branch: False)
     monkeypatch.setattr(select, "architecture_of", lambda device: "cuda 9.0", raising=False)
-    traced = step_costs.step_costs(config, sized(dp=2), **rows)
+    traced = step_costs.step_costs(config, mesh_shape(dp=2), **rows)
     assert traced.flops == formulas.flops
     assert traced.flops_of_xla == formulas.flops_of_xla

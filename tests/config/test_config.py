@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from jaxtp.config.schema import (
     ConfigError,
-    changed,
     differences,
     flag,
     from_yaml,
     leaves,
     merged,
+    replace_nested,
     to_plain,
     to_short_yaml,
     to_yaml,
 )
 from jaxtp.generate.__main__ import GenerateConfig
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import GroupConfig, MeshConfig, TrainConfig
@@ -28,7 +28,7 @@ from jaxtp.train.run_report import describe_overlap
 from jaxtp.train.validation import check, violations_on
 
 CONFIGS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
-ONE = sized()
+ONE = mesh_shape()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -57,7 +57,7 @@ def test_tiny_is_the_default():
     ],
 )
 def test_a_summary_says_whether_rings_do_anything(overlap, tp, said):
-    config = changed(TrainConfig(), {"model.overlap": overlap})
+    config = replace_nested(TrainConfig(), {"model.overlap": overlap})
     assert describe_overlap(config, {**ONE, "tp": tp}) == said
 
 
@@ -115,7 +115,7 @@ def test_short_yaml_says_what_differs_and_reads_back_the_same(tmp_path):
     values = {"data.mixture": {"a": 0.5}, "optimizer.groups": {"*": GroupConfig(weight_decay=0.5)}, "train.steps": 7}
     always = {"mesh.tp", "model.precision.compute"}
     for chosen in ({}, values, {"model.scan_layers": False}):
-        config = changed(TrainConfig(), chosen)
+        config = replace_nested(TrainConfig(), chosen)
         (tmp_path / "c.yaml").write_text(text := to_short_yaml(config, always))
         named = {
             name
@@ -153,13 +153,13 @@ def test_a_default_that_a_setting_does_not_fit_is_named():
     """Of the two, only num_heads was given."""
     model = dataclasses.replace(TrainConfig().model, num_heads=4)
     with pytest.raises(ConfigError, match=r"num_kv_heads=8, the default: set both; num_kv_heads can be 1, 2, 4$"):
-        check(TrainConfig(model=model), sized())
+        check(TrainConfig(model=model), mesh_shape())
 
 
 def test_violations_come_together_with_values_that_work():
     model = dataclasses.replace(TrainConfig().model, num_heads=12, num_kv_heads=5, d_model=100)
     with pytest.raises(ConfigError) as error:
-        check(TrainConfig(model=model), sized(fsdp=3, tp=8))
+        check(TrainConfig(model=model), mesh_shape(fsdp=3, tp=8))
     text = str(error.value)
     assert (
         "model.num_heads=12 is not divisible by model.num_kv_heads=5; num_kv_heads can be 1, 2, 3, 4, 6, 12\n" in text
@@ -187,8 +187,8 @@ SMOL = ModelConfig(vocab_size=512, d_model=576, num_heads=9, num_kv_heads=3, hea
 )
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_following_one_hint_solves_its_problem_and_makes_no_other(model, mesh, batch, fixed):
-    config = changed(TrainConfig(model=model), {"data.global_batch_size": batch, "data.sequence_length": 24})
-    config = changed(config, {"run.init_from": Path("a")}) if fixed else config
+    config = replace_nested(TrainConfig(model=model), {"data.global_batch_size": batch, "data.sequence_length": 24})
+    config = replace_nested(config, {"run.init_from": Path("a")}) if fixed else config
     before = problems_of(config, mesh)
     for line in violations_on(config, mesh, devices=16):
         for name, values in HINT.findall(line.partition("; ")[2]):
@@ -196,7 +196,7 @@ def test_following_one_hint_solves_its_problem_and_makes_no_other(model, mesh, b
                 setting = SETTINGS[name]
                 assert not (fixed and setting.startswith("model.")), "the sizes of a model that is there stay"
                 sizes = {**mesh, name: value} if name in mesh else mesh
-                asked = config if name in mesh else changed(config, {setting: value})
+                asked = config if name in mesh else replace_nested(config, {setting: value})
                 after = problems_of(asked, sizes)
                 assert after < before or not after, f"{line}: with {setting}={value} there is {after - before}"
 
@@ -218,13 +218,13 @@ def problems_of(config, mesh):
 def test_a_model_that_is_there_keeps_its_sizes():
     model = dataclasses.replace(SMOL, from_hf=Path("a"))
     strict = TrainConfig(model=model, mesh=MeshConfig(allow_padding=False))
-    (heads, kv_heads) = violations_on(strict, sized(fsdp=2, tp=4), devices=8)
+    (heads, kv_heads) = violations_on(strict, mesh_shape(fsdp=2, tp=4), devices=8)
     assert heads == "mesh.tp=4 pads 9 query heads to 12, and mesh.allow_padding is false; tp can be 1, 3"
     assert kv_heads.endswith("; tp can be 1, 3"), "of 8 devices, fsdp has 2"
-    hints = violations(SMOL, sized(fsdp=5), fixed=True)
+    hints = violations(SMOL, mesh_shape(fsdp=5), fixed=True)
     assert [line.partition("; ")[2].split(",")[0] for line in hints] == ["fsdp can be 1"]
-    assert "or d_model" not in "".join(violations(SMOL, sized(fsdp=10**22))), "no such model can be"
-    assert "or d_model 575 or 580" in next(violations(SMOL, sized(fsdp=5)))
+    assert "or d_model" not in "".join(violations(SMOL, mesh_shape(fsdp=10**22))), "no such model can be"
+    assert "or d_model 575 or 580" in next(violations(SMOL, mesh_shape(fsdp=5)))
 
 
 @pytest.mark.parametrize(

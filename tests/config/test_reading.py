@@ -12,7 +12,7 @@ from structures import VALUES, changed, examples, gives_one_of, is_one_clear_mes
 
 from jaxtp.analysis import hardware_file
 from jaxtp.analysis.hardware import Hardware
-from jaxtp.config.reading import MAX_YAML, inside, parse_json, read_bytes, shown
+from jaxtp.config.reading import MAX_YAML, inside, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError, from_yaml, to_plain, validate
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.generate.__main__ import main as generate
@@ -270,9 +270,9 @@ def test_a_file_is_inside_of_its_folder_or_a_blob(tmp_path):
 
 
 def test_what_is_shown_is_one_short_line():
-    assert shown("a\nb\x1b[2J\ud800") == "a\\nb\\x1b[2J\\ud800"
-    assert shown("x" * 101) == "x" * 100 + "..."
-    assert shown({"a": 1}) == "{'a': 1}"
+    assert truncate("a\nb\x1b[2J\ud800") == "a\\nb\\x1b[2J\\ud800"
+    assert truncate("x" * 101) == "x" * 100 + "..."
+    assert truncate({"a": 1}) == "{'a': 1}"
 
 
 @pytest.mark.parametrize(

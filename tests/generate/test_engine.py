@@ -13,14 +13,14 @@ from flax import nnx
 from support import random_weights, state_on_mesh, sweep, without_mesh
 
 import jaxtp
-from jaxtp.config.entry import WrongNumbersError
+from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.manifest import BYTES, TokenizerInfo
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.decode_model import model_mesh, weight_bytes
 from jaxtp.generate.programs import Programs, SampledTokens, Shape
 from jaxtp.generate.request import GenerationError
-from jaxtp.mesh import mesh_sizes, sized
+from jaxtp.mesh import mesh_shape, mesh_sizes
 
 CONFIG = jaxtp.ModelConfig(
     vocab_size=259, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, norm_eps=1e-3
@@ -353,7 +353,7 @@ def test_a_batch_size_below_one_is_refused():
 def test_logits_that_are_not_finite_are_said():
     broken = {**weights(), "norm.scale": jnp.full(16, jnp.nan)}
     generator = generator_of(nnx.merge(*without_mesh(build, broken)))
-    with pytest.raises(WrongNumbersError, match="logits after prompt 0 are not finite"):
+    with pytest.raises(NumericsError, match="logits after prompt 0 are not finite"):
         generator.generate(["a"], SETTINGS)
 
 
@@ -366,7 +366,7 @@ def test_a_mesh_with_cp_is_refused():
 
 def test_programs_are_of_the_mesh_of_the_model():
     assert model_mesh(model_on(None)) is None
-    assert mesh_sizes(model_mesh(model_on((2, 2, 2)))) == sized(dp=2, fsdp=2, tp=2)
+    assert mesh_sizes(model_mesh(model_on((2, 2, 2)))) == mesh_shape(dp=2, fsdp=2, tp=2)
 
 
 @pytest.mark.wide

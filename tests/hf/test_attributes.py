@@ -95,7 +95,7 @@ def test_what_is_known_to_change_the_model_cannot_be_passed_over(name, value):
 def test_what_is_not_understood_is_refused_unless_it_is_passed_over(name):
     found = SMOLLM2 | {name: {"AutoModelForCausalLM": "x.X"}}
     quoted = f"'{name}'" if " " in name else name
-    with pytest.raises(jaxtp.HFError, match=f"taken for one that could change .* by --ignore-config {quoted}$"):
+    with pytest.raises(jaxtp.HFError, match=f"may change the model; .* by --ignore-config {quoted}$"):
         model_config(found, "config.json")
     assert model_config(found, "config.json", [name]) == model_config(SMOLLM2, "config.json")
 

@@ -207,8 +207,8 @@ CASES = {
     "unknown model type": (config(model_type="gpt_neox"), "'gpt_neox' is not supported; supported are llama, mistral"),
     "unknown attribute": (
         config(logit_softcap=30.0),
-        "the attribute logit_softcap = 30.0 of a llama is not understood, and taken for one that could change the "
-        "model; .* pass over it by --ignore-config logit_softcap$",
+        "the attribute logit_softcap = 30.0 of a llama is not understood and may change the model; "
+        ".* ignore it by --ignore-config logit_softcap$",
     ),
     "other activation": (
         config(hidden_act="gelu"),
@@ -216,7 +216,7 @@ CASES = {
     ),
     "code of its own": (
         config(auto_map={"AutoModelForCausalLM": "x.py"}),
-        "auto_map = .*x.py.* is not understood, .* by --ignore-config auto_map",
+        "auto_map = .*x.py.* is not understood .* by --ignore-config auto_map",
     ),
     "quantized": (config(quantization_config={"bits": 4}), "quantization_config = .*bits.* is not supported"),
     "not a language model": (config(architectures=["LlamaForTokenClassification"]), "only LlamaForCausalLM"),

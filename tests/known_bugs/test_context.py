@@ -21,7 +21,7 @@ from jaxtp.layers import context, parameter
 from jaxtp.layers.activations import Part
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.select import KERNELS
-from jaxtp.mesh import CP, mesh_of, sized
+from jaxtp.mesh import CP, mesh_of, mesh_shape
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.check.parity import on_host
 
@@ -45,7 +45,7 @@ def arrays():
 
 def attended(cp, method, window=None, segments=SEGMENTS, kernel=run):
     """What attention gives over cp, and its gradients, in natural order."""
-    with jax.set_mesh(mesh_of(sized(cp=cp))):
+    with jax.set_mesh(mesh_of(mesh_shape(cp=cp))):
         sequences = Sequences(zigzag=cp > 1 and method == "gather" and window is None)
         order = sequences.positions(T)
 
@@ -219,7 +219,7 @@ def on_one_device():
 
 def model_off():
     """How far the loss and the worst gradient are from one device."""
-    mesh = mesh_of(sized(cp=2))
+    mesh = mesh_of(mesh_shape(cp=2))
     graph, state = state_on_mesh(build, weights(), mesh)
     with jax.set_mesh(mesh):
         loss, grads = trained(graph, state)

@@ -18,7 +18,7 @@ import jaxtp
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.experts import ExpertsConfig, Rows
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import mesh_of, sized
+from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.models.config import violations
 
 
@@ -303,12 +303,12 @@ CANNOT_BE = {
 
 @pytest.mark.parametrize(("mesh", "changes", "message"), CANNOT_BE.values(), ids=CANNOT_BE)
 def test_what_cannot_be_is_one_message_with_the_nearest_that_works(mesh, changes, message):
-    (found,) = violations(dataclasses.replace(MIXTURE, **changes), sized(**mesh))
+    (found,) = violations(dataclasses.replace(MIXTURE, **changes), mesh_shape(**mesh))
     assert found.startswith(message)
 
 
 def test_what_fits():
     for tp in (1, 2, 3, 4, 6, 8):
-        assert not list(violations(dataclasses.replace(MIXTURE, num_heads=24, num_kv_heads=24), sized(tp=tp)))
+        assert not list(violations(dataclasses.replace(MIXTURE, num_heads=24, num_kv_heads=24), mesh_shape(tp=tp)))
     on_attention = LoraConfig(rank=2, targets=("q_proj", "v_proj"))
-    assert not list(violations(dataclasses.replace(MIXTURE, lora=on_attention), sized(tp=2)))
+    assert not list(violations(dataclasses.replace(MIXTURE, lora=on_attention), mesh_shape(tp=2)))

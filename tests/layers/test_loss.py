@@ -16,7 +16,7 @@ from jaxtp.analysis.costs import Workload, Workspace
 from jaxtp.analysis.step_costs import loss_costs
 from jaxtp.layers.loss import vocab_parallel_token_losses
 from jaxtp.layers.parameter import PaddedDim
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 
 D, V, CHUNK = 24, 40, 6
 LOW = jaxtp.Precision(compute="bfloat16")
@@ -41,7 +41,7 @@ def test_logits_exist_for_a_chunk_of_tokens(rows, length):
     logits = {math.prod(shape[:-1]) for shape in shapes if shape[-1:] == (V,) and len(shape) > 1} - {1, D}
     tokens = rows * length
     assert logits == {min(CHUNK, tokens), tokens % CHUNK or CHUNK}
-    work = Workload(sizes=sized(), rows=rows, length=length)
+    work = Workload(sizes=mesh_shape(), rows=rows, length=length)
     config = lambda size: jaxtp.ModelConfig(vocab_size=V, d_model=D, loss_chunk=size, precision=LOW)
     working = [
         sum(cost.bytes for cost in loss_costs(config(size), work) if isinstance(cost, Workspace)) for size in (CHUNK, 1)

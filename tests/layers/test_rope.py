@@ -15,7 +15,7 @@ import jaxtp
 from jaxtp.config.schema import ConfigError, from_yaml, to_yaml
 from jaxtp.layers.branch import ShrinkSpec
 from jaxtp.layers.rope import UNSCALED, RopeScaling, apply_rope, rope_frequencies, rope_problems
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import violations
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
@@ -75,7 +75,7 @@ def test_longrope_takes_the_list_by_the_positions_that_there_can_be(length, fact
 )
 def test_what_cannot_be_is_one_problem(changes, message):
     model = jaxtp.ModelConfig(head_dim=8, rope_scaling=dataclasses.replace(LONGROPE, **changes))
-    (problem,) = violations(model, sized())
+    (problem,) = violations(model, mesh_shape())
     assert re.search(message, problem)
 
 

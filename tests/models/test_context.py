@@ -28,7 +28,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.layers.context import Sequences, num_routes, routes
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import mesh_of, sized
+from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -160,7 +160,7 @@ def test_bfloat16_within_its_tolerance(method):
 )
 def test_the_device_with_the_most_work_has_its_share_of_all(model, cp, method, zigzag):
     run = dataclasses.replace(variant(**model), mesh=MeshConfig(context=method), data=DataConfig(sequence_length=4096))
-    share, whole = (share_of(run, sized(cp=size, tp=tp)) for size, tp in ((cp, 2), (1, 1)))
+    share, whole = (share_of(run, mesh_shape(cp=size, tp=tp)) for size, tp in ((cp, 2), (1, 1)))
     assert run.model.zigzag(share) == zigzag
     most, all_of_it = (
         sum(p.flops * p.counted for p in costs_of(run.model, Workload(**vars(each))).attention)
@@ -248,7 +248,7 @@ def test_what_users_ask_of_a_model_is_refused_in_one_sentence():
         return jaxtp.Decoder(LLAMA, rngs=nnx.Rngs(0))
 
     ids = jax.ShapeDtypeStruct((2, T), np.int32)
-    with jax.set_mesh(mesh_of(sized(cp=8, tp=2))):
+    with jax.set_mesh(mesh_of(mesh_shape(cp=8, tp=2))):
         with pytest.raises(ConfigError, match=r"mesh.context=ulysses: mesh.cp=8 does not divide the 4 query heads"):
             jax.eval_shape(lambda ids: build()(ids, context="ulysses"), ids)
         with pytest.raises(ConfigError, match=r"a KV cache cannot be split over cp, and the mesh has cp=8; use cp=1"):
@@ -257,7 +257,7 @@ def test_what_users_ask_of_a_model_is_refused_in_one_sentence():
 
 @pytest.mark.parametrize("length", [15, 1])
 def test_a_length_that_cp_does_not_divide_is_refused_by_the_model_itself(length):
-    with jax.set_mesh(mesh_of(sized(cp=2, tp=2))):
+    with jax.set_mesh(mesh_of(mesh_shape(cp=2, tp=2))):
         model = nnx.eval_shape(lambda: jaxtp.Decoder(LLAMA, rngs=nnx.Rngs(0)))
         with pytest.raises(ValueError, match=f"dim 1 of shape .* is {length}, not divisible by cp=2; nearest: "):
             jax.eval_shape(lambda ids: model(ids), jax.ShapeDtypeStruct((2, length), "int32"))
@@ -272,10 +272,12 @@ def test_a_method_that_there_is_not_is_refused_by_the_model_itself(method):
 
 def test_the_summary_says_who_has_the_most_to_do():
     uneven = dataclasses.replace(BASE, data=DataConfig(sequence_length=20), mesh=MeshConfig(context="gather"))
-    assert "WARNING: the last has the most to do, as 2 * cp does not divide" in describe_context(uneven, sized(cp=4))
-    assert "WARNING" not in describe_context(BASE, sized(cp=4, tp=2))
+    assert "WARNING: the last has the most to do, as 2 * cp does not divide" in describe_context(
+        uneven, mesh_shape(cp=4)
+    )
+    assert "WARNING" not in describe_context(BASE, mesh_shape(cp=4, tp=2))
     mixed = dataclasses.replace(variant(pattern=({"sliding_window": 3}, {})), mesh=MeshConfig(context="gather"))
-    text = describe_context(mixed, sized(cp=4))
+    text = describe_context(mixed, mesh_shape(cp=4))
     assert "two chunks of each on a device" in text
     assert "gather within a window of 3 (as configured) and gather (as configured)" in text
 

@@ -20,7 +20,7 @@ from jaxtp.hf.safetensors import read_header
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import PaddedDim, logical_shape, pad, padding_of, unpad
-from jaxtp.mesh import mesh_sizes, sized
+from jaxtp.mesh import mesh_shape, mesh_sizes
 from jaxtp.models.config import padded_sizes
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
@@ -66,9 +66,14 @@ VARIANTS = {
     "muon": {"optimizer": "muon"},
 }
 TRIED = [
-    *((name, sized(tp=tp), "plain") for name in SIZES for tp in (2, 3, 5, 8) if padded_sizes(run_of(name).model, tp)),
-    *(("9 and 3", sized(fsdp=2, tp=4), variant) for variant in VARIANTS),
-    *(("7 and 1", sized(dp=2, tp=2), variant) for variant in ("everything", "adapters")),
+    *(
+        (name, mesh_shape(tp=tp), "plain")
+        for name in SIZES
+        for tp in (2, 3, 5, 8)
+        if padded_sizes(run_of(name).model, tp)
+    ),
+    *(("9 and 3", mesh_shape(fsdp=2, tp=4), variant) for variant in VARIANTS),
+    *(("7 and 1", mesh_shape(dp=2, tp=2), variant) for variant in ("everything", "adapters")),
 ]
 
 
@@ -189,15 +194,15 @@ def test_files_have_no_padding(tmp_path, tp):
 
 def test_what_padding_costs_is_said_and_counted():
     config = run_of("28 and 4").model
-    assert describe_padding(config, sized(tp=4)) is None
-    text = describe_padding(config, sized(tp=8))
-    assert describe_padding(config, sized(cp=4, tp=8)) == text
+    assert describe_padding(config, mesh_shape(tp=4)) is None
+    text = describe_padding(config, mesh_shape(tp=8))
+    assert describe_padding(config, mesh_shape(cp=4, tp=8)) == text
     assert text.startswith("over tp 8: 28 query heads as 32, 300 d_ff as 304, ")
     assert "WARNING" not in text
-    much = describe_padding(run_of("7 and 1").model, sized(tp=5))
+    much = describe_padding(run_of("7 and 1").model, mesh_shape(tp=5))
     assert much.endswith("that is much, and nothing is padded over tp 1")
     shape = {"batch_size": 8, "sequence_length": 8}
-    padded, plain = (step_costs(config, sized(tp=8), **shape), step_costs(config, sized(), **shape))
+    padded, plain = (step_costs(config, mesh_shape(tp=8), **shape), step_costs(config, mesh_shape(), **shape))
     assert 8 * padded.flops > plain.flops
     assert padded.padding > plain.padding == 0
 
@@ -206,15 +211,15 @@ def test_a_run_may_refuse_padding():
     config = dataclasses.replace(run_of("9 and 3"), mesh=MeshConfig(dp=1, fsdp=1, tp=2, allow_padding=False))
     message = r"mesh.tp=2 pads 9 query heads to 12, and mesh.allow_padding is false; tp can be 1"
     with pytest.raises(ConfigError, match=message):
-        check(config, sized(tp=2))
-    check(dataclasses.replace(config, mesh=MeshConfig()), sized(tp=2))
-    assert mesh_sizes(jaxtp.make_mesh(tp=2)) == sized(tp=2)
+        check(config, mesh_shape(tp=2))
+    check(dataclasses.replace(config, mesh=MeshConfig()), mesh_shape(tp=2))
+    assert mesh_sizes(jaxtp.make_mesh(tp=2)) == mesh_shape(tp=2)
 
 
 def test_what_padding_costs_is_said_under_a_mesh():
     """As where a run prints its summary."""
     config = dataclasses.replace(run_of("9 and 3").model, num_layers=3)
     with jax.set_mesh(jaxtp.make_mesh(tp=2)):
-        assert describe_padding(config, sized(tp=2)) == describe_padding(
-            dataclasses.replace(config, loss_chunk=6), sized(tp=2)
+        assert describe_padding(config, mesh_shape(tp=2)) == describe_padding(
+            dataclasses.replace(config, loss_chunk=6), mesh_shape(tp=2)
         )

@@ -13,7 +13,7 @@ from support import assert_close, by_name, cached_and_whole, random_weights, sta
 
 import jaxtp
 from jaxtp.config.schema import ConfigError, from_yaml, to_yaml
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import checked
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
@@ -167,14 +167,14 @@ def test_a_pattern_that_cannot_be_is_one_error(model, message, tmp_path, capsys)
 def test_problems_of_many_kinds_of_blocks_are_told_of_the_first_few():
     many = dataclasses.replace(PLAIN, num_layers=100, pattern=tuple({"num_heads": 2 * n + 1} for n in range(100)))
     with pytest.raises(ConfigError) as caught:
-        checked(many, sized())
+        checked(many, mesh_shape())
     assert 2 <= len(str(caught.value).splitlines()) <= 10
 
 
 @pytest.mark.parametrize("pattern", [3, (3,), "local", ({"sliding_window": {}},), ({3: 4},)], ids=str)
 def test_in_python_too(pattern):
     with pytest.raises(ConfigError, match="pattern"):
-        checked(dataclasses.replace(PLAIN, pattern=pattern), sized())
+        checked(dataclasses.replace(PLAIN, pattern=pattern), mesh_shape())
 
 
 def test_a_run_of_the_first_version_goes_on_without_a_word():
@@ -182,7 +182,7 @@ def test_a_run_of_the_first_version_goes_on_without_a_word():
     paths = nnx.to_flat_state(nnx.state(nnx.eval_shape(build(PLAIN)))).paths
     assert {path[1] for path in paths if path[0] == "blocks"} == {"attention_norm", "attention", "mlp_norm", "mlp"}
     run = TrainConfig(model=PLAIN)
-    info = checkpoint_info(run, {}, 0, sized())
+    info = checkpoint_info(run, {}, 0, mesh_shape())
     for name in ("first_blocks", "pattern", "activation", "norm", "norm_placement", "query_scale"):
         del info["config"]["model"][name]
     assert check_resumable(run, {}, info) == []

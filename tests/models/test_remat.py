@@ -9,7 +9,7 @@ from support import sweep_of
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 
 B, T = 2, 16
 MODEL = jaxtp.ModelConfig(
@@ -36,7 +36,7 @@ POLICIES = ["full", "save_reduced", "save_gathered", "save_dots"]
 )
 def test_a_block_keeps_the_activations_that_are_counted(policy, adapters):
     config = dataclasses.replace(MODEL, remat=policy, lora=ADAPTERS[adapters])
-    assert kept_activations(config, B, T) == step_costs(config, sized(), batch_size=B, sequence_length=T).kept
+    assert kept_activations(config, B, T) == step_costs(config, mesh_shape(), batch_size=B, sequence_length=T).kept
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_block_keeps_the_activations_that_are_counted(policy, adapters):
 def test_of_rings_no_more_than_a_device_s_part_is_kept(policy, adapters):
     tp = 4
     config = dataclasses.replace(MODEL, remat=policy, lora=ADAPTERS[adapters], num_kv_heads=4, overlap="ring")
-    costs = step_costs(config, sized(tp=tp), batch_size=B, sequence_length=T)
+    costs = step_costs(config, mesh_shape(tp=tp), batch_size=B, sequence_length=T)
     assert kept_activations(config, B, T, tp) == tp * costs.kept
 
 

@@ -13,9 +13,9 @@ from toy_layer import GatedConvolution, ToyModel, WrongModel
 import jaxtp
 from jaxtp.analysis.hardware_file import find
 from jaxtp.analysis.step_costs import step_costs
-from jaxtp.config.schema import ConfigError, changed, to_plain, validate
+from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import fitting_meshes, mesh_of, sized
+from jaxtp.mesh import fitting_meshes, mesh_of, mesh_shape
 from jaxtp.models.config import checked, violations
 from jaxtp.tools.check.__main__ import verdicts
 from jaxtp.tools.check.first_difference import first_difference
@@ -28,8 +28,8 @@ from jaxtp.train.memory import memory_per_device
 MODEL = ToyModel(vocab_size=61, d_model=32, num_layers=2, d_ff=48, conv_features=32, loss_chunk=8)
 PATTERN = dataclasses.replace(MODEL, num_layers=3, pattern=({"conv_width": 2}, {}))
 """Two kinds of convolution in turn, and one left over."""
-TP = Case(sized(tp=2), True)
-CP = Case(sized(cp=2), False, "gather")
+TP = Case(mesh_shape(tp=2), True)
+CP = Case(mesh_shape(cp=2), False, "gather")
 CONFIG = TrainConfig(model=PATTERN, data=DataConfig(sequence_length=16, global_batch_size=16))
 
 
@@ -48,21 +48,23 @@ def test_a_step_moves_its_budget(mesh, remat):
 @pytest.mark.parametrize("remat", ["save_dots", "full"])
 def test_its_products_are_those_of_the_compiled_program(remat):
     config = dataclasses.replace(MODEL, num_layers=1, remat=remat)
-    work = step_costs(config, sized(fsdp=2, tp=2), batch_size=B, sequence_length=T)
+    work = step_costs(config, mesh_shape(fsdp=2, tp=2), batch_size=B, sequence_length=T)
     assert work.flops == compiled_flops(config, (1, 2, 2), 1)
 
 
 @pytest.mark.parametrize("remat", ["full", "save_gathered", "save_dots"])
 def test_a_block_keeps_what_it_declares(remat):
     config = dataclasses.replace(MODEL, num_layers=1, remat=remat, precision=Precision(compute="bfloat16"))
-    declared = step_costs(config, sized(), batch_size=2, sequence_length=T).kept
+    declared = step_costs(config, mesh_shape(), batch_size=2, sequence_length=T).kept
     assert declared == kept_activations(config, 2, T)
 
 
 @pytest.mark.wide
 def test_memory_and_the_search_for_a_setting():
     small, large = (
-        memory_per_device(dataclasses.replace(CONFIG, model=dataclasses.replace(PATTERN, conv_features=n)), sized(tp=2))
+        memory_per_device(
+            dataclasses.replace(CONFIG, model=dataclasses.replace(PATTERN, conv_features=n)), mesh_shape(tp=2)
+        )
         for n in (32, 64)
     )
     assert large.parameters - small.parameters == 3 * 4 * 32 * (3 * 32 / 2) + 4 * 32 * (2 + 3 + 2) / 2
@@ -72,7 +74,7 @@ def test_memory_and_the_search_for_a_setting():
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("case", [TP, Case(sized(dp=2, fsdp=2, tp=2), True)], ids=str)
+@pytest.mark.parametrize("case", [TP, Case(mesh_shape(dp=2, fsdp=2, tp=2), True)], ids=str)
 def test_the_check_passes(case):
     small = shrink(CONFIG, [case])
     (verdict,) = verdicts(small, [case])
@@ -101,19 +103,22 @@ def test_the_check_names_a_wrong_layer_and_no_other(kind):
 
 
 def test_sizes_that_do_not_fit_are_named():
-    (problem,) = violations(dataclasses.replace(MODEL, conv_features=36), sized(tp=8))
+    (problem,) = violations(dataclasses.replace(MODEL, conv_features=36), mesh_shape(tp=8))
     assert "model.conv_features=36 is not divisible by mesh.tp=8" in problem
     with pytest.raises(ConfigError, match=r"model.pattern\[1\]:\n.*conv_widht: unknown key; did you mean conv_width"):
-        checked(dataclasses.replace(MODEL, pattern=({}, {"conv_widht": 2})), sized())
+        checked(dataclasses.replace(MODEL, pattern=({}, {"conv_widht": 2})), mesh_shape())
 
 
 def test_over_cp_it_is_refused_and_not_wrong():
-    (problem,) = violations(PATTERN, sized(cp=2, tp=2))
+    (problem,) = violations(PATTERN, mesh_shape(cp=2, tp=2))
     assert problem == "mesh.cp=2 divides each sequence, and GatedConvolution cannot work on a part of one; cp can be 1"
-    with pytest.raises(ConfigError, match="GatedConvolution cannot work on a part"), jax.set_mesh(mesh_of(sized(cp=2))):
+    with (
+        pytest.raises(ConfigError, match="GatedConvolution cannot work on a part"),
+        jax.set_mesh(mesh_of(mesh_shape(cp=2))),
+    ):
         nnx.eval_shape(lambda: jaxtp.Decoder(PATTERN, rngs=nnx.Rngs(0)))
-    assert not any(violations(jaxtp.ModelConfig(), sized(cp=2))), "attention and an MLP do"
-    assert all(case.sizes["cp"] == 1 for case in default_cases(CONFIG, sized(cp=2, tp=2)))
+    assert not any(violations(jaxtp.ModelConfig(), mesh_shape(cp=2))), "attention and an MLP do"
+    assert all(case.sizes["cp"] == 1 for case in default_cases(CONFIG, mesh_shape(cp=2, tp=2)))
 
 
 class Daring(GatedConvolution):
@@ -133,7 +138,7 @@ class DaringModel(ToyModel):
 @pytest.mark.wide
 def test_the_check_finds_a_layer_that_wrongly_says_so():
     small = shrink(dataclasses.replace(CONFIG, model=DaringModel(**vars(MODEL))), [CP])
-    small = changed(small, {"mesh.context": "gather", "model.sequence_parallel": False})
+    small = replace_nested(small, {"mesh.context": "gather", "model.sequence_parallel": False})
     where = first_difference(small, CP, initial_arrays(small), TOLERANCES["float32"].tensor)
     assert where.startswith("blocks.0.convolution")
 

@@ -9,7 +9,7 @@ from support import sizes_of, sweep_of
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import mesh_sizes, sized
+from jaxtp.mesh import mesh_shape, mesh_sizes
 
 MODEL = jaxtp.ModelConfig(
     vocab_size=61, d_model=32, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64, loss_chunk=8
@@ -94,14 +94,14 @@ def test_a_kernel_computes_what_the_tokens_chose_alone(mesh):
 
 
 def test_micro_batches_change_no_flops_but_how_often_weights_are_read():
-    sizes = sized(fsdp=2, tp=4)
+    sizes = mesh_shape(fsdp=2, tp=4)
     whole, parts = (step_costs(MODEL, sizes, **SHAPE, accumulation=n) for n in (1, 4))
     assert whole.flops == parts.flops
     assert sum(p.bytes * p.count for p in whole.products) < sum(p.bytes * p.count for p in parts.products)
 
 
 def attention_flops(name, **changes):
-    work = step_costs(dataclasses.replace(MODEL, **changes), sized(fsdp=2, tp=4), **SHAPE)
+    work = step_costs(dataclasses.replace(MODEL, **changes), mesh_shape(fsdp=2, tp=4), **SHAPE)
     return sum(p.flops for p in work.attention if p.name == name), work.scores
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import jaxtp
 from jaxtp import Colwise, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
-from jaxtp.mesh import abstract_mesh, sized
+from jaxtp.mesh import abstract_mesh, mesh_shape
 
 B = 8
 MESHES = [(1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 1, 4), (1, 1, 8), (1, 4, 2)]
@@ -162,7 +162,7 @@ def test_an_invalid_plan_is_refused(kinds, fault, pick, tp):
     with pytest.raises(
         PlanError, match=r"nearest|give the style|the styles are|is a class; write|match the same|the batch|cannot be"
     ):
-        jaxtp.parallelize(model, FAULTS[fault](path), mesh=abstract_mesh(sized(tp=2)))
-    mesh = abstract_mesh(sized(tp=tp))
+        jaxtp.parallelize(model, FAULTS[fault](path), mesh=abstract_mesh(mesh_shape(tp=2)))
+    mesh = abstract_mesh(mesh_shape(tp=tp))
     with pytest.raises(PlanError, match=rf"{path}.* not divisible by tp={tp}"):
         jaxtp.parallelize(model, {path: Colwise()}, mesh=mesh)

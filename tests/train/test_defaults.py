@@ -16,7 +16,7 @@ from jaxtp.config.schema import ConfigError, from_yaml, to_plain
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.hf.config_json import stored_dtype
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import fitting_meshes, sized
+from jaxtp.mesh import fitting_meshes, mesh_shape
 from jaxtp.models.config import ModelConfig
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train import defaults, init_source
@@ -199,7 +199,7 @@ def test_the_rate_follows_what_is_trained_and_by_which_rule(ask, flags, rate):
 def test_a_dtype_that_the_devices_are_not_faster_in_is_not_the_default(ask):
     config, notes = ask(place=CPU)
     assert config.model.precision.compute == "float32"
-    assert config.mesh.sizes == sized()
+    assert config.mesh.sizes == mesh_shape()
     assert not any("precision" in note for note in notes)
 
 
@@ -448,7 +448,7 @@ def test_a_run_that_goes_on_keeps_what_it_has(ask, model, monkeypatch):
     config, notes = ask("--train.steps", "1000", place=GPUS)
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (5e-3, 20)
     assert config.model.precision.compute == "float32", "whatever the devices are now"
-    assert config.mesh.sizes == sized(fsdp=2, tp=3)
+    assert config.mesh.sizes == mesh_shape(fsdp=2, tp=3)
     assert all(" has it" in note for note in notes)
     config, _ = ask("--mesh.tp", "1", "--optimizer.learning-rate", "1e-6", place=DeviceInfo(1, 1, True, "GPUs"))
     assert (config.optimizer.learning_rate, config.mesh.fsdp) == (1e-6, 1), "fewer devices than before"

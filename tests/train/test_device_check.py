@@ -11,7 +11,7 @@ from support import sweep
 
 import jaxtp
 from jaxtp.collectives import axis_index
-from jaxtp.config.entry import WrongNumbersError
+from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.train import known_versions, self_check, setup
 from jaxtp.train.__main__ import main
@@ -49,9 +49,9 @@ def planted(monkeypatch, name, run):
 )
 def test_a_wrong_operation_is_named(monkeypatch, name, run):
     planted(monkeypatch, name, run)
-    with pytest.raises(WrongNumbersError, match=rf"device 0 of process 0 \(cpu\) computes {name} outside of jit wrong"):
+    with pytest.raises(NumericsError, match=rf"device 0 of process 0 \(cpu\) computes {name} outside of jit wrong"):
         check_outside_of_jit(jaxtp.make_mesh(), "float32", on_cpu=True)
-    with pytest.raises(WrongNumbersError, match=rf"device 0 of process 0 \(cpu\) computes {name} wrong"):
+    with pytest.raises(NumericsError, match=rf"device 0 of process 0 \(cpu\) computes {name} wrong"):
         check_devices(jaxtp.make_mesh(), "float32", on_cpu=True)
 
 
@@ -60,7 +60,7 @@ def test_a_wrong_operation_is_explained_by_a_version_that_is_known_to_be_bad(mon
     monkeypatch.setattr(self_check, "native_versions", lambda: {"jax": "0.11.1"})
     everywhere = dataclasses.replace(known_versions.TABLE[0], where=lambda kind, architecture: True)
     monkeypatch.setattr(known_versions, "TABLE", (everywhere,))
-    with pytest.raises(WrongNumbersError, match=r"(?s)outside of jit wrong: .*\nWARNING jax 0\.11\.1, .*40633"):
+    with pytest.raises(NumericsError, match=r"(?s)outside of jit wrong: .*\nWARNING jax 0\.11\.1, .*40633"):
         check_outside_of_jit(jaxtp.make_mesh(), "float32", on_cpu=True)
 
 
@@ -70,7 +70,7 @@ def test_the_one_device_that_is_wrong_is_named(monkeypatch):
 
     planted(monkeypatch, "a sum over a long axis", wrong_on_one)
     with pytest.raises(
-        WrongNumbersError, match=r"device 2 of process 0 .* a sum over a long axis wrong: .* off by 1.0e-02"
+        NumericsError, match=r"device 2 of process 0 .* a sum over a long axis wrong: .* off by 1.0e-02"
     ):
         check_devices(jaxtp.make_mesh(tp=4), "float32", on_cpu=True)
 
@@ -89,7 +89,7 @@ def test_a_wrong_collective_is_named_with_its_axis(monkeypatch, collective):
     name, fault = FAULTS[collective]
     monkeypatch.setattr(self_check, name, fault)
     self_check._moved.cache_clear()
-    with pytest.raises(WrongNumbersError, match=rf"device \d of process 0 .* by {collective} over mesh\.fsdp"):
+    with pytest.raises(NumericsError, match=rf"device \d of process 0 .* by {collective} over mesh\.fsdp"):
         check_collectives(jaxtp.make_mesh(1, 2, 1))
     self_check._moved.cache_clear()
 
@@ -109,7 +109,7 @@ def test_what_is_summed_is_exact_for_a_thousand_devices():
 @pytest.mark.parametrize(("flags", "code"), [([], 3), (["--launch.no-self-check"], 2)])
 def test_a_run_checks_its_devices_unless_told_not_to(checked, flags, code, tmp_path, monkeypatch, capsys):
     def wrong(mesh, dtype):
-        raise WrongNumbersError("device 0 is wrong")
+        raise NumericsError("device 0 is wrong")
 
     def reached(*_):
         raise ConfigError("the folder is locked next")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from runs import SMALL, TEXT, mesh, records, smol_lm
 
-from jaxtp.config.schema import ConfigError, changed, from_yaml
+from jaxtp.config.schema import ConfigError, from_yaml, replace_nested
 from jaxtp.tools.estimate.__main__ import main as estimate
 from jaxtp.train.__main__ import COMMAND, main
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
@@ -95,7 +95,7 @@ def test_a_resumed_run_says_what_is_done_and_what_is_left(text, monkeypatch):
         == f"10: 10 done, 0 left, of 256 each; 5,120 bytes in all, {160 / rows:.2g} epochs"
     )
     for steps, printed in ((1800, "1,800 of 256 = 460,800 bytes, "), (10**6, "1,000,000 of 256 = 256,000,000 bytes, ")):
-        fresh = changed(ended, {"train.steps": steps})
+        fresh = replace_nested(ended, {"train.steps": steps})
         assert _describe_steps(fresh, data, 0, 0).startswith(printed)
         assert _describe_steps(fresh, data, 10, 80).startswith(printed), "of the same batch"
     assert f", {8 * 10**6 / rows:,.0f} epochs" in _describe_steps(fresh, data, 0, 0)

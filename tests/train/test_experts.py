@@ -24,7 +24,7 @@ from jaxtp.config.schema import ConfigError, to_plain, validate
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.loading import _inference_config
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import TP, mesh_of, sized
+from jaxtp.mesh import TP, mesh_of, mesh_shape
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train import optimizer as optimizers
@@ -58,7 +58,7 @@ RUN = TrainConfig(
     train=LoopConfig(steps=10, balance_loss=0.01, selection_bias_rate=RATE),
 )
 BIAS = "model.blocks.mlp.selection_bias"
-WHOLE, INSIDE = sized(fsdp=2, tp=2), sized(dp=2, tp=4)
+WHOLE, INSIDE = mesh_shape(fsdp=2, tp=2), mesh_shape(dp=2, tp=4)
 
 
 def plan_of(config, sizes=ONE_DEVICE.sizes):
@@ -220,7 +220,7 @@ def test_what_would_have_no_effect_is_refused(model, given):
 def test_active_parameters_are_counted_whatever_mesh_is_in_context():
     """Of several processes, none can make a mesh of one device."""
     dense = 3 * MODEL.num_layers * MODEL.d_model * MODEL.d_ff * (MODEL.num_experts - MODEL.experts_per_token)
-    with jax.set_mesh(mesh_of(sized(fsdp=2, tp=2))):
+    with jax.set_mesh(mesh_of(mesh_shape(fsdp=2, tp=2))):
         costs._described.cache_clear()
         assert costs.active_parameters(MODEL, 10**6) == 10**6 - dense
         assert axis_size(TP) == 2

@@ -13,7 +13,7 @@ from support import sizes_of, sweep, sweep_of
 import jaxtp
 from jaxtp.data.loader import abstract_batch
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, stored_arrays
@@ -93,7 +93,7 @@ def test_state_bytes_are_the_planned_ones(model, optimizer):
 )
 def test_gradients_of_micro_batches_are_summed_in_the_wider_dtype(param, reduce, width):
     model = dataclasses.replace(MODEL, precision=jaxtp.Precision(param=param, reduce=reduce))
-    config, sizes = TrainConfig(model=model), sized(fsdp=2, tp=4)
+    config, sizes = TrainConfig(model=model), mesh_shape(fsdp=2, tp=4)
     elements = sum(array.bytes_per_device(sizes, "int8") for array in stored_arrays(config) if array.trained)
     split = dataclasses.replace(config, train=LoopConfig(accumulation=4), optimizer=OptimizerConfig(name="lion"))
     assert memory_per_device(split, sizes).gradients >= width * elements
@@ -133,7 +133,7 @@ def test_an_evaluation_takes_no_more_than_a_step(mesh, remat):
 
 
 def test_frozen_weights_take_the_bytes_of_their_dtype_and_adapters_those_of_theirs():
-    sizes, model = sized(fsdp=2, tp=2), dataclasses.replace(MODEL, lora=LoraConfig(rank=4))
+    sizes, model = mesh_shape(fsdp=2, tp=2), dataclasses.replace(MODEL, lora=LoraConfig(rank=4))
     half = dataclasses.replace(model, precision=jaxtp.Precision(param="bfloat16"))
     whole, frozen = (memory_per_device(TrainConfig(model=each), sizes) for each in (model, half))
     adapters = sum(a.bytes_per_device(sizes) for a in stored_arrays(TrainConfig(model=half)) if a.trained)
@@ -142,7 +142,7 @@ def test_frozen_weights_take_the_bytes_of_their_dtype_and_adapters_those_of_thei
 
 
 def test_only_adapters_have_gradients():
-    sizes = sized(fsdp=2, tp=2)
+    sizes = mesh_shape(fsdp=2, tp=2)
     config = TrainConfig(model=dataclasses.replace(MODEL, lora=LoraConfig(rank=4)))
     frozen = memory_per_device(config, sizes)
     plain = memory_per_device(TrainConfig(model=MODEL), sizes)
@@ -175,7 +175,7 @@ def test_a_policy_that_keeps_more_takes_more(mesh):
 def test_scores_are_those_of_xla_attention_alone():
     long = dataclasses.replace(RUN, data=DataConfig(sequence_length=16384, global_batch_size=1))
     runs = (dataclasses.replace(long, model=dataclasses.replace(LARGE, attention=a)) for a in ("xla", "fused"))
-    held, none = (memory_per_device(run, sized()).total for run in runs)
+    held, none = (memory_per_device(run, mesh_shape()).total for run in runs)
     one_block_in_float32 = 4 * LARGE.num_heads * 16384**2
     assert held - none > one_block_in_float32
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 from runs import SMALL, TEXT, mesh
 
-from jaxtp.mesh import make_mesh, sized
+from jaxtp.mesh import make_mesh, mesh_shape
 from jaxtp.train import __main__ as command_module
 from jaxtp.train import memory
 from jaxtp.train.__main__ import main
@@ -49,12 +49,12 @@ def test_what_fits_is_told(command, monkeypatch, capsys):
 
 
 def test_the_account_adds_up():
-    step = memory_per_device(TrainConfig(), sized(fsdp=2, tp=4))
+    step = memory_per_device(TrainConfig(), mesh_shape(fsdp=2, tp=4))
     assert step.total > step.state > 0
     assert f"{step.total / 1e9:,.1f} GB" in memory._summary(step)
 
 
-NEEDED = memory_per_device(TrainConfig(), sized(fsdp=2, tp=4)).total
+NEEDED = memory_per_device(TrainConfig(), mesh_shape(fsdp=2, tp=4)).total
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxtp.analysis.hlo import count_collectives_in_hlo, count_flops_in_hlo
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import PaddedDim, padding_of, parameter, spec_of, unpad
-from jaxtp.mesh import mesh_of, sized
+from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train import optimizer as optimizers
@@ -29,7 +29,14 @@ from jaxtp.train.muon import scale_by_muon
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import trace_step
 
-MESHES = [sized(dp=2, fsdp=2, tp=2), sized(fsdp=2, tp=2), sized(tp=4), sized(fsdp=4), sized(tp=8), sized(dp=2)]
+MESHES = [
+    mesh_shape(dp=2, fsdp=2, tp=2),
+    mesh_shape(fsdp=2, tp=2),
+    mesh_shape(tp=4),
+    mesh_shape(fsdp=4),
+    mesh_shape(tp=8),
+    mesh_shape(dp=2),
+]
 QUERIES, HIDDEN = PaddedHeads((3, 3, 4)), PaddedDim((22,))
 COLUMNS, ROWS = PartitionSpec(None, "fsdp", "tp"), PartitionSpec(None, "tp", "fsdp")
 SHAPES = {
@@ -141,12 +148,12 @@ def exchanged(traffic):
 
 
 DECLARED = [
-    (sized(fsdp=2, tp=2), "plain"),
-    (sized(dp=2, fsdp=2, tp=2), "plain"),
-    (sized(tp=4), "plain"),
-    (sized(fsdp=4), "adapters"),
-    (sized(fsdp=2, tp=2), "adapters"),
-    (sized(fsdp=2, tp=2), "bfloat16"),
+    (mesh_shape(fsdp=2, tp=2), "plain"),
+    (mesh_shape(dp=2, fsdp=2, tp=2), "plain"),
+    (mesh_shape(tp=4), "plain"),
+    (mesh_shape(fsdp=4), "adapters"),
+    (mesh_shape(fsdp=2, tp=2), "adapters"),
+    (mesh_shape(fsdp=2, tp=2), "bfloat16"),
 ]
 VARIANTS = {
     "plain": MODEL,
@@ -184,7 +191,7 @@ def test_experts_are_dealt_out_as_declared(sizes):
 
 def test_memory_grows_by_the_largest_kind_alone():
     """Matrices of one kind are whole at a time: of the MLP's 108 each of four devices has 27."""
-    sizes = sized(fsdp=2, tp=2)
+    sizes = mesh_shape(fsdp=2, tp=2)
     deep = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, num_layers=36, d_ff=512))
     muon, lion = (
         memory_per_device(dataclasses.replace(deep, optimizer=OptimizerConfig(name=name)), sizes)

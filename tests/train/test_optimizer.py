@@ -14,7 +14,7 @@ import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train import optimizer as optimizers
@@ -168,7 +168,7 @@ def test_moments_that_would_never_forget_are_refused():
     def problems(name, model, **betas):
         optimizer = OptimizerConfig(name=name, warmup_steps=1, **betas)
         config = dataclasses.replace(config_of("lion"), model=model, optimizer=optimizer)
-        return list(violations_on(config, sized()))
+        return list(violations_on(config, mesh_shape()))
 
     (problem,) = problems("adamw", BFLOAT16, beta2=0.999)
     assert "optimizer.beta2=0.999" in problem

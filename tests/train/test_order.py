@@ -12,7 +12,7 @@ from jaxtp.data import mixture, packing, rows, samples
 from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
 from jaxtp.data.documents import InMemory
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE, Data, RowSettings
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train import run_folder
 from jaxtp.train.__main__ import main as train
@@ -22,7 +22,7 @@ from jaxtp.train.resume import change_of_rate, check_resumable
 from jaxtp.train.run_folder import RunFolderError, checkpoint_info
 
 CONFIG = TrainConfig()
-MESH = sized()
+MESH = mesh_shape()
 
 
 def data(kind="documents"):

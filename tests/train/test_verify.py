@@ -22,7 +22,7 @@ from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.collectives import batch_spec
 from jaxtp.config import entry
 from jaxtp.config.schema import ConfigError
-from jaxtp.mesh import AXES, CP, mesh_of, sized
+from jaxtp.mesh import AXES, CP, mesh_of, mesh_shape
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train import memory, verify
 from jaxtp.train import optimizer as optimizers
@@ -295,7 +295,7 @@ def test_only_gpus_need_an_option():
 
 
 def test_a_host_without_the_memory_is_refused(monkeypatch):
-    plan = plan_state(MODEL, optimizers.build(SETTINGS, 10), mesh_of(sized()))
+    plan = plan_state(MODEL, optimizers.build(SETTINGS, 10), mesh_of(mesh_shape()))
     size = memory.verification_bytes(plan)
     assert size == 2 * sum(array.nbytes for array in named_arrays(plan.create(seed=0)).values())
     monkeypatch.setattr(memory, "host_memory", lambda: size)  # and the state itself has no place

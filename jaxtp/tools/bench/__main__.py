@@ -22,13 +22,13 @@ from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json, writing
-from jaxtp.config.schema import ConfigError, Count, UserPath, changed
+from jaxtp.config.schema import ConfigError, Count, UserPath, replace_nested
 from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.distributed.devices import build_mesh
 from jaxtp.distributed.environment import keep_programs
 from jaxtp.distributed.failures import run_and_report, watch
 from jaxtp.distributed.joining import join_processes
-from jaxtp.mesh import CONTEXT, TP, batch_parts, describe_mesh, mesh_sizes, parts, sized
+from jaxtp.mesh import CONTEXT, TP, batch_parts, describe_mesh, mesh_shape, mesh_sizes, parts
 from jaxtp.models.config import ModelConfig, padded_sizes, violations
 from jaxtp.tools.bench.measure import (
     Line,
@@ -206,7 +206,7 @@ def _bench(argv: Sequence[str]) -> None:
     join_processes()
     with raise_everywhere(watch):
         options, _ = command.load(
-            flags, lambda options, explicit: resolve_defaults(changed(options, {"train.epochs": None}), explicit)
+            flags, lambda options, explicit: resolve_defaults(replace_nested(options, {"train.epochs": None}), explicit)
         )
     config = training_of(options)
     mesh = build_mesh(config.mesh.sizes)
@@ -261,7 +261,7 @@ def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
 
 def usable_tps(model: ModelConfig, devices: int) -> list[int]:
     """Returns the powers of two up to `devices` that divide a block without padding."""
-    if problems := list(violations(model, sized())):
+    if problems := list(violations(model, mesh_shape())):
         raise ConfigError("\n  ".join(("these settings do not fit each other:", *problems)))
     return [tp for i in range(devices.bit_length()) if not padded_sizes(model, tp := 2**i)]
 

@@ -25,7 +25,7 @@ from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUT
 from jaxtp.analysis.hardware import Hardware, inside_domain, link_of
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.collectives import all_gather, all_reduce, all_to_all, axis_size, device_view, permute, reduce_scatter, vary
-from jaxtp.mesh import AXES, sized
+from jaxtp.mesh import AXES, mesh_shape
 from jaxtp.models.config import ModelConfig
 
 Program = Callable[[], object]
@@ -136,7 +136,7 @@ def measure_products(
 ) -> Iterator[TimedProduct]:
     """Times a block's products on one device, for `rows` sequences of `length`, at every tp."""
     for tp in tps:
-        costs = step_costs(model, sized(tp=tp), batch_size=rows, sequence_length=length)
+        costs = step_costs(model, mesh_shape(tp=tp), batch_size=rows, sequence_length=length)
         shapes = {product.name: (product.m, product.k, product.n) for product in costs.products}
         del shapes["head"]  # not in a block
         left, right = jax.random.split(jax.random.key(0))

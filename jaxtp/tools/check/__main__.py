@@ -13,7 +13,7 @@ from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.schema import UserPath, changed, to_plain
+from jaxtp.config.schema import UserPath, replace_nested, to_plain
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.layers.parameter import Precision
 from jaxtp.tools.check import parity
@@ -73,7 +73,7 @@ def _check(argv: Sequence[str]) -> int:
     config, notes = COMMAND.load(argv, partial(resolve_defaults, devices=VIRTUAL))
     coarse = dtypes(config)[1:]
     if coarse and not any(word.replace("_", "-").startswith("--model.precision") for word in argv):
-        config = changed(config, {"model.precision": Precision()})
+        config = replace_nested(config, {"model.precision": Precision()})
         notes.append(f"model.precision=float32: --model.precision.compute {coarse[0]} compares in that too")
     small, cases = plan(config, config.meshes)
     require_writable("--json", config.json)
@@ -158,7 +158,7 @@ def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
     """Runs each case in each dtype."""
     exact: parity.Numbers | None = None  # one device in float32
     for dtype in dtypes(small):
-        config = changed(small, {"model.precision": Precision()}) if dtype == "float32" else small
+        config = replace_nested(small, {"model.precision": Precision()}) if dtype == "float32" else small
         tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config)
         expected: parity.Numbers | None = None
         for case in (ONE_DEVICE, *cases):

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtp.analysis.audit import audit
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
-from jaxtp.config.schema import changed
+from jaxtp.config.schema import replace_nested
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.context import to_natural
 from jaxtp.layers.loss import IGNORE
@@ -146,7 +146,9 @@ def run(
     config = on_case(config, case)
     mesh = mesh_of(case.sizes)
     blueprint = _plan(config, mesh)
-    step = make_train_step(changed(config, {"metrics.norm_groups": ()}), blueprint, with_choices=True, with_grads=True)
+    step = make_train_step(
+        replace_nested(config, {"metrics.norm_groups": ()}), blueprint, with_choices=True, with_grads=True
+    )
     state = place(initial, blueprint.abstract, mesh)
     host: list[dict[str, Any]] = list(batches(config))
     if replayed is not None and any(kind is not None for kind in replayed.choices[0]):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from jaxtp.config.command_line import parse_mesh
-from jaxtp.config.schema import ConfigError, changed
+from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.layers.activations import Context, Method, is_split
 from jaxtp.layers.branch import ShrinkSpec, smallest_congruent
-from jaxtp.mesh import AXES, CP, DP, FSDP, SEQUENCE, STORAGE, TP, batch_parts, check_sizes, parts, sized
+from jaxtp.mesh import AXES, CP, DP, FSDP, SEQUENCE, STORAGE, TP, batch_parts, check_sizes, mesh_shape, parts
 from jaxtp.models.config import padded_sizes, shrunk, violations
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.validation import check, context_problems, padding_problems, share_of
@@ -44,7 +44,7 @@ class Case:
         return f"{mesh}{split}{f', {self.context}' if self.sizes[CP] > 1 else ''}"
 
 
-ONE_DEVICE = Case(sized(), False)
+ONE_DEVICE = Case(mesh_shape(), False)
 
 
 def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, list[Case]]:
@@ -80,7 +80,7 @@ def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
 def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
     """Returns the configuration's mesh, scaled down to 16 devices, and meshes for each axis alone and together."""
     scaled = _scaled_down(mesh)
-    able = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, sized(tp=tp))]
+    able = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, mesh_shape(tp=tp))]
     tps = [tp for tp in able if not padded_sizes(config.model, tp)] or [1]
     padded = [tp for tp in (2, 4, COMMON_TP) if tp in able and tp not in tps][:1]
     few = [tp for tp in tps if tp <= COMMON_TP] or tps[:1]
@@ -91,12 +91,12 @@ def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
     others = [{TP: tp}, {TP: half}, {FSDP: 2, TP: half}, {DP: 2, FSDP: 2, TP: least}, {DP: 2, TP: middle}, {TP: most}]
     others += [{TP: tp} for tp in padded]
     others += [{DP: 2, FSDP: 2, CP: 2, TP: least}, {CP: 8}, {FSDP: 8}, {DP: 8}]
-    meshes = [scaled, *(sized(**sizes) for sizes in others)]
+    meshes = [scaled, *(mesh_shape(**sizes) for sizes in others)]
     meshes = [sizes for sizes in meshes if math.prod(sizes.values()) <= MAX_DEVICES]
     method = methods_of(config, mesh)[0]  # auto might choose another on fewer devices
     cases = [case for sizes in meshes for case in cases_of(config, sizes, method)[:1]]
-    cases[1:1] = cases_of(config, scaled, method)[1:] or cases_of(config, sized(tp=tp))[1:]
-    over_cp = cases_of(config, sized(cp=2, tp=least), method)
+    cases[1:1] = cases_of(config, scaled, method)[1:] or cases_of(config, mesh_shape(tp=tp))[1:]
+    over_cp = cases_of(config, mesh_shape(cp=2, tp=least), method)
     cases += [case for case in over_cp if case.sequence_parallel == over_cp[0].sequence_parallel]  # by each method
     small = [case for case in cases if 1 < case.devices <= MAX_DEVICES]
     return list({str(case): case for case in small}.values())
@@ -130,7 +130,7 @@ def unfit(config: TrainConfig, case: Case, *, fixed: bool = False) -> Iterator[s
 
 def on_case(config: TrainConfig, case: Case) -> TrainConfig:
     """Returns the configuration for a case."""
-    return changed(config, {"model.sequence_parallel": case.sequence_parallel, "mesh.context": case.context})
+    return replace_nested(config, {"model.sequence_parallel": case.sequence_parallel, "mesh.context": case.context})
 
 
 def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
@@ -153,7 +153,7 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     schedule = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 10, "train.epochs": None}
     schedule |= {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON)}
     batch = {"data.sequence_length": sequence, "data.global_batch_size": rows, "train.accumulation": accumulation}
-    return changed(config, {"model": shrunk(config.model, small), **batch, **schedule})
+    return replace_nested(config, {"model": shrunk(config.model, small), **batch, **schedule})
 
 
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _scaled_down(mesh: Mapping[str, int]) -> dict[str, int]:
     cp = _at_most(mesh[CP], MAX_DEVICES // tp)
     fsdp = 2 if mesh[FSDP] > 1 and 2 * cp * tp <= MAX_DEVICES else 1
     dp = 2 if mesh[DP] > 1 and 2 * fsdp * cp * tp <= MAX_DEVICES else 1
-    return sized(dp=dp, fsdp=fsdp, cp=cp, tp=tp)
+    return mesh_shape(dp=dp, fsdp=fsdp, cp=cp, tp=tp)
 
 
 def _at_most(size: int, limit: int) -> int:

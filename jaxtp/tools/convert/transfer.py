@@ -36,7 +36,7 @@ from jaxtp.hf.runs import (
 from jaxtp.hf.save import SaveOptions, atomic_folder, carried_attributes, has_tokenizer, save_hf
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, Precision
-from jaxtp.mesh import mesh_of, mesh_sizes, sized
+from jaxtp.mesh import mesh_of, mesh_shape, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.train import run_folder as run_folder
@@ -60,7 +60,7 @@ class MeshFlags:
 
     def make(self) -> Mesh:
         """Returns the mesh; raises `MeshError` if there are too few devices."""
-        return mesh_of(sized(**asdict(self)))
+        return mesh_of(mesh_shape(**asdict(self)))
 
 
 @dataclass(frozen=True, kw_only=True)

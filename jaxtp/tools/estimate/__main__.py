@@ -17,8 +17,17 @@ from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
-from jaxtp.config.schema import ConfigError, CountOrZero, Positive, Switch, UserPath, allowed, changed, to_short_yaml
-from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, sized
+from jaxtp.config.schema import (
+    ConfigError,
+    CountOrZero,
+    Positive,
+    Switch,
+    UserPath,
+    allowed,
+    replace_nested,
+    to_short_yaml,
+)
+from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, mesh_shape
 from jaxtp.tools.estimate import foreign, generation
 from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError, topology
 from jaxtp.tools.estimate.remedies import faster, remedies
@@ -142,7 +151,7 @@ def _estimate(argv: Sequence[str]) -> int:
     where = target(*parse(options.hardware), options.memory_fraction, options.launch.allocator)
     if options.tier == 3:
         _require_compiler(where)
-    check_kernels(config, sized(), where.hardware.architecture)
+    check_kernels(config, mesh_shape(), where.hardware.architecture)
     meshes = _meshes(options, config, where)
     model = describe_model(config)
     print(heading(config, where, model), *chosen, sep="\n", end="\n\n", flush=True)
@@ -171,7 +180,7 @@ def _estimate(argv: Sequence[str]) -> int:
         print(f"\n--write {options.write}: not written, because nothing fits")
     elif options.write is not None:
         with writing("--write", options.write):
-            options.write.write_text(as_configuration(best, changed(options, {"train.epochs": epochs})))
+            options.write.write_text(as_configuration(best, replace_nested(options, {"train.epochs": epochs})))
         needed = " --model.from-hf DIR" if options.model.lora.rank and options.model.from_hf is None else ""
         print(f"\n{options.write}: for jaxtp train --config {options.write}{needed}")
     return entry.fail(PROGRAM, failed) if failed is not None else 0 if fits else 1
@@ -214,9 +223,9 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
     slow, fast = best.tokens_per_second_range
     where, config = best.target, best.config
     if spans_hosts(best.sizes, where.hardware.domain):
-        config = changed(config, {"mesh.tp_across_hosts": True})
+        config = replace_nested(config, {"mesh.tp_across_hosts": True})
     if options.train.epochs is not None:  # the run counts its steps itself
-        config = changed(config, {"train.epochs": options.train.epochs, "train.steps": LoopConfig().steps})
+        config = replace_nested(config, {"train.epochs": options.train.epochs, "train.steps": LoopConfig().steps})
     default = target(where.hardware, where.devices, allocator=config.launch.allocator).share
     variable = "" if where.share == default else f"XLA_PYTHON_CLIENT_MEM_FRACTION={where.share} "
     missing = {
@@ -296,7 +305,7 @@ def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | N
         return None
     if math.prod(sizes.values()) != where.devices or list(violations_on(config, sizes)):
         return None
-    return estimate(changed(config, {"mesh": config.mesh.of_sizes(sizes)}), where, model)
+    return estimate(replace_nested(config, {"mesh": config.mesh.of_sizes(sizes)}), where, model)
 
 
 if __name__ == "__main__":

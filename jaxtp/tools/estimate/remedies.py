@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from jaxtp.analysis.hardware import GB
 from jaxtp.analysis.hardware_file import MAX_DEVICES
-from jaxtp.config.schema import changed
-from jaxtp.mesh import sized
+from jaxtp.config.schema import replace_nested
+from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import adaptable
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
@@ -62,19 +62,21 @@ def in_16_bits(run: Run) -> Run:
     """Computes in bfloat16."""
     if run.config.model.precision.compute != "float32":
         return run
-    return run._replace(config=changed(run.config, {"model.precision.compute": "bfloat16"}))
+    return run._replace(config=replace_nested(run.config, {"model.precision.compute": "bfloat16"}))
 
 
 def with_fused_attention(run: Run) -> Run:
     """Takes the hardware's own kernel of attention, if another one is configured."""
     fused = with_attention(run.config, "auto")
-    now, then = (chosen_kernels(config, sized(), run.where.hardware.architecture) for config in (run.config, fused))
+    now, then = (
+        chosen_kernels(config, mesh_shape(), run.where.hardware.architecture) for config in (run.config, fused)
+    )
     return run if now.keys() == then.keys() else run._replace(config=fused)
 
 
 def with_grouped_products(run: Run) -> Run:
     """Multiplies each row with its own expert only, where a kernel can."""
-    grouped, platform = changed(run.config, {"model.grouped": "auto"}), run.where.hardware.platform
+    grouped, platform = replace_nested(run.config, {"model.grouped": "auto"}), run.where.hardware.platform
     now, then = (multiplies_all(config.model, platform) for config in (run.config, grouped))
     return run._replace(config=grouped) if now and not then else run
 
@@ -89,7 +91,7 @@ def with_smaller_chunk(run: Run) -> Run:
     """Computes the loss by smaller chunks, which saves memory and makes nothing faster."""
     if run.config.model.loss_chunk <= CHUNK:
         return run
-    return run._replace(config=changed(run.config, {"model.loss_chunk": CHUNK}))
+    return run._replace(config=replace_nested(run.config, {"model.loss_chunk": CHUNK}))
 
 
 FREE = {
@@ -153,7 +155,7 @@ def _stacked(run: Run) -> dict[str, Run]:
 def _shorter(run: Run) -> list[Alternative]:
     lengths = (run.config.data.sequence_length // 2**halvings for halvings in range(1, 64))
     shorter = (
-        (f"--data.sequence-length {length}", changed(run.config, {"data.sequence_length": length}))
+        (f"--data.sequence-length {length}", replace_nested(run.config, {"data.sequence_length": length}))
         for length in itertools.takewhile(lambda length: length >= SHORTEST, lengths)
     )
     return _first((flags, Run(config, run.where), describe_model(config)) for flags, config in shorter)
@@ -162,16 +164,16 @@ def _shorter(run: Run) -> list[Alternative]:
 def _other_training(run: Run) -> Iterator[Alternative]:
     in_half = {"model.precision.param": "bfloat16"}
     targets = adaptable(run.config.model)
-    adapters = changed(run.config, {"model.lora.rank": LORA_RANK, "model.lora.targets": targets})
+    adapters = replace_nested(run.config, {"model.lora.rank": LORA_RANK, "model.lora.targets": targets})
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
     if targets != run.config.model.lora.targets:
         lora += f" --model.lora.targets {' '.join(targets)}"
-    options = [(bits, changed(run.config, in_half), "frozen weights in 16 bits")]
+    options = [(bits, replace_nested(run.config, in_half), "frozen weights in 16 bits")]
     if not run.config.model.lora.rank:
         options = [
-            (bits, changed(run.config, in_half), "weights lose updates smaller than 1/256 of them"),
+            (bits, replace_nested(run.config, in_half), "weights lose updates smaller than 1/256 of them"),
             (lora, adapters, "trains adapters only"),
-            (f"{lora} {bits}", changed(adapters, in_half), "frozen weights in 16 bits"),
+            (f"{lora} {bits}", replace_nested(adapters, in_half), "frozen weights in 16 bits"),
         ]
     seen = [run.config]
     for flags, config, note in options:

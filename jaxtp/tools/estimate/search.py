@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from jaxtp.analysis.hardware import Hardware
 from jaxtp.analysis.step_costs import StepCosts
 from jaxtp.config.hints import divisors
-from jaxtp.config.schema import ConfigError, changed
+from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.allocator import MEMORY_FRACTION, Allocator
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import CP, TP, batch_parts, describe_mesh, fitting_meshes
@@ -228,9 +228,9 @@ def runnable(
 ) -> tuple[list[TrainConfig], dict[str, str]]:
     """Returns the run on each possible mesh, with one micro-batch unless `as_configured`; reasons for others."""
     able, refused = [], {}
-    once = config if as_configured else changed(config, {"train.accumulation": 1})
+    once = config if as_configured else replace_nested(config, {"train.accumulation": 1})
     for sizes in meshes:
-        on_mesh = changed(once, {"mesh": once.mesh.of_sizes(sizes)})
+        on_mesh = replace_nested(once, {"mesh": once.mesh.of_sizes(sizes)})
         if (problem := next(violations_on(on_mesh, sizes), None)) is None:
             able.append(on_mesh)
         else:
@@ -242,7 +242,7 @@ def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
     """Yields minimum-memory variants: full remat, by single rows or all rows at once (no gradient sums)."""
     remat = "offload" if config.model.remat == "offload" else "full"
     for accumulation in {rows_of(config), 1}:
-        yield changed(config, {"model.remat": remat, "train.accumulation": accumulation})
+        yield replace_nested(config, {"model.remat": remat, "train.accumulation": accumulation})
 
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
@@ -308,7 +308,7 @@ def _choices(config: TrainConfig, most: int) -> Iterator[TrainConfig]:
         counts = [counts[index * (len(counts) - 1) // (most - 1)] for index in range(most)]
     for remat in dict.fromkeys((*REMATS, config.model.remat)):
         for count in counts:
-            yield changed(config, {"model.remat": remat, "train.accumulation": count})
+            yield replace_nested(config, {"model.remat": remat, "train.accumulation": count})
 
 
 def is_plain(model: ModelConfig) -> bool:

@@ -12,7 +12,7 @@ from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
 from jaxtp.analysis.tables import columns
 from jaxtp.distributed.allocator import advice
-from jaxtp.mesh import TP, sized
+from jaxtp.mesh import TP, mesh_shape
 from jaxtp.tools.estimate.remedies import Alternative
 from jaxtp.tools.estimate.search import MEMORY_ERROR, Model, Search, Setting, Target, is_plain
 from jaxtp.train import optimizer as optimizers
@@ -45,7 +45,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         "model": f"{model.parameters:,} parameters{describe_active(sizes, model.parameters)}: "
         f"{sizes.num_layers} layers, d_model {sizes.d_model}, {sizes.precision.compute} compute, "
         f"{config.optimizer.name}",
-        "kernels": describe_kernels(config, sized(), hardware.architecture),
+        "kernels": describe_kernels(config, mesh_shape(), hardware.architecture),
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}"
         f"{' (the default; --data.sequence-length N changes it)' if assumed else ''}",
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "

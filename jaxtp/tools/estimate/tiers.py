@@ -21,7 +21,7 @@ from jaxtp.analysis.hardware import GB, TABLE
 from jaxtp.analysis.schedule import Scheduled
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import signal_name
-from jaxtp.config.schema import ConfigError, changed, to_plain
+from jaxtp.config.schema import ConfigError, replace_nested, to_plain
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.distributed.environment import child_environment
 from jaxtp.mesh import describe_mesh, mesh_of, parts
@@ -175,7 +175,7 @@ def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         notes.append(f"compiled with a CPU's attention, which moves the same as {config.model.attention}'s")
         config = with_attention(config, "auto")
     if config.model.remat == "offload":
-        config = changed(config, {"model.remat": "full"})
+        config = replace_nested(config, {"model.remat": "full"})
         notes.append("compiled with remat full, which moves the same as offload")
     return config, notes
 

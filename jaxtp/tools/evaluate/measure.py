@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec
-from jaxtp.config.entry import Interrupt, WrongNumbersError
+from jaxtp.config.entry import Interrupt, NumericsError
 from jaxtp.data.rows import SEGMENTS, Row
 from jaxtp.generate.decode_model import mesh_context, model_mesh
 from jaxtp.mesh import CP, batch_parts, mesh_sizes
@@ -170,13 +170,13 @@ class Measured:
                     yield Window(document.tokens[begin:end], counted, group)
 
     def add_scores(self, batch: Row, scores: Scores) -> None:
-        """Adds the losses of a batch; raises `WrongNumbersError` if one is not finite."""
+        """Adds the losses of a batch; raises `NumericsError` if one is not finite."""
         losses, correct = (np.asarray(each) for each in scores)
         counted = batch[GROUPS] >= 0
         groups, losses = batch[GROUPS][counted], losses[counted]
         if not np.isfinite(losses).all():
             source, _ = list(self.totals)[int(groups[~np.isfinite(losses)][0])]
-            raise WrongNumbersError(
+            raise NumericsError(
                 f"{source}: the loss of a token is not finite: the weights are damaged, or --dtype float32 is needed"
             )
         tokens, num_correct = (np.bincount(groups, weights, len(self.totals)) for weights in (None, correct[counted]))
@@ -200,7 +200,7 @@ def measure(
 
     Raises:
       InputError: no token is predicted.
-      WrongNumbersError: a loss is not finite.
+      NumericsError: a loss is not finite.
     """
     measured = Measured()
     packed = rows(measured.windows(inputs, length, stride), length, scorer.sequence_parts)

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] # jax 0.12: another name of Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_sizes, sized
+from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_shape, mesh_sizes
 from jaxtp.parallelize.initialisation import abstract_model
 from jaxtp.parallelize.module_wrappers import modules_of, with_calls
 
@@ -70,7 +70,7 @@ def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
         raise MeshError(f'{caller} needs a mesh: call it under jax.set_mesh(...), or pass mesh={{"tp": 8}}')
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
         raise MeshError(f'{caller} takes a mesh, or its sizes as in mesh={{"fsdp": 2, "tp": 4}}, not {mesh!r}')
-    sizes = {**sized(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
+    sizes = {**mesh_shape(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     if unknown := sorted(map(str, sizes.keys() - set(AXES))):
         raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; the axes are {', '.join(AXES)}")
     if odd := [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]:

@@ -6,7 +6,7 @@ import pytest
 
 import jaxtp
 from jaxtp.analysis.hardware_file import find, read
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.bench.__main__ import digits, main, usable_tps
 from jaxtp.tools.bench.measure import KINDS
 from jaxtp.tools.estimate.__main__ import main as estimate
@@ -26,7 +26,7 @@ def test_measured_and_read_back(tmp_path, capsys):
     assert " of 4\n" in printed, "half of the 8 of a sequence"
     assert "their times mean nothing for hardware" in printed
     found = json.loads(record.read_text())
-    assert found["place"]["sizes"] == sized(cp=2, tp=2)
+    assert found["place"]["sizes"] == mesh_shape(cp=2, tp=2)
     assert len(found["messages"]) == 2 * 2 * len(KINDS)
     assert {line["axis"] for line in found["lines"]} == {"cp", "tp"}
     assert {one["tp"] for one in found["products"]} == {1, 2, 4}

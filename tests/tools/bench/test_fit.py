@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.hardware_file import find, read
 from jaxtp.config.schema import ConfigError
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.bench.__main__ import Measured, Place
 from jaxtp.tools.bench.measure import Message, TimedProduct, fit_line
 from jaxtp.tools.estimate.roofline import leaves_domain, link_speed
@@ -70,11 +70,11 @@ NOTHING = messages("tp", 4, 2e-5, 1e15, lambda i: 1 / (i + 1))
 @pytest.mark.parametrize(
     ("sizes", "speeds"),
     [
-        (sized(tp=8), {"tp": 3e11}),
-        (sized(fsdp=2, tp=4), {"fsdp": 1e11, "tp": 3e11}),
-        (sized(fsdp=8, tp=8), {"fsdp": 2e10, "tp": 3e11}),
-        (sized(fsdp=16), {"fsdp": 8e10}),
-        (sized(), {}),
+        (mesh_shape(tp=8), {"tp": 3e11}),
+        (mesh_shape(fsdp=2, tp=4), {"fsdp": 1e11, "tp": 3e11}),
+        (mesh_shape(fsdp=8, tp=8), {"fsdp": 2e10, "tp": 3e11}),
+        (mesh_shape(fsdp=16), {"fsdp": 8e10}),
+        (mesh_shape(), {}),
     ],
 )
 def test_an_estimate_reckons_with_what_was_measured(sizes, speeds, tmp_path):
@@ -93,7 +93,7 @@ def test_an_estimate_reckons_with_what_was_measured(sizes, speeds, tmp_path):
 
 
 def test_links_between_pairs_are_measured_as_those_that_a_ring_has(tmp_path):
-    sizes, file = sized(fsdp=2, tp=4), tmp_path / "mine.yaml"
+    sizes, file = mesh_shape(fsdp=2, tp=4), tmp_path / "mine.yaml"
     found = [
         one for axis, speed in {"fsdp": 5e10, "tp": 1.5e11}.items() for one in messages(axis, sizes[axis], 2e-5, speed)
     ]
@@ -105,18 +105,18 @@ def test_links_between_pairs_are_measured_as_those_that_a_ring_has(tmp_path):
 
 
 def test_float32_has_half_of_the_peak():
-    one = measured(sized(), [])
+    one = measured(mesh_shape(), [])
     half = dataclasses.replace(one, place=dataclasses.replace(one.place, dtype="float32"))
     assert half.matmul_efficiency == pytest.approx(2 * one.matmul_efficiency)
 
 
 def test_virtual_devices_are_named_in_the_file_and_the_record():
-    one = measured(sized(), [], platform="cpu")
+    one = measured(mesh_shape(), [], platform="cpu")
     assert "mean nothing for hardware" in one.hardware_file()
     assert "mean nothing for hardware" in one.record()["note"]
-    assert "note" not in measured(sized(), []).record()
+    assert "note" not in measured(mesh_shape(), []).record()
 
 
 def test_without_a_line_there_is_no_file():
     with pytest.raises(ConfigError, match="over tp times do not grow with messages"):
-        measured(sized(tp=4), NOTHING).hardware_file()
+        measured(mesh_shape(tp=4), NOTHING).hardware_file()

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtp
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.step_costs import step_costs
-from jaxtp.mesh import AXES, make_mesh, sized
+from jaxtp.mesh import AXES, make_mesh, mesh_shape
 from jaxtp.tools.bench.measure import KINDS, WARM_UP, Repeats, measure_messages, measure_products, medians, repeated
 
 SIZES = {"dp": 1, "fsdp": 2, "cp": 2, "tp": 4}
@@ -94,7 +94,7 @@ def test_products_are_those_of_a_block():
     model = jaxtp.ModelConfig(d_model=8, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=2, num_layers=1, remat="none")
     for tp in (1, 2):
         found = list(measure_products(model, [tp], rows, length, Repeats(1, 1)))
-        work = step_costs(model, sized(tp=tp), batch_size=rows, sequence_length=length)
+        work = step_costs(model, mesh_shape(tp=tp), batch_size=rows, sequence_length=length)
         block = [product for product in work.products if product.name != "head"]
         assert {one.name: 3 * one.flops for one in found} == {product.name: product.flops for product in block}
         assert all(one.seconds > 0 for one in found)

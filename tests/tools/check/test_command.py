@@ -11,11 +11,11 @@ from runs import smol_lm
 
 import jaxtp
 from jaxtp.collectives import axis_size, leave_parallel, vary
-from jaxtp.config.schema import changed, from_yaml
+from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.hf.config_json import model_config
 from jaxtp.hf.model_folder import read_attributes
 from jaxtp.layers import context, linear
-from jaxtp.mesh import AXES, batch_parts, sized
+from jaxtp.mesh import AXES, batch_parts, mesh_shape
 from jaxtp.models import config as models
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.__main__ import VIRTUAL, CheckConfig, Verdict, dtypes, main
@@ -263,41 +263,45 @@ def test_default_meshes_are_those_that_a_model_of_hugging_face_fits(tmp_path):
 
 
 def test_default_meshes_cover_the_axes():
-    cases = default_cases(CheckConfig(), sized(dp=4, fsdp=16, tp=8))
-    assert cases[0] == Case(sized(fsdp=2, tp=8), True), "its own mesh first, scaled down"
-    assert Case(sized(fsdp=2, tp=8), False) in cases
+    cases = default_cases(CheckConfig(), mesh_shape(dp=4, fsdp=16, tp=8))
+    assert cases[0] == Case(mesh_shape(fsdp=2, tp=8), True), "its own mesh first, scaled down"
+    assert Case(mesh_shape(fsdp=2, tp=8), False) in cases
     for axis in AXES:
-        assert any(case.sizes == sized(**{axis: 8}) for case in cases), "each axis alone"
+        assert any(case.sizes == mesh_shape(**{axis: 8}) for case in cases), "each axis alone"
     assert any(min(case.sizes.values()) == 2 for case in cases), "and all together"
 
 
 def test_default_meshes_keep_cp_and_its_method():
-    cases = default_cases(CheckConfig(), sized(dp=4, cp=4, tp=2))
-    assert cases[0] == Case(sized(dp=2, cp=4, tp=2), True, "ulysses"), "its own, by the method that auto takes"
-    assert cases[1] == Case(sized(dp=2, cp=4, tp=2), False, "ulysses")
+    cases = default_cases(CheckConfig(), mesh_shape(dp=4, cp=4, tp=2))
+    assert cases[0] == Case(mesh_shape(dp=2, cp=4, tp=2), True, "ulysses"), "its own, by the method that auto takes"
+    assert cases[1] == Case(mesh_shape(dp=2, cp=4, tp=2), False, "ulysses")
     assert {case.context for case in cases if case.sizes["cp"] > 1} == {"ulysses", "gather"}
-    few = changed(CheckConfig(), {"model.num_kv_heads": 1})
-    assert default_cases(few, sized(cp=2, tp=2))[0].context == "gather"
-    asked = changed(few, {"mesh.context": "ulysses"})
-    assert {case.context for case in default_cases(asked, sized(cp=2, tp=2)) if case.sizes["cp"] > 1} == {"ulysses"}
-    assert default_cases(CheckConfig(), sized(cp=64, tp=8))[0].sizes == sized(cp=2, tp=8)
-    odd = changed(CheckConfig(), {"data.sequence_length": 129})
-    assert {case.sizes["cp"] for case in default_cases(odd, sized(tp=2))} == {1}, "what cp does not divide is left out"
+    few = replace_nested(CheckConfig(), {"model.num_kv_heads": 1})
+    assert default_cases(few, mesh_shape(cp=2, tp=2))[0].context == "gather"
+    asked = replace_nested(few, {"mesh.context": "ulysses"})
+    assert {case.context for case in default_cases(asked, mesh_shape(cp=2, tp=2)) if case.sizes["cp"] > 1} == {
+        "ulysses"
+    }
+    assert default_cases(CheckConfig(), mesh_shape(cp=64, tp=8))[0].sizes == mesh_shape(cp=2, tp=8)
+    odd = replace_nested(CheckConfig(), {"data.sequence_length": 129})
+    assert {case.sizes["cp"] for case in default_cases(odd, mesh_shape(tp=2))} == {1}, (
+        "what cp does not divide is left out"
+    )
 
 
 def test_a_window_stays_as_long_beside_a_chunk():
-    config = changed(CheckConfig(), {"data.sequence_length": 4096, "mesh.dp": 1, "mesh.fsdp": 1})
+    config = replace_nested(CheckConfig(), {"data.sequence_length": 4096, "mesh.dp": 1, "mesh.fsdp": 1})
     for window in (500, 1500, 3000):
-        small, _ = plan(changed(config, {"model.sliding_window": window}))
+        small, _ = plan(replace_nested(config, {"model.sliding_window": window}))
         assert small.model.sliding_window / small.data.sequence_length == pytest.approx(window / 4096, abs=0.04)
 
 
 def test_a_verdict_shows_the_method():
     tolerance = TOLERANCES["float32"]
-    verdict = Verdict(Case(sized(cp=2, tp=2), True, "gather"), "float32", tolerance, None, ("no reason",))
+    verdict = Verdict(Case(mesh_shape(cp=2, tp=2), True, "gather"), "float32", tolerance, None, ("no reason",))
     assert "cp 2 x tp 2, sequence-parallel, gather" in verdict.lines()[0]
     assert verdict.record()["context"] == "gather"
-    assert str(Case(sized(tp=2), False)) == "tp 2"
+    assert str(Case(mesh_shape(tp=2), False)) == "tp 2"
 
 
 @pytest.mark.wide
@@ -320,6 +324,6 @@ def test_keys_that_never_came_over_cp_are_named(monkeypatch, capsys):
 
 def test_a_mesh_of_sixteen_with_eight_kv_heads():
     config = CheckConfig(model=jaxtp.ModelConfig(num_heads=32, num_kv_heads=8, vocab_size=128256))
-    (case, other) = cases_of(config, sized(tp=16))
+    (case, other) = cases_of(config, mesh_shape(tp=16))
     small = shrink(config, [case, other])
     assert small.model.head_dim * 8 % 16 == 0

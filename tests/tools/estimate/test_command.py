@@ -16,7 +16,7 @@ from support import sweep
 from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.schedule import Scheduled
 from jaxtp.config.schema import from_yaml
-from jaxtp.mesh import AXES, sized
+from jaxtp.mesh import AXES, mesh_shape
 from jaxtp.tools.estimate import __main__ as command
 from jaxtp.tools.estimate.__main__ import is_written, main
 from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError
@@ -114,7 +114,7 @@ def test_the_best_setting_is_written_for_training(tmp_path, monkeypatch, capsys)
     remat, accumulation, rows = re.search(r"^dp 8 +(\w+) +(\d+) of (\d+)", out, re.MULTILINE).groups()
     config, notes = TRAIN.load(["--config", str(file)], partial(resolve_defaults, devices=CPU))
     assert notes == []
-    assert config.mesh.sizes == sized(dp=8)
+    assert config.mesh.sizes == mesh_shape(dp=8)
     assert (config.model.remat, config.train.accumulation) == (remat, int(accumulation))
     assert config.data.global_batch_size == 8 * int(accumulation) * int(rows)
     assert (config.data.sequence_length, config.model.precision.compute) == (64, "bfloat16")
@@ -207,7 +207,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "compile_for", compiled)
     file = tmp_path / "estimate.json"
     assert main([*FLAGS, "--json", str(file)]) == (0 if verdict == "fits" else 1)
-    sizes = sized(fsdp=2, tp=4)
+    sizes = mesh_shape(fsdp=2, tp=4)
     assert asked == [(sizes, "h100", {"hosts": 1, "devices_per_host": 8, "timeout_s": 300.0})]
     tier_3 = json.loads(file.read_text())["tier_3"]
     assert tier_3["fits"] == (verdict == "fits")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtp
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.__main__ import main
 
 WIDTH, HIDDEN, ROWS, LENGTH = 16, 32, 16, 8
@@ -72,7 +72,7 @@ def test_bytes_and_flops_are_those_of_explain_on_six_meshes(file, capsys):
     attention = 2 * 2 * ROWS * LENGTH * LENGTH * WIDTH
     matrices = 2 * ROWS * LENGTH * (4 * WIDTH * WIDTH + 2 * WIDTH * HIDDEN)
     for mesh in record["meshes"]:
-        sizes = {axis: mesh[axis] for axis in sized()}
+        sizes = {axis: mesh[axis] for axis in mesh_shape()}
         found = jaxtp.explain(names["build"], X, plan=names["PLAN"], mesh=sizes)
         assert mesh["flops_per_device"] == found.flops == 2 * 3 * (attention + matrices) / 8
         assert mesh["bytes_sent"] == {"+".join(axes): sent for axes, sent in found.sent_by_axes().items()}
@@ -92,7 +92,7 @@ def test_every_mesh_is_tried_and_those_without_a_plan_for_them_are_refused(file,
     assert all(mesh["bytes_per_device"]["optimizer"] == 0 for mesh in record["meshes"])
     without = estimated(file)
     assert {mesh["tp"] for mesh in without["meshes"]} == {1}
-    assert math.prod(record["meshes"][0][axis] for axis in sized()) == 8
+    assert math.prod(record["meshes"][0][axis] for axis in mesh_shape()) == 8
 
 
 def test_a_model_that_does_not_fit(file, capsys):

@@ -12,7 +12,7 @@ from jaxtp.analysis.hardware_file import find
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import DecodeModel, weight_bytes
 from jaxtp.layers.cache import LAYER_SPEC
-from jaxtp.mesh import fitting_meshes, make_mesh, mesh_sizes, sized
+from jaxtp.mesh import fitting_meshes, make_mesh, mesh_shape, mesh_sizes
 from jaxtp.tools.estimate.generation import cache_bytes, generations, table
 from jaxtp.tools.estimate.search import Target, describe_model
 from jaxtp.train.config import TrainConfig
@@ -63,13 +63,13 @@ def test_weights_are_split_by_tp_and_fsdp_is_counted_as_dp():
     assert set(by_mesh) == {(8, 1, 1, 1), (4, 1, 1, 2), (2, 1, 1, 4), (1, 1, 1, 8)}
     for (_, _, _, tp), weights in by_mesh.items():
         model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
-        assert weights == weight_bytes(model, sized(tp=tp))
+        assert weights == weight_bytes(model, mesh_shape(tp=tp))
     halves = dataclasses.replace(MODEL, precision=jaxtp.Precision(compute="bfloat16"))
     target = Target(find("h100"), 8, 1e12)
     half = generations(halves, target, FACTS, fitting_meshes(8), ROWS, LENGTH)
     assert {tuple(one.sizes.values()): 2 * one.weights for one in half} == by_mesh
-    (one,) = generations(MODEL, target, FACTS, [sized(fsdp=8)], ROWS, LENGTH)
-    assert one.sizes == sized(dp=8)
+    (one,) = generations(MODEL, target, FACTS, [mesh_shape(fsdp=8)], ROWS, LENGTH)
+    assert one.sizes == mesh_shape(dp=8)
 
 
 def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
@@ -78,7 +78,7 @@ def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
     facts, where = describe_model(TrainConfig(model=model)), Target(find("h100"), 8, 1e12)
 
     def seconds(rows, **changes):
-        (one,) = generations(dataclasses.replace(model, **changes), where, facts, [sized(tp=8)], rows, LENGTH)
+        (one,) = generations(dataclasses.replace(model, **changes), where, facts, [mesh_shape(tp=8)], rows, LENGTH)
         return one.seconds - cache_bytes(model, one.sizes, rows, LENGTH) / speed, one
 
     speed = where.hardware.bandwidth * where.hardware.bandwidth_efficiency
@@ -91,10 +91,10 @@ def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
 
 def test_meshes_with_cp_alone():
     with pytest.raises(ConfigError, match="--generate 8: a cache is not divided over cp; add a mesh with cp=1 to dp 4"):
-        generations(MODEL, Target(find("h100"), 8, 1e12), FACTS, [sized(dp=4, cp=2)], 8, LENGTH)
+        generations(MODEL, Target(find("h100"), 8, 1e12), FACTS, [mesh_shape(dp=4, cp=2)], 8, LENGTH)
 
 
 def test_rows_that_no_mesh_divides():
-    one = [sized(dp=8)]
+    one = [mesh_shape(dp=8)]
     with pytest.raises(ConfigError, match="--generate 3: no mesh of 8 devices"):
         generations(MODEL, Target(find("h100"), 8, 1e12), FACTS, one, 3, LENGTH)

@@ -14,7 +14,7 @@ from support import sweep
 import jaxtp
 from jaxtp.analysis.hardware_file import find
 from jaxtp.config.schema import ConfigError
-from jaxtp.mesh import AXES, TP, fitting_meshes, sized
+from jaxtp.mesh import AXES, TP, fitting_meshes, mesh_shape
 from jaxtp.models import decoder
 from jaxtp.tools.estimate import tiers
 from jaxtp.tools.estimate.search import Target, describe_model, estimate
@@ -47,7 +47,7 @@ def setting(
     optimizer="adamw",
     context="auto",
 ):
-    sizes = sized(**dict(zip(AXES, mesh, strict=True)))
+    sizes = mesh_shape(**dict(zip(AXES, mesh, strict=True)))
     model = dataclasses.replace(model, remat=remat, sequence_parallel=sequence_parallel if sizes[TP] > 1 else None)
     config = dataclasses.replace(
         CONFIG,

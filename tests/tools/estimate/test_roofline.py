@@ -12,7 +12,7 @@ import jaxtp
 from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.hardware import TABLE
 from jaxtp.analysis.hardware_file import find
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.roofline import collective_seconds, leaves_domain, link_speed
 from jaxtp.tools.estimate.search import Target, describe_model, estimate
 from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
@@ -23,7 +23,7 @@ CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=1024, global_b
 
 
 def sizes(dp, fsdp, tp):
-    return sized(dp=dp, fsdp=fsdp, tp=tp)
+    return mesh_shape(dp=dp, fsdp=fsdp, tp=tp)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from support import sweep
 
 import jaxtp
 from jaxtp.analysis.hardware_file import find
-from jaxtp.config.schema import ConfigError, changed
-from jaxtp.mesh import fitting_meshes, make_mesh, sized
+from jaxtp.config.schema import ConfigError, replace_nested
+from jaxtp.mesh import fitting_meshes, make_mesh, mesh_shape
 from jaxtp.tools.estimate.remedies import Run, faster, remedies, with_fused_attention
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
@@ -85,7 +85,7 @@ def test_meshes_of_many_devices_are_listed_at_once(devices, count):
 @pytest.mark.wide
 def test_of_a_batch_with_many_divisors_some_are_tried():
     config = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=128, global_batch_size=2_000_000))
-    result = search(config, Target(H100, 8, 1e12), MODEL_FACTS, [sized(dp=8)])
+    result = search(config, Target(H100, 8, 1e12), MODEL_FACTS, [mesh_shape(dp=8)])
     assert {s.config.train.accumulation for s in result.all} >= {1, 250_000}
     assert len(result.all) == MAX_ACCUMULATIONS * len(REMATS)
 
@@ -132,7 +132,7 @@ def test_what_cannot_run_is_refused_with_its_reason():
     whole = dataclasses.replace(CONFIG, mesh=MeshConfig(allow_padding=False))
     message = r"no mesh of 7 devices can run this configuration; 4 or 8 devices could:\n  dp 1 x fsdp 7 x cp 1 x tp 1: "
     with pytest.raises(ConfigError, match=message):
-        search(whole, Target(H100, 7, 1e12), MODEL_FACTS, [sized(fsdp=7)])
+        search(whole, Target(H100, 7, 1e12), MODEL_FACTS, [mesh_shape(fsdp=7)])
 
 
 def test_as_configured_changes_the_mesh_alone():
@@ -248,7 +248,7 @@ def test_changes_that_only_together_make_it_fit():
 
 def test_groups_along_tp_stay_among_fast_links_unless_the_run_lets_them_out():
     inside = meshes_to_try(CONFIG, 16, H100.domain)
-    anywhere = meshes_to_try(changed(CONFIG, {"mesh.tp_across_hosts": True}), 16, H100.domain)
+    anywhere = meshes_to_try(replace_nested(CONFIG, {"mesh.tp_across_hosts": True}), 16, H100.domain)
     assert {sizes["tp"] for sizes in inside} == {1, 2, 4, 8}
     assert {sizes["tp"] for sizes in anywhere} == {1, 2, 4, 8, 16}
     assert {sizes["tp"] for sizes in meshes_to_try(CONFIG, 6, H100.domain)} == {1, 2, 3, 6}, "one host has all of them"
@@ -260,7 +260,7 @@ def test_where_no_single_thing_would_do_all_go_together():
     lora = dataclasses.replace(FUSED, model=dataclasses.replace(FUSED.model, lora=jaxtp.LoraConfig(rank=16)))
     room = 1.01 * room_for(lora, devices=256)
     small = dataclasses.replace(H100, memory=room / 0.9, reserved=0)
-    anywhere = changed(with_precision(compute="float32"), {"mesh.tp_across_hosts": True})
+    anywhere = replace_nested(with_precision(compute="float32"), {"mesh.tp_across_hosts": True})
     tight = search(anywhere, target(small, 256, 0.75), MODEL_FACTS, meshes_to_try(anywhere, 256))
     remedy = next(other for other in remedies(tight, MODEL_FACTS) if "--model.lora.rank 16" in other.change)
     assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON")
@@ -295,7 +295,7 @@ def test_a_mixture_that_does_not_fit_is_told_of_adapters_that_it_can_have():
 
 
 def test_products_with_all_experts_are_warned_of_and_cost_as_much():
-    meshes = [sized(fsdp=4, tp=2), sized(tp=8)]
+    meshes = [mesh_shape(fsdp=4, tp=2), mesh_shape(tp=8)]
     own, dense = (search_mixture(meshes=meshes, grouped=grouped) for grouped in ("auto", "xla"))
     assert "pallas products of experts (it multiplies each row" in heading(
         MIXTURE, own.settings[0].target, MIXTURE_FACTS
@@ -311,11 +311,11 @@ def test_products_with_all_experts_are_warned_of_and_cost_as_much():
 
 def test_a_grouped_kernel_that_cannot_run_is_refused_before_anything_starts():
     config = dataclasses.replace(MIXTURE, model=dataclasses.replace(EXPERTS, grouped="pallas"))
-    check_kernels(config, sized(), "cuda")
+    check_kernels(config, mesh_shape(), "cuda")
     with pytest.raises(ConfigError, match=r"^model.grouped=pallas: it runs on cuda, not on rocm; use auto \(xla\)$"):
-        check_kernels(config, sized(), "rocm")
+        check_kernels(config, mesh_shape(), "rocm")
     dense = dataclasses.replace(config, model=dataclasses.replace(MODEL, grouped="pallas", attention="auto"))
-    check_kernels(dense, sized(), "rocm")  # no expert, no product of any
+    check_kernels(dense, mesh_shape(), "rocm")  # no expert, no product of any
 
 
 @pytest.mark.wide
@@ -383,7 +383,7 @@ def test_sequences_are_divided_into_parts_that_are_long_enough():
 def test_where_other_meshes_could_that_is_said():
     run = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=2047, global_batch_size=32))
     with pytest.raises(ConfigError, match="none of the requested meshes can run this configuration; others of 8"):
-        search(run, Target(H100, 8, 1e12), MODEL_FACTS, [sized(cp=8)])
+        search(run, Target(H100, 8, 1e12), MODEL_FACTS, [mesh_shape(cp=8)])
 
 
 def test_a_million_tokens_take_cp_where_there_is_one_sequence():
@@ -416,8 +416,8 @@ def test_a_peak_near_or_above_what_the_allocator_has_is_told():
     [("h100", "cudnn"), ("h200", "cudnn"), ("a100", "fused"), ("l40s", "fused"), ("b200", "fused")],
 )
 def test_the_kernel_of_attention_is_that_of_the_hardware(hardware, kernel):
-    config = changed(CONFIG, {"model.attention": "auto", "data.packing": "concatenated"})
+    config = replace_nested(CONFIG, {"model.attention": "auto", "data.packing": "concatenated"})
     where = Target(find(hardware), 8, 1e12)
     assert f"kernels {kernel} attention" in heading(config, where, MODEL_FACTS)
-    fused = changed(config, {"model.attention": kernel})
+    fused = replace_nested(config, {"model.attention": kernel})
     assert estimate(config, where, MODEL_FACTS).memory == estimate(fused, where, MODEL_FACTS).memory

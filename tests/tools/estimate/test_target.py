@@ -13,7 +13,7 @@ from support import sweep
 import jaxtp
 from jaxtp.analysis.collective import Collective
 from jaxtp.config.schema import ConfigError
-from jaxtp.mesh import sized
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate import tiers
 from jaxtp.tools.estimate.compiler import (
     GPU_COMPILERS,
@@ -30,7 +30,7 @@ from jaxtp.tools.estimate.tiers import ask, compile_for
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, with_attention
 
-SIZES = sized(fsdp=2, tp=4)
+SIZES = mesh_shape(fsdp=2, tp=4)
 CONFIG = TrainConfig(
     model=jaxtp.ModelConfig(precision=jaxtp.Precision(compute="bfloat16"), remat="full"),
     data=DataConfig(sequence_length=128, global_batch_size=4),
@@ -159,9 +159,9 @@ def test_only_what_can_be_compiled_for_is():
     with pytest.raises(TargetError, match=r"dp 1 x fsdp 2 x cp 1 x tp 4 takes 8 devices, and 2 hosts of 8"):
         compile_for(CONFIG, SIZES, "h100", hosts=2, devices_per_host=8, timeout_s=1)
     with pytest.raises(TargetError, match=r"fsdp -1 .*: each axis needs at least 1 device"):
-        compile_for(CONFIG, sized(fsdp=-1, tp=8), "h100", hosts=1, devices_per_host=8, timeout_s=1)
+        compile_for(CONFIG, mesh_shape(fsdp=-1, tp=8), "h100", hosts=1, devices_per_host=8, timeout_s=1)
     with pytest.raises(ConfigError, match=r"d_model=\d+ is not divisible by mesh.fsdp=3"):
-        compile_for(CONFIG, sized(fsdp=3), "h100", hosts=1, devices_per_host=3, timeout_s=1)
+        compile_for(CONFIG, mesh_shape(fsdp=3), "h100", hosts=1, devices_per_host=3, timeout_s=1)
 
 
 @pytest.mark.parametrize("dims", [2, 3])
@@ -259,13 +259,13 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
 from jaxtp.layers.kernels.grouped import grouped_matmul
-from jaxtp.mesh import mesh_of, sized
+from jaxtp.mesh import mesh_of, mesh_shape
 
 def step(method, rows, kernels, sizes, grad):
     y, backward = jax.vjp(lambda rows, kernels: grouped_matmul(rows, kernels, sizes, method), rows, kernels)
     return y, *backward(grad)
 
-mesh = mesh_of(sized(), topology("h100", 1, 1).devices())
+mesh = mesh_of(mesh_shape(), topology("h100", 1, 1).devices())
 rows, width, columns, groups = json.load(sys.stdin)
 shapes = ((rows, width), "bfloat16"), ((groups, width, columns), "bfloat16"), ((groups,), "int32"), \
     ((rows, columns), "bfloat16")

@@ -11,7 +11,7 @@ from hf_reference import FOLDER
 from support import sweep
 
 import jaxtp
-from jaxtp.config.entry import InterruptError, WrongNumbersError
+from jaxtp.config.entry import InterruptError, NumericsError
 from jaxtp.tools.evaluate.inputs import Document, InputError
 from jaxtp.tools.evaluate.measure import Scorer, Totals, measure, power_of_two
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_measured():
         measured(made, [Rows(np.zeros((3, 1), np.int32))], 8)
     spoilt = lambda array: jax.device_put(np.full(array.shape, np.nan, array.dtype), array.sharding)
     made._state = jax.tree.map(spoilt, made._state)
-    with pytest.raises(WrongNumbersError, match="rows: the loss of a token is not finite"):
+    with pytest.raises(NumericsError, match="rows: the loss of a token is not finite"):
         measured(made, [Rows(np.zeros((3, 4), np.int32))], 8)
 
 

@@ -325,7 +325,7 @@ def test_flops_of_the_decoder_are_those_of_its_formulas(sizes, remat):
     config = TrainConfig(model=jaxtp.ModelConfig(num_layers=2, remat=remat))
     ids = jax.ShapeDtypeStruct((config.data.global_batch_size, config.data.sequence_length), jnp.int32)
     found = jaxtp.explain(lambda: jaxtp.Decoder(config.model, rngs=nnx.Rngs(0)), ids, mesh=sizes)
-    costs = costs_of_step(config, jaxtp.mesh.sized(**sizes))
+    costs = costs_of_step(config, jaxtp.mesh.mesh_shape(**sizes))
     (head,) = (product.flops for product in costs.products if product.name == "head")
     assert found.flops == costs.flops - head / 4
     assert found.saved > 0

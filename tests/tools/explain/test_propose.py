@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxtp.mesh import MeshError, sized
+from jaxtp.mesh import MeshError, mesh_shape
 from jaxtp.parallelize.plan import PlanError
 from jaxtp.parallelize.styles import Colwise, ContextParallel, PrepareInput, PrepareOutput, Replicate, Rowwise
 from jaxtp.tools.explain.propose import propose_plan
@@ -314,7 +314,7 @@ def test_it_prints_and_takes_a_mesh_in_context(capsys):
     with jax.set_mesh(mesh):
         proposal = propose_plan(Mlp(nnx.Rngs(0)), X)
     assert capsys.readouterr().out == f"{proposal}\n"
-    assert proposal.sizes == sized(fsdp=2, tp=4)
+    assert proposal.sizes == mesh_shape(fsdp=2, tp=4)
     assert propose_plan(Mlp(nnx.Rngs(0)), X, mesh=mesh, report=None) == proposal
     abstract = jax.sharding.AbstractMesh((2, 16), ("fsdp", "tp"))
     assert propose_plan(Mlp(nnx.Rngs(0)), X, mesh=abstract, report=None) == proposal
