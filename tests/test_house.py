@@ -94,7 +94,7 @@ BUDGETS = {
     "rooms": 14,
     "arrows between rooms": 66,
     "files that training imports": 75,
-    "lines that training imports": 13_800,
+    "lines that training imports": 13_810,
     "words of docstrings": 33_200,
     "functions of more than 6 parameters": 5,
     "Any": 585,

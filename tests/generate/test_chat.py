@@ -194,7 +194,7 @@ def test_a_command_ends_the_chat(source, command, monkeypatch, capsys):
 
 def test_a_command_that_there_is_not(monkeypatch, capsys):
     """A terminal shows it, a pipe ends with it."""
-    message = "/qiut is not a command; commands are /reset, /quit, /exit, and a text that begins with a slash needs"
+    message = "/qiut is not a command; commands are /reset, /quit, /exit; a text that begins with a slash needs"
     with pytest.raises(UserError) as raised:
         talk(monkeypatch, "a\n/qiut\nb\n", "x")
     assert message in str(raised.value)

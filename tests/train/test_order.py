@@ -61,15 +61,15 @@ def stored_by(description):
 
 def test_the_learning_rate_that_other_steps_make_is_said():
     """A cosine over 60 steps is at its end, and one over 600 near its beginning."""
-    before = configuration.changed(TrainConfig(), {"train.steps": 60})
+    before = configuration.replace_nested(TrainConfig(), {"train.steps": 60})
     stored = configuration.to_plain(before)
     rates = [learning_rate(before.optimizer, steps) for steps in (60, 600)]
-    (line,) = change_of_rate(configuration.changed(before, {"train.steps": 600}), stored, 59)
+    (line,) = change_of_rate(configuration.replace_nested(before, {"train.steps": 600}), stored, 59)
     last, now, other = (f"{float(rate):.4g}" for rate in (rates[0](58), rates[1](59), rates[0](59)))
     assert line == f"learning rate: {last} at the last step, {now} at the next; without the changes it would be {other}"
     assert float(now) > 5 * float(last)
     assert change_of_rate(before, stored, 59) == []
-    assert change_of_rate(configuration.changed(before, {"train.steps": 600}), stored, 0) == []
+    assert change_of_rate(configuration.replace_nested(before, {"train.steps": 600}), stored, 0) == []
 
 
 def test_what_is_in_the_checkpoints_of_runs_under_way():
