@@ -159,6 +159,8 @@ class Reader:
         if name == "check":
             assert re.search(r"all \d+ equal one device", said)
         if whole and (name == "explain" or (name == "estimate" and "tokens/s" in shown)):
+            # The residuals of a step differ between versions of JAX.
+            shown, said = (re.sub(r"saves [\d,]+ bytes", "saves bytes", text) for text in (shown, said))
             missing = set(shown.splitlines()) - {"...", ""} - set(said.splitlines())
             assert not missing, f"the page shows lines that it does not print: {missing}"
 
