@@ -70,8 +70,10 @@ def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Iterator[Cost
 
 
 def has_formulas(branch: Branch) -> bool:
-    """Returns whether `branch_costs` supports the branch."""
-    return branch_costs.dispatch(type(branch)) is not branch_costs.dispatch(object)
+    """Returns whether `branch_costs` supports the branch, whose `__call__` may be inherited but not replaced."""
+    kind = type(branch)
+    registered = next((base for base in kind.__mro__ if base in branch_costs.registry), object)
+    return registered is not object and kind.__call__ is registered.__call__
 
 
 def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iterator[Cost]:

@@ -15,6 +15,7 @@ from jaxtp.analysis.layer_costs import context_costs, lookup_costs
 from jaxtp.layers.context import Attended
 from jaxtp.layers.kernels import select
 from jaxtp.mesh import mesh_shape
+from jaxtp.models import config as decoder_config
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
 
@@ -117,3 +118,24 @@ def test_flops_of_kernels_are_read_from_the_traced_program(model, remat, monkeyp
     traced = step_costs.step_costs(config, mesh_shape(dp=2), **rows)
     assert traced.flops == formulas.flops
     assert traced.flops_of_xla == formulas.flops_of_xla
+
+
+class Ungated(jaxtp.MLP):
+    """A subclass with params and a forward pass of its own."""
+
+    def __init__(self, d_model, config, context, *, rngs):
+        self.config, self.precision = config, context.precision
+        self.wide = jaxtp.ColumnParallelLinear(d_model, config.d_ff, context, rngs=rngs)
+        self.narrow = jaxtp.RowParallelLinear(config.d_ff, d_model, context, rngs=rngs)
+
+    def __call__(self, x, sequences=None):
+        return self.narrow(self.wide(x))
+
+
+def test_formulas_are_not_inherited_by_another_forward_pass(monkeypatch):
+    monkeypatch.setattr(decoder_config, "MLP", Ungated)
+    rows = {"batch_size": 8, "sequence_length": 16}
+    costs = step_costs.step_costs(MODEL, mesh_shape(tp=2), **rows)
+    monkeypatch.undo()
+    plain = step_costs.step_costs(dataclasses.replace(MODEL, mlp="plain"), mesh_shape(tp=2), **rows)
+    assert costs.flops == plain.flops

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hf_reference import FOLDER, TRAINED
+from jax.sharding import PartitionSpec as P
 from runs import smol_lm
 
 import jaxtp
@@ -160,16 +161,12 @@ def test_a_weight_gradient_counted_twice_is_named(capsys):
     assert "kernel: its own gradient, while outputs and their gradients agree" in run_broken(capsys)
 
 
-class Swapped(jaxtp.MLP):
-    """An MLP with row and column layers the wrong way round: right numbers, more communication."""
+class Gathering(jaxtp.MLP):
+    """An MLP that gathers its hidden features: right numbers, more communication."""
 
-    def __init__(self, d_model, config, context, *, rngs):
-        self.config, self.precision = config, context.precision
-        self.up = jaxtp.RowParallelLinear(d_model, config.d_ff, context, use_bias=config.mlp_bias, rngs=rngs)
-        self.down = jaxtp.ColumnParallelLinear(config.d_ff, d_model, context, use_bias=config.mlp_bias, rngs=rngs)
-
-    def __call__(self, x, segments=None):
-        return self.down(jax.nn.silu(self.up(x)))
+    def __call__(self, x, sequences=context.Sequences()):
+        gate, up = self.gate_up(x)
+        return self.down(jax.lax.with_sharding_constraint(jax.nn.silu(gate) * up, P()))
 
 
 @pytest.mark.wide
@@ -181,11 +178,11 @@ def test_shared_kv_heads_are_not_taken_for_a_difference(capsys):
 
 
 @pytest.mark.wide
-def test_swapped_row_and_column_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(models, "MLP", Swapped)
+def test_a_needless_gather_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(models, "MLP", Gathering)
     out = run_broken(capsys)
     assert "first difference" not in out, "the numbers are right"
-    assert "mlp/row_parallel_linear sends" in out
+    assert "test_command.py:" in out, "the line of the gather"
     assert "no module asked for it" in out
 
 
