@@ -116,17 +116,18 @@ def _bind(argv: Sequence[str]) -> str | None:
 
 def _write(config: RunCommand, run: Run, done: bool) -> None:
     folder = run.config.run.dir
-    record = {
-        "jaxtp": jaxtp.__version__,
-        "jax": jax.__version__,
-        "folder": str(folder),
-        "finished": done,
-        "step": run.step,
-        "mesh": mesh_sizes(run.blueprint.mesh),
-    }
     if config.json is not None:
-        last = trackers.last_values(folder)
-        write_json("--json", config.json, {**record, "metrics": last, "config": to_plain(run.config)})
+        record = {
+            "jaxtp": jaxtp.__version__,
+            "jax": jax.__version__,
+            "folder": str(folder),
+            "finished": done,
+            "step": run.step,
+            "mesh": mesh_sizes(run.blueprint.mesh),
+            "metrics": trackers.last_values(folder),
+            "config": to_plain(run.config),
+        }
+        write_json("--json", config.json, record)
     write_picture("--plot", config.plot, partial(trackers.draw, [folder]))
 
 

@@ -39,8 +39,7 @@ class RunConfig:
     """Seed of the initial weights and of the order of the data."""
 
     init_from: UserPath | None = None
-    """Folder of another run of the same model: a new run starts from the weights in its newest checkpoint; optimizer
-    state and position in the data start afresh."""
+    """Folder of another run of the same model: a new run starts from its newest weights, and all else starts afresh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +83,13 @@ class DataConfig:
     """Training and validation data."""
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
-    """A folder that jaxtp prepare made, or a text file, whose bytes are the tokens; by default the sources of
-    the running Python's standard library."""
+    """A folder made by jaxtp prepare, or a text file, read as bytes; by default Python's standard library."""
 
     mixture: Annotated[dict[DataKey, Positive], tyro.conf.Fixed, SAMPLES] = field(default_factory=dict)
     """In a YAML file, instead of path: weights of several, such as {data/code: 0.7, data/prose: 0.3}."""
 
     validation: Annotated[DataPath | None, SAMPLES] = None
-    """Validation data: the held-out part of such a folder or file, or a whole folder without one. By default the
-    held-out part of the training data."""
+    """The held-out part of such data, or all of a folder without one; by default of the training data."""
 
     packing: Annotated[Packing, Affects(cost=True, numbers=True, fixed=True)] = "documents"
     """documents: whole documents, several in a sequence, with attention inside each one only. concatenated: one after
@@ -179,19 +176,17 @@ class LoopConfig:
     """Optimizer updates in the whole run; the learning rate decays over them."""
 
     epochs: Annotated[Positive | None, SAMPLES, SHORT_HELP] = None
-    """Passes over the data to train on, instead of steps: the command computes the steps from the rows and the batch
-    when it starts and writes them to config.yaml. One pass over a mixture is as many rows as all its sources have."""
+    """Passes over the data, instead of steps: the command computes the steps when it starts and writes them to
+    config.yaml. One pass over a mixture is as many rows as all its sources have."""
 
     accumulation: Annotated[Count, COST, SHORT_HELP] = 1
-    """Micro-batches of a step, one after the other. Their gradients add up to those of the whole batch, except for
-    rounding: they are summed in the wider of model.precision.reduce and the parameters' dtype."""
+    """Micro-batches of a step, one after the other; their gradients sum to the whole batch's, but for rounding."""
 
     z_loss: Annotated[NonNegative, NUMBERS] = 0.0
     """Weight of the squared log-normaliser of the softmax in the training loss; 1e-4 is usual, 0 is off."""
 
     balance_loss: Annotated[NonNegative, NUMBERS] = 1e-2
-    """Weight of the loss that evens the load of a model's experts, averaged over layers; 1e-3 is usual where a trained
-    model is trained further."""
+    """Weight of the loss that evens the load of experts, averaged over layers; 1e-3 is usual for a trained model."""
 
     router_z_loss: Annotated[NonNegative, NUMBERS] = 0.0
     """Weight of the squared log-normaliser of the routers' softmax, averaged over layers; 1e-3 is usual, 0 is off."""
@@ -203,9 +198,8 @@ class LoopConfig:
     """Steps between lines of metrics.jsonl; the first and the last step are always logged."""
 
     non_finite: Annotated[Literal["stop", "skip"], NOTHING] = "stop"
-    """Reaction to a step whose loss or gradient is not finite. Its update is never applied: stop saves the state and
-    the batch for inspection and ends the run, skip continues. A non-finite update from a finite loss and gradient ends
-    the run either way."""
+    """Reaction to a non-finite loss or gradient, whose update is never applied: stop saves state and batch and ends the
+    run, skip continues. A non-finite update from a finite loss and gradient ends the run either way."""
 
     max_skipped: Annotated[Count, NOTHING] = 10
     """Most steps in a row that are skipped before the run ends."""
@@ -217,17 +211,16 @@ class LoopConfig:
     """A step that takes longer prints the stacks of all Python threads; 0 never does."""
 
     stall_abort_seconds: Annotated[NonNegative, NOTHING] = 0.0
-    """A step, evaluation or save that takes longer ends the process with exit code 75, so that a scheduler can restart
-    it from the newest checkpoint. The first step includes compilation. 0 never does."""
+    """A step (the first includes compilation), evaluation or save that takes longer ends the process with exit code 75,
+    so that a scheduler can restart it; 0 never does."""
 
     stopped_exit_code: Annotated[int, Field(ge=0, le=255), allowed("from 0 to 255"), NOTHING] = 0
-    """Exit code when a signal stops a run before its last step. A scheduler that takes 0 for done, such as a Kubernetes
-    Job, needs another one to restart the run."""
+    """Exit code when a signal stops a run early; a scheduler that takes 0 for done, as for a Kubernetes Job, needs
+    another one to restart it."""
 
     verify_every: Annotated[CountOrZero, NOTHING] = 0
-    """Steps between verifications, which look for silent corruption: replicas of arrays are compared, and the step is
-    computed twice. A difference ends the run and names the devices. Host memory holds the state twice
-    meanwhile. 0 never verifies."""
+    """Steps between searches for silent corruption: replicas are compared, and a step is computed twice. A difference
+    ends the run and names the devices. Host memory holds the state twice meanwhile. 0 never verifies."""
 
     @property
     def skips_allowed(self) -> int:
@@ -247,8 +240,7 @@ class MetricsConfig:
     """W&B project, or Aim experiment, of the run."""
 
     norm_groups: tuple[str, ...] = ()
-    """Patterns of parameter path, such as "blocks.mlp.*": the norms of the matching gradients and parameters are
-    logged too. One that matches nothing is an error."""
+    """Patterns of parameter path, such as "blocks.mlp.*", whose norms of gradients and parameters are logged too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,9 +248,9 @@ class LaunchConfig:
     """Processes and start of a run."""
 
     allocator: Annotated[Allocator, COST] = "default"
-    """Allocator of a GPU's memory. default is JAX's own (BFC), whose free memory can fragment; cuda_async is CUDA's
-    pool, which does not: a step's peak should stay below its share of memory (0.85, or XLA_PYTHON_CLIENT_MEM_FRACTION);
-    platform asks the driver for each array, which is slow."""
+    """Allocator of a GPU's memory. default is JAX's (BFC), whose free memory can fragment; cuda_async is CUDA's pool,
+    which does not, for steps that peak below its share (0.85, or XLA_PYTHON_CLIENT_MEM_FRACTION); platform asks the
+    driver for each array, which is slow."""
 
     preflight_bandwidth: bool = False
     """Also measure the all-gather bandwidth of each mesh axis, before the run allocates anything."""
@@ -268,8 +260,7 @@ class LaunchConfig:
     one host, else every address."""
 
     self_check: bool = True
-    """On GPUs, compare each device, the collectives and the kernels of attention with the host before the run starts:
-    a few seconds."""
+    """On GPUs, first compare devices, collectives and attention kernels with the host: a few seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +282,7 @@ class EvalConfig:
     """Steps between evaluations; 0 evaluates before the first step and after the last only. Every run does that too."""
 
     batches: Count = 8
-    """Most batches of data.global_batch_size in an evaluation: each held-out row counts once. The same rows each
-    time, on every mesh."""
+    """Most batches in an evaluation, where each held-out row counts once; the same rows each time, on every mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)

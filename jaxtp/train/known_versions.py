@@ -6,7 +6,7 @@ A row stays while it can affect a supported version of JAX; versions that JAX re
 import contextlib
 import importlib.metadata
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +30,8 @@ class Known:
     packages: tuple[str, ...]
     first: Version
     fixed: Version  # the first after the range
-    where: Callable[[str, str], bool]
-    """Whether a device is affected, by `jax.Device.device_kind` and `hardware.architecture_of`."""
+    devices: str
+    """Part of the kind and `architecture_of` of affected devices, such as `NVIDIA RTX A6000, cuda 8.6`."""
     what: str
     """The effect, and the version to install instead."""
     thread: str
@@ -42,7 +42,7 @@ TABLE = (
         packages=("jax",),
         first=(0, 11, 0),
         fixed=(0, 11, 2),
-        where=lambda kind, architecture: "A6000" in kind,
+        devices="A6000",
         what="operations outside of jit give wrong numbers on this GPU; 0.10.2 is right",
         thread="https://github.com/jax-ml/jax/issues/40633",
     ),
@@ -50,7 +50,7 @@ TABLE = (
         packages=_NCCL,
         first=(2, 30, 7),
         fixed=(2, 30, 8),
-        where=lambda kind, architecture: architecture.startswith("cuda"),
+        devices=", cuda",
         what="transfers between processes can hang; 2.31.2 passes where it hangs",
         thread="https://github.com/NVIDIA/jaxpp/issues/11",
     ),
@@ -58,7 +58,7 @@ TABLE = (
         packages=_CUDNN[:1],
         first=(0,),
         fixed=(9, 14),  # 9.13 was the newest at the report; the first that works is unknown
-        where=lambda kind, architecture: architecture.startswith("cuda"),
+        devices=", cuda",
         what="cuDNN's attention fails with CUDA 13; install a newer one, or use --model.attention fused",
         thread="https://github.com/jax-ml/jax/issues/32430",
     ),
@@ -66,7 +66,7 @@ TABLE = (
         packages=_CUDNN,
         first=(0,),
         fixed=(9, 11),
-        where=lambda kind, architecture: architecture == "cuda 10.3",
+        devices=", cuda 10.3",
         what="it has no attention for this GPU; install 9.11 or newer, or use --model.attention fused",
         thread="https://github.com/jax-ml/jax/pull/30242",
     ),
@@ -74,7 +74,7 @@ TABLE = (
         packages=_CUDNN,
         first=(0,),
         fixed=(9, 25),
-        where=lambda kind, architecture: architecture == "cuda 10.7",
+        devices=", cuda 10.7",
         what="it has no attention for this GPU; install 9.25 or newer, or use --model.attention fused",
         thread="https://github.com/pytorch/pytorch/pull/192843",
     ),
@@ -92,10 +92,8 @@ def native_versions() -> dict[str, str]:
 
 def versions_here() -> dict[str, str]:
     """Returns the versions that affect computation and communication."""
-    found = versions() | native_versions()
-    if DRIVER.exists():
-        found["NVIDIA's driver"] = DRIVER.read_text(errors="replace").partition("\n")[0]
-    return found
+    driver = {"NVIDIA's driver": DRIVER.read_text(errors="replace").partition("\n")[0]} if DRIVER.exists() else {}
+    return versions() | native_versions() | driver
 
 
 def version_warnings() -> list[str]:
@@ -105,11 +103,12 @@ def version_warnings() -> list[str]:
 
 
 def known_problems(installed_versions: Mapping[str, str], kind: str, architecture: str) -> Iterator[str]:
-    """Yields a warning for each bad version; see `Known.where`."""
+    """Yields a warning for each bad version on a device; see `Known.devices`."""
     for known in TABLE:
         for package in known.packages:
             installed = installed_versions.get(package)
-            if installed and known.first <= _numbers(installed) < known.fixed and known.where(kind, architecture):
+            affected = known.devices in f"{kind}, {architecture}"
+            if affected and installed and known.first <= _numbers(installed) < known.fixed:
                 yield f"WARNING {package} {installed}, {kind}: {known.what} ({known.thread})"
 
 

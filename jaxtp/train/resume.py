@@ -10,16 +10,15 @@ from flax import nnx
 
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.config import schema as configuration
-from jaxtp.config.affects import affects, settings
+from jaxtp.config.affects import affects
 from jaxtp.config.schema import validate
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE
-from jaxtp.models.config import architecture, architecture_in, recorded
+from jaxtp.models.config import recorded
 from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.run_folder import RunFolderError
 from jaxtp.train.state import Blueprint
 
-_FIXED = settings(TrainConfig, lambda mark: mark.fixed and not mark.architecture)
 _TRAINED_ORDER = {
     ROWS: "documents in each row",
     SHUFFLE: "order of the rows in an epoch",
@@ -101,19 +100,24 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
     Raises:
       RunFolderError: model, data or sample order differ.
     """
-    defaults = configuration.to_plain(type(config)())  # for settings that are newer than the checkpoint
+    defaults, now = configuration.to_plain(type(config)()), configuration.to_plain(config)
     written = {**info["config"], "model": recorded(info["config"]["model"])}
+    # With defaults for settings that are newer than the checkpoint, and without model settings that are gone.
     stored = {section: configuration.merged(defaults.get(section, {}), values) for section, values in written.items()}
-    now = configuration.to_plain(config)
-    model, was_model = architecture(config.model), architecture_in(stored["model"])
-    fatal = configuration.differences({name: was_model.get(name) for name in model}, model, "model.")
+    stored["model"] = {name: value for name, value in stored["model"].items() if name in now["model"]}
     # The data may have moved. Their order is compared below.
     was, is_now = ({**read, "source": None, ORDER: None} for read in (info["corpus"], data))
-    fatal += configuration.differences(was, is_now, "data: ")
-    for section, field in (name.split(".") for name in _FIXED):
-        fatal += configuration.differences(
-            {field: stored[section].get(field)}, {field: now[section][field]}, f"{section}."
-        )
+    fatal, changed, harmless = configuration.differences(was, is_now, "data: "), [], []
+    for line in configuration.differences(stored, now):
+        mark = affects(TrainConfig, line.partition(":")[0])
+        if mark.fixed:
+            fatal.append(line)
+        elif line.startswith("run.init_from"):
+            continue
+        elif mark.numbers or mark.samples:
+            changed.append(f"changed since: {line}")
+        else:
+            harmless.append(f"changed since, without effect on the numbers: {line}")
     if fatal:
         raise RunFolderError(
             f"{config.run.dir} holds a checkpoint of another run (stored -> requested):\n"
@@ -121,17 +125,7 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
             + "\nResume it with the stored values, or start afresh with another --run.dir, from these weights with "
             "--run.init-from if the model is the same. Nothing was changed."
         )
-    order = _compare_order(config, data.get(ORDER, {}), info)
-    harmless = []
-    for line in configuration.differences(stored, now):
-        if line.startswith("run.init_from"):
-            continue
-        mark = affects(TrainConfig, line.partition(":")[0])
-        if mark.numbers or mark.samples:
-            order.append(f"changed since: {line}")
-        else:
-            harmless.append(f"changed since, without effect on the numbers: {line}")
-    return order + harmless
+    return _compare_order(config, data.get(ORDER, {}), info) + changed + harmless
 
 
 def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:

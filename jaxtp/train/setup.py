@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import jax
 import optax
@@ -18,22 +18,18 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import keep_programs
-from jaxtp.mesh import platform_of
+from jaxtp.mesh import describe_mesh, mesh_sizes, platform_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
 from jaxtp.train.config import LoopConfig, TrainConfig
-from jaxtp.train.devices import open_mesh
-from jaxtp.train.init_source import AnyConfig, InitialState, InitSource, describe_length, resolve, stored_source
+from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.memory import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing
-from jaxtp.train.run_report import Report, summary
-from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
+from jaxtp.train.run_report import Report, sharding_table, summary
+from jaxtp.train.state import Blueprint, MakeModel, bytes_per_device, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, Loss, make_eval_step, make_train_step
 from jaxtp.train.trackers import check_installed
-from jaxtp.train.validation import check_vocabulary
-
-if TYPE_CHECKING:
-    from jaxtp.train.resume import Restored
+from jaxtp.train.validation import check_vocabulary, open_mesh
 
 
 @dataclass(frozen=True)
@@ -50,6 +46,11 @@ class Parts:
 
     optimizer: optax.GradientTransformation | None = None
     """The learning rate of `config.optimizer` is logged all the same."""
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether `config.model` describes the model."""
+        return self.model is None
 
 
 @dataclass
@@ -99,15 +100,16 @@ def make_run(
     with raise_everywhere():
         config, source = resolve(config)
         source.check(config)
-        mesh = open_mesh(config)
+        if not parts.is_decoder and source.path is not None:
+            raise ConfigError(f"{source.path} has weights of a decoder, and the run has another model")
+        mesh = open_mesh(config, decoder=parts.is_decoder)
         keep_programs(mesh.devices.flat[0].platform)
         check_installed(config.metrics.trackers)
         data = parts.data or load_data(config, source)
-        config = with_steps(config, data)
+        config, _ = with_steps(config, data)
         blueprint = plan(config, mesh, parts)
-    lines = _check_machines(config, mesh, data)
-    with raise_everywhere():
         before = progress(config)
+    lines = _check_machines(config, mesh, data, parts)
 
     exit_stack.enter_context(jax.set_mesh(mesh))
     with raise_everywhere():
@@ -115,7 +117,12 @@ def make_run(
     report, interrupt = exit_stack.enter_context(Report()), exit_stack.enter_context(Interrupt())
     for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
-    report.line(summary(config, data, blueprint, _notes(config, source, blueprint), before))
+    if parts.is_decoder:
+        report.line(summary(config, data, blueprint, _notes(config, source, blueprint), before))
+    else:
+        counted = f"{parameter_count(blueprint):,} parameters, {bytes_per_device(blueprint) / 2**20:,.1f} MiB of state"
+        lines = [f"{counted} on each device of {describe_mesh(mesh_sizes(mesh))}", *sharding_table(blueprint), ""]
+        report.line("\n".join(lines))
 
     keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
     checkpoints = Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
@@ -125,13 +132,14 @@ def make_run(
         from jaxtp.train.resume import restore
 
         restored = restore(config, data.description, blueprint, checkpoints, report.line)
-    initial = _initial_state(config, blueprint, source, restored)
+    initial = source.create_state(config, blueprint, restored)
     if initial.description:
         report.line(initial.description)
     step, info = (0, {}) if restored is None else (restored.step, restored.info)
     if restored is not None:
         if not config.model.lora.rank:
-            config = replace_nested(config, {"run.init_from": stored_source(info)})
+            stored = info["config"]["run"]["init_from"]
+            config = replace_nested(config, {"run.init_from": stored and Path(stored)})
         report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
     with raise_everywhere():
         if step < config.train.steps:
@@ -159,7 +167,7 @@ def make_run(
     )
 
 
-def _check_machines(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data) -> list[str]:
+def _check_machines(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data, parts: Parts) -> list[str]:
     # Checks devices and processes, and prepares the folder; returns lines for the summary.
     on_accelerator, lines = platform_of(mesh.devices.flat[0]) != "cpu", []
     self_check = on_accelerator and config.launch.self_check
@@ -168,7 +176,7 @@ def _check_machines(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data) ->
             from jaxtp.train.self_check import check_attention, check_devices, check_outside_of_jit, settle_attention
 
             check_outside_of_jit(mesh, config.model.precision.compute)
-            attention_times = check_attention(config, mesh)
+            attention_times = check_attention(config, mesh) if parts.is_decoder else []
         run_folder.prepare(config.run.dir)
     if on_accelerator:
         from jaxtp.train.known_versions import version_warnings
@@ -191,7 +199,7 @@ def _notes(config: TrainConfig, source: InitSource, blueprint: Blueprint) -> dic
             f"every {every:,} steps: a step more, and {verification_bytes(blueprint) / 2**30:,.2f} GiB of host memory "
             "in each process, for the state before it and its first result"
         )
-    return {"length": describe_length(config, source), "verify": verify}
+    return {"length": source.length_warning(config), "verify": verify}
 
 
 def load_data(config: TrainConfig, source: InitSource) -> Data:
@@ -218,8 +226,8 @@ def progress(config: TrainConfig) -> tuple[int, int]:
     return (0, 0) if found is None else (int(found[0].name), found[1]["next_sample"])
 
 
-def with_steps(config: AnyConfig, data: Data) -> AnyConfig:
-    """Replaces epochs, if any, by steps.
+def with_steps(config: AnyConfig, data: Data) -> tuple[AnyConfig, str]:
+    """Replaces epochs, if any, by steps, and returns the reason for their number.
 
     A resumed run counts remaining samples, whatever its batch size was.
 
@@ -229,17 +237,20 @@ def with_steps(config: AnyConfig, data: Data) -> AnyConfig:
     """
     epochs, steps = config.train.epochs, config.train.steps
     if epochs is None:
-        return config
+        return config, ""
     if steps != LoopConfig().steps:
         raise ConfigError(
             f"train.steps={steps} and train.epochs={epochs:,.15g} exclude each other: leave one of them out"
         )
-    done, read = progress(config)
-    left = epochs * sum(map(len, data.train_rows)) - read
-    steps = done + max(math.ceil(round(left / config.data.global_batch_size, 6)), 0)  # 1.1 is a little more than 11/10
-    if steps >= 2**31:
+    rows, batch, (done, read) = sum(map(len, data.train_rows)), config.data.global_batch_size, progress(config)
+    left = max(math.ceil(round((epochs * rows - read) / batch, 6)), 0)  # 1.1 is a little more than 11/10
+    if done + left >= 2**31:
         raise ConfigError(f"train.epochs={epochs:,.15g}: a run has less than {2**31:,} steps")
-    return replace_nested(config, {"train.steps": steps, "train.epochs": None})
+    each = f", {batch:,} in a step"
+    if done:  # these steps may have had another batch
+        each = f"; steps done: {done:,}; left: {left:,}, of {batch:,} sequences each"
+    reason = f"{epochs:,.15g} epochs of {rows:,} sequences{each}"
+    return replace_nested(config, {"train.steps": done + left, "train.epochs": None}), reason
 
 
 def plan(config: TrainConfig, mesh: jax.sharding.Mesh, parts: Parts = Parts()) -> Blueprint:
@@ -254,18 +265,6 @@ def plan(config: TrainConfig, mesh: jax.sharding.Mesh, parts: Parts = Parts()) -
     optimizers.check_groups(config.optimizer, paths)
     for pattern in config.metrics.norm_groups:
         optimizers.matching("metrics.norm_groups", pattern, paths)
-    if parts.model is None:
+    if parts.is_decoder:
         require_memory(config, blueprint)
     return blueprint
-
-
-def _initial_state(
-    config: TrainConfig, blueprint: Blueprint, source: InitSource, restored: "Restored | None"
-) -> InitialState:
-    if restored is None:
-        return source.create_state(config, blueprint)
-    if not config.model.lora.rank:
-        return InitialState(restored.state)
-    # A checkpoint of adapters does not contain the frozen model.
-    initial = source.create_state(config, blueprint, restored.info)
-    return InitialState(nnx.merge_state(initial.state, restored.state), initial.base, initial.description)

@@ -17,7 +17,15 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtp.checkpoint.logical import divisible_axes, logical_size, logical_spec, named_variables, split_dims
+from jaxtp.checkpoint.logical import (
+    Arrays,
+    Variable,
+    divisible_axes,
+    logical_size,
+    logical_spec,
+    named_variables,
+    split_dims,
+)
 from jaxtp.collectives import axis_size, constrain
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.parameter import logical_shape, pad, padding_of, spec_of, unpad
@@ -27,9 +35,6 @@ from jaxtp.models.decoder import Decoder
 
 OPTIMIZER_SCOPE = "optimizer"
 """Name under which the update's collectives are accounted."""
-
-Arrays = dict[str, Array]
-"""Arrays by the dotted path of the parameter."""
 
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
 """Returns a model with random weights."""
@@ -79,7 +84,7 @@ class Optimizer(nnx.Module):
             variable.set_value(self._as_stored(updated[name], variable))
         self.step.set_value(self.step[...] + 1)
 
-    def _as_optax_sees(self, arrays: dict[str, nnx.Variable[Any]], owners: dict[str, nnx.Variable[Any]]) -> Arrays:
+    def _as_optax_sees(self, arrays: dict[str, Variable], owners: dict[str, Variable]) -> Arrays:
         found = {name: jnp.asarray(variable[...]) for name, variable in arrays.items()}
         if not isinstance(self.transformation, OnLogicalShapes):
             return found
@@ -91,7 +96,7 @@ class Optimizer(nnx.Module):
             for name, array in found.items()
         }
 
-    def _as_stored(self, array: Array, owner: nnx.Variable[Any]) -> Array:
+    def _as_stored(self, array: Array, owner: Variable) -> Array:
         if array.shape == tuple(owner.shape):
             return array
         return constrain(pad(array, padding_of(owner), axis_size(TP)), spec_of(owner))
@@ -179,12 +184,12 @@ def plan_state(
     return Blueprint(graph, abstract, shardings, mesh, config, optimizer, make_model)
 
 
-def parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
+def parameters(blueprint: Blueprint) -> dict[str, Variable]:
     """Returns the abstract parameters by dotted path (`blocks.mlp.down.kernel`)."""
     return named_variables(blueprint.abstract["model"])
 
 
-def trained_parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
+def trained_parameters(blueprint: Blueprint) -> dict[str, Variable]:
     """Returns the `parameters` with gradients: only the adapters, if any."""
     return named_variables(nnx.filter_state(blueprint.abstract["model"], nnx.Param))
 
@@ -214,7 +219,7 @@ def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, OptimizerState)
 
 
-def _parameters(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
+def _parameters(model: nnx.Module) -> dict[str, Variable]:
     # The variables themselves, not copies.
     return {
         ".".join(map(str, path)): variable
@@ -223,12 +228,12 @@ def _parameters(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
     }
 
 
-def _owner(path: tuple[Any, ...], params: dict[str, nnx.Variable[Any]]) -> nnx.Variable[Any] | None:
+def _owner(path: tuple[Any, ...], params: dict[str, Variable]) -> Variable | None:
     keys = (getattr(key, "key", None) for key in path)
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
 
 
-def _declaration(shape: tuple[int, ...], owner: nnx.Variable[Any], logical: bool) -> dict[str, Any]:
+def _declaration(shape: tuple[int, ...], owner: Variable, logical: bool) -> dict[str, Any]:
     # The parameter's spec and padding, without the dim that a factored moment has averaged away: `nnx.Optimizer` would
     # give the moment the full spec, which does not fit.
     whole = logical_shape(owner) if logical else tuple(owner.shape)

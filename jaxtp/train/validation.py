@@ -5,15 +5,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.distributed.devices import most_devices, request_virtual_devices
+from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.layers import remat
 from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.kernels import grouped
-from jaxtp.layers.kernels.select import KernelName, Use, chosen, refused
-from jaxtp.mesh import AXES, BATCH, CONTEXT, CP, SEQUENCE, TP, batch_parts, describe_mesh, parts
+from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, chosen, refused
+from jaxtp.mesh import (
+    AXES,
+    BATCH,
+    CONTEXT,
+    CP,
+    SEQUENCE,
+    TP,
+    batch_parts,
+    check_sizes,
+    describe_mesh,
+    mesh_sizes,
+    parts,
+)
 from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig
 
@@ -27,24 +40,42 @@ def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | No
     Raises:
       ConfigError: all violations with the nearest values that work.
     """
-    if any(_problems(config, mesh)):
-        _refuse(violations_on(config, mesh, most()))
+    if any(problems(config, mesh)):
+        refuse(violations_on(config, mesh, most()))
 
 
-def check_devices(config: TrainConfig, mesh: Mapping[str, int]) -> None:
-    """Checks that there are enough devices; starts JAX's backend.
+def open_mesh(config: TrainConfig, *, decoder: bool = True) -> Mesh:
+    """Returns a run's checked mesh; unless a size is -1, checks before JAX's backend starts.
+
+    Args:
+      decoder: whether `config.model` describes the model.
 
     Raises:
-      ConfigError: names the nearest sizes that fit.
+      ConfigError: all violations with the nearest values that work, or an unsupported kernel.
+      MeshError: impossible mesh.
+      RematError: unsupported remat policy.
     """
-    request_virtual_devices(math.prod(mesh.values()))
-    if (most := most_devices()) is not None and math.prod(mesh.values()) > most:
-        _refuse(violations_on(config, mesh, most))
+    sizes = config.mesh.sizes
+    check_sizes(sizes)
+    if decoder and -1 not in sizes.values():
+        check(config, sizes)
+        request_virtual_devices(math.prod(sizes.values()))
+        refuse(violations_on(config, sizes, most_devices()))
+    mesh = build_mesh(sizes)
+    sizes = mesh_sizes(mesh)
+    if decoder:
+        check(config, sizes)
+        remat.policy(config.model.remat)
+        check_kernels(config, sizes, architecture_of(mesh.devices.flat[0]))
+    else:
+        refuse(problem.text for problem in batch_problems(config, sizes))
+    return mesh
 
 
-def _refuse(problems: Iterable[str]) -> None:
-    if found := list(problems):
-        raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {problem}" for problem in found))
+def refuse(violations: Iterable[str]) -> None:
+    """Raises ConfigError if there are violations."""
+    if found := list(violations):
+        raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {each}" for each in found))
 
 
 def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
@@ -54,17 +85,6 @@ def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
             f"the ids of {source} go up to {needed - 1}, and model.vocab_size={model.vocab_size} has fewer; a new "
             f"model needs at least --model.vocab-size {needed}, that of a run is in --config RUN/config.yaml"
         )
-
-
-def check_platform(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> None:
-    """Checks that the platform supports the kernels and remat policy.
-
-    Raises:
-      ConfigError: unsupported kernel.
-      RematError: unsupported remat policy.
-    """
-    remat.policy(config.model.remat)
-    check_kernels(config, mesh, platform)
 
 
 def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> None:
@@ -110,29 +130,35 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
       devices: number available, if known.
     """
 
-    def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
+    def problems_after(changes: Mapping[str, int]) -> Iterator[Problem]:
         sizes = {axis: changes.get(f"mesh.{axis}", mesh[axis]) for axis in AXES}
         others = {name: value for name, value in changes.items() if not name.startswith("mesh.")}
-        yield from _problems(replace_nested(config, others), sizes)
+        yield from problems(replace_nested(config, others), sizes)
         if devices is not None and (needed := math.prod(sizes.values())) > devices:
             yield Problem(
                 f"the mesh {describe_mesh(sizes)} needs {needed} devices, and there are {devices}",
                 among={f"mesh.{axis}": size for axis, size in sizes.items()},
             )
 
-    return explained(problems, fixed=config.model.from_hf is not None or config.run.init_from is not None)
+    return explained(problems_after, fixed=config.model.from_hf is not None or config.run.init_from is not None)
 
 
-def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    problems = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
-    yield from problems or (*map(Problem, kernel_problems(config, mesh)), *padding_problems(config, mesh))
-    batch, length = config.data.global_batch_size, config.data.sequence_length
-    by, divisor = f"mesh.{'*'.join(BATCH)} * train.accumulation", batch_parts(mesh) * config.train.accumulation
-    among = dict.fromkeys((*mesh_settings(BATCH), "train.accumulation"), batch)
-    yield from not_divisible("data.global_batch_size", batch, by, divisor, among)
-    if (positions := config.model.learned_positions) is not None and length > positions:
+def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields each misfit of settings and mesh; ignores the run's own mesh."""
+    of_model = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
+    yield from of_model or (*map(Problem, kernel_problems(config, mesh)), *padding_problems(config, mesh))
+    yield from batch_problems(config, mesh)
+    length, positions = config.data.sequence_length, config.model.learned_positions
+    if positions is not None and length > positions:
         yield Problem(f"data.sequence_length={length} is more than model.learned_positions={positions}")
     yield from map(Problem, (*_moment_problems(config), *_contradictions(config)))
+
+
+def batch_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields why the batch cannot be divided."""
+    batch, divisor = config.data.global_batch_size, batch_parts(mesh) * config.train.accumulation
+    by, among = f"mesh.{'*'.join(BATCH)} * train.accumulation", (*mesh_settings(BATCH), "train.accumulation")
+    yield from not_divisible("data.global_batch_size", batch, by, divisor, dict.fromkeys(among, batch))
 
 
 def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:

@@ -19,12 +19,11 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import fitting_meshes, mesh_shape
 from jaxtp.models.config import ModelConfig
 from jaxtp.tools.convert.__main__ import main as convert
-from jaxtp.train import defaults, init_source
+from jaxtp.train import defaults, init_source, pretrained
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, MeshConfig, RunConfig, TrainConfig, training_of
-from jaxtp.train.defaults import resolve_defaults
-from jaxtp.train.devices import DeviceInfo, missing_bytes
+from jaxtp.train.defaults import DeviceInfo, missing_bytes, resolve_defaults
 from jaxtp.train.resume import check_resumable
 from jaxtp.train.validation import violations_on
 
@@ -221,10 +220,10 @@ def test_the_length_is_the_models_and_the_dtype_that_of_the_devices(ask, model, 
 def test_sequences_longer_than_those_of_the_model_are_noted(model, tmp_path, length, warns):
     (model / "config.json").write_text(json.dumps(SMOL_LM | {"max_position_embeddings": 64}))
     config = TrainConfig(data=DataConfig(sequence_length=length), model=ModelConfig(from_hf=model))
-    note = init_source.describe_length(config, init_source.resolve(config)[1])
+    note = init_source.resolve(config)[1].length_warning(config)
     assert (note is not None and "65 tokens, but the model was made for 64 (max_position_embeddings" in note) == warns
     gone = dataclasses.replace(config, model=ModelConfig(from_hf=tmp_path / "gone"))
-    assert init_source.describe_length(gone, init_source.HFSource(path=gone.model.from_hf, model=None)) is None
+    assert pretrained.HFSource(path=gone.model.from_hf, files=gone.model.from_hf).length_warning(gone) is None
 
 
 def test_a_sequence_is_no_longer_than_the_learned_positions(ask, model):
@@ -371,7 +370,7 @@ def test_a_run_that_cannot_be_read_now_is_not_taken_for_a_new_one(tmp_path, monk
 
 
 def run_source(path, checkpoint, **stored):
-    return init_source.RunSource(path=path, checkpoint=checkpoint, stored=stored, model=ModelConfig())
+    return pretrained.RunSource(path=path, files=None, checkpoint=checkpoint, info=stored, model=ModelConfig())
 
 
 def test_a_run_does_not_begin_with_itself(tmp_path):
@@ -388,7 +387,7 @@ def test_a_run_goes_on_with_the_tokens_that_the_one_before_was_trained_on(tmp_pa
 
 
 def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer_of_another_kind(model):
-    source = init_source.HFSource(path=model, model=None)
+    source = pretrained.HFSource(path=model, files=model)
     source.check_tokenizer(TokenizerInfo("bytes", None, 256, None))
     (model / "tokenizer.model").write_bytes(b"a")
     with pytest.raises(ConfigError, match=r"the data are bytes, and .* has a tokenizer of its own"):

@@ -58,7 +58,7 @@ def test_a_wrong_operation_is_named(monkeypatch, name, run):
 def test_a_wrong_operation_is_explained_by_a_version_that_is_known_to_be_bad(monkeypatch):
     planted(monkeypatch, "an elementwise operation", lambda x: x * 0)
     monkeypatch.setattr(self_check, "native_versions", lambda: {"jax": "0.11.1"})
-    everywhere = dataclasses.replace(known_versions.TABLE[0], where=lambda kind, architecture: True)
+    everywhere = dataclasses.replace(known_versions.TABLE[0], devices="")
     monkeypatch.setattr(known_versions, "TABLE", (everywhere,))
     with pytest.raises(NumericsError, match=r"(?s)outside of jit wrong: .*\nWARNING jax 0\.11\.1, .*40633"):
         check_outside_of_jit(jaxtp.make_mesh(), "float32", on_cpu=True)

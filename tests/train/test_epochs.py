@@ -13,8 +13,7 @@ from jaxtp.config.schema import ConfigError, from_yaml, replace_nested
 from jaxtp.tools.estimate.__main__ import main as estimate
 from jaxtp.train.__main__ import COMMAND, main
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
-from jaxtp.train.defaults import resolve_defaults
-from jaxtp.train.devices import DeviceInfo
+from jaxtp.train.defaults import DeviceInfo, resolve_defaults
 from jaxtp.train.init_source import InitSource
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.run_report import _describe_steps
@@ -71,7 +70,7 @@ def test_a_resumed_run_counts_what_is_left_of_its_epochs(text, monkeypatch):
 
     def steps(epochs, batch):
         asked = TrainConfig(data=DataConfig(global_batch_size=batch), train=LoopConfig(epochs=epochs))
-        return with_steps(asked, data).train.steps
+        return with_steps(asked, data)[0].train.steps
 
     assert steps(3, 16) == math.ceil(3 * rows / 16), "an undisturbed run makes as many"
     assert steps(3, 8) == 10 + math.ceil((3 * rows - 160) / 8)

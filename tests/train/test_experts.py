@@ -35,7 +35,7 @@ from jaxtp.train.resume import check_resumable
 from jaxtp.train.run_report import Report, _describe_experts, describe_grouped
 from jaxtp.train.state import plan_state, trained_parameters
 from jaxtp.train.step import make_train_step, trace_step
-from jaxtp.train.validation import check, check_platform
+from jaxtp.train.validation import check, check_kernels
 
 MODEL = jaxtp.ModelConfig(
     vocab_size=61,
@@ -227,13 +227,13 @@ def test_active_parameters_are_counted_whatever_mesh_is_in_context():
 
 
 def test_models_without_experts_refuse_no_kernel():
-    check_platform(TrainConfig(model=jaxtp.ModelConfig(grouped="pallas")), ONE_DEVICE.sizes, "cpu")
+    check_kernels(TrainConfig(model=jaxtp.ModelConfig(grouped="pallas")), ONE_DEVICE.sizes, "cpu")
 
 
 def test_a_kernel_that_the_devices_lack_is_one_message():
     config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, grouped="pallas"))
     with pytest.raises(ConfigError, match=r"model.grouped=pallas: it runs on cuda, not on cpu; use auto \(xla\)"):
-        check_platform(config, ONE_DEVICE.sizes, "cpu")
+        check_kernels(config, ONE_DEVICE.sizes, "cpu")
 
 
 def test_a_run_generates_and_goes_on_where_its_kernel_is_not(tmp_path):

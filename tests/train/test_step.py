@@ -15,6 +15,7 @@ from support import assert_close, by_name, random_weights, relative_error, state
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
@@ -277,3 +278,26 @@ def test_a_run_takes_another_model_and_loss(tmp_path):
     assert losses[30] < losses[0] - 1
     with ExitStack() as exit_stack:
         assert make_run(config, exit_stack, parts=Parts(model=Bigram, loss=loss_of_bigram)).step == 30
+
+
+def test_another_model_is_not_described_as_a_decoder(tmp_path, capsys):
+    """Its mesh may be one that `config.model` does not fit."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    config = TrainConfig(
+        run=RunConfig(dir=tmp_path / "run"),
+        mesh=MeshConfig(fsdp=2, tp=1),
+        model=dataclasses.replace(PLAIN_BYTES, d_model=33),
+        data=DataConfig(path=tmp_path / "text.txt", sequence_length=32, global_batch_size=8),
+    )
+    parts = Parts(model=Bigram, loss=loss_of_bigram)
+    with ExitStack() as exit_stack, pytest.raises(ConfigError, match="d_model=33 is not divisible"):
+        make_run(config, exit_stack)
+    with ExitStack() as exit_stack:
+        make_run(config, exit_stack, parts=parts)
+    out = capsys.readouterr().out
+    assert "65,536 parameters" in out
+    assert "layers" not in out
+    assert "attention" not in out
+    odd = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch_size=7))
+    with ExitStack() as exit_stack, pytest.raises(ConfigError, match=r"data\.global_batch_size=7 is not divisible"):
+        make_run(odd, exit_stack, parts=parts)

@@ -21,8 +21,7 @@ from jaxtp.tools.check.first_difference import describe_error, first_difference
 from jaxtp.tools.check.parity import Errors, Tolerance
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, describe, plan
 from jaxtp.train.config import IGNORED_BY_STEP, TrainConfig
-from jaxtp.train.defaults import resolve_defaults
-from jaxtp.train.devices import DeviceInfo
+from jaxtp.train.defaults import DeviceInfo, resolve_defaults
 
 PROGRAM = "jaxtp check"
 DESCRIPTION = """Checks that a mesh gives the numbers of one device, for a training configuration.

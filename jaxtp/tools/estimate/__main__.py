@@ -45,8 +45,7 @@ from jaxtp.tools.estimate.search import (
 from jaxtp.tools.estimate.summary import draw, explained, heading, ranking, record, setting_record
 from jaxtp.tools.estimate.tiers import compile_for, compile_partitioned, request_devices
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
-from jaxtp.train.defaults import RUN_DIR, default_settings, resolve_defaults
-from jaxtp.train.devices import DeviceInfo
+from jaxtp.train.defaults import RUN_DIR, DeviceInfo, default_settings, resolve_defaults
 from jaxtp.train.validation import check_kernels, violations_on
 
 PROGRAM = "jaxtp estimate"

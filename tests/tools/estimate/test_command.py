@@ -23,8 +23,7 @@ from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError
 from jaxtp.tools.estimate.tiers import Compiled, Partitioned, bytes_sent
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.defaults import resolve_defaults
-from jaxtp.train.devices import DeviceInfo
+from jaxtp.train.defaults import DeviceInfo, resolve_defaults
 
 ROOT = Path(__file__).parent.parent.parent.parent
 CPU = DeviceInfo(count=8, per_process=8, bfloat16=False, kind="virtual CPU devices")

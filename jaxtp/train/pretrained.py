@@ -1,0 +1,308 @@
+"""Initial weights of a trained model: another run, or a folder in Hugging Face format; and adapters for it."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+from flax import nnx
+
+from jaxtp.checkpoint.io_errors import CheckpointError
+from jaxtp.checkpoint.storage import Info, newest_checkpoint, newest_info, read_info
+from jaxtp.config.files import sha256
+from jaxtp.config.schema import ConfigError, differences, replace_nested
+from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
+from jaxtp.data.tokenizer_files import LONGEST
+from jaxtp.distributed.agreement import raise_everywhere
+from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype
+from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
+from jaxtp.hf.peft import PeftFolder, open_peft, read_peft
+from jaxtp.hf.runs import check_base, copy_hf_files, describe_base, hf_files_of, load_base, run_model_config
+from jaxtp.layers.lora import LoraConfig, frozen
+from jaxtp.layers.parameter import DType
+from jaxtp.models.config import ModelConfig, architecture
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.init_source import AnyConfig, Default, InitialState, InitSource
+from jaxtp.train.resume import Restored
+from jaxtp.train.state import Blueprint
+
+RATE, ADAPTER_RATE = 1e-5, 2e-4
+"""Usual learning rates of AdamW for all weights of a trained model, and for adapters."""
+LION = 1 / 3
+"""Lion's rate relative to AdamW's (Chen et al., arXiv 2302.06675)."""
+LENGTH = 1024
+"""Tokens in a sequence, if the model supports that many."""
+
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of a tokenizer without a tokenizer.json."""
+_MAX_SHOWN = 2
+"""Settings in a message; a recipe for another model differs in ten."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained(InitSource):
+    """A trained model."""
+
+    path: Path
+    files: Path | None
+    """Folder of tokenizer and config.json, if any."""
+    model: ModelConfig | None = None
+    """None if it is the run's."""
+    adapters: PeftFolder | None = None
+    """Initial adapters; None if there are none, or if the resumed run already has them."""
+
+    @property
+    def dtype(self) -> DType:
+        """Dtype of the stored weights."""
+        raise NotImplementedError
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """The model's config.json, unchecked; empty if missing."""
+        return {} if self.files is None or not (self.files / CONFIG).is_file() else read_attributes(self.files)
+
+    def check(self, config: TrainConfig) -> None:
+        """Accepts any run."""
+
+    def length_warning(self, config: TrainConfig) -> str | None:
+        """Compares the sequence length with config.json."""
+        longest, length = self.attributes.get(LONGEST), config.data.sequence_length
+        if type(longest) is not int or length <= longest:
+            return None
+        return (
+            f"sequences of {length:,} tokens, but the model was made for {longest:,} (max_position_embeddings in its "
+            f"config.json); jaxtp evaluate and generate go beyond {longest:,} only with --beyond-context"
+        )
+
+    def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
+        """Yields dtypes (frozen weights keep their files' dtype), the learning rate, and the size of the batch."""
+        as_resumed, lora = f"as the run in {config.run.dir} has it", config.model.lora
+        if lora.rank:
+            if resumed is None:
+                dtypes = {"model.precision.param": self.dtype}
+                reason = f"the frozen weights as {self.path} has them; adapters in {lora.dtype}"
+            else:
+                model, reason = run_model_config(config.run.dir, resumed), as_resumed
+                dtypes = {"model.precision.param": model.precision.param, "model.lora.dtype": model.lora.dtype}
+            yield from ((name, dtype, "" if dtype == "float32" else reason) for name, dtype in dtypes.items())
+        if resumed is None:
+            yield self._learning_rate(config)
+            yield self._sequence_length(config)
+            return
+        optimizer, data = resumed["config"]["optimizer"], resumed["config"]["data"]
+        yield "optimizer.learning_rate", optimizer["learning_rate"], as_resumed
+        yield "optimizer.warmup_steps", optimizer["warmup_steps"], as_resumed
+        yield "data.sequence_length", data["sequence_length"], as_resumed
+        yield "data.global_batch_size", data["global_batch_size"], as_resumed
+
+    def _learning_rate(self, config: TrainConfig) -> Default:
+        rate, reason = self._full_rate()
+        if config.model.lora.rank:
+            rate, reason = ADAPTER_RATE, "usual for adapters"
+        if config.optimizer.name == "lion":
+            rate, reason = rate * LION, f"{reason}, and a third of it for lion"
+        return "optimizer.learning_rate", float(f"{rate:.2g}"), reason
+
+    def _full_rate(self) -> tuple[float, str]:
+        return RATE, "usual for all weights of a trained model"
+
+    def _sequence_length(self, config: TrainConfig) -> Default:
+        longest = config.model.learned_positions or self.attributes.get(LONGEST)
+        if type(longest) is not int or longest < 1:
+            return "data.sequence_length", config.data.sequence_length, "the model does not state its maximum"
+        return "data.sequence_length", min(longest, LENGTH), f"the model was trained for {longest:,}"
+
+    def changes(self, config: TrainConfig) -> list[str]:
+        """Returns model settings that differ from the source."""
+        before, now = architecture(self.model or config.model), architecture(config.model)
+        return differences(before | {"lora": now["lora"]}, now, "model.")
+
+    def open_adapters(self, config: TrainConfig) -> PeftFolder:
+        """Returns the adapters of `model.lora.from`, checked against the model.
+
+        Raises:
+          HFError: unreadable or untrainable adapters, or another model's.
+        """
+        family = self.attributes.get("model_type")
+        found = open_peft(Path(str(config.model.lora.from_peft)), self.model or config.model, family)
+        found.check_trainable()
+        return found
+
+    def create_state(self, config: TrainConfig, blueprint: Blueprint, restored: Restored | None = None) -> InitialState:
+        """Loads the weights, except where a checkpoint has all of them."""
+        if restored is not None and not config.model.lora.rank:
+            return super().create_state(config, blueprint, restored)
+        base, changes = None, self.changes(config)
+        try:
+            weights, origin = load_base(self.path, config.model, blueprint.mesh)
+        except CheckpointError as error:
+            raise CheckpointError("; ".join([str(error), *changes])) from None
+        if config.model.lora.rank:
+            base = describe_base(weights, origin, blueprint.mesh)
+            if restored is not None:
+                check_base(restored.info, base, origin)
+            weights = frozen(weights)
+        lines = [f"weights from {origin}", *changes]
+        if config.model.lora.from_peft is not None and restored is None:
+            with raise_everywhere():
+                found = self.adapters or self.open_adapters(config)
+                adapters = read_peft(found, blueprint.abstract["model"], blueprint.mesh)
+            weights = nnx.merge_state(weights, adapters)
+            lines += [f"adapters from {found.path}", *found.notes]
+        state = blueprint.create(config.run.seed, weights)
+        with raise_everywhere():
+            if jax.process_index() == 0 and self.files is not None:
+                copy_hf_files(self.files, config.run.dir)
+        if restored is not None:  # a checkpoint of adapters does not contain the frozen model
+            state = nnx.merge_state(state, restored.state)
+        return InitialState(state, base, "; ".join(lines))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSource(Pretrained):
+    """Another run's newest checkpoint."""
+
+    model: ModelConfig
+    checkpoint: Path
+    info: Info
+    """Info of the checkpoint."""
+
+    @property
+    def dtype(self) -> DType:
+        """Dtype of the stored weights."""
+        return self.model.precision.param
+
+    def check(self, config: TrainConfig) -> None:
+        """Checks the folder and the order of the blocks."""
+        if self.checkpoint.is_relative_to(config.run.dir):
+            raise ConfigError(
+                f"run.init_from={self.path} is the run in run.dir={config.run.dir} itself; name another folder with "
+                "--run.dir, or leave --run.init-from out to resume it"
+            )
+        # Weights are loaded by path: stacked otherwise, the layers would come in another order.
+        layers, stored = (
+            [(path, list(numbers)) for path, numbers, _ in model.kinds()] for model in (config.model, self.model)
+        )
+        if layers != stored and config.model.num_layers == self.model.num_layers:
+            raise ConfigError(
+                f"run.init_from={self.path} has its blocks in another order: model.pattern={list(self.model.pattern)} "
+                f"and model.first_blocks={list(self.model.first_blocks)}; give the same"
+            )
+
+    def check_tokenizer(self, made_by: TokenizerInfo) -> None:
+        """Compares the tokenizers."""
+        before = self.info.get("corpus", {}).get("tokenizer", made_by.name)
+        if made_by.name != before:
+            raise ConfigError(
+                f"run.init_from={self.path} was trained on data of another tokenizer ({before[:12]}) than these "
+                f"({made_by.name[:12]}), whose tokens mean something else; prepare them by that one"
+            )
+
+    def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
+        """Also yields the sizes of the model."""
+        yield from ((f"model.{name}", getattr(self.model, name), "") for name in _sizes(self.model))
+        yield from super().defaults(config, resumed)
+
+    def _full_rate(self) -> tuple[float, str]:
+        optimizer = self.info["config"]["optimizer"]
+        peak = optimizer["learning_rate"] / (LION if optimizer["name"] == "lion" else 1)
+        reason = f"a tenth of the peak of {self.path}, {peak:.3g}, but no less than {RATE:.0e} or that peak"
+        return max(peak / 10, min(peak, RATE)), reason
+
+    def _sequence_length(self, config: TrainConfig) -> Default:
+        length = self.info["config"]["data"]["sequence_length"]
+        return "data.sequence_length", length, f"as {self.path} was trained"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFSource(Pretrained):
+    """A model in Hugging Face format."""
+
+    @property
+    def dtype(self) -> DType:
+        """Dtype of the stored weights."""
+        try:
+            return dtype_of(open_folder(self.path))
+        except HFError:  # an estimate needs no weights: config.json states the dtype
+            stated = stored_dtype(self.path)
+        return stated if stated in get_args(DType) else "float32"  # type: ignore[return-value]
+
+    def check_tokenizer(self, made_by: TokenizerInfo) -> None:
+        """Compares the tokenizers."""
+        if (file := self.path / TOKENIZER).is_file():
+            if sha256(file) != made_by.sha256:
+                raise ConfigError(
+                    f"the data were not made by the model's tokenizer; prepare them with --tokenizer {file}"
+                )
+        elif made_by.sha256 is None and any((self.path / name).exists() for name in _OTHER_TOKENIZERS):
+            raise ConfigError(
+                f"the data are bytes, and {self.path} has a tokenizer of its own, without the {TOKENIZER} by which "
+                "jaxtp prepare could make them; transformers writes one: AutoTokenizer.save_pretrained(folder)"
+            )
+
+
+def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig, Pretrained]:
+    """`init_source.resolve` for a run that names a model."""
+    run, folder, lora = config.run.init_from, config.model.from_hf, config.model.lora
+    source: Pretrained
+    if run is not None:
+        checkpoint = newest_checkpoint(run)
+        info = read_info(checkpoint)
+        model = run_model_config(checkpoint, info)
+        source = RunSource(path=run, files=hf_files_of(checkpoint), model=model, checkpoint=checkpoint, info=info)
+    else:
+        assert folder is not None
+        # The folder may be gone if the run to resume has the weights and the sizes.
+        if folder.exists() or lora.rank or _resumed_model(config) != config.model:
+            config = _with_sizes(config, folder, read_config(folder, config.model.ignore_config))
+        source = HFSource(path=folder, files=folder)
+    if lora.from_peft is None:
+        return config, source
+    # A run that was initialised with these adapters no longer needs their folder.
+    resumed = _resumed_model(config)
+    if resumed is not None and resumed.lora.rank and resumed.lora.from_peft == lora.from_peft:
+        return _with_adapters(config, resumed.lora, explicit), source
+    adapters = source.open_adapters(config)
+    return _with_adapters(config, adapters.lora, explicit), dataclasses.replace(source, adapters=adapters)
+
+
+def _resumed_model(config: TrainConfig) -> ModelConfig | None:
+    info = newest_info(config.run.dir)
+    return None if info is None else run_model_config(config.run.dir, info)
+
+
+def _sizes(model: ModelConfig) -> dict[str, Any]:
+    return {name: value for name, value in architecture(model).items() if name != "lora"}
+
+
+def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfig:
+    stored, default = _sizes(model), _sizes(ModelConfig())
+    problems = [
+        f"model.{name}={value}, where it has {stored[name]}"
+        for name, value in _sizes(config.model).items()
+        if value not in (default[name], stored[name])
+    ]
+    if len(problems) > _MAX_SHOWN:
+        raise ConfigError(
+            f"{folder} is another model: {problems[0]}, and {len(problems) - 1} more; leave these "
+            "settings out, or write a configuration for it: jaxtp estimate --model.from-hf DIR --write FILE.yaml"
+        )
+    if problems:
+        raise ConfigError(f"{folder} is another model: {'; '.join(problems)}; leave these settings out")
+    return replace_nested(config, {f"model.{name}": getattr(model, name) for name in stored})
+
+
+def _with_adapters(config: AnyConfig, found: LoraConfig, explicit: Set[str]) -> AnyConfig:
+    lora, problems = config.model.lora, []
+    for name in ("rank", "alpha", "rslora", "targets"):
+        requested, stored = getattr(lora, name), getattr(found, name)
+        is_requested = f"model.lora.{name}" in explicit or requested != getattr(LoraConfig(), name)
+        if is_requested and (set(requested) != set(stored) if name == "targets" else requested != stored):
+            texts = (" ".join(value) if isinstance(value, tuple) else str(value) for value in (requested, stored))
+            problems.append(f"model.lora.{name}={', where they have '.join(texts)}")
+    if problems:
+        raise ConfigError(f"{lora.from_peft} has other adapters: {'; '.join(problems)}; leave these settings out")
+    found = dataclasses.replace(found, from_peft=lora.from_peft, dtype=lora.dtype)
+    return replace_nested(config, {"model.lora": found})
