@@ -82,7 +82,7 @@ def _train(argv: Sequence[str]) -> int:
 
         bind = _bind(argv)
         join_processes(bind=bind)
-    with raise_everywhere(partial(watch, bind)):  # flags first: they decide the number of virtual devices
+    with raise_everywhere(partial(watch, bind)):  # flags first: they determine the number of virtual devices
         config, startup_log = COMMAND.load(argv, _resolved)
         require_writable("--json", config.json)
         require_picture("--plot", config.plot)

@@ -160,6 +160,13 @@ class _Defaults(Generic[AnyConfig]):
         if not free_mesh and COMPUTE in self.explicit:
             return
         sizes = self.config.mesh.sizes
+        explicit_or_one = mesh_shape(**{axis: sizes[axis] for axis in axes})
+        smallest = {axis: max(size, 1) for axis, size in explicit_or_one.items()}
+        if any(problems(with_divisible_batch(self.config, smallest) if any_batch else self.config, smallest)):
+            if has_model:  # so that `open_mesh` blames the explicit sizes alone
+                self.override("mesh", self.config.mesh.of_sizes(explicit_or_one))
+            if devices is None:  # before JAX's backend starts
+                return
         others = mesh_shape() if resumed is None else mesh_shape(**resumed["mesh"])
         mesh = {axis: others[axis] if has_model and axis not in axes else size for axis, size in sizes.items()}
         devices = devices or probe_devices(mesh)
@@ -171,8 +178,6 @@ class _Defaults(Generic[AnyConfig]):
         use_all = has_model and resumed is None and -1 not in mesh.values()
         if use_all or not fits(self.config, mesh, devices):
             if (found := best_mesh(self.config, axes, devices, any_batch=any_batch)) is None:
-                if has_model:  # so that `open_mesh` blames the explicit sizes alone
-                    self.override("mesh", self.config.mesh.of_sizes(mesh_shape(**{axis: sizes[axis] for axis in axes})))
                 return
             mesh, batch, missing = found
             reason = f"{of_devices}, the mesh that fits the model and moves the least"

@@ -19,7 +19,7 @@ from jaxtp.train.state import Blueprint
 if TYPE_CHECKING:
     from jaxtp.train.resume import Restored
 
-NAME_MODEL = "name that by --model.from-hf FOLDER or --run.init-from RUN"
+NAME_MODEL = "name its folder by --model.from-hf FOLDER or --run.init-from RUN"
 
 AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
 Default = tuple[str, object, str]
@@ -49,7 +49,7 @@ class InitSource:
         """Raises ConfigError if the source does not fit the run."""
         if config.model.lora.rank:
             raise ConfigError(
-                f"model.lora.rank={config.model.lora.rank} trains adapters of a model that stays as it is; {NAME_MODEL}"
+                f"model.lora.rank={config.model.lora.rank} adds adapters to a trained model; {NAME_MODEL}"
             )
 
     def check_tokenizer(self, made_by: TokenizerInfo) -> None:
@@ -94,5 +94,5 @@ def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyCon
 
         return resolve_pretrained(config, explicit)
     if adapters is not None:
-        raise ConfigError(f"model.lora.from={adapters} are adapters of a model; {NAME_MODEL}")
+        raise ConfigError(f"model.lora.from={adapters} are adapters of a trained model; {NAME_MODEL}")
     return config, InitSource()

@@ -197,7 +197,7 @@ class RunSource(Pretrained):
         if made_by.name != before:
             raise ConfigError(
                 f"run.init_from={self.path} was trained on data of another tokenizer ({before[:12]}) than these "
-                f"({made_by.name[:12]}), whose tokens mean something else; prepare them by that one"
+                f"({made_by.name[:12]}), whose tokens mean something else; prepare the data with the run's tokenizer"
             )
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
@@ -238,8 +238,8 @@ class HFSource(Pretrained):
                 )
         elif made_by.sha256 is None and any((self.path / name).exists() for name in _OTHER_TOKENIZERS):
             raise ConfigError(
-                f"the data are bytes, and {self.path} has a tokenizer of its own, without the {TOKENIZER} by which "
-                "jaxtp prepare could make them; transformers writes one: AutoTokenizer.save_pretrained(folder)"
+                f"the data are bytes, and {self.path} has its own tokenizer, but no {TOKENIZER} for jaxtp prepare; "
+                "transformers writes one: AutoTokenizer.save_pretrained(folder)"
             )
 
 

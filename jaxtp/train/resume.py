@@ -144,7 +144,7 @@ def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Mapping[st
         raise RunFolderError(
             f"{config.run.dir} holds a checkpoint of a run that reads the same data in another order (stored -> now):\n"
             + "\n".join(f"  {line}" for line in fatal)
-            + "\nHere it would read some samples twice and others never. Install what it was written with, or start "
+            + "\nHere it would read some samples twice and others never. Install the stored versions, or start "
             "afresh with another --run.dir, from these weights with --run.init-from. Nothing was changed."
         )
     change = _change(HELD_OUT, stored, now)

@@ -83,7 +83,7 @@ def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
     if model.vocab_size < needed:
         raise ConfigError(
             f"the ids of {source} go up to {needed - 1}, and model.vocab_size={model.vocab_size} has fewer; a new "
-            f"model needs at least --model.vocab-size {needed}, that of a run is in --config RUN/config.yaml"
+            f"model needs at least --model.vocab-size {needed}; a run's size is in --config RUN/config.yaml"
         )
 
 

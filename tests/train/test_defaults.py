@@ -390,7 +390,7 @@ def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer_of_another_kind(mo
     source = pretrained.HFSource(path=model, files=model)
     source.check_tokenizer(TokenizerInfo("bytes", None, 256, None))
     (model / "tokenizer.model").write_bytes(b"a")
-    with pytest.raises(ConfigError, match=r"the data are bytes, and .* has a tokenizer of its own"):
+    with pytest.raises(ConfigError, match=r"the data are bytes, and .* has its own tokenizer"):
         source.check_tokenizer(TokenizerInfo("bytes", None, 256, None))
 
 

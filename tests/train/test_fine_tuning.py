@@ -326,9 +326,9 @@ def test_a_recipe_of_another_model_is_one_short_line(command, model, capsys):
 
 def test_adapters_of_nothing_are_refused(tmp_path, capsys):
     assert main(["--model.lora.rank", "8", "--run.dir", str(tmp_path / "run")]) == 2
-    assert "name that by --model.from-hf FOLDER or --run.init-from RUN" in capsys.readouterr().err
+    assert "name its folder by --model.from-hf FOLDER or --run.init-from RUN" in capsys.readouterr().err
     assert main(["--model.lora.from", str(tmp_path), "--run.dir", str(tmp_path / "run")]) == 2
-    assert "name that by --model.from-hf FOLDER or --run.init-from RUN" in capsys.readouterr().err
+    assert "name its folder by --model.from-hf FOLDER or --run.init-from RUN" in capsys.readouterr().err
 
 
 def test_data_by_another_tokenizer_are_refused(tmp_path, command, model, capsys):
