@@ -81,10 +81,7 @@ class Run:
 
 
 def make_run(
-    config: TrainConfig,
-    exit_stack: ExitStack,
-    startup_log: Sequence[str] = (),
-    parts: Parts = Parts(),
+    config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[str] = (), parts: Parts = Parts()
 ) -> Run:
     """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
 

@@ -172,13 +172,15 @@ def plan_state(
     """Traces a `TrainState` on a mesh; computes nothing.
 
     Raises:
-      ConfigError: the model lacks the projections that adapters target.
+      ConfigError: nothing is trained.
     """
     with jax.set_mesh(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
         graph, abstract = nnx.split(abstract_state)
         shardings = nnx.get_named_sharding(abstract, mesh)
     if not nnx.to_flat_state(nnx.filter_state(abstract["model"], nnx.Param)):
+        if make_model is not None:
+            raise ConfigError("the model has no nnx.Param, so nothing is trained")
         targets = ", ".join(config.lora.targets) or "nothing"
         raise ConfigError(f"model.lora.targets={targets}: the model has no such projection, so nothing is trained")
     return Blueprint(graph, abstract, shardings, mesh, config, optimizer, make_model)
