@@ -66,7 +66,7 @@ class Bench:
         """Verifies a step, with the step itself."""
         self.state = self.verifier.begin(1, self.state, self.batch, lambda state: self.summed(state, self.batch))
         (checksums,) = self.step(self.summed)
-        self.verifier.finish(self.state, checksums)
+        self.verifier.finish(1, self.state, checksums)
 
     def read(self, part: str = "") -> None:
         """Reads what every device holds of the state, as a verification does four times; or of a part of it."""

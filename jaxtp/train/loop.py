@@ -173,7 +173,7 @@ class Loop:
         if verifier.due(step):
             self._enter_phase(f"the verification of step {step}")
             with self._timing.lost_to("verify"):
-                verifier.finish(self._run.state, checksums)
+                verifier.finish(step, self._run.state, checksums)
             self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
 
     def _stop(self, signal: str) -> None:

@@ -6,7 +6,6 @@ A step peaks between forward and backward pass, or with muon in the update. Acti
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -25,10 +24,9 @@ from jaxtp.distributed.devices import bytes_limit, host_memory
 from jaxtp.layers.kernels.select import Implementation, architecture_of
 from jaxtp.layers.parameter import Padding, padding_of
 from jaxtp.mesh import STORAGE, TP, batch_parts, mesh_sizes, parts
-from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, TrainState, bytes_per_device, total_bytes
+from jaxtp.train.state import Blueprint, TrainState, bytes_per_device, total_bytes
 
 if TYPE_CHECKING:
     from jaxtp.analysis.step_costs import StepCosts
@@ -138,14 +136,36 @@ def memory_per_device(
       platform: from `hardware.architecture_of`.
       costs: `costs_of_step(config, sizes, platform)`, if known.
     """
-    state = _StateBytes.of(config, stored_arrays(config) if arrays is None else arrays, sizes)
+    stored = [(array, array.bytes_per_device(sizes)) for array in (stored_arrays(config) if arrays is None else arrays)]
+    trained = [(array, size) for array, size in stored if array.trained]
+    summed = 0  # gradients summed over micro-batches
+    if config.train.accumulation > 1:
+        sum_dtype = config.model.precision.sum_dtype
+        summed = sum(array.bytes_per_device(sizes, sum_dtype(array.dtype)) for array, _ in trained)
     costs = costs or costs_of_step(config, sizes, platform)
-    backward = _backward(config, sizes, state, costs)
+    weights, working, logits = costs.weights, costs.working, costs.loss
+    if logits < weights + working:
+        logits //= OVERLAP
+    else:
+        weights, working = weights // OVERLAP, working // OVERLAP
+    inputs = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
+    tokens = config.data.global_batch_size // batch_parts(sizes) * config.data.sequence_length
+    backward = Memory(
+        parameters=sum(size for array, size in stored if array.name.startswith(MODEL)),
+        optimizer=sum(size for array, size in stored if not array.name.startswith(MODEL)),
+        gradients=sum(size for array, size in trained if array.name.startswith(BLOCKS)) + summed,
+        whole_matrices=0,
+        gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
+        activations=costs.kept + working,
+        logits=logits,
+        batch=inputs * tokens * _INT32,
+    )
     # The update is in place (`step.make_train_step`); muon adds whole matrices and their updates to all gradients.
+    updated = sum(size for _, size in trained)
     update = replace(
         backward,
-        gradients=state.summed or state.trained,
-        whole_matrices=costs.owned + state.trained if costs.owned else 0,
+        gradients=summed or updated,
+        whole_matrices=costs.owned + updated if costs.owned else 0,
         gathered_weights=0,
         activations=0,
         logits=0,
@@ -158,36 +178,12 @@ def with_attention(config: TrainConfig, implementation: Implementation) -> Train
     return replace(config, model=replace(config.model, attention=implementation))
 
 
-@dataclass(frozen=True)
-class _StateBytes:
-    # On one device. `trained`: parameters that have gradients; `trained_blocks`: those inside the blocks;
-    # `summed`: gradients summed over micro-batches, 0 without accumulation.
-    parameters: int
-    optimizer: int
-    trained: int
-    trained_blocks: int
-    summed: int
-
-    @classmethod
-    def of(cls, config: TrainConfig, arrays: Iterable[StoredArray], sizes: Mapping[str, int]) -> "_StateBytes":
-        stored = [(array, array.bytes_per_device(sizes)) for array in arrays]
-        summed = (a for a, _ in stored if a.trained and config.train.accumulation > 1)
-        sum_dtype = config.model.precision.sum_dtype
-        return cls(
-            parameters=sum(size for a, size in stored if a.name.startswith(MODEL)),
-            optimizer=sum(size for a, size in stored if not a.name.startswith(MODEL)),
-            trained=sum(size for a, size in stored if a.trained),
-            trained_blocks=sum(size for a, size in stored if a.trained and a.name.startswith(BLOCKS)),
-            summed=sum(a.bytes_per_device(sizes, sum_dtype(a.dtype)) for a in summed),
-        )
-
-
 def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> "StepCosts":
     """Returns the costs of a step per device; ignores the run's mesh.
 
     `platform` decides the kernels, which affect memory and time, not communication.
     """
-    from jaxtp.analysis.step_costs import step_costs
+    from jaxtp.analysis.step_costs import described, step_costs
 
     costs = step_costs(
         config.model,
@@ -199,47 +195,13 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
         platform=platform,
         context=config.mesh.context,
     )
-    return costs if config.optimizer.name != "muon" else _with_muon(costs, config.model, sizes)
+    if config.optimizer.name != "muon":
+        return costs
+    from jaxtp.train.muon import with_muon
 
-
-def _with_muon(costs: "StepCosts", model: ModelConfig, sizes: Mapping[str, int]) -> "StepCosts":
-    from jaxtp.analysis.step_costs import described
-    from jaxtp.train.muon import MUON, owned
-
-    as_split = described(model, sizes[TP] if model.most_experts else 1)  # tp decides how experts are split
+    as_split = described(config.model, sizes[TP] if config.model.most_experts else 1)  # tp decides how experts split
     variables = named_variables(nnx.state(as_split, nnx.Param))
-    matrices = {path: variable for path, variable in variables.items() if optimizers.is_orthogonalised(path)}
-    kinds = owned(matrices, sizes)
-    module = f"{OPTIMIZER_SCOPE}/{MUON}"
-    moved = Counter(costs.traffic)
-    for kind in kinds:
-        moved.update(dict(kind.moves(module, sizes)))
-    return replace(
-        costs,
-        traffic=moved,
-        update=tuple(product for kind in kinds for product in kind.products()),
-        owned=max((kind.working for kind in kinds), default=0),
-    )
-
-
-def _backward(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: "StepCosts") -> Memory:
-    weights, working, logits = costs.weights, costs.working, costs.loss
-    if logits < weights + working:
-        logits //= OVERLAP
-    else:
-        weights, working = weights // OVERLAP, working // OVERLAP
-    arrays = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
-    rows = config.data.global_batch_size // batch_parts(sizes)
-    return Memory(
-        parameters=state.parameters,
-        optimizer=state.optimizer,
-        gradients=state.trained_blocks + state.summed,
-        whole_matrices=0,
-        gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
-        activations=costs.kept + working,
-        logits=logits,
-        batch=arrays * rows * config.data.sequence_length * _INT32,
-    )
+    return with_muon(costs, {path: v for path, v in variables.items() if optimizers.is_orthogonalised(path)}, sizes)
 
 
 def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:

@@ -23,7 +23,7 @@ from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.activations import Context
 from jaxtp.layers.balance import Routing
 from jaxtp.layers.parameter import Precision, mark_unreduced, spec_of, sum_copies
-from jaxtp.mesh import AXES, batch_parts, mesh_sizes
+from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, TrainConfig
@@ -152,7 +152,7 @@ def make_train_step(
         return new, Scalars.of(scalars | stop_requested(batch)), *others
 
     shardings: list[object] = [blueprint.shardings, _replicated(blueprint)]
-    shardings += [NamedSharding(blueprint.mesh, PartitionSpec(None, AXES))] if with_checksums else []
+    shardings += [_replicated(blueprint)] if with_checksums else []
     shardings += [None] if with_choices else []
     shardings += [nnx.filter_state(blueprint.shardings["model"], nnx.Param)] if with_grads else []
     return jax.jit(step, donate_argnums=0, out_shardings=tuple(shardings))

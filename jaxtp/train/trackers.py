@@ -37,32 +37,8 @@ _FEW = 20
 """Lines with fewer points get markers."""
 
 
-class Jsonl:
-    """`metrics.jsonl`: one object per record, flushed at once; non-finite numbers are null."""
-
-    def __init__(self, config: TrainConfig, logs_from: int):
-        self._path = config.run.dir / METRICS
-        with writing(self._path):
-            before = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
-            kept = [line for line in before.splitlines() if _step(line) < logs_from]
-            write_atomically(self._path, "".join(line + "\n" for line in kept).encode())
-            self._file: TextIO = self._path.open("a", encoding="utf-8")
-
-    def write(self, record: Record) -> None:
-        """Appends a record."""
-        finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
-        with writing(self._path):
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        with contextlib.suppress(OSError):  # from a failed write, already reported
-            self._file.close()
-
-
-class TensorBoard:
-    """Event files in `tensorboard/`; steps from `logs_from` replace earlier ones."""
+class _TensorBoard:
+    # Event files in `tensorboard/`; steps from `logs_from` replace earlier ones.
 
     def __init__(self, config: TrainConfig, logs_from: int):
         folder = config.run.dir / TENSORBOARD
@@ -73,30 +49,21 @@ class TensorBoard:
         self._add(0, file_version="brain.Event:2")
         self._add(logs_from, session_log=SessionLog(status=SessionLog.START))
         self._flushed = -math.inf
+        self.close = self._writer.close
 
-    def write(self, record: Record) -> None:
-        """Adds a scalar for each finite number."""
-        for name, value in record.items():
-            if name != "step" and math.isfinite(value):
-                self._add(record["step"], summary=scalar(name, value))
+    def write(self, step: int, values: Record) -> None:
+        for name, value in values.items():
+            self._add(step, summary=scalar(name, value))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._writer.flush()
             self._flushed = time.monotonic()
 
-    def close(self) -> None:
-        """Flushes and closes the file."""
-        self._writer.close()
-
-    def _add(self, step: float, **what: Any) -> None:
-        self._writer.write(Event(wall_time=time.time(), step=int(step), **what).SerializeToString())
+    def _add(self, step: int, **what: object) -> None:
+        self._writer.write(Event(wall_time=time.time(), step=step, **what).SerializeToString())
 
 
-class WeightsAndBiases:
-    """A W&B run, resumed with this run; `WANDB_MODE=offline` keeps it in the run's folder.
-
-    Raises:
-      ConfigError: W&B cannot start, for example without an account.
-    """
+class _WeightsAndBiases:
+    # A W&B run, resumed with this run; `WANDB_MODE=offline` keeps it in the run's folder.
 
     def __init__(self, config: TrainConfig, logs_from: int):
         wandb = importlib.import_module("wandb")
@@ -114,18 +81,14 @@ class WeightsAndBiases:
                 f"metrics.trackers: wandb cannot start ({error}); run 'wandb login' first, or set WANDB_MODE=offline"
             ) from None
         self._run.define_metric("*", step_metric="step")  # W&B's own step must not repeat
+        self.close = self._run.finish  # waits for the upload
 
-    def write(self, record: Record) -> None:
-        """Adds a row of history."""
-        self._run.log(dict(record))
-
-    def close(self) -> None:
-        """Ends the run; waits for the upload."""
-        self._run.finish()
+    def write(self, step: int, values: Record) -> None:
+        self._run.log({"step": step, **values})
 
 
-class Aim:
-    """A run in the Aim repository next to the run's folder (`aim up --repo`), resumed with this run."""
+class _Aim:
+    # A run in the Aim repository next to the run's folder (`aim up --repo`), resumed with this run.
 
     def __init__(self, config: TrainConfig, logs_from: int):
         aim = importlib.import_module("aim")
@@ -139,20 +102,15 @@ class Aim:
         _identity(config.run.dir, "aim", self._run.hash)
         self._run.name = config.run.dir.name
         self._run["config"] = to_plain(config)
+        self.close = self._run.close
 
-    def write(self, record: Record) -> None:
-        """Tracks finite numbers; Aim replaces earlier values of a step."""
-        for name, value in record.items():
-            if name != "step" and math.isfinite(value):
-                self._run.track(value, name=name, step=record["step"])
-
-    def close(self) -> None:
-        """Flushes."""
-        self._run.close()
+    def write(self, step: int, values: Record) -> None:
+        for name, value in values.items():
+            self._run.track(value, name=name, step=step)  # replaces an earlier value of the step
 
 
-Tracker = TensorBoard | WeightsAndBiases | Aim
-_BY_NAME: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "aim": Aim}
+Tracker = _TensorBoard | _WeightsAndBiases | _Aim
+_BY_NAME: dict[str, type[Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases, "aim": _Aim}
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -163,7 +121,9 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Writes to `metrics.jsonl` and the trackers on process 0; drops trackers that fail.
+    """Writes finite numbers to `metrics.jsonl` (others are null) and to trackers, on process 0.
+
+    A tracker that fails gets no more.
 
     Args:
       resumed_at: step of the checkpoint, or 0.
@@ -174,39 +134,51 @@ class Trackers:
     """
 
     def __init__(self, config: TrainConfig, resumed_at: int, warn: Callable[[str], None]):
-        first = jax.process_index() == 0
+        self._warn, self._path = warn, config.run.dir / METRICS
+        self._file: TextIO | None = None
+        self._trackers: dict[str, Tracker] = {}
+        if jax.process_index() != 0:
+            return
         # A killed run may have logged later steps, now repeated: trackers that can, drop the first record.
         logs_from = resumed_at + 1 if resumed_at else 0
-        self._warn = warn
-        self._log = Jsonl(config, logs_from) if first else None
-        self._others: dict[str, Tracker] = {}
+        with writing(self._path):
+            before = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
+            earlier = [line for line in before.splitlines() if _step(line) < logs_from]
+            write_atomically(self._path, "".join(line + "\n" for line in earlier).encode())
+            self._file = self._path.open("a", encoding="utf-8")
         try:
-            for name in config.metrics.trackers if first else ():
+            for name in config.metrics.trackers:
                 with writing(config.run.dir / name):
-                    self._others[name] = _BY_NAME[name](config, logs_from)
+                    self._trackers[name] = _BY_NAME[name](config, logs_from)
         except BaseException:
             self.close()
             raise
 
     def write(self, record: Record) -> None:
-        """Writes a record to each tracker."""
-        if self._log is not None:
-            self._log.write(record)
-        self._each(lambda tracker: tracker.write(record))
+        """Writes a record with its `step` to the file, which is flushed, and to each tracker."""
+        if self._file is None:
+            return
+        finite = {name: value for name, value in record.items() if math.isfinite(value)}
+        with writing(self._path):
+            self._file.write(json.dumps(dict.fromkeys(record) | finite) + "\n")
+            self._file.flush()
+        step = int(finite.pop("step"))
+        self._each(lambda tracker: tracker.write(step, finite))
 
     def close(self) -> None:
-        """Closes each tracker."""
+        """Closes the trackers and the file."""
         self._each(lambda tracker: tracker.close())
-        if self._log is not None:
-            self._log.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # from a failed write, already reported
+                self._file.close()
 
     def _each(self, action: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._others.items()):
+        for name, tracker in list(self._trackers.items()):
             try:
                 action(tracker)
             except Exception as error:  # a service's client may raise anything
                 with contextlib.suppress(Exception):
-                    self._others.pop(name).close()
+                    self._trackers.pop(name).close()
                 self._warn(f"metrics.trackers: {name} failed ({error}) and gets no more; {METRICS} has every number")
 
 
