@@ -24,7 +24,7 @@ from jaxtp.distributed.allocator import choose_allocator, describe_out_of_memory
 from jaxtp.distributed.environment import is_launched
 from jaxtp.distributed.failures import report_failure, run_and_report, watch
 from jaxtp.mesh import mesh_sizes
-from jaxtp.train import trackers
+from jaxtp.train import metrics
 from jaxtp.train.config import TrainConfig, training_of
 from jaxtp.train.defaults import resolve_defaults
 from jaxtp.train.loop import Loop
@@ -125,9 +125,9 @@ def _write(config: RunCommand, run: Run, done: bool) -> None:
         "mesh": mesh_sizes(run.blueprint.mesh),
     }
     if config.json is not None:
-        last = trackers.last_values(folder)
+        last = metrics.last_values(folder)
         write_json("--json", config.json, {**record, "metrics": last, "config": to_plain(run.config)})
-    write_picture("--plot", config.plot, partial(trackers.draw, [folder]))
+    write_picture("--plot", config.plot, partial(metrics.draw, [folder]))
 
 
 if __name__ == "__main__":

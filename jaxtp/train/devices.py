@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
@@ -13,8 +14,10 @@ from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.mesh import AXES, CONTEXT, REPLICAS, TP, batch_parts, check_sizes, fitting_meshes, mesh_sizes, parts
 from jaxtp.models.config import padded_sizes
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import StoredArray, costs_of_step, memory_per_device, stored_arrays
 from jaxtp.train.validation import check, check_devices, check_platform, violations_on
+
+if TYPE_CHECKING:
+    from jaxtp.train.memory import StoredArray
 
 VIRTUAL_KIND = "virtual CPU devices"
 BATCH_SIZE = "data.global_batch_size"
@@ -96,7 +99,7 @@ def fits(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> b
 
 
 def missing_bytes(
-    config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo, arrays: Iterable[StoredArray] | None = None
+    config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo, arrays: Iterable["StoredArray"] | None = None
 ) -> float:
     """Returns the bytes that a step lacks on each device, or 0.
 
@@ -105,6 +108,8 @@ def missing_bytes(
     """
     if devices.memory is None:
         return 0.0
+    from jaxtp.train.memory import memory_per_device
+
     return max(0.0, memory_per_device(config, mesh, arrays, platform=devices.platform).total - devices.memory)
 
 
@@ -123,6 +128,8 @@ def best_mesh(
       axes: have a fixed configured size; -1 means any.
       any_batch: the batch may be larger than configured.
     """
+    from jaxtp.train.memory import costs_of_step, stored_arrays
+
     tried = [axis for axis in AXES if axis not in CONTEXT or axis in axes]  # cp only on request
     fixed = {axis: size for axis, size in config.mesh.sizes.items() if axis in axes and size != -1}
     arrays = () if devices.memory is None else stored_arrays(config)

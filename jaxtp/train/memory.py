@@ -13,20 +13,16 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxtp.checkpoint.logical import divisible_axes, named_variables, split_dims
 from jaxtp.checkpoint.storage import save_host_bytes
-from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.allocator import advice, memory_fraction, most_bytes
-from jaxtp.distributed.devices import bytes_limit, host_memory
-from jaxtp.layers.kernels.select import Implementation, architecture_of
+from jaxtp.layers.kernels.select import Implementation
 from jaxtp.layers.parameter import Padding, padding_of
-from jaxtp.mesh import STORAGE, TP, batch_parts, mesh_sizes, parts
+from jaxtp.mesh import STORAGE, TP, batch_parts, parts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import Blueprint, TrainState, bytes_per_device, total_bytes
+from jaxtp.train.state import TrainState
 
 if TYPE_CHECKING:
     from jaxtp.analysis.step_costs import StepCosts
@@ -37,7 +33,6 @@ OVERLAP = 3
 schedule overlaps them, sometimes completely, sometimes not at all."""
 
 _INT32 = 4
-_GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -202,66 +197,3 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
     as_split = described(config.model, sizes[TP] if config.model.most_experts else 1)  # tp decides how experts split
     variables = named_variables(nnx.state(as_split, nnx.Param))
     return with_muon(costs, {path: v for path, v in variables.items() if optimizers.is_orthogonalised(path)}, sizes)
-
-
-def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
-    """Checks that the state fits the host (shared by virtual CPU devices), or a step each device.
-
-    Raises:
-      ConfigError: it does not fit, and `train.allow_oversize` is off.
-    """
-    mesh = blueprint.mesh
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if on_cpu and (needed := total_bytes(blueprint)) > (available := host_memory()):
-        raise ConfigError(
-            f"the state alone needs {needed / _GB:,.0f} GB, and this machine has {available / _GB:,.0f} GB and no GPU; "
-            "try the configuration without training by jaxtp check, or see what it needs by jaxtp estimate"
-        )
-    if config.train.verify_every:
-        needed = verification_bytes(blueprint) + (total_bytes(blueprint) if on_cpu else 0)
-        if needed > (available := host_memory()):
-            raise ConfigError(
-                f"train.verify_every={config.train.verify_every} keeps the state of this process's devices in host "
-                f"memory, twice: that takes {needed / _GB:,.0f} GB, and this machine has {available / _GB:,.0f} GB; "
-                "--train.verify-every 0 trains without verification"
-            )
-    limit = bytes_limit(mesh.local_devices[0])
-    if limit is None or config.train.allow_oversize:
-        return
-    step, _, most = _step_on(config, mesh, limit)
-    if step.total > most:
-        raise ConfigError(
-            f"a step takes {_summary(step)} on each device, and JAX has {limit / _GB:,.1f} GB there; "
-            "jaxtp estimate with these settings and --hardware says what fits, and --train.allow-oversize "
-            "tries it all the same"
-        )
-
-
-def describe_memory(config: TrainConfig, mesh: Mesh) -> str | None:
-    """Describes a step's memory; None without a limit, as on CPUs."""
-    limit = bytes_limit(mesh.local_devices[0])
-    if limit is None:
-        return None
-    step, fraction, most = _step_on(config, mesh, limit)
-    verdict = "fits" if step.total <= most else "does not fit"
-    hint = advice(config.launch.allocator, step.total, limit, fraction)
-    return (
-        f"{_summary(step)} on each device at a step's peak, of {limit / _GB:,.1f} GB that JAX has there: {verdict}"
-        f"{'' if hint is None else f'; {hint}'}"
-    )
-
-
-def verification_bytes(blueprint: Blueprint) -> int:
-    """Returns a verification's host memory per process: its part of the state, twice."""
-    return 2 * bytes_per_device(blueprint) * len(blueprint.mesh.local_devices)
-
-
-def _step_on(config: TrainConfig, mesh: Mesh, limit: float) -> tuple[Memory, float, float]:
-    # The step's memory, the allocator's fraction of the device, and the most that it can allocate.
-    step = memory_per_device(config, mesh_sizes(mesh), platform=architecture_of(mesh.devices.flat[0]))
-    fraction = memory_fraction(config.launch.allocator)
-    return step, fraction, most_bytes(config.launch.allocator, limit, fraction)
-
-
-def _summary(memory: Memory) -> str:
-    return f"{memory.total / _GB:,.1f} GB ({memory.state / _GB:,.1f} of state, exact; the rest modelled)"

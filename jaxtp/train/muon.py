@@ -57,18 +57,6 @@ class Kind:
     padding: Padding
     dtype: jnp.dtype
 
-    @property
-    def scale(self) -> float:
-        """Scales an orthogonal matrix to a root mean square of `RMS`."""
-        return RMS * math.sqrt(max(self.shape))
-
-    def stored(self, tp: int) -> tuple[int, ...]:
-        """Returns rows and columns, padded for `tp`."""
-        dims = list(self.shape)
-        for dim, split in self.padding:
-            dims[dim] = split.padded(tp)
-        return tuple(dims)
-
 
 @dataclass(frozen=True)
 class Member:
@@ -140,7 +128,8 @@ def _of_kind(kind: Kind, members: Sequence[Member], shards: Sequence[Array]) -> 
     turned = [shard.mT if member.transposed else shard for member, shard in zip(members, shards, strict=True)]
     stack = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in turned])  # [n, rows/parts, columns/parts]
     whole = unpad(_deal(stack, kind.axes), kind.padding, tp)
-    scaled = pad(kind.scale * _newton_schulz(whole), kind.padding, tp)
+    scale = RMS * math.sqrt(max(kind.shape))  # an orthogonal matrix has a root mean square of 1 / sqrt(max(shape))
+    scaled = pad(scale * _newton_schulz(whole), kind.padding, tp)
     made = jnp.split(_give_back(scaled, kind.axes), list(accumulate(member.count for member in members)))
     results = [part.reshape(x.shape) for part, x in zip(made, turned, strict=False)]  # the rest is padding
     return [x.mT if member.transposed else x for member, x in zip(members, results, strict=True)]
@@ -187,7 +176,10 @@ def with_muon(costs: StepCosts, variables: Mapping[str, nnx.Variable[Any]], size
         axes = tuple(axis for axis in sizes if sizes[axis] > 1 and axis in chain(*kind.axes))
         devices, itemsize = parts(sizes, axes), kind.dtype.itemsize
         count = -(-sum(member.count for member in members) // devices)
-        whole = count * math.prod(kind.stored(sizes[TP])) * itemsize
+        dims = list(kind.shape)
+        for dim, split in kind.padding:
+            dims[dim] = split.padded(sizes[TP])
+        whole = count * math.prod(dims) * itemsize
         if devices > 1:
             traffic[Collective(ALL_TO_ALL, axes, devices, whole, f"{OPTIMIZER_SCOPE}/{MUON}")] += 2
         short, long = sorted(kind.shape)

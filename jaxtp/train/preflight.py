@@ -65,8 +65,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     """
     if not is_multiprocess():
         return measure_axes(mesh) if config.launch.preflight_bandwidth else []
-    records: list[Record]
-    records = all_gather_json(record(config, data))
+    records: list[Record] = all_gather_json(record(config, data))
     compare(records)
     check_gpus(records)
     if not config.mesh.tp_across_hosts:
@@ -82,8 +81,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
         "devices " + ("\n" + 8 * " ").join(draw_hosts(mesh, hosts)),
         f"versions {', '.join(f'{name} {version}' for name, version in first['versions'].items())}",
         f"alike   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), data, clocks and run "
-        "folder; "
-        "collectives over every axis are right",
+        "folder; collectives over every axis are right",
         *(measure_axes(mesh) if config.launch.preflight_bandwidth else []),
     ]
 
@@ -183,6 +181,8 @@ def check_folder(folder: Path) -> None:
 def measure_axes(mesh: Mesh) -> list[str]:
     """Returns the all-gather bandwidth of each axis, one line each."""
     each = _GATHERED_ON_CPU if mesh.devices.flat[0].platform == "cpu" else _GATHERED
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    hosts = np.array(host_names() if is_multiprocess() else [""])[processes]
     lines = []
     for axis, size in mesh_sizes(mesh).items():
         if size == 1:
@@ -197,10 +197,7 @@ def measure_axes(mesh: Mesh) -> list[str]:
             jax.block_until_ready(gather(parts))
             times.append(time.perf_counter() - started)
         rate = (size - 1) * each / statistics.median(times)
-        places = np.vectorize(lambda device: host_names()[device.process_index] if is_multiprocess() else "")(
-            mesh.devices
-        )
-        along = np.moveaxis(places, mesh.axis_names.index(axis), 0)
+        along = np.moveaxis(hosts, mesh.axis_names.index(axis), 0)
         over = " (over hosts)" if (along != along[0]).any() else ""
         received = f"{rate / 1e9:.3g} GB/s of an all-gather of {each / 2**20:g} MiB from each"
         lines.append(f"axis    {axis} {size}{over}: each device receives {received}")

@@ -25,22 +25,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtp.checkpoint.checksum import (
     DIAGNOSE,
     MeshPositions,
+    NonFiniteError,
     describe_devices,
+    describe_not_finite,
     device_checksums,
     minority_devices,
     replica_groups,
     replica_groups_by_name,
+    sums,
 )
 from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.collectives import constrain
-from jaxtp.config.entry import NumericsError
+from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.data.loader import Batch
 from jaxtp.distributed.agreement import all_gather_json, host_names
 from jaxtp.layers.parameter import spec_of
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.run_folder import CORRUPTION
+from jaxtp.train.run_folder import CORRUPTION, NON_FINITE, replacing
+from jaxtp.train.setup import Run
 from jaxtp.train.state import Blueprint, named_arrays, trained_parameters
 from jaxtp.train.step import Scalars
 
@@ -239,3 +243,56 @@ def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> st
     except OSError as error:
         return f"{folder}: {error.strerror}"
     return None
+
+
+def nonfinite_gradient(run: Run, what: str, step: int, batch: Batch, info: dict[str, object]) -> NonFiniteError:
+    """Saves the state, still as before the step, and the batch; returns the error that describes `what`.
+
+    Replaces the files of an earlier failure.
+    """
+    remedy = "leave such steps out with --train.non-finite skip"
+    if run.config.train.non_finite == "skip":
+        remedy = f"allow more than --train.max-skipped {run.config.train.skips_allowed} such steps in a row"
+    folder = run.config.run.dir / NON_FINITE
+    try:
+        _save_state_and_batch(run, step, batch, info)
+        saved = f"are in {folder / str(step)}, from which a new run can start (--run.init-from)"
+    except (UserError, OSError) as error:
+        saved = f"could not be saved for inspection ({error})"
+    return NonFiniteError(
+        f"{what}: not finite. Nothing of it entered the weights; they and the batch {saved}. "
+        f"{_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, a bad sample), or {remedy}"
+    )
+
+
+def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFiniteError:
+    """Returns the error after an update that is not finite: the weights are lost, but not saved."""
+    loss, gradient, weights, rate = (values[n] for n in ("loss", "grad_norm", "param_norm", "learning_rate"))
+    counts = sums(named_arrays(run.state)).not_finite()
+    where = f": {describe_not_finite(counts)}" if counts else ""
+    return NonFiniteError(
+        f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the weights after it {weights:g}: the "
+        f"update is not finite{where}. These weights are not saved. {_resume_hint(run.checkpoints)}. Lower the "
+        f"learning rate, which was {rate:g}"
+    )
+
+
+def _save_state_and_batch(run: Run, step: int, batch: Batch, info: dict[str, object]) -> None:
+    rows = {
+        f"{name}_{shard.index[0].start or 0}": np.asarray(shard.data)
+        for name, array in batch.items()
+        for shard in array.addressable_shards
+    }
+    with replacing(run.config.run.dir / NON_FINITE) as new:
+        checkpoints = Checkpoints(new)
+        checkpoints.save(step, run.blueprint.stored(run.state), run.blueprint.mesh, info)
+        checkpoints.close()
+        np.savez(new / str(step) / f"batch_{jax.process_index()}.npz", **rows)  # type: ignore[arg-type]
+
+
+def _resume_hint(checkpoints: Checkpoints) -> str:
+    checkpoints.describe_newest()  # waits for a save in progress
+    saved = checkpoints.steps()
+    if not saved:
+        return "The same command starts again: there is no checkpoint yet"
+    return f"The same command resumes from the checkpoint at step {saved[-1]}"

@@ -23,10 +23,10 @@ from jaxtp.config.schema import from_yaml
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxtp.train.metrics import Profiler, Timing, describe_peak, flops_per_token, memory_record, peak_flops
+from jaxtp.train.metrics import Timing, Trackers, _identity, draw
 from jaxtp.train.optimizer import learning_rate
+from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.run_folder import RunFolderError
-from jaxtp.train.trackers import Trackers, _identity, draw
 
 
 @pytest.fixture
@@ -316,10 +316,10 @@ def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(fail
 
     for name in ("start_trace", "stop_trace"):
         monkeypatch.setattr(jax.profiler, name, fail if name == failing else lambda *args, **kwargs: None)
-    profiler = Profiler(tmp_path, 1, 2)
-    profiler.start()
-    assert profiler.tracing
-    assert profiler.stop(None) == "no profile of steps 1 to 2: [Errno 28] No space left on device"
+    profiler = Profiler(tmp_path, 1, 2, Timing())
+    profiler.before(1)
+    assert profiler.after(1, None) is None
+    assert profiler.after(2, None) == "no profile of steps 1 to 2: [Errno 28] No space left on device"
     profiler.close()
 
 
