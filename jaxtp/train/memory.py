@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxtp.analysis.step_costs import StepCosts, described, step_costs
 from jaxtp.checkpoint.logical import divisible_axes, named_variables, split_dims
 from jaxtp.checkpoint.storage import save_host_bytes
 from jaxtp.layers.kernels.select import Implementation
@@ -23,9 +23,6 @@ from jaxtp.mesh import STORAGE, TP, batch_parts, parts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import TrainState
-
-if TYPE_CHECKING:
-    from jaxtp.analysis.step_costs import StepCosts
 
 MODEL, BLOCKS = "model.", "model.blocks."
 OVERLAP = 3
@@ -122,7 +119,7 @@ def memory_per_device(
     arrays: Iterable[StoredArray] | None = None,
     *,
     platform: str = "cpu",
-    costs: "StepCosts | None" = None,
+    costs: StepCosts | None = None,
 ) -> Memory:
     """Returns the memory of a step per device; ignores the run's mesh.
 
@@ -173,13 +170,11 @@ def with_attention(config: TrainConfig, implementation: Implementation) -> Train
     return replace(config, model=replace(config.model, attention=implementation))
 
 
-def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> "StepCosts":
+def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> StepCosts:
     """Returns the costs of a step per device; ignores the run's mesh.
 
     `platform` decides the kernels, which affect memory and time, not communication.
     """
-    from jaxtp.analysis.step_costs import described, step_costs
-
     costs = step_costs(
         config.model,
         sizes,

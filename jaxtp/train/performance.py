@@ -58,7 +58,7 @@ def describe_peak(device: jax.Device) -> str | None:
     """Explains why no MFU is logged; None on CPUs, or if it is logged."""
     if device.platform == "cpu" or not math.isnan(peak_flops(device)):
         return None
-    return f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/analysis/hardware.py has those that are)"
+    return f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/analysis/hardware.py lists known devices)"
 
 
 def memory_record(device: jax.Device) -> dict[str, int]:

@@ -80,7 +80,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
         f"hosts   {len(records)} processes of {count} device{'s' if count != 1 else ''}: {counts}",
         "devices " + ("\n" + 8 * " ").join(draw_hosts(mesh, hosts)),
         f"versions {', '.join(f'{name} {version}' for name, version in first['versions'].items())}",
-        f"alike   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), data, clocks and run "
+        f"equal   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), data, clocks and run "
         "folder; collectives over every axis are right",
         *(measure_axes(mesh) if config.launch.preflight_bandwidth else []),
     ]
@@ -130,7 +130,7 @@ def check_gpus(records: Sequence[Record]) -> None:
         which = f" (not {', '.join(idle)})" if idle else ""
         raise ConfigError(
             f"{host} has {total} visible GPUs, and its {len(here)} processes drive {driven} of them{which}: start "
-            f"{sharing(total)} processes there, or hide those that are not for this run (CUDA_VISIBLE_DEVICES)"
+            f"{sharing(total)} processes there, or hide the others by CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -156,8 +156,8 @@ def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
         if not abs(seconds - times[0]) <= MAX_SKEW:
             clocks = [time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each)) for each in (times[0], seconds)]
             raise ConfigError(
-                f"the clock of {process_name(process, records[process]['host'])} says {clocks[1]}, and that of "
-                f"{process_name(0, records[0]['host'])} {clocks[0]}: set them, they may be {MAX_SKEW:g} s apart"
+                f"the clock of {process_name(process, records[process]['host'])} says {clocks[1]}, the clock of "
+                f"{process_name(0, records[0]['host'])} {clocks[0]}: they may differ by {MAX_SKEW:g} s at most"
             )
 
 

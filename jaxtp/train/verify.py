@@ -9,6 +9,8 @@ Every `train.verify_every` steps, checksums of each device's shards are compared
 Checksums of every step's gradients tell in which step copies first differed. Programs must be bitwise reproducible
 (`step.compiler_options`). With dp 1, a gradient that was wrong once between verifications leaves nothing to compare.
 Cost: `scripts/results/verify_cost.txt`.
+
+Losses, gradients and updates that are not finite have their errors here too.
 """
 
 import contextlib
@@ -179,14 +181,14 @@ class Verifier:
         saved, last = self._checkpoints.steps(), -1 if self.verified is None else self.verified
         if not saved:
             return "There is no checkpoint: the same command starts again"
-        good, since = ([each for each in saved if (each <= last) is sound] for sound in (True, False))
-        unverified = f"{'that' if len(since) == 1 else 'those'} at {', '.join(map(str, since))}"
+        good, later = [each for each in saved if each <= last], [each for each in saved if each > last]
+        unverified = f"{'that' if len(later) == 1 else 'those'} at {', '.join(map(str, later))}"
         if not good:
             return (
                 f"No checkpoint was verified after it was saved, not {unverified}: the same command resumes from step "
                 f"{saved[-1]}, which may be corrupted too"
             )
-        if since:
+        if later:
             return (
                 f"The checkpoint at step {good[-1]} is good, by the verification at step {last}; {unverified} came "
                 f"later: move what came later out of {self._checkpoints.folder}, and the same command resumes from "
