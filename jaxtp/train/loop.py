@@ -22,7 +22,7 @@ from jaxtp.train import run_folder
 from jaxtp.train.metrics import MEAN_LOSS, Trackers
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run
-from jaxtp.train.state import named_arrays, parameter_count
+from jaxtp.train.state import named_arrays
 from jaxtp.train.step import Scalars, TrainStep, compiler_options, fetch, trace_step
 from jaxtp.train.stopping import Stopping, Watchdog
 
@@ -242,14 +242,10 @@ class Loop:
         timing, devices = self._timing.record(), self._mesh.size
         rate = tokens_per_step / timing["step_seconds"]
         speed = {"tokens_per_second": rate, "tokens_per_second_per_device": rate / devices, **timing}
-        device = self._mesh.devices.flat[0]
-        if platform_of(device) != "cpu" and self._run.blueprint.make_model is None:
-            from jaxtp.train.performance import flops_per_token, peak_flops
+        if platform_of(self._mesh.devices.flat[0]) != "cpu" and self._run.blueprint.make_model is None:
+            from jaxtp.train.performance import utilization
 
-            if math.isfinite(peak := peak_flops(device)):
-                model, length = self._config.model, self._config.data.sequence_length
-                flops = flops_per_token(model, parameter_count(self._run.blueprint), length)
-                speed["mfu"] = rate / devices * flops / peak
+            speed |= utilization(self._run.blueprint, self._config.data.sequence_length, rate)
         return speed
 
     def _skipped(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import uuid
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +38,6 @@ _FLUSH_SECONDS = 30.0
 """Between flushes of TensorBoard's file, which wait for the disk."""
 CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "goodput")
 """Metrics that are drawn by default."""
-_FEW = 20
-"""Lines with fewer points get markers."""
 
 
 class Timing:
@@ -51,7 +49,7 @@ class Timing:
     def __init__(self) -> None:
         self._started = self._last = time.perf_counter()
         self._useful = 0.0
-        self._lost: Counter[str] = Counter()
+        self._lost: defaultdict[str, float] = defaultdict(float)
         self._steps: list[float] = []
         self._waited = 0.0
 
@@ -63,12 +61,12 @@ class Timing:
             yield
         finally:
             self._last = time.perf_counter()
-            self._lost[cause] += self._last - started  # type: ignore[assignment]
+            self._lost[cause] += self._last - started
 
     def end_start(self) -> None:
         """Counts all time so far as lost to the start."""
         self._last = time.perf_counter()
-        self._lost["start"] = self._last - self._started  # type: ignore[assignment]
+        self._lost["start"] = self._last - self._started
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -333,7 +331,7 @@ def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = CURVES, x: 
         for run, found in records.items():
             points = [(record[x], record[metric]) for record in found if metric in record and x in record]
             if points:
-                marker = "." if len(points) < _FEW else ""  # a line of one point is invisible
+                marker = "." if len(points) < 20 else ""  # a line of one point is invisible
                 panel.plot(*zip(*points, strict=True), label=run.name, linewidth=1.2, marker=marker)
         panel.set_title(metric)
         panel.set_xlabel(x)

@@ -19,6 +19,7 @@ from jaxtp.distributed.agreement import host_names, is_multiprocess, process_nam
 from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.metrics import Timing
+from jaxtp.train.state import Blueprint, parameter_count
 
 SLOW = 1.25
 """A device is slow from this multiple of the median on."""
@@ -52,6 +53,14 @@ def peak_flops(device: jax.Device) -> float:
         return math.nan
     hardware = of_kind(device.device_kind)
     return math.nan if hardware is None else hardware.flops
+
+
+def utilization(blueprint: Blueprint, sequence_length: int, tokens_per_second: float) -> dict[str, float]:
+    """Returns `mfu` for the tokens of all devices; empty if their peak is unknown."""
+    mesh, parameters = blueprint.mesh, parameter_count(blueprint)
+    flops = tokens_per_second * flops_per_token(blueprint.config, parameters, sequence_length)
+    mfu = flops / mesh.size / peak_flops(mesh.devices.flat[0])
+    return {"mfu": mfu} if math.isfinite(mfu) else {}
 
 
 def describe_peak(device: jax.Device) -> str | None:

@@ -21,12 +21,15 @@ import jaxtp
 from jaxtp.analysis.step_costs import active_parameters, described
 from jaxtp.config.schema import from_yaml
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train import performance
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
 from jaxtp.train.metrics import Timing, Trackers, _identity, draw
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.run_folder import RunFolderError
+from jaxtp.train.state import parameter_count, plan_state
 
 
 @pytest.fixture
@@ -242,6 +245,15 @@ def test_a_gpu_that_is_not_known_is_not_taken_for_another():
     assert math.isnan(peak_flops(part))
     assert "of 'NVIDIA H200 MIG 1g.18gb' not known: no mfu" in describe_peak(part)
     assert describe_peak(jax.devices()[0]) is None
+
+
+def test_utilization_is_of_all_devices(monkeypatch):
+    model = jaxtp.ModelConfig(num_layers=1)
+    plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh(tp=2))
+    assert performance.utilization(plan, 16, 100.0) == {}, "a CPU's peak is not known"
+    monkeypatch.setattr(performance, "peak_flops", lambda device: 1e9)
+    expected = 100.0 * flops_per_token(model, parameter_count(plan), 16) / 2e9
+    assert performance.utilization(plan, 16, 100.0) == {"mfu": pytest.approx(expected)}
 
 
 @pytest.mark.journey
