@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxtp.config.files import require_picture, write_picture
 from jaxtp.config.schema import ConfigError
-from jaxtp.train.trackers import CURVES, draw
+from jaxtp.train.metrics import CURVES, draw
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,9 +27,9 @@ from jaxtp.config.schema import replace_nested
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.train import optimizer, verify
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import verification_bytes
+from jaxtp.train.memory_check import verification_bytes
 from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
-from jaxtp.train.step import make_train_step, trace_step
+from jaxtp.train.step import fetch, make_train_step, trace_step
 
 
 class Bench:
@@ -55,7 +55,7 @@ class Bench:
     def step(self, made: Callable[..., Any]) -> Any:
         """Makes a step and waits for its numbers; returns the checksums, if it gives some."""
         self.state, scalars, *checksums = made(self.state, self.batch)
-        scalars.fetch()
+        fetch(scalars)
         return jax.block_until_ready(checksums)
 
     def noted(self) -> None:
@@ -66,7 +66,7 @@ class Bench:
         """Verifies a step, with the step itself."""
         self.state = self.verifier.begin(1, self.state, self.batch, lambda state: self.summed(state, self.batch))
         (checksums,) = self.step(self.summed)
-        self.verifier.finish(self.state, checksums)
+        self.verifier.finish(1, self.state, checksums)
 
     def read(self, part: str = "") -> None:
         """Reads what every device holds of the state, as a verification does four times; or of a part of it."""

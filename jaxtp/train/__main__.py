@@ -24,7 +24,7 @@ from jaxtp.distributed.allocator import choose_allocator, describe_out_of_memory
 from jaxtp.distributed.environment import is_launched
 from jaxtp.distributed.failures import report_failure, run_and_report, watch
 from jaxtp.mesh import mesh_sizes
-from jaxtp.train import trackers
+from jaxtp.train import metrics
 from jaxtp.train.config import TrainConfig, training_of
 from jaxtp.train.defaults import resolve_defaults
 from jaxtp.train.loop import Loop
@@ -124,11 +124,11 @@ def _write(config: RunCommand, run: Run, done: bool) -> None:
             "finished": done,
             "step": run.step,
             "mesh": mesh_sizes(run.blueprint.mesh),
-            "metrics": trackers.last_values(folder),
+            "metrics": metrics.last_values(folder),
             "config": to_plain(run.config),
         }
         write_json("--json", config.json, record)
-    write_picture("--plot", config.plot, partial(trackers.draw, [folder]))
+    write_picture("--plot", config.plot, partial(metrics.draw, [folder]))
 
 
 if __name__ == "__main__":

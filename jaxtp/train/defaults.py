@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 import jax
 
@@ -38,9 +38,11 @@ from jaxtp.mesh import (
 from jaxtp.models.config import adaptable, padded_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
-from jaxtp.train.memory import StoredArray, costs_of_step, memory_per_device, stored_arrays
 from jaxtp.train.setup import load_data, with_steps
 from jaxtp.train.validation import problems
+
+if TYPE_CHECKING:
+    from jaxtp.train.memory import StoredArray
 
 WARMUP = 0.03
 """Fraction of the steps of a trained model."""
@@ -249,7 +251,7 @@ def _can_use(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) 
 
 
 def missing_bytes(
-    config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo, arrays: Iterable[StoredArray] | None = None
+    config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo, arrays: Iterable["StoredArray"] | None = None
 ) -> float:
     """Returns the bytes that a step lacks on each device, or 0.
 
@@ -258,6 +260,8 @@ def missing_bytes(
     """
     if devices.memory is None:
         return 0.0
+    from jaxtp.train.memory import memory_per_device
+
     return max(0.0, memory_per_device(config, mesh, arrays, platform=devices.platform).total - devices.memory)
 
 
@@ -276,6 +280,8 @@ def best_mesh(
       axes: have a fixed configured size; -1 means any.
       any_batch: the batch may be larger than configured.
     """
+    from jaxtp.train.memory import costs_of_step, stored_arrays
+
     tried = [axis for axis in AXES if axis not in CONTEXT or axis in axes]  # cp only on request
     fixed = {axis: size for axis, size in config.mesh.sizes.items() if axis in axes and size != -1}
     arrays = () if devices.memory is None else stored_arrays(config)

@@ -6,32 +6,23 @@ A step peaks between forward and backward pass, or with muon in the update. Acti
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxtp.analysis.step_costs import StepCosts, described, step_costs
 from jaxtp.checkpoint.logical import divisible_axes, named_variables, split_dims
 from jaxtp.checkpoint.storage import save_host_bytes
-from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.allocator import advice, memory_fraction, most_bytes
-from jaxtp.distributed.devices import bytes_limit, host_memory
-from jaxtp.layers.kernels.select import Implementation, architecture_of
+from jaxtp.layers.kernels.select import Implementation
 from jaxtp.layers.parameter import Padding, padding_of
-from jaxtp.mesh import STORAGE, TP, batch_parts, mesh_sizes, parts
-from jaxtp.models.config import ModelConfig
+from jaxtp.mesh import STORAGE, TP, batch_parts, parts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, TrainState, bytes_per_device, total_bytes
-
-if TYPE_CHECKING:
-    from jaxtp.analysis.step_costs import StepCosts
+from jaxtp.train.state import TrainState
 
 MODEL, BLOCKS = "model.", "model.blocks."
 OVERLAP = 3
@@ -39,7 +30,6 @@ OVERLAP = 3
 schedule overlaps them, sometimes completely, sometimes not at all."""
 
 _INT32 = 4
-_GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,7 @@ def memory_per_device(
     arrays: Iterable[StoredArray] | None = None,
     *,
     platform: str = "cpu",
-    costs: "StepCosts | None" = None,
+    costs: StepCosts | None = None,
 ) -> Memory:
     """Returns the memory of a step per device; ignores the run's mesh.
 
@@ -138,14 +128,36 @@ def memory_per_device(
       platform: from `hardware.architecture_of`.
       costs: `costs_of_step(config, sizes, platform)`, if known.
     """
-    state = _StateBytes.of(config, stored_arrays(config) if arrays is None else arrays, sizes)
+    stored = [(array, array.bytes_per_device(sizes)) for array in (stored_arrays(config) if arrays is None else arrays)]
+    trained = [(array, size) for array, size in stored if array.trained]
+    summed = 0  # gradients summed over micro-batches
+    if config.train.accumulation > 1:
+        sum_dtype = config.model.precision.sum_dtype
+        summed = sum(array.bytes_per_device(sizes, sum_dtype(array.dtype)) for array, _ in trained)
     costs = costs or costs_of_step(config, sizes, platform)
-    backward = _backward(config, sizes, state, costs)
+    weights, working, logits = costs.weights, costs.working, costs.loss
+    if logits < weights + working:
+        logits //= OVERLAP
+    else:
+        weights, working = weights // OVERLAP, working // OVERLAP
+    inputs = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
+    tokens = config.data.global_batch_size // batch_parts(sizes) * config.data.sequence_length
+    backward = Memory(
+        parameters=sum(size for array, size in stored if array.name.startswith(MODEL)),
+        optimizer=sum(size for array, size in stored if not array.name.startswith(MODEL)),
+        gradients=sum(size for array, size in trained if array.name.startswith(BLOCKS)) + summed,
+        whole_matrices=0,
+        gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
+        activations=costs.kept + working,
+        logits=logits,
+        batch=inputs * tokens * _INT32,
+    )
     # The update is in place (`step.make_train_step`); muon adds whole matrices and their updates to all gradients.
+    updated = sum(size for _, size in trained)
     update = replace(
         backward,
-        gradients=state.summed or state.trained,
-        whole_matrices=costs.owned + state.trained if costs.owned else 0,
+        gradients=summed or updated,
+        whole_matrices=costs.owned + updated if costs.owned else 0,
         gathered_weights=0,
         activations=0,
         logits=0,
@@ -158,37 +170,11 @@ def with_attention(config: TrainConfig, implementation: Implementation) -> Train
     return replace(config, model=replace(config.model, attention=implementation))
 
 
-@dataclass(frozen=True)
-class _StateBytes:
-    # On one device. `trained`: parameters that have gradients; `trained_blocks`: those inside the blocks;
-    # `summed`: gradients summed over micro-batches, 0 without accumulation.
-    parameters: int
-    optimizer: int
-    trained: int
-    trained_blocks: int
-    summed: int
-
-    @classmethod
-    def of(cls, config: TrainConfig, arrays: Iterable[StoredArray], sizes: Mapping[str, int]) -> "_StateBytes":
-        stored = [(array, array.bytes_per_device(sizes)) for array in arrays]
-        summed = (a for a, _ in stored if a.trained and config.train.accumulation > 1)
-        sum_dtype = config.model.precision.sum_dtype
-        return cls(
-            parameters=sum(size for a, size in stored if a.name.startswith(MODEL)),
-            optimizer=sum(size for a, size in stored if not a.name.startswith(MODEL)),
-            trained=sum(size for a, size in stored if a.trained),
-            trained_blocks=sum(size for a, size in stored if a.trained and a.name.startswith(BLOCKS)),
-            summed=sum(a.bytes_per_device(sizes, sum_dtype(a.dtype)) for a in summed),
-        )
-
-
-def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> "StepCosts":
+def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> StepCosts:
     """Returns the costs of a step per device; ignores the run's mesh.
 
     `platform` decides the kernels, which affect memory and time, not communication.
     """
-    from jaxtp.analysis.step_costs import step_costs
-
     costs = step_costs(
         config.model,
         sizes,
@@ -199,107 +185,10 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
         platform=platform,
         context=config.mesh.context,
     )
-    return costs if config.optimizer.name != "muon" else _with_muon(costs, config.model, sizes)
+    if config.optimizer.name != "muon":
+        return costs
+    from jaxtp.train.muon import with_muon
 
-
-def _with_muon(costs: "StepCosts", model: ModelConfig, sizes: Mapping[str, int]) -> "StepCosts":
-    from jaxtp.analysis.step_costs import described
-    from jaxtp.train.muon import MUON, owned
-
-    as_split = described(model, sizes[TP] if model.most_experts else 1)  # tp decides how experts are split
+    as_split = described(config.model, sizes[TP] if config.model.most_experts else 1)  # tp decides how experts split
     variables = named_variables(nnx.state(as_split, nnx.Param))
-    matrices = {path: variable for path, variable in variables.items() if optimizers.is_orthogonalised(path)}
-    kinds = owned(matrices, sizes)
-    module = f"{OPTIMIZER_SCOPE}/{MUON}"
-    moved = Counter(costs.traffic)
-    for kind in kinds:
-        moved.update(dict(kind.moves(module, sizes)))
-    return replace(
-        costs,
-        traffic=moved,
-        update=tuple(product for kind in kinds for product in kind.products()),
-        owned=max((kind.working for kind in kinds), default=0),
-    )
-
-
-def _backward(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: "StepCosts") -> Memory:
-    weights, working, logits = costs.weights, costs.working, costs.loss
-    if logits < weights + working:
-        logits //= OVERLAP
-    else:
-        weights, working = weights // OVERLAP, working // OVERLAP
-    arrays = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
-    rows = config.data.global_batch_size // batch_parts(sizes)
-    return Memory(
-        parameters=state.parameters,
-        optimizer=state.optimizer,
-        gradients=state.trained_blocks + state.summed,
-        whole_matrices=0,
-        gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
-        activations=costs.kept + working,
-        logits=logits,
-        batch=arrays * rows * config.data.sequence_length * _INT32,
-    )
-
-
-def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
-    """Checks that the state fits the host (shared by virtual CPU devices), or a step each device.
-
-    Raises:
-      ConfigError: it does not fit, and `train.allow_oversize` is off.
-    """
-    mesh = blueprint.mesh
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if on_cpu and (needed := total_bytes(blueprint)) > (available := host_memory()):
-        raise ConfigError(
-            f"the state alone needs {needed / _GB:,.0f} GB, and this machine has {available / _GB:,.0f} GB and no GPU; "
-            "try the configuration without training by jaxtp check, or see what it needs by jaxtp estimate"
-        )
-    if config.train.verify_every:
-        needed = verification_bytes(blueprint) + (total_bytes(blueprint) if on_cpu else 0)
-        if needed > (available := host_memory()):
-            raise ConfigError(
-                f"train.verify_every={config.train.verify_every} keeps the state of this process's devices in host "
-                f"memory, twice: that takes {needed / _GB:,.0f} GB, and this machine has {available / _GB:,.0f} GB; "
-                "--train.verify-every 0 trains without verification"
-            )
-    limit = bytes_limit(mesh.local_devices[0])
-    if limit is None or config.train.allow_oversize:
-        return
-    step, _, most = _step_on(config, mesh, limit)
-    if step.total > most:
-        raise ConfigError(
-            f"a step takes {_summary(step)} on each device, and JAX has {limit / _GB:,.1f} GB there; "
-            "jaxtp estimate with these settings and --hardware says what fits, and --train.allow-oversize "
-            "tries it all the same"
-        )
-
-
-def describe_memory(config: TrainConfig, mesh: Mesh) -> str | None:
-    """Describes a step's memory; None without a limit, as on CPUs."""
-    limit = bytes_limit(mesh.local_devices[0])
-    if limit is None:
-        return None
-    step, fraction, most = _step_on(config, mesh, limit)
-    verdict = "fits" if step.total <= most else "does not fit"
-    hint = advice(config.launch.allocator, step.total, limit, fraction)
-    return (
-        f"{_summary(step)} on each device at a step's peak, of {limit / _GB:,.1f} GB that JAX has there: {verdict}"
-        f"{'' if hint is None else f'; {hint}'}"
-    )
-
-
-def verification_bytes(blueprint: Blueprint) -> int:
-    """Returns a verification's host memory per process: its part of the state, twice."""
-    return 2 * bytes_per_device(blueprint) * len(blueprint.mesh.local_devices)
-
-
-def _step_on(config: TrainConfig, mesh: Mesh, limit: float) -> tuple[Memory, float, float]:
-    # The step's memory, the allocator's fraction of the device, and the most that it can allocate.
-    step = memory_per_device(config, mesh_sizes(mesh), platform=architecture_of(mesh.devices.flat[0]))
-    fraction = memory_fraction(config.launch.allocator)
-    return step, fraction, most_bytes(config.launch.allocator, limit, fraction)
-
-
-def _summary(memory: Memory) -> str:
-    return f"{memory.total / _GB:,.1f} GB ({memory.state / _GB:,.1f} of state, exact; the rest modelled)"
+    return with_muon(costs, {path: v for path, v in variables.items() if optimizers.is_orthogonalised(path)}, sizes)

@@ -1,20 +1,43 @@
-"""Measurements: times, mean loss, model FLOPs utilization, memory, profiler traces."""
+"""Times and mean loss of a run; its numbers in `metrics.jsonl` and in trackers."""
 
+import contextlib
+import importlib
+import importlib.util
+import json
 import math
+import os
+import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 import jax
 import numpy as np
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import scalar
 
-from jaxtp.mesh import mesh_shape
-from jaxtp.models.config import ModelConfig
+from jaxtp.config.files import write_atomically
+from jaxtp.config.schema import ConfigError, to_plain
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.run_folder import writing
 
 MEAN_LOSS = "mean_loss"
 """Key of `MeanLoss.sums` in a checkpoint's info."""
+Record = Mapping[str, float | int]
+"""Numbers by name, with their `step`."""
+
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+_IDENTITIES = "trackers.json"
+_FLUSH_SECONDS = 30.0
+"""Between flushes of TensorBoard's file, which wait for the disk."""
+CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "goodput")
+"""Metrics that are drawn by default."""
 
 
 class Timing:
@@ -26,7 +49,7 @@ class Timing:
     def __init__(self) -> None:
         self._started = self._last = time.perf_counter()
         self._useful = 0.0
-        self._lost: Counter[str] = Counter()
+        self._lost: defaultdict[str, float] = defaultdict(float)
         self._steps: list[float] = []
         self._waited = 0.0
 
@@ -38,12 +61,12 @@ class Timing:
             yield
         finally:
             self._last = time.perf_counter()
-            self._lost[cause] += self._last - started  # type: ignore[assignment]
+            self._lost[cause] += self._last - started
 
     def end_start(self) -> None:
         """Counts all time so far as lost to the start."""
         self._last = time.perf_counter()
-        self._lost["start"] = self._last - self._started  # type: ignore[assignment]
+        self._lost["start"] = self._last - self._started
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -100,83 +123,219 @@ class MeanLoss:
         return total / tokens if tokens else loss
 
 
-def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
-    """Returns `6 (N - V D) + 6 L S (heads * head_dim)`, the definition for every utilization, with N `parameters`.
+class _TensorBoard:
+    # Event files in `tensorboard/`; steps from `logs_from` replace earlier ones.
 
-    Embedding lookups, recomputation and unused experts do not count; a tied table counts as the head's product. Frozen
-    parameters count 4 instead of 6. Kaplan et al., arXiv 2001.08361; attention as in Megatron-LM, arXiv 2104.04473,
-    halved for causality.
+    def __init__(self, config: TrainConfig, logs_from: int):
+        folder = config.run.dir / TENSORBOARD
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        # Without tensorboardX's thread, which dies on a full disk; its queue then blocks the writer.
+        self._writer = RecordWriter(str(folder / name))
+        self._add(0, file_version="brain.Event:2")
+        self._add(logs_from, session_log=SessionLog(status=SessionLog.START))
+        self._flushed = -math.inf
+        self.close = self._writer.close
+
+    def write(self, step: int, values: Record) -> None:
+        for name, value in values.items():
+            self._add(step, summary=scalar(name, value))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._writer.flush()
+            self._flushed = time.monotonic()
+
+    def _add(self, step: int, **what: object) -> None:
+        self._writer.write(Event(wall_time=time.time(), step=step, **what).SerializeToString())
+
+
+class _WeightsAndBiases:
+    # A W&B run, resumed with this run; `WANDB_MODE=offline` keeps it in the run's folder.
+
+    def __init__(self, config: TrainConfig, logs_from: int):
+        wandb = importlib.import_module("wandb")
+        try:
+            self._run = wandb.init(
+                project=config.metrics.project,
+                name=config.run.dir.name,
+                id=_identity(config.run.dir, "wandb", uuid.uuid4().hex[:12]),
+                resume="allow",
+                dir=config.run.dir,
+                config=to_plain(config),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"metrics.trackers: wandb cannot start ({error}); run 'wandb login' first, or set WANDB_MODE=offline"
+            ) from None
+        self._run.define_metric("*", step_metric="step")  # W&B's own step must not repeat
+        self.close = self._run.finish  # waits for the upload
+
+    def write(self, step: int, values: Record) -> None:
+        self._run.log({"step": step, **values})
+
+
+class _Aim:
+    # A run in the Aim repository next to the run's folder (`aim up --repo`), resumed with this run.
+
+    def __init__(self, config: TrainConfig, logs_from: int):
+        aim = importlib.import_module("aim")
+        self._run = aim.Run(
+            run_hash=_identity(config.run.dir, "aim", None),
+            repo=str(config.run.dir.parent),
+            experiment=config.metrics.project,
+            system_tracking_interval=None,
+            capture_terminal_logs=False,
+        )
+        _identity(config.run.dir, "aim", self._run.hash)
+        self._run.name = config.run.dir.name
+        self._run["config"] = to_plain(config)
+        self.close = self._run.close
+
+    def write(self, step: int, values: Record) -> None:
+        for name, value in values.items():
+            self._run.track(value, name=name, step=step)  # replaces an earlier value of the step
+
+
+Tracker = _TensorBoard | _WeightsAndBiases | _Aim
+_BY_NAME: dict[str, type[Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases, "aim": _Aim}
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raises ConfigError if a tracker is not installed; imports nothing."""
+    for name in names:  # tensorboardX comes with jaxtp
+        if name != "tensorboard" and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"metrics.trackers: {name} is not installed; pip install 'jaxtp[{name}]'")
+
+
+class Trackers:
+    """Writes finite numbers to `metrics.jsonl` (others are null) and to trackers, on process 0.
+
+    A tracker that fails gets no more.
+
+    Args:
+      resumed_at: step of the checkpoint, or 0.
+      warn: reports a failed tracker.
+
+    Raises:
+      RunFolderError: a file in the run's folder cannot be written.
     """
-    from jaxtp.analysis.costs import Workload
-    from jaxtp.analysis.step_costs import active_parameters, costs_of
 
-    lookup = 0 if config.tie_embeddings else config.vocab_size * config.d_model
-    lookup += (config.learned_positions or 0) * config.d_model
-    share = Workload(sizes=mesh_shape(), rows=1, length=max(1, sequence_length), training=False)
-    costs = costs_of(config, share)
-    forward = sum(product.counted * product.flops for product in costs.attention) / share.length
-    used = active_parameters(config, parameters) - lookup
-    trained = costs.adapters if config.lora.rank else used
-    return 6.0 * trained + 4.0 * (used - trained) + (3.0 * forward if sequence_length else 0.0)
+    def __init__(self, config: TrainConfig, resumed_at: int, warn: Callable[[str], None]):
+        self._warn, self._path = warn, config.run.dir / METRICS
+        self._file: TextIO | None = None
+        self._trackers: dict[str, Tracker] = {}
+        if jax.process_index() != 0:
+            return
+        # A killed run may have logged later steps, now repeated: trackers that can, drop the first record.
+        logs_from = resumed_at + 1 if resumed_at else 0
+        with writing(self._path):
+            before = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
+            earlier = [line for line in before.splitlines() if _step(line) < logs_from]
+            write_atomically(self._path, "".join(line + "\n" for line in earlier).encode())
+            self._file = self._path.open("a", encoding="utf-8")
+        try:
+            for name in config.metrics.trackers:
+                with writing(config.run.dir / name):
+                    self._trackers[name] = _BY_NAME[name](config, logs_from)
+        except BaseException:
+            self.close()
+            raise
 
-
-def peak_flops(device: jax.Device) -> float:
-    """Returns the dense bfloat16 peak in FLOP/s; NaN if unknown, as on CPUs."""
-    if device.platform == "cpu":
-        return math.nan
-    from jaxtp.analysis.hardware import of_kind
-
-    hardware = of_kind(device.device_kind)
-    return math.nan if hardware is None else hardware.flops
-
-
-def describe_peak(device: jax.Device) -> str | None:
-    """Explains why no MFU is logged; None on CPUs, or if it is logged."""
-    if device.platform == "cpu" or not math.isnan(peak_flops(device)):
-        return None
-    return f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/analysis/hardware.py has those that are)"
-
-
-def memory_record(device: jax.Device) -> dict[str, int]:
-    """Returns current and peak bytes in use; empty if not reported, as on CPUs."""
-    stats = device.memory_stats() or {}
-    names = {"bytes_in_use": "memory_bytes", "peak_bytes_in_use": "memory_peak_bytes"}
-    return {name: stats[key] for key, name in names.items() if key in stats}
-
-
-class Profiler:
-    """Traces `steps` steps from `start`, for XProf and Perfetto; 0 disables it.
-
-    A failure, such as a full disk, does not stop the run.
-    """
-
-    def __init__(self, folder: Path, start: int, steps: int):
-        self._folder = folder
-        self.first, self.last = start, start + steps - 1
-        self.tracing = False
-        self._failure: str | None = None
-
-    def start(self) -> None:
-        """Starts the trace; call before step `first`."""
-        self.tracing = True
-        self._attempt(lambda: jax.profiler.start_trace(self._folder, create_perfetto_trace=True))
-
-    def stop(self, results: object) -> str:
-        """Ends the trace after the results of step `last`; returns its location or failure."""
-        jax.block_until_ready(results)
-        self.close()
-        steps = f"profile of steps {self.first} to {self.last}"
-        return f"{steps} in {self._folder}" if self._failure is None else f"no {steps}: {self._failure}"
+    def write(self, record: Record) -> None:
+        """Writes a record with its `step` to the file, which is flushed, and to each tracker."""
+        if self._file is None:
+            return
+        finite = {name: value for name, value in record.items() if math.isfinite(value)}
+        with writing(self._path):
+            self._file.write(json.dumps(dict.fromkeys(record) | finite) + "\n")
+            self._file.flush()
+        step = int(finite.pop("step"))
+        self._each(lambda tracker: tracker.write(step, finite))
 
     def close(self) -> None:
-        """Ends an unfinished trace."""
-        if self.tracing:
-            self.tracing = False
-            if self._failure is None:
-                self._attempt(jax.profiler.stop_trace)
+        """Closes the trackers and the file."""
+        self._each(lambda tracker: tracker.close())
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # from a failed write, already reported
+                self._file.close()
 
-    def _attempt(self, action: Callable[[], object]) -> None:
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # a service's client may raise anything
+                with contextlib.suppress(Exception):
+                    self._trackers.pop(name).close()
+                self._warn(f"metrics.trackers: {name} failed ({error}) and gets no more; {METRICS} has every number")
+
+
+def _identity(folder: Path, name: str, new: str | None) -> str | None:
+    # The service's id of this run, stored in its folder; `new` if there is none yet.
+    path = folder / _IDENTITIES
+    try:
+        stored: dict[str, str] = dict(json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):  # none yet, or cut short
+        stored = {}
+    if name not in stored and new is not None:
+        stored[name] = new
+        write_atomically(path, json.dumps(stored).encode())
+    return stored.get(name)
+
+
+def _step(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return float("inf")  # cut short by a kill, or not ours: dropped
+
+
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """Returns a run's complete records; raises OSError if there is no file."""
+    records = []
+    for line in (run / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            action()
-        except Exception as error:  # from the file system, or another trace in this process
-            self._failure = str(error).partition("\n")[0] or type(error).__name__
+            record = json.loads(line, parse_int=float)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            records.append({name: value for name, value in record.items() if isinstance(value, float)})
+    return records
+
+
+def last_values(run: Path) -> dict[str, float]:
+    """Returns the last value of each metric."""
+    values: dict[str, float] = {}
+    for record in read_metrics(run):
+        values |= record
+    return values
+
+
+def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = CURVES, x: str = "step") -> None:
+    """Draws a panel for each metric over metric `x`, a line per run.
+
+    Raises:
+      ConfigError: no run has a requested metric; missing `CURVES` are omitted.
+      OSError: a run has no metrics.
+    """
+    records = {run: read_metrics(run) for run in runs}
+    known = {name for found in records.values() for record in found for name in record}
+    if missing := [name for name in (x, *metrics) if name not in known and name not in CURVES]:
+        raise ConfigError(f"no run has {missing[0]!r}; there are {', '.join(sorted(known))}")
+    metrics = [name for name in metrics if name in known]
+    if not metrics:
+        raise ConfigError(f"no run has logged a step; there are {', '.join(sorted(known)) or 'no numbers'}")
+    columns = min(3, len(metrics))
+    rows = math.ceil(len(metrics) / columns)
+    figure.set_size_inches(4.5 * columns, 3.2 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for panel, metric in zip(panels, metrics, strict=False):
+        for run, found in records.items():
+            points = [(record[x], record[metric]) for record in found if metric in record and x in record]
+            if points:
+                marker = "." if len(points) < 20 else ""  # a line of one point is invisible
+                panel.plot(*zip(*points, strict=True), label=run.name, linewidth=1.2, marker=marker)
+        panel.set_title(metric)
+        panel.set_xlabel(x)
+        panel.grid(alpha=0.3)
+    for panel in panels[len(metrics) :]:
+        panel.axis("off")
+    panels[0].legend()

@@ -9,8 +9,9 @@ Jordan et al. 2024; scale from Liu et al., arXiv 2502.16982.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
@@ -23,10 +24,12 @@ from jax import Array, lax
 
 from jaxtp.analysis.collective import ALL_TO_ALL, Axes, Collective
 from jaxtp.analysis.costs import Product
+from jaxtp.analysis.step_costs import StepCosts
 from jaxtp.checkpoint.logical import Arrays, split_dims
 from jaxtp.collectives import all_to_all, axis_size, device_view
 from jaxtp.layers.parameter import Padding, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes, parts
+from jaxtp.train.state import OPTIMIZER_SCOPE
 
 MUON = "muon"
 STEPS = 5
@@ -53,18 +56,6 @@ class Kind:
     """Mesh axes over which whole matrices are divided."""
     padding: Padding
     dtype: jnp.dtype
-
-    @property
-    def scale(self) -> float:
-        """Scales an orthogonal matrix to a root mean square of `RMS`."""
-        return RMS * math.sqrt(max(self.shape))
-
-    def stored(self, tp: int) -> tuple[int, ...]:
-        """Returns rows and columns, padded for `tp`."""
-        dims = list(self.shape)
-        for dim, split in self.padding:
-            dims[dim] = split.padded(tp)
-        return tuple(dims)
 
 
 @dataclass(frozen=True)
@@ -137,7 +128,8 @@ def _of_kind(kind: Kind, members: Sequence[Member], shards: Sequence[Array]) -> 
     turned = [shard.mT if member.transposed else shard for member, shard in zip(members, shards, strict=True)]
     stack = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in turned])  # [n, rows/parts, columns/parts]
     whole = unpad(_deal(stack, kind.axes), kind.padding, tp)
-    scaled = pad(kind.scale * _newton_schulz(whole), kind.padding, tp)
+    scale = RMS * math.sqrt(max(kind.shape))  # an orthogonal matrix has a root mean square of 1 / sqrt(max(shape))
+    scaled = pad(scale * _newton_schulz(whole), kind.padding, tp)
     made = jnp.split(_give_back(scaled, kind.axes), list(accumulate(member.count for member in members)))
     results = [part.reshape(x.shape) for part, x in zip(made, turned, strict=False)]  # the rest is padding
     return [x.mT if member.transposed else x for member, x in zip(members, results, strict=True)]
@@ -177,46 +169,21 @@ def _give_back(whole: Array, axes: tuple[Axes, Axes]) -> Array:
     return all_to_all(stack, *axes[0], *axes[1], split=0, join=0) if over_rows * over_columns > 1 else stack
 
 
-@dataclass(frozen=True)
-class Owned:
-    """Matrices of one kind that a device orthogonalizes, and the cost."""
-
-    kind: Kind
-    count: int
-    """Number of matrices, including zeros."""
-    devices: int
-    """Devices among which they are dealt out."""
-    tp: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the padded whole matrices, moved by each all-to-all."""
-        return self.count * math.prod(self.kind.stored(self.tp)) * self.kind.dtype.itemsize
-
-    def moves(self, module: str, sizes: Mapping[str, int]) -> Iterator[tuple[Collective, int]]:
-        """Yields the collectives and how often each runs."""
-        axes = tuple(axis for axis in sizes if sizes[axis] > 1 and axis in (*self.kind.axes[0], *self.kind.axes[1]))
-        if self.devices > 1:
-            yield Collective(ALL_TO_ALL, axes, self.devices, self.bytes, module), 2
-
-    def products(self) -> Iterator[Product]:
-        """Yields the products of all Newton-Schulz steps: `a = x @ x.T`, `a @ a`, and their sum times x."""
-        short, long = sorted(self.kind.shape)
-        for shape in ((short, long, short), (short, short, short), (short, short, long)):
-            yield Product.of("newton-schulz", shape, self.kind.dtype.itemsize, STEPS * self.count)
-
-    @property
-    def working(self) -> int:
-        """Bytes of the matrices and one Newton-Schulz step: x, its successor, two `[short, short]`."""
-        short, long = sorted(self.kind.shape)
-        return self.bytes + 2 * short * (long + short) * self.kind.dtype.itemsize
-
-
-def owned(variables: Mapping[str, nnx.Variable[Any]], sizes: Mapping[str, int]) -> list[Owned]:
-    """Returns the matrices that each device orthogonalizes, by kind."""
-    found = []
+def with_muon(costs: StepCosts, variables: Mapping[str, nnx.Variable[Any]], sizes: Mapping[str, int]) -> StepCosts:
+    """Adds the costs of the update of `variables` on one device, which also orthogonalizes zeros."""
+    traffic, products, working = Counter(costs.traffic), [], 0
     for kind, members in kinds(variables, sizes).items():
-        devices = parts(sizes, (*kind.axes[0], *kind.axes[1]))
+        axes = tuple(axis for axis in sizes if sizes[axis] > 1 and axis in chain(*kind.axes))
+        devices, itemsize = parts(sizes, axes), kind.dtype.itemsize
         count = -(-sum(member.count for member in members) // devices)
-        found.append(Owned(kind, count, devices, sizes[TP]))
-    return found
+        dims = list(kind.shape)
+        for dim, split in kind.padding:
+            dims[dim] = split.padded(sizes[TP])
+        whole = count * math.prod(dims) * itemsize
+        if devices > 1:
+            traffic[Collective(ALL_TO_ALL, axes, devices, whole, f"{OPTIMIZER_SCOPE}/{MUON}")] += 2
+        short, long = sorted(kind.shape)
+        for shape in ((short, long, short), (short, short, short), (short, short, long)):  # x x^T, its square, times x
+            products.append(Product.of("newton-schulz", shape, itemsize, STEPS * count))
+        working = max(working, whole + 2 * short * (long + short) * itemsize)  # x, its successor, two [short, short]
+    return replace(costs, traffic=traffic, update=tuple(products), owned=working)

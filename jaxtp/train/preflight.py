@@ -65,8 +65,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     """
     if not is_multiprocess():
         return measure_axes(mesh) if config.launch.preflight_bandwidth else []
-    records: list[Record]
-    records = all_gather_json(record(config, data))
+    records: list[Record] = all_gather_json(record(config, data))
     compare(records)
     check_gpus(records)
     if not config.mesh.tp_across_hosts:
@@ -81,9 +80,8 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
         f"hosts   {len(records)} processes of {count} device{'s' if count != 1 else ''}: {counts}",
         "devices " + ("\n" + 8 * " ").join(draw_hosts(mesh, hosts)),
         f"versions {', '.join(f'{name} {version}' for name, version in first['versions'].items())}",
-        f"alike   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), data, clocks and run "
-        "folder; "
-        "collectives over every axis are right",
+        f"equal   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), data, clocks and run "
+        "folder; collectives over every axis are right",
         *(measure_axes(mesh) if config.launch.preflight_bandwidth else []),
     ]
 
@@ -132,7 +130,7 @@ def check_gpus(records: Sequence[Record]) -> None:
         which = f" (not {', '.join(idle)})" if idle else ""
         raise ConfigError(
             f"{host} has {total} visible GPUs, and its {len(here)} processes drive {driven} of them{which}: start "
-            f"{sharing(total)} processes there, or hide those that are not for this run (CUDA_VISIBLE_DEVICES)"
+            f"{sharing(total)} processes there, or hide the others by CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -158,8 +156,8 @@ def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
         if not abs(seconds - times[0]) <= MAX_SKEW:
             clocks = [time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each)) for each in (times[0], seconds)]
             raise ConfigError(
-                f"the clock of {process_name(process, records[process]['host'])} says {clocks[1]}, and that of "
-                f"{process_name(0, records[0]['host'])} {clocks[0]}: set them, they may be {MAX_SKEW:g} s apart"
+                f"the clock of {process_name(process, records[process]['host'])} says {clocks[1]}, the clock of "
+                f"{process_name(0, records[0]['host'])} {clocks[0]}: they may differ by {MAX_SKEW:g} s at most"
             )
 
 
@@ -183,6 +181,8 @@ def check_folder(folder: Path) -> None:
 def measure_axes(mesh: Mesh) -> list[str]:
     """Returns the all-gather bandwidth of each axis, one line each."""
     each = _GATHERED_ON_CPU if mesh.devices.flat[0].platform == "cpu" else _GATHERED
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    hosts = np.array(host_names() if is_multiprocess() else [""])[processes]
     lines = []
     for axis, size in mesh_sizes(mesh).items():
         if size == 1:
@@ -197,10 +197,7 @@ def measure_axes(mesh: Mesh) -> list[str]:
             jax.block_until_ready(gather(parts))
             times.append(time.perf_counter() - started)
         rate = (size - 1) * each / statistics.median(times)
-        places = np.vectorize(lambda device: host_names()[device.process_index] if is_multiprocess() else "")(
-            mesh.devices
-        )
-        along = np.moveaxis(places, mesh.axis_names.index(axis), 0)
+        along = np.moveaxis(hosts, mesh.axis_names.index(axis), 0)
         over = " (over hosts)" if (along != along[0]).any() else ""
         received = f"{rate / 1e9:.3g} GB/s of an all-gather of {each / 2**20:g} MiB from each"
         lines.append(f"axis    {axis} {size}{over}: each device receives {received}")

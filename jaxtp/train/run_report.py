@@ -22,8 +22,7 @@ from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import describe_memory
-from jaxtp.train.metrics import describe_peak
+from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.validation import chosen_kernels, multiplies_all, share_of
 
@@ -82,12 +81,21 @@ def summary(
     device = mesh.devices.flat[0]
     corpus, sizes, model = data.corpus, mesh_sizes(mesh), config.model
     loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
-    kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
+    active, padding = "", None
+    if model.most_experts or padded_sizes(model, sizes[TP]):
+        from jaxtp.analysis.step_costs import describe_active, describe_padding
+
+        active, padding = describe_active(model, parameter_count(blueprint)), describe_padding(model, sizes)
+    kind, peak = "virtual CPU devices", None
+    if device.platform != "cpu":
+        from jaxtp.train.performance import describe_peak
+
+        kind, peak = device.device_kind, describe_peak(device)
     rows = {
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
         "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
         "model": f"{parameter_count(blueprint):,} parameters"
-        f"{_describe_active(blueprint)}{_describe_trained(blueprint)}: "
+        f"{active}{_describe_trained(blueprint)}: "
         f"{model.num_layers} layers, {model.describe_block()}, vocabulary {model.vocab_size}; "
         f"{model.precision.compute} compute",
         "state": f"{bytes_per_device(blueprint) / 2**20:,.1f} MiB of parameters and optimizer on each device, "
@@ -104,9 +112,9 @@ def summary(
     }
     optional = {
         "overlap": describe_overlap(config, sizes),
-        "padding": _describe_padding(model, sizes),
+        "padding": padding,
         "memory": describe_memory(config, mesh),
-        "peak": describe_peak(device),
+        "peak": peak,
         **notes,
     }
     lines = [f"{name:<8}{text}" for name, text in (rows | optional).items() if text is not None]
@@ -172,16 +180,16 @@ def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
 
 def _describe_rows(data: Data) -> str:
     rows = data.train_rows
-    positions = sum(len(of_source) for of_source in rows)
-    padding = sum(of_source.padding * len(of_source) for of_source in rows) / positions
-    long = sum(of_source.num_split for of_source in rows), sum(of_source.num_dropped for of_source in rows)
-    parts = [f"{positions:,} sequences, {padding:.2%} padding"]
-    parts += [
-        f"{count:,} longer documents {done}" for count, done in zip(long, ("split", "left out"), strict=True) if count
-    ]
-    if long[0] and data.corpus.loss_tokens is not None:
-        parts.append("whose later parts have no prompt before them (data.long_documents=drop leaves them out)")
-    return ", ".join(parts)
+    count, split = sum(map(len, rows)), sum(of_source.num_split for of_source in rows)
+    padding = sum(of_source.padding * len(of_source) for of_source in rows) / count
+    text = f"{count:,} sequences, {padding:.2%} padding"
+    if split:
+        text += f", {split:,} longer documents split"
+    if dropped := sum(of_source.num_dropped for of_source in rows):
+        text += f", {dropped:,} longer documents left out"
+    if split and data.corpus.loss_tokens is not None:
+        text += ", whose later parts have no prompt before them (data.long_documents=drop leaves them out)"
+    return text
 
 
 def _describe_steps(config: TrainConfig, data: Data, done: int, read: int) -> str:
@@ -206,22 +214,6 @@ def _describe_batch(config: TrainConfig, sizes: Mapping[str, int], unit: str) ->
         f"{batch} sequences of {config.data.sequence_length} {unit} = {describe_mesh(sizes, BATCH)} x "
         f"accumulation {accumulation} x {per_device} per device"
     )
-
-
-def _describe_active(blueprint: Blueprint) -> str:
-    if not blueprint.config.most_experts:
-        return ""
-    from jaxtp.analysis.step_costs import describe_active
-
-    return describe_active(blueprint.config, parameter_count(blueprint))
-
-
-def _describe_padding(model: ModelConfig, mesh: Mapping[str, int]) -> str | None:
-    if not padded_sizes(model, mesh[TP]):
-        return None
-    from jaxtp.analysis.step_costs import describe_padding
-
-    return describe_padding(model, mesh)
 
 
 def _describe_trained(blueprint: Blueprint) -> str:

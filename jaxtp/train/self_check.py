@@ -6,6 +6,7 @@ mesh axis.
 """
 
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -157,32 +158,8 @@ def check_collectives(mesh: Mesh) -> None:
     """
     sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
     numbers = {axis: _numbers(mesh.size, size) for axis, size in sizes.items()}
-    sharding = NamedSharding(mesh, _EACH)
-    with jax.set_mesh(mesh):
-        rows: dict[str, Array] = {
-            axis: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-            for axis, array in numbers.items()
-        }
-        results = jax.block_until_ready(_moved(mesh)(rows))
-    with raise_everywhere():
-        for axis, found in results.items():
-            right = _right(numbers[axis].reshape(*mesh.devices.shape, -1), mesh.axis_names.index(axis))
-            for name, array in found.items():
-                for shard in array.addressable_shards:
-                    if not np.array_equal(np.asarray(shard.data)[0], right[name][shard.index[0].start or 0]):
-                        raise NumericsError(
-                            f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
-                            f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are broken"
-                        )
+    each, sharding = dict.fromkeys(sizes, _EACH), NamedSharding(mesh, _EACH)
 
-
-def _numbers(devices: int, size: int) -> Numbers:
-    # A row for each device, divisible by `size`; sums over any axis are exact in float32.
-    return np.arange(devices, dtype=np.float32)[:, None] % 1021 * 8 + np.arange(2 * size, dtype=np.float32) % 8
-
-
-@cache
-def _moved(mesh: Mesh) -> Callable[[dict[str, Array]], dict[str, dict[str, Array]]]:
     def along(axis: str, x: Array) -> dict[str, Array]:
         moved = {
             "all-gather": all_gather(x, axis),
@@ -196,34 +173,43 @@ def _moved(mesh: Mesh) -> Callable[[dict[str, Array]], dict[str, dict[str, Array
     def body(rows: dict[str, Array]) -> dict[str, dict[str, Array]]:
         return {axis: along(axis, row[0]) for axis, row in rows.items()}
 
-    axes = [axis for axis, size in mesh_sizes(mesh).items() if size > 1]
-    return jax.jit(device_view(body, "collectives", (dict.fromkeys(axes, _EACH),), dict.fromkeys(axes, _EACH)))
+    with jax.set_mesh(mesh):
+        rows = {
+            axis: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+            for axis, array in numbers.items()
+        }
+        results = jax.block_until_ready(jax.jit(device_view(body, "collectives", (each,), each))(rows))
+    with raise_everywhere():
+        for axis, moved in results.items():
+            grid, dim = numbers[axis].reshape(*mesh.devices.shape, -1), mesh.axis_names.index(axis)
+            for name, array in moved.items():
+                for shard in array.addressable_shards:
+                    group = list(np.unravel_index(shard.index[0].start or 0, mesh.devices.shape))
+                    index, group[dim] = group[dim], slice(None)
+                    if not np.array_equal(np.asarray(shard.data)[0], _RECEIVED[name](grid[tuple(group)], index)):
+                        raise NumericsError(
+                            f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
+                            f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are broken"
+                        )
 
 
-def _right(rows: Numbers, axis: int) -> dict[str, Numbers]:
-    # The rows that devices should receive along an axis, by collective; `rows` is [*mesh, row].
-    size = rows.shape[axis]
-    along = np.moveaxis(rows, axis, -2)  # [others, size, row]
-    parts = along.reshape(*along.shape[:-1], size, -1)  # [others, from, to, part]
-    same = np.ones((size, 1), np.float32)
-    by_device = {
-        "all-gather": same * along.reshape(*along.shape[:-2], 1, -1),
-        "all-reduce": same * along.sum(-2, keepdims=True),
-        "reduce-scatter": parts.sum(-3),
-        "all-to-all": np.swapaxes(parts, -3, -2).reshape(along.shape),
-        "permute": np.roll(along, 1, axis=-2),
-    }
-    return {name: np.moveaxis(array, -2, axis).reshape(-1, array.shape[-1]) for name, array in by_device.items()}
+_RECEIVED: dict[str, Callable[[Numbers, int], Numbers]] = {
+    "all-gather": lambda rows, index: rows.ravel(),
+    "all-reduce": lambda rows, index: rows.sum(0),
+    "reduce-scatter": lambda rows, index: np.split(rows.sum(0), len(rows))[index],
+    "all-to-all": lambda rows, index: np.split(rows, len(rows), axis=1)[index].ravel(),
+    "permute": lambda rows, index: rows[index - 1],
+}
+"""Numbers that a device at `index` along an axis receives from the rows of all devices along it."""
 
 
-MOST_TOKENS, LEAST_TOKENS = 1024, 16
-"""Tokens of the problem: several blocks of every kernel."""
+def _numbers(devices: int, size: int) -> Numbers:
+    # A row for each device, divisible by `size`; sums over any axis are exact in float32.
+    return np.arange(devices, dtype=np.float32)[:, None] % 1021 * 8 + np.arange(2 * size, dtype=np.float32) % 8
 
-TIMED_TOKENS, RUNS = 4096, 5
-"""Most tokens of the timed problem, and number of runs; the fastest counts."""
 
-AS_FAST = 1.1
-"""The preferred kernel is kept up to this multiple of the fastest one's time."""
+MOST_TOKENS, TIMED_TOKENS = 1024, 4096
+"""Most tokens of the checked problem, several blocks of every kernel; and of the timed one."""
 
 STRETCH = 16
 """Tokens of a stretch, whose error may be twice as large: the total norm would hide a wrong edge."""
@@ -231,14 +217,7 @@ STRETCH = 16
 CHUNKS, HALO = 7, 5
 """Chunks of a sequence, and keys before it, in the problem for a part of a sequence."""
 
-_LITTLE = 0.1
-"""Floor for the size of a gradient, as a fraction of the root mean square of the output's gradient."""
-
-_SPREAD = 8.0
-"""Largest standard deviation of the scores with a softcap."""
-
 _RESULTS = ("its output", "its gradient of the queries", "its gradient of the keys", "its gradient of the values")
-
 
 Times = Sequence[Mapping[str, float]]
 """Seconds of each timed kernel, for each use of attention; empty if only one kernel works."""
@@ -285,7 +264,7 @@ def settle_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
         if len(seconds) < 2:
             continue
         preferred, fastest = next(iter(seconds)), min(seconds, key=lambda name: seconds[name])
-        name = preferred if seconds[preferred] <= AS_FAST * seconds[fastest] else fastest
+        name = preferred if seconds[preferred] <= 1.1 * seconds[fastest] else fastest
         measured = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in seconds.items())
         settle(use, KERNELS[name].name, f"measured here, forward and backward: {measured}")
 
@@ -314,16 +293,11 @@ def _problem_of(kernel: Kernel, use: Use, heads: tuple[int, int], where: str) ->
 
 
 def _seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
-    # Forward and backward, at the length of the run or `TIMED_TOKENS`.
+    # The fastest of five runs, forward and backward, at the length of the run or `TIMED_TOKENS`.
     arrays, settings = problem(use, *heads, most=TIMED_TOKENS)
     program = jax.jit(partial(results, kernel.run, settings))
     jax.block_until_ready(program(*arrays))
-    times = []
-    for _ in range(RUNS):
-        started = time.perf_counter()
-        jax.block_until_ready(program(*arrays))
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return min(timeit.repeat(lambda: jax.block_until_ready(program(*arrays)), number=1))
 
 
 def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_keys: int) -> list[float]:
@@ -340,8 +314,8 @@ def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_k
 
 
 def _error(found: Array, right: Array, dy: Array) -> float:
-    # Of `[b, T, N, H]`; gradients that nearly cancel are measured against the output's.
-    least = jnp.sqrt(jnp.mean(jnp.square(dy.astype(jnp.float32)))) * _LITTLE
+    # Of `[b, T, N, H]`; gradients that nearly cancel are measured against a tenth of the output's.
+    least = jnp.sqrt(jnp.mean(jnp.square(dy.astype(jnp.float32)))) / 10
 
     def norms(x: Array) -> Array:  # root mean square of each stretch
         rows, length = x.shape[:2]
@@ -361,34 +335,31 @@ def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) 
     most documents; scores are large enough for a softcap to matter. A part has every other chunk, and keys before the
     sequence.
     """
-    length = max(LEAST_TOKENS, min(int(use.length or most), most))
-    part = _every_other(length // CHUNKS) if use.part else None
-    lengths = (length, length) if part is None else (part.queries.size, HALO + length)
-    heads = (num_queries, num_keys, num_keys, num_queries)
-    keys = jax.random.split(jax.random.key(0), len(heads))
-    which = (0, 1, 1, 0)  # queries or keys
-    shapes = [(2, lengths[of], count, use.head_dim) for of, count in zip(which, heads, strict=True)]
-    arrays = [jax.random.normal(key, shape, use.dtype) for key, shape in zip(keys, shapes, strict=True)]
-    spread = 1.0 if use.softcap is None else min(_SPREAD, use.softcap)
+    length = max(16, min(int(use.length or most), most))
+    queries, keys, part = length, length, None
+    if use.part:
+        chunks = jnp.arange(length // CHUNKS * CHUNKS, dtype=jnp.int32).reshape(CHUNKS, -1)
+        part = Part(chunks[::2].ravel(), -HALO)
+        queries, keys = part.queries.size, HALO + length
+    shapes = [(queries, num_queries), (keys, num_keys), (keys, num_keys), (queries, num_queries)]
+    randoms = jax.random.split(jax.random.key(0), len(shapes))
+    arrays = [
+        jax.random.normal(key, (2, *shape, use.head_dim), use.dtype) for key, shape in zip(randoms, shapes, strict=True)
+    ]
+    spread = 1.0 if use.softcap is None else min(8.0, use.softcap)  # standard deviation of the scores
     arrays[0] = (arrays[0] * (spread / (use.factor * use.head_dim**0.5))).astype(arrays[0].dtype)
     ends = jnp.array(
         [[length // 5, length // 2, length - 3], [length // 3, length - length // 7 - 3, length - length // 7]]
     )
     segments = jnp.sum(jnp.arange(length) >= ends[:, :, None], axis=1) + 1
     segments = segments.at[1].set(jnp.where(segments[1] > ends.shape[1], 0, segments[1])).astype(jnp.int32)
-    window = use.window and max(1, min(use.window, length // 8))
     return arrays, {
         "segments_BT": segments if use.packed else None,
         "scale": use.factor,
-        "window": window,
+        "window": use.window and max(1, min(use.window, length // 8)),
         "softcap": use.softcap,
         "part": part,
     }
-
-
-def _every_other(size: int) -> Part:
-    position = jnp.arange(CHUNKS * size, dtype=jnp.int32)
-    return Part(position.reshape(CHUNKS, size)[::2].ravel(), -HALO)
 
 
 def results(

@@ -23,12 +23,11 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
-from jaxtp.train.memory import require_memory, verification_bytes
-from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing
+from jaxtp.train.memory_check import require_memory, verification_bytes
+from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
 from jaxtp.train.run_report import Report, sharding_table, summary
 from jaxtp.train.state import Blueprint, MakeModel, bytes_per_device, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, Loss, make_eval_step, make_train_step
-from jaxtp.train.trackers import check_installed
 from jaxtp.train.validation import check_vocabulary, open_mesh
 
 

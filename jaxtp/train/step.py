@@ -1,14 +1,13 @@
 """The programs of a run: training step and evaluation."""
 
 import fnmatch
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax import Array
@@ -22,33 +21,16 @@ from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.activations import Context
 from jaxtp.layers.balance import Routing
-from jaxtp.layers.parameter import Precision, mark_unreduced, spec_of, sum_copies
-from jaxtp.mesh import AXES, batch_parts, mesh_sizes
+from jaxtp.layers.parameter import mark_unreduced, spec_of, sum_copies
+from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint
 from jaxtp.train.stopping import STOP, abstract_flags, stop_requested
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Scalars:
-    """The scalars of a step in one array, for a single fetch."""
-
-    names: tuple[str, ...] = field(metadata={"static": True})
-    values: Array
-    """A float32 for each name."""
-
-    @classmethod
-    def of(cls, named: Mapping[str, Array]) -> "Scalars":
-        """Stacks scalars."""
-        return cls(tuple(named), jnp.stack([scalar.astype(jnp.float32) for scalar in named.values()]))
-
-    def fetch(self) -> dict[str, float]:
-        """Waits for the step and returns its scalars."""
-        return dict(zip(self.names, np.asarray(self.values).tolist(), strict=True))
-
+Scalars = dict[str, Array]
+"""Numbers of a step by name: float32, replicated."""
 
 TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]
 """See `make_train_step`."""
@@ -65,33 +47,6 @@ Loss = Callable[[Any, Batch], tuple[Array, Array]]
 EXPERTS = "experts"
 """Key of a batch in `jaxtp check`: for each kind of block the experts of each token `[B, layers, T, k]`, which replace
 the router's choice."""
-
-
-def trace_step(
-    config: TrainConfig, blueprint: Blueprint, step: JittedTrainStep | None = None, state: nnx.State | None = None
-) -> Traced:
-    """Traces the training step on its mesh, which may be abstract.
-
-    Args:
-      step: from `make_train_step`, if already made.
-      state: the abstract state if None.
-    """
-    data, mesh = config.data, blueprint.mesh
-    batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed) | abstract_flags(
-        mesh
-    )
-    with jax.set_mesh(mesh):
-        return (step or make_train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, batch)
-
-
-def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:
-    """Returns the compiler options of the step."""
-    # Verification needs bitwise reproducible programs. On CPUs they are (tested). XLA of jax 0.10.2 and 0.12 compiles
-    # the step with this option for an H100, but no GPU has run it. Not tried: whether cuDNN's attention respects the
-    # option, and whether NCCL always sums in the same order; otherwise copies differ by rounding, which is reported
-    # although no device is at fault.
-    gpu = platform in ("cuda", "rocm")
-    return {"xla_gpu_exclude_nondeterministic_ops": True} if gpu and config.train.verify_every else {}
 
 
 def make_train_step(
@@ -123,53 +78,108 @@ def make_train_step(
 
     def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
         train_state = nnx.merge(blueprint.graph, state, copy=True)  # else it would share the state's variables
-        updates = train_state.optimizer.step[...]
-        key = dropout_key(config.run.seed, updates)
-        rows = {name: array for name, array in batch.items() if name != STOP}
         model: Any = train_state.model  # a `Decoder`, unless `loss` is given
-        choices: Choices = None
-        if loss is None:
-            terms, choices, grads = loss_and_grads(
-                model, rows, config.train, key, config.mesh.context, record=with_choices
-            )
-        else:
-            terms, grads = _grads_of_loss(loss, model, rows, config)
+        updates = train_state.optimizer.step[...]
+
+        rows = {name: array for name, array in batch.items() if name != STOP}
+        key = dropout_key(config.run.seed, updates)
+        terms, choices, grads = loss_and_grads(model, rows, config, key, loss, record=with_choices)
         mean = terms.loss / terms.count
-        checksums = [_checksums(grads)] if with_checksums else []
+
         norms = _norms("grad_norm", grads, groups)
+        others: list[Any] = [_checksums(grads)] if with_checksums else []
+        others += [choices] if with_choices else []
+        others += [grads] if with_grads else []
+
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(model, grads)
         if terms.balance is not None and not blueprint.config.lora.rank:
             model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
+
         finite = jnp.isfinite(mean) & jnp.isfinite(norms["grad_norm"])
         new, skipped = _skip_if_nonfinite(nnx.state(train_state), state, finite, config.train.skips_allowed)
+
         norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups)
         rate = jnp.asarray(schedule(updates))
         scalars = {"loss": mean, "loss_tokens": terms.count, "learning_rate": rate, **norms, "skipped": skipped}
         if terms.balance is not None:
             scalars |= terms.balance.scalars(terms.count)
-        others = (*checksums, *([choices] if with_choices else []), *([grads] if with_grads else []))
-        return new, Scalars.of(scalars | stop_requested(batch)), *others
+        return new, optax.tree.cast(scalars | stop_requested(batch), "float32"), *others
 
     shardings: list[object] = [blueprint.shardings, _replicated(blueprint)]
-    shardings += [NamedSharding(blueprint.mesh, PartitionSpec(None, AXES))] if with_checksums else []
+    shardings += [_replicated(blueprint)] if with_checksums else []
     shardings += [None] if with_choices else []
     shardings += [nnx.filter_state(blueprint.shardings["model"], nnx.Param)] if with_grads else []
     return jax.jit(step, donate_argnums=0, out_shardings=tuple(shardings))
 
 
-def _checksums(state: nnx.State) -> Array:
-    variables = named_variables(state).values()
-    return device_checksums([variable[...] for variable in variables], tuple(spec_of(each) for each in variables))
+def loss_and_grads(
+    model: Any, batch: Batch, config: TrainConfig, key: Array, loss: Loss | None = None, *, record: bool = False
+) -> tuple[LossTerms, Choices, nnx.State]:
+    """Returns the loss terms of a batch, the routers' choices if `record`, and the gradient of the mean loss.
+
+    The mean is over the batch's valid tokens (`count`, at least 1), not over means of micro-batches. With accumulation,
+    replicas sum their own gradients, which are reduced once (`layers/parameter.py`).
+
+    Args:
+      model: a `Decoder`, unless `loss` is given.
+    """
+    accumulation, precision = config.train.accumulation, config.model.precision
+    graph, stored, frozen = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
+    params = mark_unreduced(stored) if accumulation > 1 else stored
+
+    def objective(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
+        merged = nnx.merge(graph, params, frozen, copy=True)  # frozen: from the outer trace
+        if loss is None:
+            keys = row_keys(key, rows) if merged.config.dropout else None
+            return _decoder_objective(merged, micro, config, keys, record)
+        terms = LossTerms(*loss(merged, micro), None)
+        return terms.loss, (terms, None)
+
+    def micro_fn(micro: tuple[Batch, Array]) -> tuple[Any, Any]:
+        (_, (terms, choices)), grads = jax.value_and_grad(objective, has_aux=True)(params, *micro)
+        return (terms, grads), choices
+
+    zero = jnp.zeros((), jnp.float32)
+    no_terms = model.no_terms() if loss is None else LossTerms(zero, zero, None)
+    # Summing in a 16-bit parameter's own dtype would lose digits.
+    no_grads = jax.tree.map(lambda param: jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)), params)
+    inputs = batch, jnp.arange(len(batch["inputs"]))
+    (terms, grads), choices = _sum_over_micro_batches(micro_fn, inputs, accumulation, (no_terms, no_grads))
+    if accumulation > 1:
+        grads = sum_copies(grads, stored, precision.reduce)
+    # A batch may be all prompts or padding.
+    terms = replace(terms, count=jnp.maximum(terms.count, 1))
+    return terms, choices, jax.tree.map(lambda g, p: (g / terms.count).astype(p.dtype), grads, stored)
 
 
-def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> dict[str, Array]:
-    # Also `name/group` for each pattern of paths; in float32.
-    state = optax.tree.cast(state, "float32")
-    variables = named_variables(state)
-    parts = {f"{name}/{group}": [variables[path][...] for path in fnmatch.filter(variables, group)] for group in groups}
-    with jax.named_scope(name):
-        return {key: optax.tree.norm(part) for key, part in {name: state, **parts}.items()}
+def _decoder_objective(
+    model: Decoder, batch: Batch, config: TrainConfig, dropout_keys: Array | None, record: bool
+) -> tuple[Array, tuple[LossTerms, Choices]]:
+    sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS), config.mesh.context)
+    terms, routings = model.loss_terms(
+        batch["inputs"],
+        batch["labels"],
+        replace(sequences, record=record),
+        z_loss=config.train.z_loss,
+        dropout_keys=dropout_keys,
+        experts=batch.get(EXPERTS),  # type: ignore[arg-type]  # a pytree
+    )
+    choices = [_choices(routing) for routing in routings] if record else None
+    return terms.objective(config.train.balance_loss, config.train.router_z_loss), (terms, choices)
+
+
+def _sum_over_micro_batches(fn: Callable[[Any], tuple[Any, Any]], inputs: Any, count: int, zeros: Any) -> Any:
+    # Sums the first result of `fn` over micro-batches of `inputs [B, ...]`; concatenates the second, which is per row.
+    if count == 1:
+        return fn(inputs)
+
+    def add(sums: Any, micro: Any) -> tuple[Any, Any]:
+        more, per_row = fn(micro)
+        return jax.tree.map(jnp.add, sums, more), per_row
+
+    sums, per_row = jax.lax.scan(add, zeros, jax.tree.map(lambda array: _split_rows(array, count), inputs))
+    return sums, jax.tree.map(_join_rows, per_row)
 
 
 def _skip_if_nonfinite(new: nnx.State, old: nnx.State, finite: Array, max_skipped: int) -> tuple[nnx.State, Array]:
@@ -184,6 +194,20 @@ def _skip_if_nonfinite(new: nnx.State, old: nnx.State, finite: Array, max_skippe
     selected: Any = jax.tree.map(lambda n, o: jnp.where(finite & ~halted, n, o), new, old)
     selected["skipped"] = selected["skipped"].replace(skipped)
     return selected, skipped
+
+
+def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> dict[str, Array]:
+    # Also `name/group` for each pattern of paths; in float32.
+    state = optax.tree.cast(state, "float32")
+    variables = named_variables(state)
+    parts = {f"{name}/{group}": [variables[path][...] for path in fnmatch.filter(variables, group)] for group in groups}
+    with jax.named_scope(name):
+        return {key: optax.tree.norm(part) for key, part in {name: state, **parts}.items()}
+
+
+def _checksums(state: nnx.State) -> Array:
+    variables = named_variables(state).values()
+    return device_checksums([variable[...] for variable in variables], tuple(spec_of(each) for each in variables))
 
 
 def make_eval_step(
@@ -209,92 +233,36 @@ def make_eval_step(
     return jax.jit(step, out_shardings=_replicated(blueprint))
 
 
-def loss_and_grads(
-    model: Decoder, batch: Batch, loop: LoopConfig, key: Array, context: Context = "auto", *, record: bool = False
-) -> tuple[LossTerms, Choices, nnx.State]:
-    """Returns the loss terms of a batch, the routers' choices if `record`, and the gradient of the mean loss.
+def fetch(scalars: Scalars) -> dict[str, float]:
+    """Waits for a step and returns its numbers."""
+    return {name: float(number) for name, number in jax.device_get(scalars).items()}
 
-    The mean is over the batch's valid tokens (`count`, at least 1), not over means of micro-batches. With accumulation,
-    replicas sum their own gradients, which are reduced once (`layers/parameter.py`).
+
+def trace_step(
+    config: TrainConfig, blueprint: Blueprint, step: JittedTrainStep | None = None, state: nnx.State | None = None
+) -> Traced:
+    """Traces the training step on its mesh, which may be abstract.
+
+    Args:
+      step: from `make_train_step`, if already made.
+      state: the abstract state if None.
     """
-
-    def objective(merged: Decoder, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
-        sequences = replace(merged.sequences(micro["inputs"], micro.get(SEGMENTS), context), record=record)
-        terms, routings = merged.loss_terms(
-            micro["inputs"],
-            micro["labels"],
-            sequences,
-            z_loss=loop.z_loss,
-            dropout_keys=row_keys(key, rows) if merged.config.dropout else None,
-            experts=micro.get(EXPERTS),  # type: ignore[arg-type]  # a pytree
-        )
-        choices = [_choices(routing) for routing in routings] if record else None
-        return terms.objective(loop.balance_loss, loop.router_z_loss), (terms, choices)
-
-    return _mean_grads(model, batch, objective, model.no_terms(), loop.accumulation, model.config.precision)
-
-
-def _grads_of_loss(loss: Loss, model: nnx.Module, batch: Batch, config: TrainConfig) -> tuple[LossTerms, nnx.State]:
-    def objective(merged: nnx.Module, micro: Batch, _: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
-        terms = LossTerms(*loss(merged, micro), None)
-        return terms.loss, (terms, None)
-
-    zero = jnp.zeros((), jnp.float32)
-    zeros, accumulation = LossTerms(zero, zero, None), config.train.accumulation
-    terms, _, grads = _mean_grads(model, batch, objective, zeros, accumulation, config.model.precision)
-    return terms, grads
-
-
-def _mean_grads(
-    model: nnx.Module,
-    batch: Batch,
-    objective: Callable[[Any, Batch, Array], tuple[Array, tuple[LossTerms, Choices]]],
-    no_terms: LossTerms,
-    accumulation: int,
-    precision: Precision,
-) -> tuple[LossTerms, Choices, nnx.State]:
-    # `objective` takes a model, a micro-batch and its rows' numbers.
-    graph, stored, frozen = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
-    params = mark_unreduced(stored) if accumulation > 1 else stored
-
-    def of_params(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
-        return objective(nnx.merge(graph, params, frozen, copy=True), micro, rows)  # frozen: from the outer trace
-
-    def micro_fn(micro: tuple[Batch, Array]) -> tuple[Any, Any]:
-        (_, (terms, choices)), grads = jax.value_and_grad(of_params, has_aux=True)(params, *micro)
-        return (terms, grads), choices
-
-    # Summing in a 16-bit parameter's own dtype would lose digits.
-    zeros = (
-        no_terms,
-        jax.tree.map(lambda param: jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)), params),
+    data, mesh = config.data, blueprint.mesh
+    batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed) | abstract_flags(
+        mesh
     )
-    rows = jnp.arange(len(batch["inputs"]))
-    (terms, grads), choices = _sum_over_micro_batches(micro_fn, (batch, rows), accumulation, zeros)
-    if accumulation > 1:
-        grads = sum_copies(grads, stored, precision.reduce)
-    # A batch may be all prompts or padding.
-    terms = replace(terms, count=jnp.maximum(terms.count, 1))
-    return terms, choices, jax.tree.map(lambda g, p: (g / terms.count).astype(p.dtype), grads, stored)
+    with jax.set_mesh(mesh):
+        return (step or make_train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, batch)
 
 
-def _choices(routing: Routing | None) -> tuple[Array, Array] | None:
-    if routing is None or routing.experts is None or routing.margin is None:
-        return None
-    return routing.experts.swapaxes(0, 1), routing.margin.swapaxes(0, 1)
-
-
-def _sum_over_micro_batches(fn: Callable[[Any], tuple[Any, Any]], inputs: Any, count: int, zeros: Any) -> Any:
-    # Sums the first result of `fn` over micro-batches of `inputs [B, ...]`; concatenates the second, which is per row.
-    if count == 1:
-        return fn(inputs)
-
-    def add(sums: Any, micro: Any) -> tuple[Any, Any]:
-        more, per_row = fn(micro)
-        return jax.tree.map(jnp.add, sums, more), per_row
-
-    sums, per_row = jax.lax.scan(add, zeros, jax.tree.map(lambda array: _split_rows(array, count), inputs))
-    return sums, jax.tree.map(_join_rows, per_row)
+def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:
+    """Returns the compiler options of the step."""
+    # Verification needs bitwise reproducible programs. On CPUs they are (tested). XLA of jax 0.10.2 and 0.12 compiles
+    # the step with this option for an H100, but no GPU has run it. Not tried: whether cuDNN's attention respects the
+    # option, and whether NCCL always sums in the same order; otherwise copies differ by rounding, which is reported
+    # although no device is at fault.
+    gpu = platform in ("cuda", "rocm")
+    return {"xla_gpu_exclude_nondeterministic_ops": True} if gpu and config.train.verify_every else {}
 
 
 def dropout_key(seed: int, updates: Array | int) -> Array:
@@ -305,6 +273,12 @@ def dropout_key(seed: int, updates: Array | int) -> Array:
 def row_keys(key: Array, rows: Array) -> Array:
     """Returns a random key per row index `[B]`."""
     return jax.vmap(partial(jax.random.fold_in, key))(rows)
+
+
+def _choices(routing: Routing | None) -> tuple[Array, Array] | None:
+    if routing is None or routing.experts is None or routing.margin is None:
+        return None
+    return routing.experts.swapaxes(0, 1), routing.margin.swapaxes(0, 1)
 
 
 def _split_rows(array: Array, steps: int) -> Array:

@@ -6,11 +6,11 @@ step, without an extra exchange.
 
 import contextlib
 import faulthandler
+import math
 import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -40,23 +40,20 @@ def stop_requested(batch: Mapping[str, Array]) -> dict[str, Array]:
     return {STOP: jnp.max(batch[STOP])} if STOP in batch else {}
 
 
-def _flags(mesh: Mesh, received: bool) -> dict[str, Array]:
-    # 0, or after a signal the index of this process, from 1.
-    number = float(jax.process_index() + 1) if received else 0.0
-    local = np.full(len(mesh.local_devices), number, np.float32)
-    return {
-        name: jax.make_array_from_process_local_data(each.sharding, local, each.shape)
-        for name, each in abstract_flags(mesh).items()
-    }
-
-
 class Stopping:
     """Agreement of all processes on stopping."""
 
     def __init__(self, interrupt: Interrupt, mesh: Mesh):
+        def flags(number: int) -> dict[str, Array]:
+            local = np.full(len(mesh.local_devices), number, np.float32)
+            return {
+                name: jax.make_array_from_process_local_data(each.sharding, local, each.shape)
+                for name, each in abstract_flags(mesh).items()
+            }
+
         self._interrupt = interrupt
         self._process = 0  # that received a signal, from 1
-        self._flags = {received: _flags(mesh, received) for received in (False, True)}
+        self._flags = {False: flags(0), True: flags(jax.process_index() + 1)}  # by whether this one did
 
     def flags(self) -> dict[str, Array]:
         """Returns the flags for the next batch."""
@@ -85,11 +82,10 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, abort_seconds: float = 0.0):
-        self._seconds = seconds or threading.TIMEOUT_MAX
-        self._abort_seconds = abort_seconds or threading.TIMEOUT_MAX
+        self._seconds = min(seconds or math.inf, threading.TIMEOUT_MAX)
+        self._abort_seconds = min(abort_seconds or math.inf, threading.TIMEOUT_MAX)
         self._watches = bool(seconds or abort_seconds)
-        self._fed: float | None = None
-        self._printed: float | None = None
+        self._fed = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -104,19 +100,19 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(min(self._seconds, self._abort_seconds, threading.TIMEOUT_MAX) / 4):
+        printed = 0.0
+        while not self._stopped.wait(min(self._seconds, self._abort_seconds) / 4):
             fed = self._fed
-            stalled = 0.0 if fed is None else time.monotonic() - fed
+            stalled = time.monotonic() - fed
             if stalled > self._abort_seconds:
-                self._end()
-            if stalled > self._seconds and fed != self._printed:
-                self._printed = fed
+                limit = f"{self._abort_seconds:g} s (train.stall_abort_seconds)"
+                _show(f"no step for {limit}: the process ends; it waited on:")
+                # Neither an exception nor a normal exit ends a process stuck in a collective. `jaxtp launch` then ends
+                # the others.
+                os._exit(PASSING)
+            if stalled > self._seconds and fed != printed:
+                printed = fed
                 _show(f"no step for {self._seconds:g} s (train.stall_seconds); the run waits on:")
-
-    def _end(self) -> NoReturn:
-        _show(f"no step for {self._abort_seconds:g} s (train.stall_abort_seconds): the process ends; it waited on:")
-        # No exception ends a process stuck in a collective; `jaxtp launch` then ends the others.
-        os._exit(PASSING)  # a normal exit would wait for the stuck collective
 
 
 def _show(message: str) -> None:

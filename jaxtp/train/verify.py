@@ -9,38 +9,44 @@ Every `train.verify_every` steps, checksums of each device's shards are compared
 Checksums of every step's gradients tell in which step copies first differed. Programs must be bitwise reproducible
 (`step.compiler_options`). With dp 1, a gradient that was wrong once between verifications leaves nothing to compare.
 Cost: `scripts/results/verify_cost.txt`.
+
+Losses, gradients and updates that are not finite have their errors here too.
 """
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtp.checkpoint.checksum import (
     DIAGNOSE,
     MeshPositions,
-    ReplicaGroups,
+    NonFiniteError,
     describe_devices,
+    describe_not_finite,
     device_checksums,
     minority_devices,
     replica_groups,
     replica_groups_by_name,
+    sums,
 )
 from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.config.entry import NumericsError
+from jaxtp.collectives import constrain
+from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.data.loader import Batch
 from jaxtp.distributed.agreement import all_gather_json, host_names
 from jaxtp.layers.parameter import spec_of
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.run_folder import CORRUPTION
+from jaxtp.train.run_folder import CORRUPTION, NON_FINITE, replacing
+from jaxtp.train.setup import Run
 from jaxtp.train.state import Blueprint, named_arrays, trained_parameters
 from jaxtp.train.step import Scalars
 
@@ -50,39 +56,15 @@ Compute = Callable[[nnx.State], tuple[nnx.State, Scalars, Array]]
 HostShards = dict[str, list[tuple[jax.Device, np.ndarray]]]
 """This process's shards of each array, in host memory."""
 
-Table = np.ndarray
-"""Checksums, uint32 `[arrays, devices]`, in the order of the mesh."""
-
 _BEFORE_SUM = (
     "Every copy of some part differs, or there is only one, so the fault may have come before these gradients were "
     "summed: then it is on one of the devices that add to them. "
 )
 _BATCH = "batch."
-_STEPS_PER_EXCHANGE = 64
-_sums = jax.jit(device_checksums, static_argnums=1)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """An unexpected difference: a clause that names it, its devices, and a sentence on its origin."""
-
-    what: str
-    places: MeshPositions
-    note: str = ""
 
 
 class CorruptionError(NumericsError):
     """Copies differ, or a repeated step gives different results."""
-
-
-@dataclass(frozen=True)
-class _PendingCheck:
-    # A step computed once. `before`: state and batch; `checksums`: of these, of these after their return from the host,
-    # of the gradients, of the result.
-    step: int
-    before: HostShards
-    first: HostShards
-    checksums: tuple[Array, ...]
 
 
 class Verifier:
@@ -104,8 +86,11 @@ class Verifier:
             name: replica_groups(NamedSharding(blueprint.mesh, spec_of(variable)), variable.shape)
             for name, variable in trained_parameters(blueprint).items()
         }
-        self._history: dict[int, Mapping[int, list[int]]] = {}
-        self._pending: _PendingCheck | None = None
+        self._history: dict[int, np.ndarray] = {}
+        self._before: HostShards = {}
+        self._first: HostShards = {}
+        self._tables: list[Array] = []
+        """Checksums of the state and batch, of both back from the host, of the gradients, and of the result."""
 
     def due(self, step: int) -> bool:
         """Returns whether to verify a step."""
@@ -119,69 +104,76 @@ class Verifier:
         """
         arrays = named_arrays(state) | {f"{_BATCH}{name}": array for name, array in batch.items()}
         before = checksums(arrays)
-        (table,) = share_columns(columns(before))
-        if places := minority_devices(table, replica_groups_by_name(arrays)):
-            raise self._error(step, self._traced(places), {"before": to_host(arrays)})
+        if places := minority_devices(np.asarray(before), replica_groups_by_name(arrays)):
+            raise self._unequal_copies(step, places, to_host(arrays))
         # The step donates the state, so it goes to the host and back; the first result stays there as evidence.
-        before_on_host = to_host(arrays)
+        self._before = to_host(arrays)
         first, _, gradients = compute(state)
         results = named_arrays(first)
-        after, first_on_host = checksums(results), to_host(results)
+        after, self._first = checksums(results), to_host(results)
         for array in results.values():
             array.delete()  # makes room for the state
         state = replace_arrays(
-            state, {name: to_devices(before_on_host[name], array) for name, array in named_arrays(state).items()}
+            state, {name: to_devices(self._before[name], array) for name, array in named_arrays(state).items()}
         )
-        back = checksums(arrays | named_arrays(state))
-        self._pending = _PendingCheck(step, before_on_host, first_on_host, (before, back, gradients, after))
+        self._tables = [before, checksums(arrays | named_arrays(state)), gradients, after]
         return state
 
-    def finish(self, state: nnx.State, gradients: Array) -> None:
+    def finish(self, step: int, state: nnx.State, gradients: Array) -> None:
         """Compares the step's second result and gradient checksums with the first.
 
         Raises:
           CorruptionError: results or copies differ.
         """
-        pending, self._pending = self._pending, None
-        assert pending is not None, "finish without begin"
         results = named_arrays(state)
-        before, back, *made = share_columns(*map(columns, (*pending.checksums, gradients, checksums(results))))
-        first, second = (made[0], made[1]), (made[2], made[3])
-        fault: Fault | None
-        if places := changed(list(pending.before), before, back):
-            fault = Fault("the state changed on its way to host memory and back", places)
-        else:
-            fault = judge(self._gradients, replica_groups_by_name(results), first, second)
-        if fault:
-            evidence = {"before": pending.before, "first": pending.first, "second": to_host(results)}
-            raise self._error(pending.step, fault, evidence)
-        self.verified = pending.step
+        tables = map(np.asarray, (*self._tables, gradients, checksums(results)))
+        before, back, first_gradients, first_result, second_gradients, second_result = tables
+        twice = changed(self._gradients, first_gradients, second_gradients)
+        faults = {
+            "the state changed on its way to host memory and back": changed(self._before, before, back),
+            "the gradients of the step, made twice from the same state and batch, differ": twice,
+            "copies of the gradients differ, each time in the same way": minority_devices(
+                second_gradients, self._gradients
+            ),
+            "the update, made twice from the same gradients, differs": changed(results, first_result, second_result),
+            "copies differ after the update, each time in the same way": minority_devices(
+                second_result, replica_groups_by_name(results)
+            ),
+        }
+        in_all_copies = any(twice[name].issuperset(each) for name in twice for each in self._gradients[name])
+        for what, places in faults.items():
+            if places:
+                note = _BEFORE_SUM if in_all_copies and places is twice else ""
+                evidence = {"before": self._before, "first": self._first, "second": to_host(results)}
+                raise self._error(step, what, places, note, evidence)
+        self.verified = step
         self._history.clear()
+        self._before, self._first = {}, {}
 
     def note(self, step: int, gradients: Array) -> None:
         """Keeps a step's gradient checksums until the next verification."""
-        self._history[step] = columns(gradients)
+        self._history[step] = np.asarray(gradients)
 
-    def _traced(self, places: MeshPositions) -> Fault:
+    def _unequal_copies(self, step: int, places: MeshPositions, before: HostShards) -> CorruptionError:
         # Names the gradients that made copies of the state differ, if they did.
-        steps = list(self._history)
-        for first in range(0, len(steps), _STEPS_PER_EXCHANGE):
-            some = steps[first : first + _STEPS_PER_EXCHANGE]
-            for step, table in zip(some, share_columns(*(self._history[each] for each in some)), strict=True):
-                if found := minority_devices(table, self._gradients):
-                    what = f"copies of the gradients of step {step} differed, and since then those of the state"
-                    return Fault(what, found)
-        since = f"The gradients had equal copies in each step since {steps[0]}. " if steps else ""
-        return Fault("copies differ before the step", places, since)
+        for earlier, table in self._history.items():
+            if found := minority_devices(table, self._gradients):
+                what = f"copies of the gradients of step {earlier} differed, and since then those of the state"
+                return self._error(step, what, found, "", {"before": before})
+        first = next(iter(self._history), None)
+        note = "" if first is None else f"The gradients had equal copies in each step since {first}. "
+        return self._error(step, "copies differ before the step", places, note, {"before": before})
 
-    def _error(self, step: int, fault: Fault, evidence: Mapping[str, HostShards]) -> CorruptionError:
-        where = describe_devices(fault.places, self._devices, self._hosts)
-        message = f"step {step}: silent corruption: {fault.what}: {where}"
+    def _error(
+        self, step: int, what: str, places: MeshPositions, note: str, evidence: Mapping[str, HostShards]
+    ) -> CorruptionError:
+        where = describe_devices(places, self._devices, self._hosts)
+        message = f"step {step}: silent corruption: {what}: {where}"
         folder = self._folder / str(step)
         failed = [each for each in all_gather_json(_write(folder, message, evidence)) if each]
         saved = "Both results, the state before them and the batch" if len(evidence) > 1 else "The state and the batch"
         saved += f" could not be saved: {failed[0]}" if failed else f" are in {folder}"
-        return CorruptionError(f"{message}. {fault.note}{saved}. {DIAGNOSE}. {self._recovery_hint()}")
+        return CorruptionError(f"{message}. {note}{saved}. {DIAGNOSE}. {self._recovery_hint()}")
 
     def _recovery_hint(self) -> str:
         with contextlib.suppress(CheckpointError):
@@ -189,14 +181,14 @@ class Verifier:
         saved, last = self._checkpoints.steps(), -1 if self.verified is None else self.verified
         if not saved:
             return "There is no checkpoint: the same command starts again"
-        good, since = ([each for each in saved if (each <= last) is sound] for sound in (True, False))
-        unverified = f"{'that' if len(since) == 1 else 'those'} at {', '.join(map(str, since))}"
+        good, later = [each for each in saved if each <= last], [each for each in saved if each > last]
+        unverified = f"{'that' if len(later) == 1 else 'those'} at {', '.join(map(str, later))}"
         if not good:
             return (
                 f"No checkpoint was verified after it was saved, not {unverified}: the same command resumes from step "
                 f"{saved[-1]}, which may be corrupted too"
             )
-        if since:
+        if later:
             return (
                 f"The checkpoint at step {good[-1]} is good, by the verification at step {last}; {unverified} came "
                 f"later: move what came later out of {self._checkpoints.folder}, and the same command resumes from "
@@ -205,56 +197,20 @@ class Verifier:
         return f"The same command resumes from step {good[-1]}, whose checkpoint is good by the verification at {last}"
 
 
-def judge(
-    gradients: Mapping[str, ReplicaGroups],
-    results: Mapping[str, ReplicaGroups],
-    first: tuple[Table, Table],
-    second: tuple[Table, Table],
-) -> Fault | None:
-    """Compares two computations of a step by the checksums of their gradients and results.
-
-    Args:
-      gradients: devices that hold copies of the gradients; `results`, of the state.
-      first: checksums of the first computation; `second` likewise.
-    """
-    if places := changed(list(gradients), first[0], second[0]):
-        everywhere = any(places[name].issuperset(each) for name in places for each in gradients[name])
-        note = _BEFORE_SUM if everywhere else ""
-        return Fault("the gradients of the step, made twice from the same state and batch, differ", places, note)
-    if places := minority_devices(second[0], gradients):
-        return Fault("copies of the gradients differ, each time in the same way", places)
-    if places := changed(list(results), first[1], second[1]):
-        return Fault("the update, made twice from the same gradients, differs", places)
-    if places := minority_devices(second[1], results):
-        return Fault("copies differ after the update, each time in the same way", places)
-    return None
-
-
-def changed(names: Iterable[str], one: Table, other: Table) -> MeshPositions:
-    """Returns where two tables differ."""
+def changed(names: Iterable[str], one: np.ndarray, other: np.ndarray) -> MeshPositions:
+    """Returns where two tables of checksums differ."""
     rows = zip(names, one != other, strict=True)
     return {name: set(np.flatnonzero(row).tolist()) for name, row in rows if row.any()}
 
 
 def checksums(arrays: Mapping[str, Array]) -> Array:
-    """Returns the `device_checksums` of arrays."""
-    specs = tuple(array.sharding.spec for array in arrays.values())  # type: ignore[attr-defined]
-    sums: Array = _sums(tuple(arrays.values()), specs)
-    return sums
+    """Returns the `device_checksums` of arrays, on every device."""
+    return _checksums(tuple(arrays.values()), tuple(array.sharding.spec for array in arrays.values()))  # type: ignore[attr-defined]
 
 
-def columns(table: Array) -> dict[int, list[int]]:
-    """Waits for checksums; returns local devices' columns by position in the mesh."""
-    return {shard.index[1].start or 0: np.asarray(shard.data)[:, 0].tolist() for shard in table.addressable_shards}
-
-
-def share_columns(*tables: Mapping[int, list[int]]) -> list[Table]:
-    """Combines the columns of all processes into tables."""
-    shared: list[dict[int, list[int]]] = [{} for _ in tables]
-    for of_process in all_gather_json([list(table.items()) for table in tables]):
-        for whole, part in zip(shared, of_process, strict=True):
-            whole.update(part)
-    return [np.array([whole[position] for position in sorted(whole)], np.uint32).T for whole in shared]
+@partial(jax.jit, static_argnums=1)
+def _checksums(arrays: tuple[Array, ...], specs: tuple[PartitionSpec, ...]) -> Array:
+    return constrain(device_checksums(arrays, specs), PartitionSpec())
 
 
 def to_host(arrays: Mapping[str, Array]) -> HostShards:
@@ -289,3 +245,56 @@ def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> st
     except OSError as error:
         return f"{folder}: {error.strerror}"
     return None
+
+
+def nonfinite_gradient(run: Run, what: str, step: int, batch: Batch, info: dict[str, object]) -> NonFiniteError:
+    """Saves the state, still as before the step, and the batch; returns the error that describes `what`.
+
+    Replaces the files of an earlier failure.
+    """
+    remedy = "leave such steps out with --train.non-finite skip"
+    if run.config.train.non_finite == "skip":
+        remedy = f"allow more than --train.max-skipped {run.config.train.skips_allowed} such steps in a row"
+    folder = run.config.run.dir / NON_FINITE
+    try:
+        _save_state_and_batch(run, step, batch, info)
+        saved = f"are in {folder / str(step)}, from which a new run can start (--run.init-from)"
+    except (UserError, OSError) as error:
+        saved = f"could not be saved for inspection ({error})"
+    return NonFiniteError(
+        f"{what}: not finite. Nothing of it entered the weights; they and the batch {saved}. "
+        f"{_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, a bad sample), or {remedy}"
+    )
+
+
+def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFiniteError:
+    """Returns the error after an update that is not finite: the weights are lost, but not saved."""
+    loss, gradient, weights, rate = (values[n] for n in ("loss", "grad_norm", "param_norm", "learning_rate"))
+    counts = sums(named_arrays(run.state)).not_finite()
+    where = f": {describe_not_finite(counts)}" if counts else ""
+    return NonFiniteError(
+        f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the weights after it {weights:g}: the "
+        f"update is not finite{where}. These weights are not saved. {_resume_hint(run.checkpoints)}. Lower the "
+        f"learning rate, which was {rate:g}"
+    )
+
+
+def _save_state_and_batch(run: Run, step: int, batch: Batch, info: dict[str, object]) -> None:
+    rows = {
+        f"{name}_{shard.index[0].start or 0}": np.asarray(shard.data)
+        for name, array in batch.items()
+        for shard in array.addressable_shards
+    }
+    with replacing(run.config.run.dir / NON_FINITE) as new:
+        checkpoints = Checkpoints(new)
+        checkpoints.save(step, run.blueprint.stored(run.state), run.blueprint.mesh, info)
+        checkpoints.close()
+        np.savez(new / str(step) / f"batch_{jax.process_index()}.npz", **rows)  # type: ignore[arg-type]
+
+
+def _resume_hint(checkpoints: Checkpoints) -> str:
+    checkpoints.describe_newest()  # waits for a save in progress
+    saved = checkpoints.steps()
+    if not saved:
+        return "The same command starts again: there is no checkpoint yet"
+    return f"The same command resumes from the checkpoint at step {saved[-1]}"

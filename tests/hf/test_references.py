@@ -18,7 +18,7 @@ from jaxtp.hf.tensor_map import group_by_tensor, in_layout, tensor_parts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import make_train_step
+from jaxtp.train.step import fetch, make_train_step
 
 ONE = ((1, 1, 1), False)
 MIXED = [((1, 2, 2), True), ((1, 1, 8), False)]
@@ -116,8 +116,8 @@ def test_updates_of_adamw(name):
     with jax.set_mesh(mesh):
         for ids in reference["batches"]:
             state, scalars = step(state, {"inputs": ids.astype(np.int32), "labels": shifted(ids)})
-            losses.append(scalars.fetch()["loss"])
-            norms.append(scalars.fetch()["grad_norm"])
+            losses.append(fetch(scalars)["loss"])
+            norms.append(fetch(scalars)["grad_norm"])
     np.testing.assert_allclose(losses, reference["losses64"], atol=1e-5, rtol=0)
     np.testing.assert_allclose(norms, reference["grad_norms64"], rtol=5e-6)
     final = by_their_names(state["model"], model.config, name)

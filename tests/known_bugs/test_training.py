@@ -26,9 +26,9 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.loop import Loop
-from jaxtp.train.metrics import flops_per_token
+from jaxtp.train.performance import flops_per_token
 from jaxtp.train.state import TrainState, parameters, plan_state
-from jaxtp.train.step import make_train_step
+from jaxtp.train.step import fetch, make_train_step
 
 B, T, V, STEPS = 4, 8, 19, 10
 MODEL = jaxtp.ModelConfig(
@@ -65,7 +65,7 @@ class Run:
         """The state after a step, its numbers and the gradients."""
         with jax.set_mesh(self.mesh):
             state, scalars, grads = self._step(state, batch)
-        return state, scalars.fetch(), grads
+        return state, fetch(scalars), grads
 
 
 @cache

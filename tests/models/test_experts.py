@@ -178,7 +178,10 @@ BALANCED = variant(num_kv_heads=2, selection_bias=True).model
 def stepped(mesh, accumulation, remat, scan_layers=True):
     """Losses and gradients, counts, the selection biases after an update and what was dropped, of a batch on a mesh."""
     model = dataclasses.replace(BALANCED, remat=remat, scan_layers=scan_layers)
-    on, loop = mesh_of(sizes_of(mesh)), dataclasses.replace(HEAVY, accumulation=accumulation)
+    on, config = (
+        mesh_of(sizes_of(mesh)),
+        TrainConfig(model=model, train=dataclasses.replace(HEAVY, accumulation=accumulation)),
+    )
     build = lambda: jaxtp.Decoder(model, rngs=nnx.Rngs(0))
     graph, state = state_on_mesh(build, random_weights(lambda: jaxtp.Decoder(BALANCED, rngs=nnx.Rngs(0))), on)
     (batch, *_) = parity.batches(BASE)
@@ -186,7 +189,7 @@ def stepped(mesh, accumulation, remat, scan_layers=True):
     @jax.jit
     def step(state, batch):
         merged = nnx.merge(graph, state)
-        terms, _, grads = loss_and_grads(merged, batch, loop, jax.random.key(0))
+        terms, _, grads = loss_and_grads(merged, batch, config, jax.random.key(0))
         merged.move_selection_biases(terms.balance, RATE)
         return terms, grads, merged.blocks.mlp.selection_bias[...]
 

@@ -34,7 +34,7 @@ from jaxtp.train.memory import costs_of_step
 from jaxtp.train.resume import check_resumable
 from jaxtp.train.run_report import Report, _describe_experts, describe_grouped
 from jaxtp.train.state import plan_state, trained_parameters
-from jaxtp.train.step import make_train_step, trace_step
+from jaxtp.train.step import fetch, make_train_step, trace_step
 from jaxtp.train.validation import check, check_kernels
 
 MODEL = jaxtp.ModelConfig(
@@ -100,7 +100,7 @@ def updated(sizes, **train):
         state = plan.create(0)
         for batch in parity.batches(config):
             state, scalars = step(state, batch)
-    return parity.on_host(state, plan.mesh)[BIAS], scalars.fetch()
+    return parity.on_host(state, plan.mesh)[BIAS], fetch(scalars)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from runs import SMALL, TEXT, mesh
 
 from jaxtp.mesh import make_mesh, mesh_shape
 from jaxtp.train import __main__ as command_module
-from jaxtp.train import memory
+from jaxtp.train import memory_check
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LaunchConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
@@ -26,7 +26,7 @@ def test_nothing_is_said_of_devices_that_do_not_say(command, capsys):
 
 
 def test_what_exceeds_a_device_is_refused(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "bytes_limit", lambda device: 1000)
+    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 1000)
     assert main(command) == 2
     error = capsys.readouterr().err
     assert "a step takes" in error
@@ -36,14 +36,14 @@ def test_what_exceeds_a_device_is_refused(command, tmp_path, monkeypatch, capsys
 
 @pytest.mark.journey
 def test_what_exceeds_a_device_runs_where_that_is_asked_for(command, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "bytes_limit", lambda device: 1000)
+    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 1000)
     assert main([*command, "--train.allow-oversize"]) == 0
     assert "GB that JAX has there: does not fit" in capsys.readouterr().out
 
 
 @pytest.mark.journey
 def test_what_fits_is_told(command, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "bytes_limit", lambda device: 10**10)
+    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 10**10)
     assert main(command) == 0
     assert "of 10.0 GB that JAX has there: fits" in capsys.readouterr().out
 
@@ -51,7 +51,7 @@ def test_what_fits_is_told(command, monkeypatch, capsys):
 def test_the_account_adds_up():
     step = memory_per_device(TrainConfig(), mesh_shape(fsdp=2, tp=4))
     assert step.total > step.state > 0
-    assert f"{step.total / 1e9:,.1f} GB" in memory._summary(step)
+    assert f"{step.total / 1e9:,.1f} GB" in memory_check._summary(step)
 
 
 NEEDED = memory_per_device(TrainConfig(), mesh_shape(fsdp=2, tp=4)).total
@@ -69,9 +69,9 @@ NEEDED = memory_per_device(TrainConfig(), mesh_shape(fsdp=2, tp=4)).total
     ],
 )
 def test_the_memory_line_knows_the_allocator(allocator, limit, said, monkeypatch):
-    monkeypatch.setattr(memory, "bytes_limit", lambda device: limit)
+    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: limit)
     config = TrainConfig(launch=LaunchConfig(allocator=allocator))
-    line = memory.describe_memory(config, make_mesh(fsdp=2, tp=4))
+    line = memory_check.describe_memory(config, make_mesh(fsdp=2, tp=4))
     assert line.endswith("fits") if said is None else said in line
 
 

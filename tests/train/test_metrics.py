@@ -21,12 +21,15 @@ import jaxtp
 from jaxtp.analysis.step_costs import active_parameters, described
 from jaxtp.config.schema import from_yaml
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train import performance
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxtp.train.metrics import Profiler, Timing, describe_peak, flops_per_token, memory_record, peak_flops
+from jaxtp.train.metrics import Timing, Trackers, _identity, draw
 from jaxtp.train.optimizer import learning_rate
+from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.run_folder import RunFolderError
-from jaxtp.train.trackers import Trackers, _identity, draw
+from jaxtp.train.state import parameter_count, plan_state
 
 
 @pytest.fixture
@@ -244,6 +247,15 @@ def test_a_gpu_that_is_not_known_is_not_taken_for_another():
     assert describe_peak(jax.devices()[0]) is None
 
 
+def test_utilization_is_of_all_devices(monkeypatch):
+    model = jaxtp.ModelConfig(num_layers=1)
+    plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh(tp=2))
+    assert performance.utilization(plan, 16, 100.0) == {}, "a CPU's peak is not known"
+    monkeypatch.setattr(performance, "peak_flops", lambda device: 1e9)
+    expected = 100.0 * flops_per_token(model, parameter_count(plan), 16) / 2e9
+    assert performance.utilization(plan, 16, 100.0) == {"mfu": pytest.approx(expected)}
+
+
 @pytest.mark.journey
 def test_norms_by_group(tmp_path, command):
     groups = ["blocks.attention.*", "blocks.mlp.*", "embedding.*", "head.*", "*norm.scale"]
@@ -316,10 +328,10 @@ def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(fail
 
     for name in ("start_trace", "stop_trace"):
         monkeypatch.setattr(jax.profiler, name, fail if name == failing else lambda *args, **kwargs: None)
-    profiler = Profiler(tmp_path, 1, 2)
-    profiler.start()
-    assert profiler.tracing
-    assert profiler.stop(None) == "no profile of steps 1 to 2: [Errno 28] No space left on device"
+    profiler = Profiler(tmp_path, 1, 2, Timing())
+    profiler.before(1)
+    assert profiler.after(1, None) is None
+    assert profiler.after(2, None) == "no profile of steps 1 to 2: [Errno 28] No space left on device"
     profiler.close()
 
 

@@ -22,7 +22,7 @@ from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConf
 from jaxtp.train.loop import Loop
 from jaxtp.train.setup import Parts, make_run
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
-from jaxtp.train.step import Scalars, _norms, loss_and_grads, make_eval_step, make_train_step
+from jaxtp.train.step import _norms, fetch, loss_and_grads, make_eval_step, make_train_step
 
 B, T, STEPS = 8, 5, 3
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
@@ -67,7 +67,7 @@ def train(model, mesh, length=T, **loop):
             tokens = jax.random.randint(jax.random.key(i), (B, length + 1), 0, model.vocab_size)
             labels = tokens[:, 1:].at[0, :2].set(-100)
             state, values = step(state, {"inputs": tokens[:, :-1], "labels": labels})
-            scalars.append([values.fetch()[name] for name in ("loss", "grad_norm", "learning_rate")])
+            scalars.append([fetch(values)[name] for name in ("loss", "grad_norm", "learning_rate")])
     return np.array(scalars), by_name(state, mesh)
 
 
@@ -92,8 +92,9 @@ def test_micro_batches_of_bfloat16_parameters_add_up_in_the_reduction_dtype():
 
         @partial(jax.jit, static_argnums=0)
         def gradients(accumulation):
-            model, loop = nnx.merge(graph, params, copy=True), LoopConfig(accumulation=accumulation)
-            return loss_and_grads(model, batch, loop, jax.random.key(0))[2]
+            model = nnx.merge(graph, params, copy=True)
+            config = TrainConfig(model=low, train=LoopConfig(accumulation=accumulation))
+            return loss_and_grads(model, batch, config, jax.random.key(0))[2]
 
         whole, added = (by_name(gradients(accumulation), jax.sharding.get_mesh()) for accumulation in (1, 256))
     assert {array.dtype for array in added.values()} == {np.dtype("bfloat16")}
@@ -187,12 +188,6 @@ def test_norms_of_bfloat16_are_summed_in_float32():
     assert float(_norms("norm", state, ())["norm"]) == pytest.approx(257**0.5)  # 16 in bfloat16
 
 
-def test_the_numbers_of_a_step_are_fetched_as_one_array():
-    scalars = jax.jit(Scalars.of)({"loss": jnp.float32(1 / 3), "skipped": jnp.int32(2)})
-    assert len(jax.tree.leaves(scalars)) == 1
-    assert scalars.fetch() == {"loss": np.float32(1 / 3), "skipped": 2}
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("max_skipped", [0, 1])
 def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
@@ -213,7 +208,7 @@ def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
         before = by_name(poisoned, mesh)
         state, scalars = step(poisoned, batch)
         after = by_name(state, mesh)
-        assert (scalars.fetch()["skipped"], int(after.pop("skipped"))) == (1, 1)
+        assert (fetch(scalars)["skipped"], int(after.pop("skipped"))) == (1, 1)
         del before["skipped"]
         for name, array in before.items():
             np.testing.assert_array_equal(after[name], array, err_msg=name)
@@ -221,8 +216,8 @@ def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
         kernel = np.asarray(state["model"]["blocks"]["mlp"]["down"]["kernel"][...])
         for _ in range(2):  # the first one's learning rate is zero
             state, scalars = step(state, batch)
-        assert np.isfinite(scalars.fetch()["loss"])
-        assert scalars.fetch()["skipped"] == 1 - max_skipped
+        assert np.isfinite(fetch(scalars)["loss"])
+        assert fetch(scalars)["skipped"] == 1 - max_skipped
         changed = not np.array_equal(np.asarray(state["model"]["blocks"]["mlp"]["down"]["kernel"][...]), kernel)
         assert changed == bool(max_skipped)
 
@@ -242,7 +237,7 @@ def test_a_loss_that_is_handed_in_replaces_the_decoders(accumulation):
         with jax.set_mesh(mesh):
             state = initial_state(PLAIN, mesh)
             evaluated = [float(each) for each in evaluate(state, batch)]
-            found.append([*evaluated, *step(state, batch)[1].fetch().values()])
+            found.append([*evaluated, *fetch(step(state, batch)[1]).values()])
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 

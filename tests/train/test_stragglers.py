@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import jaxtp
-from jaxtp.train import stragglers
-from jaxtp.train.stragglers import Stragglers
+from jaxtp.train import performance
+from jaxtp.train.performance import Stragglers
 
 RECORD = {"step_seconds": 1.0, "data_wait_seconds": 0.01}
 
@@ -15,15 +15,15 @@ RECORD = {"step_seconds": 1.0, "data_wait_seconds": 0.01}
 def others(monkeypatch):
     """A run of three processes of two devices, of which this one is the first; takes what the others measure."""
     numbers = {"others": [[1.0, 1.0], [1.0, 1.0]], "waits": [0.01, 0.01]}
-    monkeypatch.setattr(stragglers, "is_multiprocess", lambda: True)
-    monkeypatch.setattr(stragglers, "host_names", lambda: ["n0", "n1", "n2"])
+    monkeypatch.setattr(performance, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(performance, "host_names", lambda: ["n0", "n1", "n2"])
 
     def gather(own):
         assert own.shape == (2, 2)
         rest = [[[s, wait] for s in row] for row, wait in zip(numbers["others"], numbers["waits"], strict=True)]
         return np.array([own.tolist(), *rest], np.float32)
 
-    monkeypatch.setattr(stragglers, "_gather", gather)
+    monkeypatch.setattr(performance, "_gather", gather)
     return numbers
 
 
@@ -69,16 +69,16 @@ def test_one_who_is_slow_now_and_then_is_not_named(others):
 
 
 def test_devices_that_share_a_cpu_are_not_compared(others, monkeypatch):
-    monkeypatch.setattr(stragglers, "host_names", lambda: ["n0"] * 3)
+    monkeypatch.setattr(performance, "host_names", lambda: ["n0"] * 3)
     kept = Stragglers(jaxtp.make_mesh(dp=2), print).record(1, dict(RECORD), ())
     assert kept == {"step_seconds": 1.0, "data_wait_seconds": pytest.approx(0.01)}
-    monkeypatch.setattr(stragglers, "is_multiprocess", lambda: False)
+    monkeypatch.setattr(performance, "is_multiprocess", lambda: False)
     assert Stragglers(jaxtp.make_mesh(dp=2), print).record(1, dict(RECORD), ()) == RECORD
 
 
 def test_of_two_devices_one_can_be_slow(monkeypatch):
     lines = []
-    monkeypatch.setattr(stragglers, "_gather", lambda own: own[None])
+    monkeypatch.setattr(performance, "_gather", lambda own: own[None])
     watch = watching(lines, own=(1.0, 1.3))
     for step in (1, 2, 3):
         assert watch.record(step, dict(RECORD), ())["slowest_device"] == pytest.approx(1.3)
@@ -87,6 +87,6 @@ def test_of_two_devices_one_can_be_slow(monkeypatch):
 
 def test_the_products_are_timed_on_each_device():
     with jax.set_mesh(jaxtp.make_mesh(dp=2)):
-        times = stragglers._products(jax.devices()[:2])()
+        times = performance._products(jax.devices()[:2])()
     assert len(times) == 2
     assert min(times) > 0

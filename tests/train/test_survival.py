@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,14 @@ from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
 from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.config.entry import FILES, INTERRUPTED, PASSING, WRONG
+from jaxtp.train import verify
 from jaxtp.train.__main__ import main
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.loop import Loop
 from jaxtp.train.run_folder import RunFolderError, locked, replacing, writing
 from jaxtp.train.state import named_arrays
 from jaxtp.train.stopping import Watchdog
+from jaxtp.train.verify import nonfinite_gradient
 
 
 @pytest.fixture
@@ -160,14 +164,14 @@ def test_what_takes_a_folder_s_place_does_so_whole(tmp_path):
 
 
 def test_a_full_disk_does_not_hide_what_was_not_finite(monkeypatch):
-    def full(self, step):
+    def full(*_):
         raise CheckpointError("a checkpoint could not be written (no space)")
 
-    monkeypatch.setattr(Loop, "_save_state_and_batch", full)
-    said = Loop.__new__(Loop)._save_for_inspection(3)
-    assert said == (
-        "they and the batch could not be saved for inspection (a checkpoint could not be written (no space))"
-    )
+    monkeypatch.setattr(verify, "_save_state_and_batch", full)
+    checkpoints = SimpleNamespace(describe_newest=lambda: "", steps=lambda: [2])
+    said = str(nonfinite_gradient(SimpleNamespace(config=TrainConfig(), checkpoints=checkpoints), "step 3", 3, {}, {}))
+    assert "they and the batch could not be saved for inspection (a checkpoint could not be written (no space))" in said
+    assert "The same command resumes from the checkpoint at step 2" in said
 
 
 @pytest.mark.journey

@@ -24,7 +24,7 @@ from jaxtp.config import entry
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import AXES, CP, mesh_of, mesh_shape
 from jaxtp.tools.launch.__main__ import main as launch
-from jaxtp.train import memory, verify
+from jaxtp.train import memory_check, verify
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import step as steps
 from jaxtp.train.__main__ import main
@@ -88,7 +88,7 @@ class Rig:
         state, _, gradients = second(state)
         state = damage(state)
         self.verifier.note(4, gradients)
-        self.verifier.finish(state, gradients)
+        self.verifier.finish(4, state, gradients)
         return state
 
     def fails(self, *args, **kwargs):
@@ -168,7 +168,7 @@ def same(one, other):
 
 def test_a_wrong_bit_in_any_array_of_any_device_is_seen(rig):
     arrays, groups = named_arrays(rig.state()), rig.copies
-    tables = lambda arrays: verify.share_columns(verify.columns(verify.checksums(arrays)))[0]
+    tables = lambda arrays: np.asarray(verify.checksums(arrays))
     right = tables(arrays)
     assert not minority_devices(right, groups)
     for turn, name in enumerate(arrays):
@@ -296,12 +296,12 @@ def test_only_gpus_need_an_option():
 
 def test_a_host_without_the_memory_is_refused(monkeypatch):
     plan = plan_state(MODEL, optimizers.build(SETTINGS, 10), mesh_of(mesh_shape()))
-    size = memory.verification_bytes(plan)
+    size = memory_check.verification_bytes(plan)
     assert size == 2 * sum(array.nbytes for array in named_arrays(plan.create(seed=0)).values())
-    monkeypatch.setattr(memory, "host_memory", lambda: size)  # and the state itself has no place
-    memory.require_memory(TrainConfig(), plan)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: size)  # and the state itself has no place
+    memory_check.require_memory(TrainConfig(), plan)
     with pytest.raises(ConfigError, match=r"train.verify_every=3 keeps the state .* twice: .*--train.verify-every 0"):
-        memory.require_memory(TrainConfig(train=LoopConfig(verify_every=3)), plan)
+        memory_check.require_memory(TrainConfig(train=LoopConfig(verify_every=3)), plan)
 
 
 @pytest.mark.journey

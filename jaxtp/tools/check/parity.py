@@ -29,7 +29,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, plan_state
-from jaxtp.train.step import EXPERTS, make_train_step
+from jaxtp.train.step import EXPERTS, fetch, make_train_step
 from jaxtp.train.validation import share_of
 
 NOISE = 0.1  # standard deviation added to every weight: zero biases and equal scales hide mistakes
@@ -180,7 +180,7 @@ def run(
         state, values, choices, grads = step(state, batch)
         choices = jax.tree.map(np.asarray, choices)
         all_choices.append(jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices) if zigzag else choices)
-        scalars.append([values.fetch()[name] for name in ("loss", "grad_norm")])
+        scalars.append([fetch(values)[name] for name in ("loss", "grad_norm")])
         gradients = gradients or on_host(grads, mesh)
     losses, norms = np.array(scalars).T
     return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems), tuple(all_choices))

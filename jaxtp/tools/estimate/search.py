@@ -24,7 +24,7 @@ from jaxtp.tools.estimate.roofline import StepTime, leaves_domain, step_time
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import MODEL, Memory, StoredArray, costs_of_step, memory_per_device, stored_arrays
-from jaxtp.train.metrics import flops_per_token
+from jaxtp.train.performance import flops_per_token
 from jaxtp.train.validation import violations_on
 
 REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "save_reduced", "full")

@@ -1,0 +1,217 @@
+"""Performance of devices: utilization, memory in use, the slowest device or process, profiler traces."""
+
+import math
+import statistics
+import timeit
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from jaxtp.analysis.costs import Workload
+from jaxtp.analysis.hardware import of_kind
+from jaxtp.analysis.step_costs import active_parameters, costs_of
+from jaxtp.distributed.agreement import host_names, is_multiprocess, process_name
+from jaxtp.mesh import mesh_shape
+from jaxtp.models.config import ModelConfig
+from jaxtp.train.metrics import Timing
+from jaxtp.train.state import Blueprint, parameter_count
+
+SLOW = 1.25
+"""A device is slow from this multiple of the median on."""
+LATE = 0.1
+"""A wait for data is long if it exceeds the median by this fraction of a step."""
+IN_A_ROW = 3
+"""Logged steps in a row before a slow device is reported."""
+_SIZE, _SIZE_ON_CPU = 2048, 256
+
+
+def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
+    """Returns `6 (N - V D) + 6 L S (heads * head_dim)`, the definition for every utilization, with N `parameters`.
+
+    Embedding lookups, recomputation and unused experts do not count; a tied table counts as the head's product. Frozen
+    parameters count 4 instead of 6. Kaplan et al., arXiv 2001.08361; attention as in Megatron-LM, arXiv 2104.04473,
+    halved for causality.
+    """
+    lookup = 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    lookup += (config.learned_positions or 0) * config.d_model
+    share = Workload(sizes=mesh_shape(), rows=1, length=max(1, sequence_length), training=False)
+    costs = costs_of(config, share)
+    forward = sum(product.counted * product.flops for product in costs.attention) / share.length
+    used = active_parameters(config, parameters) - lookup
+    trained = costs.adapters if config.lora.rank else used
+    return 6.0 * trained + 4.0 * (used - trained) + (3.0 * forward if sequence_length else 0.0)
+
+
+def peak_flops(device: jax.Device) -> float:
+    """Returns the dense bfloat16 peak in FLOP/s; NaN if unknown, as on CPUs."""
+    if device.platform == "cpu":
+        return math.nan
+    hardware = of_kind(device.device_kind)
+    return math.nan if hardware is None else hardware.flops
+
+
+def utilization(blueprint: Blueprint, sequence_length: int, tokens_per_second: float) -> dict[str, float]:
+    """Returns `mfu` for the tokens of all devices; empty if their peak is unknown."""
+    mesh, parameters = blueprint.mesh, parameter_count(blueprint)
+    flops = tokens_per_second * flops_per_token(blueprint.config, parameters, sequence_length)
+    mfu = flops / mesh.size / peak_flops(mesh.devices.flat[0])
+    return {"mfu": mfu} if math.isfinite(mfu) else {}
+
+
+def describe_peak(device: jax.Device) -> str | None:
+    """Explains why no MFU is logged; None on CPUs, or if it is logged."""
+    if device.platform == "cpu" or not math.isnan(peak_flops(device)):
+        return None
+    return f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/analysis/hardware.py lists known devices)"
+
+
+def memory_record(device: jax.Device) -> dict[str, int]:
+    """Returns current and peak bytes in use; empty if not reported, as on CPUs."""
+    stats = device.memory_stats() or {}
+    names = {"bytes_in_use": "memory_bytes", "peak_bytes_in_use": "memory_peak_bytes"}
+    return {name: stats[key] for key, name in names.items() if key in stats}
+
+
+class Stragglers:
+    """Compares the devices and processes of a run.
+
+    Args:
+      warn: takes a line for the console.
+      seconds: times the products on local devices; by default not for virtual devices, which share a CPU's cores.
+    """
+
+    def __init__(self, mesh: Mesh, warn: Callable[[str], None], seconds: Callable[[], list[float]] | None = None):
+        self._devices = list(mesh.local_devices)
+        self._warn = warn
+        self._seconds = seconds
+        share_a_cpu = self._devices[0].platform == "cpu" and len(set(host_names())) == 1
+        if seconds is None and mesh.size > 1 and not share_a_cpu:
+            self._seconds = _products(self._devices)
+        self._suspect, self._since, self._count = "", 0, 0
+        """Name, first logged step, and number of logged steps in a row."""
+
+    def record(self, step: int, record: dict[str, float], in_flight: object) -> dict[str, float]:
+        """Returns the record with maxima over all processes; reports who is slow.
+
+        Args:
+          record: with `step_seconds` and `data_wait_seconds`.
+          in_flight: arrays to wait for: a step in flight would slow down the products.
+        """
+        memory = [memory_record(device) for device in self._devices]
+        names = sorted(memory[0])
+        if not is_multiprocess() and self._seconds is None:
+            return record | {name: max(used[name] for used in memory) for name in names}
+        times = [1.0] * len(self._devices)
+        if self._seconds is not None:
+            jax.block_until_ready(in_flight)
+            times = self._seconds()
+        wait = record["data_wait_seconds"]
+        rows = [(seconds, wait, *map(used.get, names)) for seconds, used in zip(times, memory, strict=True)]
+        everyone = _gather(np.array(rows, np.float32))  # [processes, local devices, numbers]
+        factor = self._compare(step, everyone[..., 0], everyone[:, 0, 1].tolist(), record["step_seconds"])
+        _, longest_wait, *largest = everyone.max(axis=(0, 1)).tolist()
+        compared = {"slowest_device": factor} if self._seconds is not None else {}
+        return (
+            record | dict(zip(names, map(int, largest), strict=True)) | compared | {"data_wait_seconds": longest_wait}
+        )
+
+    def _compare(self, step: int, seconds: np.ndarray, waits: Sequence[float], step_seconds: float) -> float:
+        # Returns how many times the median the slowest device takes.
+        factor = float(seconds.max() / np.percentile(seconds, 50, method="lower"))
+        late = max(waits) - statistics.median_low(waits)
+        name = how = ""
+        if factor >= SLOW:
+            process, local = divmod(int(seconds.argmax()), seconds.shape[1])
+            name = f"device {local} of {_name_of(process)}"
+            how = f"takes {factor:.2f} times the median for the same products"
+        elif late >= LATE * step_seconds:
+            name = _name_of(waits.index(max(waits)))
+            how = f"waits {late:.3g} s longer for data in each step of {step_seconds:.3g} s"
+        if name != self._suspect:
+            if self._count >= IN_A_ROW:
+                self._warn(f"step {step}: {self._suspect} no longer holds up the others")
+            self._suspect, self._since, self._count = name, step, 0
+        self._count += bool(name)
+        if self._count == IN_A_ROW:
+            self._warn(f"step {step}: the others wait for one: {name} {how}, since step {self._since}")
+        return factor
+
+
+def _name_of(process: int) -> str:
+    return process_name(process, host_names()[process])
+
+
+def _gather(numbers: np.ndarray) -> np.ndarray:
+    # [processes, ...]
+    return np.asarray(multihost_utils.process_allgather(numbers)).reshape(-1, *numbers.shape)
+
+
+def _products(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
+    # Returns a function that times the same products on each device in turn: the best of three runs.
+    size = _SIZE_ON_CPU if devices[0].platform == "cpu" else _SIZE
+
+    @jax.jit
+    def multiply(matrix: jax.Array) -> jax.Array:
+        for _ in range(8):
+            matrix = matrix @ matrix
+        return matrix
+
+    filled = np.full((size, size), 1 / size, jnp.bfloat16)
+    matrices = [jax.device_put(filled, device) for device in devices]
+
+    def seconds(matrix: jax.Array) -> float:
+        def run() -> None:
+            multiply(matrix).block_until_ready()
+
+        with jax.set_mesh(Mesh([matrix.device], "x")):  # replaces the run's mesh
+            run()  # compiles at first
+            return min(timeit.repeat(run, number=1, repeat=3))
+
+    return lambda: list(map(seconds, matrices))
+
+
+class Profiler:
+    """Traces `steps` steps from `start`, for XProf and Perfetto.
+
+    A failure, such as a full disk, does not stop the run.
+    """
+
+    def __init__(self, folder: Path, start: int, steps: int, timing: Timing):
+        self._folder, self._timing = folder, timing
+        self._first, self._last = start, start + steps - 1
+        self._tracing = False
+        self._failure: str | None = None
+
+    def before(self, step: int) -> None:
+        """Starts the trace before its first step."""
+        if step == self._first:
+            self._tracing = True
+            with self._timing.lost_to("profile"):
+                self._attempt(lambda: jax.profiler.start_trace(self._folder, create_perfetto_trace=True))
+
+    def after(self, step: int, results: object) -> str | None:
+        """Ends the trace after the results of its last step; returns its location or failure."""
+        if step != self._last or not self._tracing:
+            return None
+        with self._timing.lost_to("profile"):
+            jax.block_until_ready(results)
+            self.close()
+        steps = f"profile of steps {self._first} to {self._last}"
+        return f"{steps} in {self._folder}" if self._failure is None else f"no {steps}: {self._failure}"
+
+    def close(self) -> None:
+        """Ends an unfinished trace."""
+        if self._tracing and self._failure is None:
+            self._attempt(jax.profiler.stop_trace)
+        self._tracing = False
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # from the file system, or another trace in this process
+            self._failure = str(error).partition("\n")[0] or type(error).__name__
