@@ -3,29 +3,71 @@
 Best fit decreasing on the histogram of lengths (Krell et al., arXiv 2107.02027): each step places all documents of one
 length that fit rows with the same room. Its time depends on the number of distinct lengths, hardly on the document
 count. Planning ahead gives random access by row index; Grain's packing is an iterator with state in each process.
+
+The user's cache folder has plans, in files named by the hash of all that a plan depends on. A file starts with the
+sha256 of the rest, which checkpoints record; a file that does not match is replaced. Concurrent processes write
+identical files, and the rename is atomic.
 """
 
 import bisect
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError
+from jaxtp.config.files import PARTIAL
+from jaxtp.config.reading import open_regular
 from jaxtp.data.documents import Documents
-from jaxtp.data.plans import Block, find_plan
 from jaxtp.data.rows import SEGMENTS, Row, Rows, check_vocabulary, empty_row
+from jaxtp.distributed.environment import cache_folder, forget_oldest, make_private
 
 VERSION = 1
 """Version of the packing: a change of its rows needs another version."""
 BLOCK = 2**17
 """Documents that are packed together; bounds the memory of planning to some MB."""
 
+SUFFIX = ".rows"
+FEW = 2**10
+"""Plans of at most this many pieces take milliseconds and are not cached."""
+_DIGEST = 32
+
 Pattern = tuple[int, ...]
 """Lengths of the documents in a row."""
+
+
+class Block(NamedTuple):
+    """A plan for some of the documents."""
+
+    pieces: NDArray[np.int64]
+    """`[n, 2]`, in the order of their rows: document, and its first token in the piece."""
+    counts: NDArray[np.int64]
+    """Number of pieces in each row."""
+    num_tokens: int
+    num_split: int
+    num_dropped: int
+
+
+class Plan(NamedTuple):
+    """The pieces of documents in each row, as memory maps."""
+
+    pieces: NDArray[np.int64]
+    """As in `Block`."""
+    rows: NDArray[np.int64]
+    """`[number of rows + 1]`: row i holds the pieces from entry i up to entry i + 1."""
+    num_tokens: int
+    num_split: int
+    num_dropped: int
+    sha256: str
 
 
 class Packed(Rows):
@@ -163,3 +205,69 @@ def best_fit(histogram: NDArray[np.int64], room: int) -> list[tuple[Pattern, int
             leave(pattern, (count - full - min(rest, 1)) if pattern else 0, left)
             remaining -= full * each + rest
     return [row for rows in by_room.values() for row in rows]
+
+
+def find_plan(key: bytes, max_pieces: int, blocks: Callable[[], Iterator[Block]]) -> Plan:
+    """Returns the cached plan, or makes it from `blocks` and tries to cache it; `key` hashes all that it depends on."""
+    if max_pieces > FEW:
+        try:
+            folder = cache_folder() / "plans"
+            make_private(folder)
+            return _find_in(folder, key, blocks)
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+            print(f"the plan of the rows is not cached: {error}", file=sys.stderr)
+    with tempfile.TemporaryFile() as file:
+        return _make(file, blocks)
+
+
+def _find_in(folder: Path, key: bytes, blocks: Callable[[], Iterator[Block]]) -> Plan:
+    path = folder / f"{key.hex()}{SUFFIX}"
+    with suppress(FileNotFoundError, ValueError), open_regular(path) as file:
+        plan = _read(file)
+        os.utime(path)  # the least recently used plans are deleted first
+        return plan
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=f"{path.stem}.", suffix=PARTIAL, delete=False) as file:
+        try:
+            plan = _make(file, blocks)
+            Path(file.name).replace(path)
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+    with suppress(OSError):
+        forget_oldest(folder)
+    return plan
+
+
+def _make(file: IO[bytes], blocks: Callable[[], Iterator[Block]]) -> Plan:
+    """Writes block by block, since a plan may exceed memory."""
+    rows, totals = [np.zeros(1, np.int64)], np.zeros(5, "<i8")  # pieces, rows, tokens, documents split and dropped
+    file.write(bytes(_DIGEST + totals.nbytes))
+    for block in blocks():
+        file.write(block.pieces.astype("<i8").tobytes())
+        rows.append(totals[0] + np.cumsum(block.counts))
+        totals += [len(block.pieces), len(block.counts), block.num_tokens, block.num_split, block.num_dropped]
+    file.write(np.concatenate(rows).astype("<i8").tobytes())
+    file.seek(_DIGEST)
+    file.write(totals.tobytes())
+    file.flush()
+    digest = _sha256(file)
+    file.seek(0)
+    file.write(digest)
+    file.flush()
+    return _read(file)
+
+
+def _read(file: IO[bytes]) -> Plan:
+    """Raises `ValueError` for a file that is not a plan."""
+    file.seek(0)
+    digest = file.read(_DIGEST)
+    if digest != _sha256(file):
+        raise ValueError("not a plan")
+    values = np.memmap(file, "<i8", mode="r").view(np.ndarray)[_DIGEST // 8 :]
+    num_pieces, _, num_tokens, num_split, num_dropped = values[:5].tolist()
+    pieces, rows = np.split(values[5:], [2 * num_pieces])
+    return Plan(pieces.reshape(-1, 2), rows, num_tokens, num_split, num_dropped, digest.hex())
+
+
+def _sha256(file: IO[bytes]) -> bytes:
+    file.seek(_DIGEST)
+    return hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]

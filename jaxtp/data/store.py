@@ -1,6 +1,6 @@
 """Memory-mapped token datasets, written by `jaxtp prepare`.
 
-Format version 1, a folder:
+Version 1 of the format is a folder:
 
 - `dataset.json`: the manifest (`manifest.py`), written last and atomically; without it the folder is unfinished.
 - `tokenizer.json`: the tokenizer in Hugging Face format; absent for bytes.
@@ -39,37 +39,6 @@ from jaxtp.data.manifest import (
 )
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """An opened dataset."""
-
-    folder: Path
-    tokenizer: TokenizerInfo
-    splits: dict[str, "Split"]
-
-
-def open_dataset(folder: Path) -> Dataset:
-    """Opens a dataset: checks the manifest and all file sizes, not the data."""
-    manifest = read_manifest(folder)
-    splits, dtype = {}, manifest.tokenizer.dtype
-    for name, shards in manifest.splits.items():
-        splits[name] = Split(folder, name, manifest)
-        for index, shard in enumerate(shards):
-            for suffix, size in shard.file_sizes(dtype).items():
-                _require_size(shard_file(folder, name, index, suffix), size)
-    return Dataset(folder, manifest.tokenizer, splits)
-
-
-def _require_size(path: Path, expected: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise DatasetError(f"{path}: damaged dataset: {error.strerror}") from None
-    if found != expected:
-        how = "cut short" if found < expected else "too long"
-        raise DatasetError(f"{path}: damaged dataset: {how}: {found:,} bytes of {expected:,}")
-
-
 class Split(Documents):
     """The documents of one split.
 
@@ -78,12 +47,12 @@ class Split(Documents):
     """
 
     def __init__(self, folder: Path, name: str, manifest: Manifest):
-        shards = manifest.splits[name]
+        shards = manifest.splits[name].shards
         self._folder, self._name, self._shards = folder, name, shards
         dtype = manifest.tokenizer.dtype
         super().__init__([shard.documents for shard in shards], [shard.tokens for shard in shards], dtype)
         self.has_prompts, self._vocab_size = manifest.prompts, manifest.tokenizer.vocab_size
-        self.longest = max((shard.longest for shard in shards), default=0)
+        self.longest = manifest.splits[name].longest
         """Number of tokens of the longest document."""
         self._maps: dict[tuple[int, str], Tokens] = {}
 
@@ -151,6 +120,37 @@ class Split(Documents):
                 raise DatasetError(f"{path}: damaged dataset: {error}") from None
             self._maps[shard, suffix] = found  # if two threads map a file, either map will do
         return found
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An opened dataset."""
+
+    folder: Path
+    tokenizer: TokenizerInfo
+    splits: dict[str, "Split"]
+
+
+def open_dataset(folder: Path) -> Dataset:
+    """Opens a dataset: checks the manifest and all file sizes, not the data."""
+    manifest = read_manifest(folder)
+    splits, dtype = {}, manifest.tokenizer.dtype
+    for name, record in manifest.splits.items():
+        splits[name] = Split(folder, name, manifest)
+        for index, shard in enumerate(record.shards):
+            for suffix, size in shard.file_sizes(dtype).items():
+                _require_size(shard_file(folder, name, index, suffix), size)
+    return Dataset(folder, manifest.tokenizer, splits)
+
+
+def _require_size(path: Path, expected: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise DatasetError(f"{path}: damaged dataset: {error.strerror}") from None
+    if found != expected:
+        how = "cut short" if found < expected else "too long"
+        raise DatasetError(f"{path}: damaged dataset: {how}: {found:,} bytes of {expected:,}")
 
 
 def verify(dataset: Dataset) -> Iterator[str]:

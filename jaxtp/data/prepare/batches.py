@@ -1,30 +1,33 @@
-"""Reads documents in hashed batches, prefetching the next.
+"""Reads documents in hashed batches.
 
 Only a document's hash decides whether it is held out, a duplicate, or in the tokenizer's training sample.
 """
 
 import hashlib
-import itertools
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from jaxtp.config.entry import Interrupt
 from jaxtp.data.chat_template import without_marks
 from jaxtp.data.manifest import TRAIN, VALIDATION
-from jaxtp.data.prepare.readers import END, TEXT, Document, Fields, PrepareError, Problem, Source, Turn
-from jaxtp.data.prepare.session import Job
-from jaxtp.data.prepare.sources import Position, read_source
+from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.readers import (
+    END,
+    TEXT,
+    Document,
+    Fields,
+    Position,
+    PrepareError,
+    Problem,
+    Source,
+    Turn,
+    read_source,
+)
 
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
 _FEW = 1000
 """Up to this many documents the held-out ones are counted; with more, their hashes approach the share by themselves."""
-_POLL_SECONDS = 0.2
-
-T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -97,17 +100,16 @@ def split_of(digest: bytes, held_out: float) -> str:
     return VALIDATION if fraction(digest) < held_out else TRAIN
 
 
-def threshold(job: Job, interrupt: Interrupt) -> float:
+def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) -> float:
     """Returns the `fraction` below which a document is held out.
 
     With many documents it is `--held-out`. With few it lies between two documents' fractions, where the number below it
     is nearest to the share; at least one document remains for training.
     """
-    config = job.config
     if not config.held_out:
         return 0.0
     found: list[float] = []
-    for batch in ahead(batches(job.sources, job.fields, Position(0, 0), "skip"), interrupt):
+    for batch in batches(sources, fields, Position(0, 0), "skip"):
         found += [fraction(entry.digest) for entry in batch.entries]
         if len(found) > _FEW:
             return config.held_out
@@ -116,32 +118,3 @@ def threshold(job: Job, interrupt: Interrupt) -> float:
     borders = [i for i in range(1, len(found)) if found[i - 1] < found[i]]  # equal documents share a split
     held_out = min((0, *borders), key=lambda count: (abs(count - target), -count))
     return found[held_out] if held_out else 0.0
-
-
-def ahead(items: Iterator[T], interrupt: Interrupt) -> Iterator[T]:
-    """Yields the same items; a thread prepares the next while the caller uses the current.
-
-    Daemon threads let a long read delay neither Ctrl-C nor exit.
-    """
-    pending = _in_thread(items)
-    while True:
-        while not wait([pending], _POLL_SECONDS).done:
-            interrupt.check()
-        if not (made := pending.result()):
-            return
-        pending = _in_thread(items)
-        yield made[0]
-        interrupt.check()
-
-
-def _in_thread(items: Iterator[T]) -> "Future[list[T]]":
-    future: Future[list[T]] = Future()
-
-    def make() -> None:
-        try:
-            future.set_result(list(itertools.islice(items, 1)))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=make, name="read", daemon=True).start()
-    return future

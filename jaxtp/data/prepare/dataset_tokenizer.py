@@ -4,15 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxtp.config.console import Display
-from jaxtp.config.entry import Interrupt
 from jaxtp.config.files import sha256, write_atomically
 from jaxtp.data.manifest import TOKENIZER
-from jaxtp.data.prepare.batches import ahead, batches, fraction
+from jaxtp.data.prepare.batches import batches, fraction
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import PrepareError
-from jaxtp.data.prepare.session import Job, State
-from jaxtp.data.prepare.sources import Position
-from jaxtp.data.prepare.writer import damaged
+from jaxtp.data.prepare.readers import Position, PrepareError
+from jaxtp.data.prepare.session import Job, State, damaged
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import end_token
 
@@ -29,13 +26,13 @@ def named_tokenizer(config: PrepareConfig) -> Tokenizer | None:
     return _with_special_tokens(read_tokenizer(file), str(file), config)
 
 
-def open_tokenizer(job: Job, state: State, display: Display, interrupt: Interrupt) -> Tokenizer:
+def open_tokenizer(job: Job, state: State, display: Display) -> Tokenizer:
     """Opens or trains the dataset's tokenizer and writes its file."""
     path, config = job.out / TOKENIZER, job.config
     if state.tokenizer is None and config.tokenizer is not None:
         write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
     elif state.tokenizer is None and job.tokenizer is None:
-        write_atomically(path, _train_bpe(job, display, interrupt))
+        write_atomically(path, _train_bpe(job, display))
     tokenizer = job.tokenizer or _with_special_tokens(read_tokenizer(path), str(path), config)
     if state.tokenizer is None:
         state.tokenizer = tokenizer.info
@@ -83,7 +80,7 @@ def _end_token(config: PrepareConfig) -> tuple[str | int | None, str]:
     return (None, "known by its name") if found is None else (found[0], f"as {found[1]} says")
 
 
-def _train_bpe(job: Job, display: Display, interrupt: Interrupt) -> bytes:
+def _train_bpe(job: Job, display: Display) -> bytes:
     try:
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -99,17 +96,16 @@ def _train_bpe(job: Job, display: Display, interrupt: Interrupt) -> bytes:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sampled_texts(job, display, interrupt), trainer)
-    interrupt.check()
+    tokenizer.train_from_iterator(_sampled_texts(job, display), trainer)
     return str(tokenizer.to_str()).encode()
 
 
-def _sampled_texts(job: Job, display: Display, interrupt: Interrupt) -> Iterator[str]:
+def _sampled_texts(job: Job, display: Display) -> Iterator[str]:
     """Yields training texts; compressed files count by size on disk, so their sample is larger."""
     config = job.config
     share = config.bpe_sample / max(1, sum(source.size for source in job.sources))
     chosen = 0
-    for batch in ahead(batches(job.sources, job.fields, Position(0, 0), config.on_error), interrupt):
+    for batch in batches(job.sources, job.fields, Position(0, 0), config.on_error):
         for entry in batch.entries:
             if 0 <= fraction(entry.digest) - config.held_out < share * (1 - config.held_out):
                 chosen += sum(entry.sizes)

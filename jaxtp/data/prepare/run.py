@@ -1,6 +1,5 @@
 """Makes a dataset from inputs."""
 
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -11,18 +10,26 @@ from typing import Self
 import numpy as np
 
 from jaxtp.config.console import Display
-from jaxtp.config.entry import Interrupt, InterruptError
 from jaxtp.config.files import write_atomically
 from jaxtp.data.documents import Tokens
-from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, totals
-from jaxtp.data.prepare.batches import Batch, Entry, ahead, batches, split_of, threshold
+from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, SplitRecord, totals
+from jaxtp.data.prepare.batches import Batch, Entry, batches, split_of, threshold
 from jaxtp.data.prepare.conversations import Conversations
 from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, open_tokenizer
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, PrepareError, Problem, Turn
-from jaxtp.data.prepare.session import SEEN, Job, State, begin, clear_leftovers, drop_unknown, locked
+from jaxtp.data.prepare.session import (
+    SEEN,
+    Job,
+    Seen,
+    SplitWriter,
+    State,
+    begin,
+    clear_leftovers,
+    drop_unknown,
+    locked,
+)
 from jaxtp.data.prepare.sources import find_sources, with_layout
-from jaxtp.data.prepare.writer import Seen, SplitWriter
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 
@@ -33,24 +40,24 @@ _LINE_SECONDS = 5.0
 
 
 def prepare(out: Path, config: PrepareConfig) -> None:
-    """Makes or resumes a dataset; raises `UserError` or `InterruptError`."""
+    """Makes or resumes a dataset; raises `UserError`."""
     named, sources = named_tokenizer(config), find_sources(config)
     config = with_layout(config, sources)
     conversations = None if config.messages is None or named is None else Conversations(config, named)
     job = Job(out, config, sources, named, conversations)
     size = sum(source.size for source in sources)
     try:
-        with locked(out), Interrupt(signal.SIGINT) as interrupt, PrepareDisplay(size) as display, ExitStack() as stack:
+        with locked(out), PrepareDisplay(size) as display, ExitStack() as stack:
             state = begin(job)
             if state is None:
                 display.line(f"{out} is finished; there is nothing to do")
                 return
             if state.tokenizer is None:  # nothing depends on the threshold yet
-                state.threshold = threshold(job, interrupt)
+                state.threshold = threshold(sources, job.fields, config)
             if state.threshold is not None:
                 job = replace(job, config=replace(config, held_out=state.threshold))
-            tokenizer = open_tokenizer(job, state, display, interrupt)
-            _Work(job, tokenizer, state, display, stack).finish(interrupt)
+            tokenizer = open_tokenizer(job, state, display)
+            _Work(job, tokenizer, state, display, stack).finish()
     except OSError as error:  # from writing; readers handle read errors
         raise PrepareError(
             f"{error.filename or out}: {error.strerror}; when that is mended the same command goes on"
@@ -106,7 +113,7 @@ class _Work:
             self._seen = stack.enter_context(closing(Seen(job.out / SEEN, state.seen)))
         self._num_documents, self._num_tokens, self._started = 0, 0, time.monotonic()
 
-    def finish(self, interrupt: Interrupt) -> None:
+    def finish(self) -> None:
         source, item = self._state.position
         if (source, item) != (0, 0):
             part = f", item {item:,} of the next" if item else ""
@@ -115,16 +122,11 @@ class _Work:
         if self._job.conversations is not None:
             self._job.conversations.save(self._job.out)
         try:
-            for batch in ahead(
-                batches(self._job.sources, self._job.fields, self._state.position, self._config.on_error), interrupt
-            ):
+            for batch in batches(self._job.sources, self._job.fields, self._state.position, self._config.on_error):
                 self._take(batch)
                 if time.monotonic() - saved >= self._config.save_seconds:
                     self._save()
                     saved = time.monotonic()
-        except InterruptError:
-            self._save()
-            raise
         except PrepareError as error:  # keeps everything before the bad input
             self._save()
             done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
@@ -185,14 +187,19 @@ class _Work:
         for writer in self._writers.values():
             writer.end_shard()
         self._save()
-        shards, sources = {n: tuple(writer.progress.shards) for n, writer in self._writers.items()}, self._job.sources
-        skipped = dict(sorted(self._state.skipped.items()))
+        sources, skipped = self._job.sources, dict(sorted(self._state.skipped.items()))
+        shards = {name: tuple(writer.progress.shards) for name, writer in self._writers.items()}
         if not any(shards.values()):
             left_out = f"; left out: {_listed(skipped)}" if skipped else ""
             raise PrepareError(f"no document in {len(sources)} files{left_out}")
-        inputs = {"files": len(sources), "bytes": sum(source.size for source in sources)}
-        prompts, info = self._config.has_prompts, self._tokenizer.info
-        manifest = Manifest(info, shards, prompts, skipped, self._state.arguments, inputs)
+        manifest = Manifest(
+            self._tokenizer.info,
+            self._config.has_prompts,
+            {name: SplitRecord(**totals(each), shards=each) for name, each in shards.items()},
+            skipped,
+            {"files": len(sources), "bytes": sum(source.size for source in sources)},
+            dict(self._state.arguments),
+        )
         write_atomically(self._job.out / MANIFEST, manifest.to_json().encode())
         clear_leftovers(self._job.out)
         for line in self._summary(manifest):
@@ -206,13 +213,13 @@ class _Work:
             yield f"{'documents':<12}{'; '.join(ends)}"
         written = open_dataset(self._job.out)
         for name in SPLITS:
-            of, shards = totals(manifest.splits[name]), len(manifest.splits[name])
+            split, shards = manifest.splits[name], len(manifest.splits[name].shards)
             loss = f", {written.splits[name].num_loss_tokens:,} of them with loss," if manifest.prompts else ""
             yield (
-                f"{name:<12}{of['documents']:,} documents, {of['tokens']:,} tokens{loss} in "
-                f"{shards} shard{'' if shards == 1 else 's'}, the longest document {of['longest']:,}"
+                f"{name:<12}{split.documents:,} documents, {split.tokens:,} tokens{loss} in "
+                f"{shards} shard{'' if shards == 1 else 's'}, the longest document {split.longest:,}"
             )
-        if not manifest.splits[VALIDATION] and manifest.arguments["held_out"]:
+        if not manifest.splits[VALIDATION].shards and manifest.arguments["held_out"]:
             yield f"{'':<12}nothing is held out: of so few documents, take a larger --held-out"
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"

@@ -1,4 +1,6 @@
-"""Decides whether a command starts, resumes or finds finished a dataset, or must leave the folder alone.
+"""The folder of a dataset in the making: its journal, and the files that grow.
+
+`begin` decides whether a command starts, resumes or finds finished a dataset, or must leave the folder alone.
 
 `journal.json` exists from the start until `dataset.json` does. It records the position in the inputs and each file's
 length there. It is written every few seconds, after everything that it describes is on disk; a resume drops the rest.
@@ -9,37 +11,40 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 from pydantic import Field
 
 from jaxtp.config import schema
-from jaxtp.config.files import PARTIAL, write_atomically
+from jaxtp.config.files import PARTIAL, sha256, sync_file, write_atomically
 from jaxtp.config.schema import expand
+from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import (
     DOCUMENTS,
     MANIFEST,
+    OFFSET,
+    PROMPT,
     PROMPTS,
     SPLITS,
     TOKENIZER,
     TOKENS,
+    Count,
     DatasetError,
     Manifest,
+    Shard,
     TokenizerInfo,
-    check_shard,
-    check_tokenizer,
     parse,
     read_manifest,
+    shard_file,
 )
 from jaxtp.data.prepare.conversations import Conversations, template_checksum
 from jaxtp.data.prepare.prepare_config import PrepareConfig, arguments
-from jaxtp.data.prepare.readers import Fields, PrepareError, Source
-from jaxtp.data.prepare.sources import Listing, Position, differences, listing, parse_listing
-from jaxtp.data.prepare.writer import Progress, damaged
+from jaxtp.data.prepare.readers import Fields, Position, PrepareError, Source
+from jaxtp.data.prepare.sources import Listing, differences, listing, parse_listing
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
@@ -51,6 +56,25 @@ SEEN = "seen.sha256"
 
 _MAX_LINES = 10
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
+_BUFFER = 2**20
+_DIGEST = 16
+"""Stored bytes of each hash: two of 10^12 documents collide with a probability of 10^-14."""
+
+
+def damaged(path: Path, how: str) -> PrepareError:
+    """Returns the error for a dataset that cannot be resumed."""
+    return PrepareError(f"{path}: damaged, so the command cannot go on: {how}; --overwrite starts afresh")
+
+
+@dataclass
+class Progress:
+    """A split's full shards, and the open shard's content."""
+
+    shards: list[Shard] = field(default_factory=list)
+    documents: Count = 0
+    tokens: Count = 0
+    text_bytes: Count = 0
+    longest: Count = 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +140,7 @@ def begin(job: Job) -> State | None:
         _refuse(out, "a dataset", _changed(manifest, job, settings, None))
         clear_leftovers(out)
         return None
-    state = _load(out, config.has_prompts)
+    state = _load(out)
     if state is None:
         _require_empty(out)
     else:
@@ -165,17 +189,12 @@ def drop_unknown(out: Path, known: set[str]) -> None:
             path.unlink()
 
 
-def _load(out: Path, prompts: bool) -> State | None:
+def _load(out: Path) -> State | None:
     path = out / JOURNAL
     try:
         state = parse(State, path.read_bytes())
-        if state.tokenizer is not None:
-            check_tokenizer(state.tokenizer)
         if state.splits.keys() != set(SPLITS) or min(state.position) < 0:
             raise DatasetError(f"splits {', '.join(state.splits)}, position {tuple(state.position)}")
-        for progress in state.splits.values():
-            for shard in progress.shards:
-                check_shard(shard, prompts)
         return state
     except FileNotFoundError:
         return None
@@ -226,3 +245,123 @@ def _listed(out: Path) -> Listing:
         return []
     except (ValueError, RecursionError) as error:
         raise damaged(path, str(error)) from None
+
+
+class SplitWriter:
+    """Appends documents to a split, first cut to `progress`."""
+
+    def __init__(
+        self, folder: Path, split: str, tokenizer: TokenizerInfo, prompts: bool, shard_tokens: int, progress: Progress
+    ):
+        self._folder, self._split, self._dtype, self._shard_tokens = folder, split, tokenizer.dtype, shard_tokens
+        self._suffixes = (TOKENS, DOCUMENTS, PROMPTS) if prompts else (TOKENS, DOCUMENTS)
+        self.progress = progress
+        self._files: dict[str, BinaryIO] = {}
+        for index, shard in enumerate(progress.shards):
+            if {*shard.sha256} != {*self._suffixes}:
+                raise damaged(self._path(index, TOKENS), f"a shard of the files {', '.join(shard.sha256) or 'none'}")
+            for suffix, size in shard.file_sizes(self._dtype).items():
+                path = self._path(index, suffix)
+                if not path.exists() or path.stat().st_size != size:
+                    raise damaged(path, f"it should have {size:,} bytes")
+        if progress.documents:
+            self._reopen(self._shard(dict.fromkeys(self._suffixes, "")).file_sizes(self._dtype))
+
+    def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int) -> int:
+        """Writes a document with a nonempty part; returns its number of tokens."""
+        if not self._files:
+            for suffix in self._suffixes:
+                self._files[suffix] = self._path(len(self.progress.shards), suffix).open("wb", _BUFFER)
+            self._files[DOCUMENTS].write(bytes(OFFSET.itemsize))
+        length, progress = 0, self.progress
+        for part in parts:
+            length += len(part)
+            self._files[TOKENS].write(part.astype(self._dtype, copy=False).tobytes())
+        progress.documents += 1
+        progress.tokens += length
+        progress.text_bytes += text_bytes
+        progress.longest = max(progress.longest, length)
+        self._files[DOCUMENTS].write(progress.tokens.to_bytes(OFFSET.itemsize, "little"))
+        if PROMPTS in self._suffixes:
+            self._files[PROMPTS].write(prompt.to_bytes(PROMPT.itemsize, "little"))
+        if progress.tokens >= self._shard_tokens:
+            self.end_shard()
+        return length
+
+    def save(self) -> None:
+        """Flushes the open shard to disk."""
+        for file in self._files.values():
+            sync_file(file)
+
+    def end_shard(self) -> None:
+        """Closes the open shard, if any."""
+        if self._files:
+            self.close()
+            paths = {suffix: self._path(len(self.progress.shards), suffix) for suffix in self._suffixes}
+            shard = self._shard({suffix: sha256(path) for suffix, path in paths.items()})
+            self.progress = Progress([*self.progress.shards, shard])
+
+    def close(self) -> None:
+        """Flushes the files to disk and closes them."""
+        try:
+            self.save()
+        finally:
+            files, self._files = self._files, {}
+            for file in files.values():
+                file.close()
+
+    def files(self) -> set[str]:
+        """Returns the file names of all shards."""
+        count = len(self.progress.shards) + bool(self.progress.documents)
+        return {self._path(index, suffix).name for index in range(count) for suffix in self._suffixes}
+
+    def _path(self, shard: int, suffix: str) -> Path:
+        return shard_file(self._folder, self._split, shard, suffix)
+
+    def _shard(self, sums: dict[str, str]) -> Shard:
+        progress = self.progress
+        return Shard(progress.documents, progress.tokens, progress.text_bytes, progress.longest, sums)
+
+    def _reopen(self, sizes: dict[str, int]) -> None:
+        paths = {suffix: self._path(len(self.progress.shards), suffix) for suffix in sizes}
+        for suffix, path in paths.items():
+            if not path.exists() or path.stat().st_size < sizes[suffix]:
+                raise damaged(path, "it is shorter than it was")
+        for suffix, path in paths.items():
+            file = self._files[suffix] = path.open("r+b", _BUFFER)
+            file.truncate(sizes[suffix])
+            file.seek(sizes[suffix])
+
+
+class Seen:
+    """Document hashes, in memory and in a file cut to `count` hashes."""
+
+    def __init__(self, path: Path, count: int):
+        self._file = path.open("a+b")
+        self._file.seek(0)
+        content = self._file.read(count * _DIGEST)
+        if len(content) < count * _DIGEST:
+            self._file.close()
+            raise damaged(path, "it is shorter than it was")
+        self._file.truncate(len(content))
+        self._digests = {content[i : i + _DIGEST] for i in range(0, len(content), _DIGEST)}
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def add(self, digest: bytes) -> bool:
+        """Adds a hash; returns whether it is new."""
+        short = digest[:_DIGEST]
+        if short in self._digests:
+            return False
+        self._digests.add(short)
+        self._file.write(short)
+        return True
+
+    def save(self) -> None:
+        """Flushes the file to disk."""
+        sync_file(self._file)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
