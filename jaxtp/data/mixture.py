@@ -52,9 +52,6 @@ class Mixture(Sequence[T]):
         source = int(self._cycle[offset])
         return source, cycle * self.counts[source] + int(self._ranks[offset])
 
-    def __repr__(self) -> str:
-        return f"Mixture({' : '.join(map(str, self.counts))})"  # Grain prints its sources in errors
-
 
 def cycle_counts(weights: Sequence[float]) -> list[int]:
     """Returns samples per source in a cycle: the smallest integers in the weights' ratio, to 1 / `PARTS`."""
@@ -111,9 +108,6 @@ class _ValidationRows(Sequence[Row]):
         if is_padding:
             row = {name: np.full_like(array, IGNORE if name == "labels" else 0) for name, array in row.items()}
         return row
-
-    def __repr__(self) -> str:
-        return f"ValidationRows({len(self._order)} rows)"  # Grain prints its sources in errors
 
 
 def _validation_order(lengths: Sequence[int], weights: Sequence[float], count: int) -> NDArray[np.int64]:

@@ -59,9 +59,6 @@ class Split(Documents):
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_maps": {}}
 
-    def __repr__(self) -> str:
-        return f"Split({self._folder / self._name}: {self.num_documents} documents, {self.num_tokens} tokens)"
-
     @property
     def num_text_bytes(self) -> int:
         """Bytes of the documents as UTF-8, for losses per byte."""

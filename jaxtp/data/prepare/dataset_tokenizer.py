@@ -42,25 +42,18 @@ def open_tokenizer(job: Job, state: State, display: Display) -> Tokenizer:
     return tokenizer
 
 
-def describe(tokenizer: Tokenizer, config: PrepareConfig) -> Iterator[str]:
+def describe(tokenizer: Tokenizer) -> Iterator[str]:
     """Yields how documents start and end; nothing for bytes."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return
-    prefix, end = tokenizer.info.prefix, tokenizer.info.eos_id
-    last = "" if end is None else f"{tokenizer.spelled(end)} ({end})"
-    if config.messages is not None:
-        stop = f"; to generate ends at {last}" if last else ""
-        yield f"an answer each, after what comes before it, as the chat template writes them{stop}"
-        return
-    if prefix:
-        first = " ".join(f"{tokenizer.spelled(token)} ({token})" for token in prefix)
-        yield f"begin with {first}, as the tokenizer puts it"
-    if last:
-        yield f"end with {last}, {_end_token(config)[1]}"
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        prefix, end = tokenizer.info.prefix, tokenizer.info.eos_id
+        if prefix:
+            yield f"begin with {' '.join(f'{tokenizer.spelled(token)} ({token})' for token in prefix)}"
+        if end is not None:
+            yield f"end with {tokenizer.spelled(end)} ({end})"
 
 
 def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
-    eos, _ = _end_token(config)
+    eos = None if config.no_eos else _end_token(config)
     special = config.special_tokens
     tokenizer = HuggingFaceTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=special)
     if config.tokenizer is not None and config.bos == "auto":
@@ -68,16 +61,11 @@ def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> Hu
     return tokenizer
 
 
-def _end_token(config: PrepareConfig) -> tuple[str | int | None, str]:
-    """Returns the end token (None: search for a well-known name) and where it was configured."""
-    if config.no_eos:
-        return None, ""
-    if config.eos is not None:
-        return config.eos, "as --eos says"
-    if config.tokenizer is None:
-        return _END_TOKEN, "as in every tokenizer trained here"
-    found = end_token(tokenizer_file(config.tokenizer).parent)
-    return (None, "known by its name") if found is None else (found[0], f"as {found[1]} says")
+def _end_token(config: PrepareConfig) -> str | int | None:
+    """Returns the end token; None to search for a well-known name."""
+    if config.eos is not None or config.tokenizer is None:
+        return config.eos or _END_TOKEN
+    return end_token(tokenizer_file(config.tokenizer).parent)
 
 
 def _train_bpe(job: Job, display: Display) -> bytes:

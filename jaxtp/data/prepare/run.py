@@ -209,7 +209,7 @@ class _Work:
         info, requested = manifest.tokenizer, self._config.train_bpe or 0
         fewer = f" (the text gives no more; asked for {requested:,})" if requested > info.vocab_size else ""
         yield f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
-        if ends := list(describe(self._tokenizer, self._config)):
+        if ends := list(describe(self._tokenizer)):
             yield f"{'documents':<12}{'; '.join(ends)}"
         written = open_dataset(self._job.out)
         for name in SPLITS:

@@ -247,6 +247,16 @@ def _listed(out: Path) -> Listing:
         raise damaged(path, str(error)) from None
 
 
+def _open_cut(path: Path, size: int) -> BinaryIO:
+    """Opens a file that grows, without what follows its first `size` bytes."""
+    file = path.open("a+b", _BUFFER)
+    if path.stat().st_size < size:
+        file.close()
+        raise damaged(path, "it is shorter than it was")
+    file.truncate(size)
+    return file
+
+
 class SplitWriter:
     """Appends documents to a split, first cut to `progress`."""
 
@@ -258,20 +268,19 @@ class SplitWriter:
         self.progress = progress
         self._files: dict[str, BinaryIO] = {}
         for index, shard in enumerate(progress.shards):
-            if {*shard.sha256} != {*self._suffixes}:
-                raise damaged(self._path(index, TOKENS), f"a shard of the files {', '.join(shard.sha256) or 'none'}")
-            for suffix, size in shard.file_sizes(self._dtype).items():
+            sizes = shard.file_sizes(self._dtype)
+            for suffix in self._suffixes:
                 path = self._path(index, suffix)
-                if not path.exists() or path.stat().st_size != size:
-                    raise damaged(path, f"it should have {size:,} bytes")
+                if not path.exists() or path.stat().st_size != sizes.get(suffix):
+                    raise damaged(path, f"it should have {sizes.get(suffix, 0):,} bytes")
         if progress.documents:
-            self._reopen(self._shard(dict.fromkeys(self._suffixes, "")).file_sizes(self._dtype))
+            sizes = self._shard(dict.fromkeys(self._suffixes, "")).file_sizes(self._dtype)
+            self._files = {suffix: _open_cut(self._open_path(suffix), sizes[suffix]) for suffix in self._suffixes}
 
     def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int) -> int:
         """Writes a document with a nonempty part; returns its number of tokens."""
         if not self._files:
-            for suffix in self._suffixes:
-                self._files[suffix] = self._path(len(self.progress.shards), suffix).open("wb", _BUFFER)
+            self._files = {suffix: _open_cut(self._open_path(suffix), 0) for suffix in self._suffixes}
             self._files[DOCUMENTS].write(bytes(OFFSET.itemsize))
         length, progress = 0, self.progress
         for part in parts:
@@ -297,8 +306,7 @@ class SplitWriter:
         """Closes the open shard, if any."""
         if self._files:
             self.close()
-            paths = {suffix: self._path(len(self.progress.shards), suffix) for suffix in self._suffixes}
-            shard = self._shard({suffix: sha256(path) for suffix, path in paths.items()})
+            shard = self._shard({suffix: sha256(self._open_path(suffix)) for suffix in self._suffixes})
             self.progress = Progress([*self.progress.shards, shard])
 
     def close(self) -> None:
@@ -318,33 +326,21 @@ class SplitWriter:
     def _path(self, shard: int, suffix: str) -> Path:
         return shard_file(self._folder, self._split, shard, suffix)
 
+    def _open_path(self, suffix: str) -> Path:
+        return self._path(len(self.progress.shards), suffix)
+
     def _shard(self, sums: dict[str, str]) -> Shard:
         progress = self.progress
         return Shard(progress.documents, progress.tokens, progress.text_bytes, progress.longest, sums)
-
-    def _reopen(self, sizes: dict[str, int]) -> None:
-        paths = {suffix: self._path(len(self.progress.shards), suffix) for suffix in sizes}
-        for suffix, path in paths.items():
-            if not path.exists() or path.stat().st_size < sizes[suffix]:
-                raise damaged(path, "it is shorter than it was")
-        for suffix, path in paths.items():
-            file = self._files[suffix] = path.open("r+b", _BUFFER)
-            file.truncate(sizes[suffix])
-            file.seek(sizes[suffix])
 
 
 class Seen:
     """Document hashes, in memory and in a file cut to `count` hashes."""
 
     def __init__(self, path: Path, count: int):
-        self._file = path.open("a+b")
+        self._file = _open_cut(path, count * _DIGEST)
         self._file.seek(0)
-        content = self._file.read(count * _DIGEST)
-        if len(content) < count * _DIGEST:
-            self._file.close()
-            raise damaged(path, "it is shorter than it was")
-        self._file.truncate(len(content))
-        self._digests = {content[i : i + _DIGEST] for i in range(0, len(content), _DIGEST)}
+        self._digests = {self._file.read(_DIGEST) for _ in range(count)}
 
     def __len__(self) -> int:
         return len(self._digests)

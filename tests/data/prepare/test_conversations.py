@@ -120,7 +120,7 @@ def test_it_says_how_many_tokens_have_loss(folder, capsys):
 def test_what_it_says_and_that_it_is_finished(folder, capsys):
     dataset = make(folder)
     assert (dataset.tokenizer.prefix, dataset.tokenizer.eos_id) == ((FIRST,), STOP)
-    assert f"as the chat template writes them; to generate ends at <|stop|> ({STOP})" in capsys.readouterr().out
+    assert f"documents   begin with <|begin|> ({FIRST}); end with <|stop|> ({STOP})\n" in capsys.readouterr().out
     make(folder)
     assert "is finished; there is nothing to do" in capsys.readouterr().out
     (folder / "t/chat_template.jinja").write_text("{# another #}" + TEMPLATE)
