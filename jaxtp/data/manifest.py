@@ -90,15 +90,6 @@ class Shard:
         if not 1 <= self.documents <= self.tokens or not 1 <= self.longest <= self.tokens:
             raise DatasetError(f"a shard of {self.documents} documents and {self.tokens} tokens")
 
-    def file_sizes(self, dtype: np.dtype[np.unsignedinteger]) -> dict[str, int]:
-        """Returns file sizes in bytes, by suffix."""
-        sizes = {
-            TOKENS: self.tokens * dtype.itemsize,
-            DOCUMENTS: (self.documents + 1) * OFFSET.itemsize,
-            PROMPTS: self.documents * PROMPT.itemsize,
-        }
-        return {suffix: sizes[suffix] for suffix in self.sha256}
-
 
 def totals(shards: Iterable[Shard]) -> dict[str, int]:
     """Returns the sizes of a split."""
@@ -149,17 +140,22 @@ class Manifest:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
 
+def file_sizes(documents: int, tokens: int, dtype: np.dtype[np.unsignedinteger]) -> dict[str, int]:
+    """Returns the sizes in bytes of a shard's files, by suffix."""
+    return {
+        TOKENS: tokens * dtype.itemsize,
+        DOCUMENTS: (documents + 1) * OFFSET.itemsize,
+        PROMPTS: documents * PROMPT.itemsize,
+    }
+
+
 def shard_file(folder: Path, split: str, shard: int, suffix: str) -> Path:
     """Returns e.g. `folder/train-00003.tokens`."""
     return folder / f"{split}-{shard:05}.{suffix}"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks only `dataset.json`.
-
-    Raises:
-      DatasetError: the manifest is missing, unreadable, inconsistent or in another format.
-    """
+    """Reads and checks only `dataset.json`; raises `DatasetError`."""
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
@@ -190,11 +186,7 @@ def _missing(folder: Path) -> str:
 
 
 def parse(schema: type[T], content: bytes) -> T:
-    """Parses JSON into a dataclass with strict types.
-
-    Raises:
-      DatasetError: a value is missing, out of range or of another type.
-    """
+    """Parses JSON into a dataclass with strict types; raises `DatasetError`."""
     try:
         return TypeAdapter(schema).validate_json(content, strict=True)
     except ValidationError as error:

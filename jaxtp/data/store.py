@@ -34,6 +34,7 @@ from jaxtp.data.manifest import (
     DatasetError,
     Manifest,
     TokenizerInfo,
+    file_sizes,
     read_manifest,
     shard_file,
 )
@@ -105,18 +106,18 @@ class Split(Documents):
         return f"{shard_file(self._folder, self._name, shard, TOKENS)}, document {row}"
 
     def _array(self, shard: int, suffix: str) -> Tokens:
-        found = self._maps.get((shard, suffix))
-        if found is None:
+        array = self._maps.get((shard, suffix))
+        if array is None:
             path = shard_file(self._folder, self._name, shard, suffix)
             try:
                 # Offsets are read as signed integers: NumPy promotes uint64 and an index to float64.
                 dtypes: dict[str, np.dtype[np.integer]]
                 dtypes = {TOKENS: self._dtype, DOCUMENTS: np.dtype("<i8"), PROMPTS: PROMPT}
-                found = np.memmap(path, dtypes[suffix], mode="r").view(np.ndarray)
+                array = np.memmap(path, dtypes[suffix], mode="r").view(np.ndarray)
             except (OSError, ValueError) as error:  # ValueError: an empty file, or a size that is no multiple
                 raise DatasetError(f"{path}: damaged dataset: {error}") from None
-            self._maps[shard, suffix] = found  # if two threads map a file, either map will do
-        return found
+            self._maps[shard, suffix] = array  # if two threads map a file, either map will do
+        return array
 
 
 @dataclass(frozen=True)
@@ -135,19 +136,20 @@ def open_dataset(folder: Path) -> Dataset:
     for name, record in manifest.splits.items():
         splits[name] = Split(folder, name, manifest)
         for index, shard in enumerate(record.shards):
-            for suffix, size in shard.file_sizes(dtype).items():
-                _require_size(shard_file(folder, name, index, suffix), size)
+            sizes = file_sizes(shard.documents, shard.tokens, dtype)
+            for suffix in shard.sha256:
+                _require_size(shard_file(folder, name, index, suffix), sizes[suffix])
     return Dataset(folder, manifest.tokenizer, splits)
 
 
 def _require_size(path: Path, expected: int) -> None:
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except OSError as error:
         raise DatasetError(f"{path}: damaged dataset: {error.strerror}") from None
-    if found != expected:
-        how = "cut short" if found < expected else "too long"
-        raise DatasetError(f"{path}: damaged dataset: {how}: {found:,} bytes of {expected:,}")
+    if size != expected:
+        how = "cut short" if size < expected else "too long"
+        raise DatasetError(f"{path}: damaged dataset: {how}: {size:,} bytes of {expected:,}")
 
 
 def verify(dataset: Dataset) -> Iterator[str]:
@@ -160,9 +162,9 @@ def verify(dataset: Dataset) -> Iterator[str]:
 
 def _verify_sum(path: Path, expected: str) -> Iterator[str]:
     try:
-        found = sha256(path)
+        checksum = sha256(path)
     except OSError as error:
         yield f"{path}: {error.strerror}"
         return
-    if found != expected:
-        yield f"{path}: its sha256 is {found[:12]}, and was {expected[:12]}"
+    if checksum != expected:
+        yield f"{path}: its sha256 is {checksum[:12]}, and was {expected[:12]}"

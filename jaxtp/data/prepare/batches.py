@@ -14,11 +14,10 @@ from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import (
     END,
     TEXT,
-    Document,
+    BadInputError,
     Fields,
     Position,
     PrepareError,
-    Problem,
     Source,
     Turn,
     read_source,
@@ -49,7 +48,7 @@ class Batch:
     done: int = 0
     """Approximate bytes of the inputs that have been read."""
     entries: list[Entry] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[BadInputError] = field(default_factory=list)
 
 
 def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error: str) -> Iterator[Batch]:
@@ -60,14 +59,14 @@ def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error
         if index < start.source:
             continue
         for event in read_source(source, start.item if index == start.source else 0, fields):
-            if isinstance(event, Document):
-                batch.entries.append(_entry(event))
+            if event.problem is None:
+                batch.entries.append(_entry(event.turns))
                 size += sum(batch.entries[-1].sizes)
-            elif on_error == "stop" and not event.is_harmless:
+            elif on_error == "stop" and not event.problem.is_harmless:
                 yield batch
-                raise PrepareError(event.message)
+                raise PrepareError(str(event.problem))
             else:
-                batch.problems.append(event)
+                batch.problems.append(event.problem)
             is_last = event.item == END or source.format == TEXT
             batch.position = Position(index + 1, 0) if is_last else Position(index, event.item)
             batch.done = done if is_last else before + event.done
@@ -77,17 +76,17 @@ def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error
     yield batch
 
 
-def _entry(document: Document) -> Entry:
+def _entry(turns: tuple[Turn, ...]) -> Entry:
     """Hashes the prompt lengths too: another boundary makes another document."""
     digest, sizes = hashlib.sha256(), []
-    for turn in document.turns:
+    for turn in turns:
         plain = without_marks if turn.is_rendered else str
         prompt, text = plain(turn.prompt or "").encode(), plain(turn.text).encode()
         if turn.prompt is not None:
             digest.update(len(prompt).to_bytes(8, "little") + prompt)
         digest.update(text)
         sizes.append(len(prompt) + len(text))
-    return Entry(document.turns, digest.digest(), tuple(sizes))
+    return Entry(turns, digest.digest(), tuple(sizes))
 
 
 def fraction(digest: bytes) -> float:
@@ -108,13 +107,13 @@ def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) 
     """
     if not config.held_out:
         return 0.0
-    found: list[float] = []
+    fractions: list[float] = []
     for batch in batches(sources, fields, Position(0, 0), "skip"):
-        found += [fraction(entry.digest) for entry in batch.entries]
-        if len(found) > _FEW:
+        fractions += [fraction(entry.digest) for entry in batch.entries]
+        if len(fractions) > _FEW:
             return config.held_out
-    found = sorted(set(found) if config.dedup else found)
-    target = config.held_out * len(found)
-    borders = [i for i in range(1, len(found)) if found[i - 1] < found[i]]  # equal documents share a split
+    fractions = sorted(set(fractions) if config.dedup else fractions)
+    target = config.held_out * len(fractions)
+    borders = [i for i in range(1, len(fractions)) if fractions[i - 1] < fractions[i]]  # equal documents share a split
     held_out = min((0, *borders), key=lambda count: (abs(count - target), -count))
-    return found[held_out] if held_out else 0.0
+    return fractions[held_out] if held_out else 0.0

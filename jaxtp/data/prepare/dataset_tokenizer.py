@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jaxtp.config.console import Display
 from jaxtp.config.files import sha256, write_atomically
 from jaxtp.data.manifest import TOKENIZER
 from jaxtp.data.prepare.batches import batches, fraction
@@ -26,13 +25,13 @@ def named_tokenizer(config: PrepareConfig) -> Tokenizer | None:
     return _with_special_tokens(read_tokenizer(file), str(file), config)
 
 
-def open_tokenizer(job: Job, state: State, display: Display) -> Tokenizer:
+def open_tokenizer(job: Job, state: State) -> Tokenizer:
     """Opens or trains the dataset's tokenizer and writes its file."""
     path, config = job.out / TOKENIZER, job.config
     if state.tokenizer is None and config.tokenizer is not None:
         write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
     elif state.tokenizer is None and job.tokenizer is None:
-        write_atomically(path, _train_bpe(job, display))
+        write_atomically(path, _train_bpe(job))
     tokenizer = job.tokenizer or _with_special_tokens(read_tokenizer(path), str(path), config)
     if state.tokenizer is None:
         state.tokenizer = tokenizer.info
@@ -68,7 +67,7 @@ def _end_token(config: PrepareConfig) -> str | int | None:
     return end_token(tokenizer_file(config.tokenizer).parent)
 
 
-def _train_bpe(job: Job, display: Display) -> bytes:
+def _train_bpe(job: Job) -> bytes:
     try:
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -84,11 +83,11 @@ def _train_bpe(job: Job, display: Display) -> bytes:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sampled_texts(job, display), trainer)
+    tokenizer.train_from_iterator(_sampled_texts(job), trainer)
     return str(tokenizer.to_str()).encode()
 
 
-def _sampled_texts(job: Job, display: Display) -> Iterator[str]:
+def _sampled_texts(job: Job) -> Iterator[str]:
     """Yields training texts; compressed files count by size on disk, so their sample is larger."""
     config = job.config
     share = config.bpe_sample / max(1, sum(source.size for source in job.sources))
@@ -99,7 +98,6 @@ def _sampled_texts(job: Job, display: Display) -> Iterator[str]:
                 chosen += sum(entry.sizes)
                 for turn in entry.turns:
                     yield from filter(None, (turn.text, turn.prompt))
-        display.move(batch.done, f"reading {chosen:,} bytes of text to train the tokenizer on")
     if not chosen:
         raise PrepareError("nothing to train a tokenizer on: the inputs, without the held-out part, have no text")
-    display.line(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen:,} bytes of text")
+    print(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen:,} bytes of text", flush=True)

@@ -63,6 +63,10 @@ class BadInputError(Exception):
         super().__init__(complaint)
         self.kind, self.is_harmless = kind, is_harmless
 
+    def at(self, place: str) -> "BadInputError":
+        """Returns the error with its place."""
+        return BadInputError(self.kind, f"{place}: {self}", is_harmless=self.is_harmless)
+
 
 class Turn(NamedTuple):
     """A document of the dataset."""
@@ -82,8 +86,8 @@ class Position(NamedTuple):
     """Number of items of that source that have been read."""
 
 
-class Document(NamedTuple):
-    """A row of a source, or a text file."""
+class Event(NamedTuple):
+    """A row of a source, or a text file: its documents, or a problem."""
 
     turns: tuple[Turn, ...]
     """One turn; one for each answer of a conversation."""
@@ -91,19 +95,9 @@ class Document(NamedTuple):
     """Number of lines or rows that have been read, including this one."""
     done: int
     """Approximate bytes of the source that have been read."""
+    problem: BadInputError | None = None
 
 
-class Problem(NamedTuple):
-    """A source or row without a document."""
-
-    kind: str
-    message: str
-    item: int
-    done: int
-    is_harmless: bool
-
-
-Event = Document | Problem
 Row = Mapping[str, object]
 Item = tuple[int, int, object]
 """Number from 1, bytes of the source read so far, and a text, a line of JSON (bytes), or a row."""
@@ -171,23 +165,21 @@ def _suffix(path: Path) -> str:
 
 
 def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
-    """Yields documents and problems after the first `start` items."""
+    """Yields what follows the first `start` items."""
     unit, number = "line" if source.format == JSONL else "row", start
     try:
         for number, done, item in _READERS[source.format](source, start, fields):
             if isinstance(item, bytes) and item.isspace():
                 continue
             try:
-                yield Document(_turns(source, item, fields), number, done)
+                yield Event(_turns(source, item, fields), number, done)
             except BadInputError as error:
-                message = f"{source.path}, {unit} {number}: {error}"
-                yield Problem(error.kind, message, number, done, error.is_harmless)
+                yield Event((), number, done, error.at(f"{source.path}, {unit} {number}"))
         if not number:
             raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
     except (BadInputError, *BROKEN, OSError) as error:
-        bad = _unreadable(source, error)
         after = f", after {unit} {number}" if number else ""
-        yield Problem(bad.kind, f"{source.path}{after}: {bad}", END, source.size, bad.is_harmless)
+        yield Event((), END, source.size, _unreadable(source, error).at(f"{source.path}{after}"))
 
 
 def first_keys(source: Source) -> list[str]:

@@ -37,6 +37,7 @@ from jaxtp.data.manifest import (
     Manifest,
     Shard,
     TokenizerInfo,
+    file_sizes,
     parse,
     read_manifest,
     shard_file,
@@ -44,7 +45,6 @@ from jaxtp.data.manifest import (
 from jaxtp.data.prepare.conversations import Conversations, template_checksum
 from jaxtp.data.prepare.prepare_config import PrepareConfig, arguments
 from jaxtp.data.prepare.readers import Fields, Position, PrepareError, Source
-from jaxtp.data.prepare.sources import Listing, differences, listing, parse_listing
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
@@ -57,13 +57,11 @@ SEEN = "seen.sha256"
 _MAX_LINES = 10
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
 _BUFFER = 2**20
-_DIGEST = 16
-"""Stored bytes of each hash: two of 10^12 documents collide with a probability of 10^-14."""
 
 
 def damaged(path: Path, how: str) -> PrepareError:
     """Returns the error for a dataset that cannot be resumed."""
-    return PrepareError(f"{path}: damaged, so the command cannot go on: {how}; --overwrite starts afresh")
+    return PrepareError(f"{path}: damaged, so the command cannot resume: {how}; --overwrite starts over")
 
 
 @dataclass
@@ -120,6 +118,15 @@ class State:
         write_atomically(out / JOURNAL, json.dumps(asdict(self)).encode())
 
 
+@dataclass(frozen=True)
+class _Input:
+    """A line of `inputs.jsonl`."""
+
+    path: str
+    bytes: int
+    modified: int
+
+
 def begin(job: Job) -> State | None:
     """Returns the state to resume from; None if finished."""
     out, config = job.out, job.config
@@ -136,7 +143,7 @@ def begin(job: Job) -> State | None:
             manifest = read_manifest(out)
             open_dataset(out)  # checks the size of every file
         except DatasetError as error:
-            raise PrepareError(f"{error}; --overwrite starts afresh") from None
+            raise PrepareError(f"{error}; --overwrite starts over") from None
         _refuse(out, "a dataset", _changed(manifest, job, settings, None))
         clear_leftovers(out)
         return None
@@ -154,7 +161,7 @@ def begin(job: Job) -> State | None:
     if state is None:
         state = State(settings)
         state.save(out)
-    lines = [json.dumps(record) + "\n" for record in listing(job.sources)]
+    lines = [json.dumps(asdict(record)) + "\n" for record in _inputs(job)]
     write_atomically(out / INPUTS, "".join(lines).encode())
     return state
 
@@ -224,7 +231,11 @@ def _changed(before: Manifest | State, job: Job, settings: dict[str, object], re
     if before.tokenizer is not None and job.tokenizer is not None:
         old, new = asdict(before.tokenizer), asdict(job.tokenizer.info)
         changed += schema.differences({"tokenizer": old}, {"tokenizer": new})
-    return changed or differences(_listed(job.out)[:read], listing(job.sources)[:read])
+    if changed:
+        return changed
+    then, now = _inputs_before(job.out)[:read], _inputs(job)[:read]
+    old, new = ({r.path: f"{r.bytes:,} bytes, modified at {r.modified:,} ns" for r in each} for each in (then, now))
+    return schema.differences(old, new) or (["the order of the inputs"] if then != now else [])
 
 
 def _refuse(out: Path, what: str, changed: list[str]) -> None:
@@ -232,29 +243,31 @@ def _refuse(out: Path, what: str, changed: list[str]) -> None:
         more = [f"and {len(changed) - _MAX_LINES} more"] if len(changed) > _MAX_LINES else []
         lines = "\n".join(f"  {line}" for line in [*changed[:_MAX_LINES], *more])
         raise PrepareError(
-            f"{out} holds {what} that was made otherwise (there -> asked for):\n{lines}\n"
-            "--overwrite starts afresh; another --out DIR keeps it. Nothing was changed."
+            f"{out} holds {what} that differs from this command (there -> here):\n{lines}\n"
+            "--overwrite starts over; another --out DIR keeps it. Nothing was changed."
         )
 
 
-def _listed(out: Path) -> Listing:
+def _inputs(job: Job) -> list[_Input]:
+    return [_Input(source.path, source.size, source.modified) for source in job.sources]
+
+
+def _inputs_before(out: Path) -> list[_Input]:
     path = out / INPUTS
     try:
-        return parse_listing(path.read_text(encoding="utf-8"))
+        return [_Input(**json.loads(line)) for line in path.read_bytes().splitlines()]
     except FileNotFoundError:
         return []
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise damaged(path, str(error)) from None
 
 
-def _open_cut(path: Path, size: int) -> BinaryIO:
-    """Opens a file that grows, without what follows its first `size` bytes."""
-    file = path.open("a+b", _BUFFER)
-    if path.stat().st_size < size:
-        file.close()
+def cut(path: Path, size: int) -> None:
+    """Cuts a file to a size that it had."""
+    if size and (not path.exists() or path.stat().st_size < size):
         raise damaged(path, "it is shorter than it was")
-    file.truncate(size)
-    return file
+    with path.open("ab") as file:
+        file.truncate(size)
 
 
 class SplitWriter:
@@ -268,21 +281,23 @@ class SplitWriter:
         self.progress = progress
         self._files: dict[str, BinaryIO] = {}
         for index, shard in enumerate(progress.shards):
-            sizes = shard.file_sizes(self._dtype)
+            sizes = file_sizes(shard.documents, shard.tokens, self._dtype)
             for suffix in self._suffixes:
                 path = self._path(index, suffix)
-                if not path.exists() or path.stat().st_size != sizes.get(suffix):
-                    raise damaged(path, f"it should have {sizes.get(suffix, 0):,} bytes")
+                if not path.exists() or path.stat().st_size != sizes[suffix]:
+                    raise damaged(path, f"it should have {sizes[suffix]:,} bytes")
         if progress.documents:
-            sizes = self._shard(dict.fromkeys(self._suffixes, "")).file_sizes(self._dtype)
-            self._files = {suffix: _open_cut(self._open_path(suffix), sizes[suffix]) for suffix in self._suffixes}
+            sizes = file_sizes(progress.documents, progress.tokens, self._dtype)
+            for suffix in self._suffixes:
+                cut(self._open_path(suffix), sizes[suffix])
 
     def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int) -> int:
         """Writes a document with a nonempty part; returns its number of tokens."""
-        if not self._files:
-            self._files = {suffix: _open_cut(self._open_path(suffix), 0) for suffix in self._suffixes}
-            self._files[DOCUMENTS].write(bytes(OFFSET.itemsize))
         length, progress = 0, self.progress
+        if not self._files:
+            self._files = {suffix: self._open_path(suffix).open("ab", _BUFFER) for suffix in self._suffixes}
+            if not progress.documents:
+                self._files[DOCUMENTS].write(bytes(OFFSET.itemsize))
         for part in parts:
             length += len(part)
             self._files[TOKENS].write(part.astype(self._dtype, copy=False).tobytes())
@@ -304,10 +319,12 @@ class SplitWriter:
 
     def end_shard(self) -> None:
         """Closes the open shard, if any."""
-        if self._files:
+        if self.progress.documents:
             self.close()
-            shard = self._shard({suffix: sha256(self._open_path(suffix)) for suffix in self._suffixes})
-            self.progress = Progress([*self.progress.shards, shard])
+            sums = {suffix: sha256(self._open_path(suffix)) for suffix in self._suffixes}
+            done = self.progress
+            shard = Shard(done.documents, done.tokens, done.text_bytes, done.longest, sums)
+            self.progress = Progress([*done.shards, shard])
 
     def close(self) -> None:
         """Flushes the files to disk and closes them."""
@@ -328,36 +345,3 @@ class SplitWriter:
 
     def _open_path(self, suffix: str) -> Path:
         return self._path(len(self.progress.shards), suffix)
-
-    def _shard(self, sums: dict[str, str]) -> Shard:
-        progress = self.progress
-        return Shard(progress.documents, progress.tokens, progress.text_bytes, progress.longest, sums)
-
-
-class Seen:
-    """Document hashes, in memory and in a file cut to `count` hashes."""
-
-    def __init__(self, path: Path, count: int):
-        self._file = _open_cut(path, count * _DIGEST)
-        self._file.seek(0)
-        self._digests = {self._file.read(_DIGEST) for _ in range(count)}
-
-    def __len__(self) -> int:
-        return len(self._digests)
-
-    def add(self, digest: bytes) -> bool:
-        """Adds a hash; returns whether it is new."""
-        short = digest[:_DIGEST]
-        if short in self._digests:
-            return False
-        self._digests.add(short)
-        self._file.write(short)
-        return True
-
-    def save(self) -> None:
-        """Flushes the file to disk."""
-        sync_file(self._file)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()

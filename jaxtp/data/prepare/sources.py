@@ -1,6 +1,5 @@
 """Finds the input files and tables."""
 
-import json
 import os
 import stat
 from dataclasses import replace
@@ -9,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxtp.config import schema
 from jaxtp.config.schema import HF_PREFIX, ConfigError, expand, nearest_file
 from jaxtp.data.prepare import readers
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD, PrepareConfig, check
@@ -27,31 +25,6 @@ _LAYOUTS = {
     ),
 }
 """By the value of --messages: the layout's name, and the fields that identify its rows."""
-
-Listing = list[dict[str, str | int]]
-"""Path, bytes and time of modification of each source, as `inputs.jsonl` holds them."""
-
-
-def listing(sources: list[Source]) -> Listing:
-    """Records each source, to detect changed inputs."""
-    return [{"path": source.path, "bytes": source.size, "modified": source.modified} for source in sources]
-
-
-def differences(before: Listing, now: Listing) -> list[str]:
-    """Returns a line for each source that differs."""
-    old, new = (
-        {str(r["path"]): f"{r['bytes']:,} bytes, modified at {r['modified']:,} ns" for r in records}
-        for records in (before, now)
-    )
-    return schema.differences(old, new) or (["the order of the inputs"] if before != now else [])
-
-
-def parse_listing(text: str) -> Listing:
-    """Returns the listing in `inputs.jsonl`; raises `ValueError` if damaged."""
-    records = [json.loads(line) for line in text.splitlines()]
-    if not all(isinstance(record, dict) and record.keys() == {"path", "bytes", "modified"} for record in records):
-        raise ValueError("not a list of inputs")
-    return records
 
 
 def find_sources(config: PrepareConfig) -> list[Source]:
@@ -150,14 +123,14 @@ def _walk(root: Path, config: PrepareConfig) -> list[Path]:
         inside = path.relative_to(root).as_posix()
         return any(fnmatchcase(inside if "/" in pattern else path.name, pattern) for pattern in patterns)
 
-    found = []
+    paths: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=refuse):
-        paths = {name: Path(folder, name) for name in (*folders, *files)}
-        kept = [n for n, path in paths.items() if not n.startswith(".") and not matches(path, config.exclude)]
-        folders[:] = [name for name in folders if name in kept]
-        named = [paths[n] for n in files if n in kept and (not config.include or matches(paths[n], config.include))]
-        found += [path for path in named if _is_file(path)]
-    return sorted(found)
+        path_of = {name: Path(folder, name) for name in (*folders, *files)}
+        included = [n for n, path in path_of.items() if not n.startswith(".") and not matches(path, config.exclude)]
+        folders[:] = [name for name in folders if name in included]
+        named = [path_of[name] for name in files if name in included]
+        paths += [p for p in named if (not config.include or matches(p, config.include)) and _is_file(p)]
+    return sorted(paths)
 
 
 def _is_file(path: Path) -> bool:

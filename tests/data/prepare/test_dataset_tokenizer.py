@@ -76,7 +76,7 @@ def test_another_beginning_is_another_dataset(folder, capsys):
     make(folder, "none", "--bos", "none")
     make(folder, "stop", "--eos", "<|stop|>")
     for name, how in {"none": rf"before them \[{FIRST}\] and \[\]", "stop": f"after them {END} and {STOP}"}.items():
-        with pytest.raises(CorpusError, match=rf"do not begin and end alike .*{how}.*--bos and --eos"):
+        with pytest.raises(CorpusError, match=rf"begin or end with different tokens .*{how}.*--bos and --eos"):
             load_corpus(None, {str(folder / "d"): 1.0, str(folder / name): 1.0})
 
 
