@@ -135,7 +135,10 @@ def _messages(row: Mapping[str, object], fields: Fields) -> object:
     messages = row[fields.text]
     if fields.prompt is not None:
         question = "\n\n".join(str(text) for text in (row[fields.prompt], row.get("input")) if text)
-        turns = [*_history(row.get("history")), [question, messages]]
+        history = row.get("history") or []
+        if not isinstance(history, list) or any(not isinstance(turn, list) or len(turn) != 2 for turn in history):
+            raise ChatError(f"'history' is no list of pairs of texts, but {shorten(history)}")
+        turns = [*history, [question, messages]]
         roles = ("user", ASSISTANT)
         messages = [{"role": r, "content": text} for turn in turns for r, text in zip(roles, turn, strict=True)]
     if (system := row.get("system")) and isinstance(messages, list):
@@ -143,15 +146,6 @@ def _messages(row: Mapping[str, object], fields: Fields) -> object:
             raise ChatError("there are two system messages, one of them in the field 'system'")
         return [{"role": "system", "content": system}, *messages]
     return messages
-
-
-def _history(value: object) -> list[list[object]]:
-    turns = [] if value is None else value
-    if not isinstance(turns, list) or not all(
-        isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in turns
-    ):
-        raise ChatError(f"'history' is no list of pairs of texts, but {shorten(value)}")
-    return turns
 
 
 def _checked(messages: object) -> list[Message]:

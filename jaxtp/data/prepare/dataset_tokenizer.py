@@ -52,19 +52,14 @@ def describe(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
-    eos = None if config.no_eos else _end_token(config)
+    eos: str | int | None = config.eos
+    if eos is None and not config.no_eos:  # None: search for a well-known name
+        eos = end_token(tokenizer_file(config.tokenizer).parent) if config.tokenizer else _END_TOKEN
     special = config.special_tokens
     tokenizer = HuggingFaceTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=special)
     if config.tokenizer is not None and config.bos == "auto":
         tokenizer.info = replace(tokenizer.info, prefix=tokenizer.prefix)
     return tokenizer
-
-
-def _end_token(config: PrepareConfig) -> str | int | None:
-    """Returns the end token; None to search for a well-known name."""
-    if config.eos is not None or config.tokenizer is None:
-        return config.eos or _END_TOKEN
-    return end_token(tokenizer_file(config.tokenizer).parent)
 
 
 def _train_bpe(job: Job) -> bytes:
