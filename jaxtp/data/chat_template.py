@@ -38,9 +38,6 @@ MEMORY = 2**30
 """Bytes that the rendering process may take."""
 MAX_TEXT = 2**26
 """Characters of a rendered conversation."""
-_ENDED = -1
-"""Kind of the answer to a request that killed the worker; the text gives the reason."""
-
 _BEFORE, _AFTER, _SPELLED, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _NONCHARACTERS = re.compile(f"[{_BEFORE}-{_END}]")
 _MARKS = re.compile(f"[{_BEFORE}{_AFTER}]")
@@ -67,17 +64,10 @@ class ChatTemplate:
         return self._request({"messages": messages, "add_generation_prompt": answer, **self._special_tokens})
 
     def _request(self, variables: dict[str, object] | None) -> str:
-        kind, text = _RENDERER.request(self._template, variables)
-        if kind == worker.TEXT:
-            return text
-        if kind == _ENDED:
-            raise ChatError(
-                f"{self._name} {text} {'when it is loaded' if variables is None else 'on this conversation'}"
-            )
-        if kind == worker.BROKEN:
-            raise ChatError(f"{self._name}: not a chat template: {text}")
-        verb = "refuses" if kind == worker.REFUSED else "fails on"
-        raise ChatError(f"{self._name} {verb} this conversation: {text}")
+        problem, text = _RENDERER.request(self._template, variables)
+        if problem:
+            raise ChatError(f"{self._name}{problem}")
+        return text
 
 
 class _Renderer:
@@ -88,7 +78,8 @@ class _Renderer:
         self._close: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
 
-    def request(self, template: str, variables: dict[str, object] | None) -> tuple[int, str]:
+    def request(self, template: str, variables: dict[str, object] | None) -> tuple[str, str]:
+        """Returns a problem or an empty string, and the text."""
         request = pickle.dumps((template, variables, SECONDS))
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -109,17 +100,20 @@ class _Renderer:
                 self._close()  # after Ctrl-C, its answer would be mistaken for the next request's
                 if code is None:
                     raise
-        computing, memory = f"{SECONDS:g} s of computing", f"{MEMORY // 2**20:,} MiB of memory"
-        limits = {-signal.SIGPROF: computing, worker.OUT_OF_MEMORY: memory}
+        limits = {
+            -signal.SIGPROF: f"{SECONDS:g} s of computing",
+            worker.OUT_OF_MEMORY: f"{MEMORY // 2**20:,} MiB of memory",
+        }
+        when = "when it is loaded" if variables is None else "on this conversation"
         if code in limits:
-            return _ENDED, f"takes more than {limits[code]}, the limit for a chat template,"
-        return _ENDED, f"crashes the process that renders it (exit code {code})"
+            return f" takes more than {limits[code]}, the limit for a chat template, {when}", ""
+        return f" crashes the process that renders it (exit code {code}) {when}", ""
 
 
 _RENDERER = _Renderer()
 
 
-def _exchange(process: "subprocess.Popen[bytes]", request: bytes) -> tuple[int, str]:
+def _exchange(process: "subprocess.Popen[bytes]", request: bytes) -> tuple[str, str]:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(request)
@@ -127,8 +121,8 @@ def _exchange(process: "subprocess.Popen[bytes]", request: bytes) -> tuple[int, 
     answer = process.stdout.readline()
     if not answer.endswith(b"\n"):
         raise EOFError
-    kind, text = json.loads(answer)
-    return kind, text
+    problem, text = json.loads(answer)
+    return problem, text
 
 
 def _close(process: "subprocess.Popen[bytes]") -> None:

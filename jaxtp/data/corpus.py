@@ -2,7 +2,6 @@
 
 import hashlib
 import platform
-import stat
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtp.config.entry import UserError
+from jaxtp.config.reading import open_regular
 from jaxtp.config.schema import expand, nearest_file
 from jaxtp.data.documents import Documents, InMemory
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
@@ -191,9 +191,9 @@ def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
             )
         if theirs != ours:
             raise CorpusError(
-                f"the documents of {both} do not begin and end alike (before them {list(ours.prefix)} and "
+                f"the documents of {both} begin or end with different tokens (before them {list(ours.prefix)} and "
                 f"{list(theirs.prefix)}, after them {ours.eos_id} and {theirs.eos_id}): prepare one of them again, "
-                "with --bos and --eos so that they do"
+                "with the same --bos and --eos"
             )
 
 
@@ -204,9 +204,8 @@ def _in_memory(contents: list[bytes], source: str) -> InMemory:
 
 def _read(path: Path) -> bytes:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a device may never end, a pipe may block
-            raise CorpusError(f"{path}: not a regular file; copy its text into one")
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError as error:
         raise CorpusError(f"{path}: {error.strerror}") from None
     except MemoryError:

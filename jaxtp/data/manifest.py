@@ -1,8 +1,8 @@
 """The manifest of a dataset, `dataset.json`."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -49,6 +49,13 @@ class TokenizerInfo:
     prefix: tuple[TokenId, ...] = ()
     """The tokens that each document starts with, such as BOS."""
 
+    def __post_init__(self) -> None:
+        for token in (*self.end_ids, *self.prefix):
+            if token >= self.vocab_size:
+                raise DatasetError(f"token {token} is beyond vocab_size = {self.vocab_size}")
+        if (self.sha256 is None) != (self.kind == BYTES):
+            raise DatasetError(f"tokenizer {self.kind} with sha256 = {self.sha256}")
+
     @property
     def name(self) -> str:
         """A unique name."""
@@ -79,41 +86,21 @@ class Shard:
     sha256: Mapping[str, str]
     """Checksum of each file, by suffix."""
 
-    def file_sizes(self, dtype: np.dtype[np.unsignedinteger]) -> dict[str, int]:
-        """Returns file sizes in bytes, by suffix."""
-        sizes = {
-            TOKENS: self.tokens * dtype.itemsize,
-            DOCUMENTS: (self.documents + 1) * OFFSET.itemsize,
-            PROMPTS: self.documents * PROMPT.itemsize,
-        }
-        return {suffix: sizes[suffix] for suffix in self.sha256}
+    def __post_init__(self) -> None:
+        if not 1 <= self.documents <= self.tokens or not 1 <= self.longest <= self.tokens:
+            raise DatasetError(f"a shard of {self.documents} documents and {self.tokens} tokens")
+
+
+def totals(shards: Iterable[Shard]) -> dict[str, int]:
+    """Returns the sizes of a split."""
+    sums = {name: sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens", "text_bytes")}
+    return {**sums, "longest": max((shard.longest for shard in shards), default=0)}
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """Content of `dataset.json`."""
+class SplitRecord:
+    """The shards of a split, and their `totals`."""
 
-    tokenizer: TokenizerInfo
-    splits: Mapping[str, tuple[Shard, ...]]
-    prompts: bool = False
-    """Whether each document has the length of its prompt (instruction data)."""
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    """Number of files, rows or documents that were left out, by reason."""
-    arguments: Mapping[str, object] = field(default_factory=dict)
-    """Settings of `jaxtp prepare`."""
-    inputs: Mapping[str, int] = field(default_factory=dict)
-    """Number of input files, and their bytes."""
-
-    def to_json(self) -> str:
-        """Returns the text of `dataset.json`; deterministic."""
-        record = asdict(self)
-        record["splits"] = {n: totals(shards) | {"shards": record["splits"][n]} for n, shards in self.splits.items()}
-        order = ("tokenizer", "prompts", "splits", "skipped", "inputs", "arguments")
-        return json.dumps({"format": FORMAT, **{key: record[key] for key in order}}, indent=1) + "\n"
-
-
-@dataclass(frozen=True)
-class _Split:
     documents: Count
     tokens: Count
     text_bytes: Count
@@ -122,13 +109,44 @@ class _Split:
 
 
 @dataclass(frozen=True)
-class _Record:
+class Manifest:
+    """Content of `dataset.json`, in this order after its `format`."""
+
     tokenizer: TokenizerInfo
-    splits: dict[str, _Split]
     prompts: bool
+    """Whether each document has the length of its prompt (instruction data)."""
+    splits: dict[str, SplitRecord]
     skipped: dict[str, int]
-    arguments: dict[str, object]
+    """Number of files, rows or documents that were left out, by reason."""
     inputs: dict[str, int]
+    """Number of input files, and their bytes."""
+    arguments: dict[str, object]
+    """Settings of `jaxtp prepare`."""
+
+    def __post_init__(self) -> None:
+        suffixes = {TOKENS, DOCUMENTS, *([PROMPTS] if self.prompts else [])}
+        for name, split in self.splits.items():
+            if name not in SPLITS:
+                raise DatasetError(f"unknown split {name!r}")
+            for shard in split.shards:
+                if shard.sha256.keys() != suffixes:
+                    raise DatasetError(f"a shard of the files {', '.join(shard.sha256) or 'none'}")
+            for key, value in totals(split.shards).items():
+                if getattr(split, key) != value:
+                    raise DatasetError(f"{key} of {name} are not those of its shards")
+
+    def to_json(self) -> str:
+        """Returns the text of `dataset.json`; deterministic."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+
+def file_sizes(documents: int, tokens: int, dtype: np.dtype[np.unsignedinteger]) -> dict[str, int]:
+    """Returns the sizes in bytes of a shard's files, by suffix."""
+    return {
+        TOKENS: tokens * dtype.itemsize,
+        DOCUMENTS: (documents + 1) * OFFSET.itemsize,
+        PROMPTS: documents * PROMPT.itemsize,
+    }
 
 
 def shard_file(folder: Path, split: str, shard: int, suffix: str) -> Path:
@@ -136,18 +154,8 @@ def shard_file(folder: Path, split: str, shard: int, suffix: str) -> Path:
     return folder / f"{split}-{shard:05}.{suffix}"
 
 
-def totals(shards: tuple[Shard, ...]) -> dict[str, int]:
-    """Returns the sizes of a split."""
-    sums = {name: sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens", "text_bytes")}
-    return {**sums, "longest": max((shard.longest for shard in shards), default=0)}
-
-
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks only `dataset.json`.
-
-    Raises:
-      DatasetError: the manifest is missing, unreadable, inconsistent or in another format.
-    """
+    """Reads and checks only `dataset.json`; raises `DatasetError`."""
     path = folder / MANIFEST
     try:
         content = path.read_bytes()
@@ -161,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if isinstance(record, dict) and type(version := record.get("format")) is int and version != FORMAT:
             raise DatasetError(f"format {version}; this version of jaxtp reads format {FORMAT}")
-        return _manifest(parse(_Record, content))
+        return parse(Manifest, content)
     except DatasetError as error:
         raise DatasetError(f"{path}: {error}") from None
 
@@ -178,46 +186,11 @@ def _missing(folder: Path) -> str:
 
 
 def parse(schema: type[T], content: bytes) -> T:
-    """Parses JSON into a dataclass with strict types.
-
-    Raises:
-      DatasetError: a value is missing, out of range or of another type.
-    """
+    """Parses JSON into a dataclass with strict types; raises `DatasetError`."""
     try:
         return TypeAdapter(schema).validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, first["loc"])) or "the file"
-        value = "" if first["type"] == "missing" else f" = {truncate(repr(first['input']))}"
-        raise DatasetError(f"damaged: {name}{value}: {first['msg']}") from None
-
-
-def _manifest(record: _Record) -> Manifest:
-    check_tokenizer(record.tokenizer)
-    for name, split in record.splits.items():
-        if name not in SPLITS:
-            raise DatasetError(f"damaged: unknown split {name!r}")
-        for shard in split.shards:
-            check_shard(shard, record.prompts)
-        for key, value in totals(split.shards).items():
-            if getattr(split, key) != value:
-                raise DatasetError(f"damaged: {key} of {name} are not those of its shards")
-    splits = {name: split.shards for name, split in record.splits.items()}
-    return Manifest(record.tokenizer, splits, record.prompts, record.skipped, record.arguments, record.inputs)
-
-
-def check_tokenizer(info: TokenizerInfo) -> None:
-    """Raises `DatasetError` for ids beyond the vocabulary or a missing checksum."""
-    for token in (*info.end_ids, *info.prefix):
-        if token >= info.vocab_size:
-            raise DatasetError(f"damaged: token {token} is beyond vocab_size = {info.vocab_size}")
-    if (info.sha256 is None) != (info.kind == BYTES):
-        raise DatasetError(f"damaged: tokenizer {info.kind} with sha256 = {info.sha256}")
-
-
-def check_shard(shard: Shard, prompts: bool) -> None:
-    """Raises `DatasetError` for unexpected files or impossible sizes."""
-    if set(shard.sha256) != {TOKENS, DOCUMENTS, *([PROMPTS] if prompts else [])}:
-        raise DatasetError(f"damaged: a shard of the files {', '.join(shard.sha256) or 'none'}")
-    if not 1 <= shard.documents <= shard.tokens or not 1 <= shard.longest <= shard.tokens:
-        raise DatasetError(f"damaged: a shard of {shard.documents} documents and {shard.tokens} tokens")
+        value = "" if first["type"] in ("missing", "value_error") else f" = {truncate(repr(first['input']))}"
+        raise DatasetError(f"damaged: {name}{value}: {first['msg'].removeprefix('Value error, ')}") from None

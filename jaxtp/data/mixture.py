@@ -52,9 +52,6 @@ class Mixture(Sequence[T]):
         source = int(self._cycle[offset])
         return source, cycle * self.counts[source] + int(self._ranks[offset])
 
-    def __repr__(self) -> str:
-        return f"Mixture({' : '.join(map(str, self.counts))})"  # Grain prints its sources in errors
-
 
 def cycle_counts(weights: Sequence[float]) -> list[int]:
     """Returns samples per source in a cycle: the smallest integers in the weights' ratio, to 1 / `PARTS`."""
@@ -87,33 +84,21 @@ def validation_samples(
     """
     order = _validation_order([len(rows) for rows in sources], weights, batches * batch_size)
     shuffled = [grain.MapDataset.source(rows).seed(_VALIDATION_SEED).shuffle() for rows in sources]
-    return grain.MapDataset.source(_ValidationRows(shuffled, order, -len(order) % batch_size))
+    padding = np.full((-len(order) % batch_size, 2), -1)
+
+    def row(place: NDArray[np.int64]) -> Row:
+        source, position = place.tolist()
+        if source >= 0:
+            return shuffled[source][position]
+        like: Row = shuffled[order[0, 0]][order[0, 1]]
+        return {name: np.full_like(array, IGNORE if name == "labels" else 0) for name, array in like.items()}
+
+    return grain.MapDataset.source(np.concatenate([order, padding])).map(row)
 
 
 def validation_order_identity(lengths: Sequence[int], weights: Sequence[float]) -> str:
     """Returns a hash of the first 1000 rows' order, before shuffling."""
     return fingerprint(_validation_order(lengths, weights, 1000).tolist())
-
-
-class _ValidationRows(Sequence[Row]):
-    """Rows ordered by `[n, 2]` source and index, then unlabeled `padding` rows."""
-
-    def __init__(self, sources: Sequence[Samples], order: NDArray[np.int64], padding: int):
-        self._sources, self._order, self._padding = sources, order, padding
-
-    def __len__(self) -> int:
-        return len(self._order) + self._padding
-
-    def __getitem__(self, index: SupportsIndex) -> Row:  # type: ignore[override]
-        is_padding = int(index) >= len(self._order)
-        source, position = self._order[0 if is_padding else int(index)].tolist()
-        row: Row = self._sources[source][position]
-        if is_padding:
-            row = {name: np.full_like(array, IGNORE if name == "labels" else 0) for name, array in row.items()}
-        return row
-
-    def __repr__(self) -> str:
-        return f"ValidationRows({len(self._order)} rows)"  # Grain prints its sources in errors
 
 
 def _validation_order(lengths: Sequence[int], weights: Sequence[float], count: int) -> NDArray[np.int64]:

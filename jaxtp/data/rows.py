@@ -58,9 +58,6 @@ class Rows(Sequence[Row]):
             raise IndexError(f"row {index} of {len(self)}")
         return self._row(int(index))
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} x {self._length} tokens)"  # Grain prints its sources in errors
-
     @abstractmethod
     def _row(self, index: int) -> Row: ...
 

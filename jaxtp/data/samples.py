@@ -125,8 +125,8 @@ def shuffled(sources: Sequence[Rows], weights: Sequence[float], seed: int) -> Sa
 @cache
 def shuffle_identity() -> str:
     """Returns a hash of Grain's shuffles of a few fixed lengths."""
-    found = []
+    order: list[int] = []
     for length in (7, 1000, 10**6 + 3, 2**31 - 1):
         samples = shuffled([range(length)], [1.0], seed=3)  # type: ignore[list-item]
-        found += [int(samples[epoch * length + place * length // 7]) for epoch in range(3) for place in range(7)]
-    return fingerprint(found)
+        order += [int(samples[epoch * length + place * length // 7]) for epoch in range(3) for place in range(7)]
+    return fingerprint(order)

@@ -1,6 +1,6 @@
 """Memory-mapped token datasets, written by `jaxtp prepare`.
 
-Format version 1, a folder:
+Version 1 of the format is a folder:
 
 - `dataset.json`: the manifest (`manifest.py`), written last and atomically; without it the folder is unfinished.
 - `tokenizer.json`: the tokenizer in Hugging Face format; absent for bytes.
@@ -34,40 +34,10 @@ from jaxtp.data.manifest import (
     DatasetError,
     Manifest,
     TokenizerInfo,
+    file_sizes,
     read_manifest,
     shard_file,
 )
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """An opened dataset."""
-
-    folder: Path
-    tokenizer: TokenizerInfo
-    splits: dict[str, "Split"]
-
-
-def open_dataset(folder: Path) -> Dataset:
-    """Opens a dataset: checks the manifest and all file sizes, not the data."""
-    manifest = read_manifest(folder)
-    splits, dtype = {}, manifest.tokenizer.dtype
-    for name, shards in manifest.splits.items():
-        splits[name] = Split(folder, name, manifest)
-        for index, shard in enumerate(shards):
-            for suffix, size in shard.file_sizes(dtype).items():
-                _require_size(shard_file(folder, name, index, suffix), size)
-    return Dataset(folder, manifest.tokenizer, splits)
-
-
-def _require_size(path: Path, expected: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise DatasetError(f"{path}: damaged dataset: {error.strerror}") from None
-    if found != expected:
-        how = "cut short" if found < expected else "too long"
-        raise DatasetError(f"{path}: damaged dataset: {how}: {found:,} bytes of {expected:,}")
 
 
 class Split(Documents):
@@ -78,20 +48,17 @@ class Split(Documents):
     """
 
     def __init__(self, folder: Path, name: str, manifest: Manifest):
-        shards = manifest.splits[name]
+        shards = manifest.splits[name].shards
         self._folder, self._name, self._shards = folder, name, shards
         dtype = manifest.tokenizer.dtype
         super().__init__([shard.documents for shard in shards], [shard.tokens for shard in shards], dtype)
         self.has_prompts, self._vocab_size = manifest.prompts, manifest.tokenizer.vocab_size
-        self.longest = max((shard.longest for shard in shards), default=0)
+        self.longest = manifest.splits[name].longest
         """Number of tokens of the longest document."""
         self._maps: dict[tuple[int, str], Tokens] = {}
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_maps": {}}
-
-    def __repr__(self) -> str:
-        return f"Split({self._folder / self._name}: {self.num_documents} documents, {self.num_tokens} tokens)"
 
     @property
     def num_text_bytes(self) -> int:
@@ -139,18 +106,50 @@ class Split(Documents):
         return f"{shard_file(self._folder, self._name, shard, TOKENS)}, document {row}"
 
     def _array(self, shard: int, suffix: str) -> Tokens:
-        found = self._maps.get((shard, suffix))
-        if found is None:
+        array = self._maps.get((shard, suffix))
+        if array is None:
             path = shard_file(self._folder, self._name, shard, suffix)
             try:
                 # Offsets are read as signed integers: NumPy promotes uint64 and an index to float64.
                 dtypes: dict[str, np.dtype[np.integer]]
                 dtypes = {TOKENS: self._dtype, DOCUMENTS: np.dtype("<i8"), PROMPTS: PROMPT}
-                found = np.memmap(path, dtypes[suffix], mode="r").view(np.ndarray)
+                array = np.memmap(path, dtypes[suffix], mode="r").view(np.ndarray)
             except (OSError, ValueError) as error:  # ValueError: an empty file, or a size that is no multiple
                 raise DatasetError(f"{path}: damaged dataset: {error}") from None
-            self._maps[shard, suffix] = found  # if two threads map a file, either map will do
-        return found
+            self._maps[shard, suffix] = array  # if two threads map a file, either map will do
+        return array
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An opened dataset."""
+
+    folder: Path
+    tokenizer: TokenizerInfo
+    splits: dict[str, "Split"]
+
+
+def open_dataset(folder: Path) -> Dataset:
+    """Opens a dataset: checks the manifest and all file sizes, not the data."""
+    manifest = read_manifest(folder)
+    splits, dtype = {}, manifest.tokenizer.dtype
+    for name, record in manifest.splits.items():
+        splits[name] = Split(folder, name, manifest)
+        for index, shard in enumerate(record.shards):
+            sizes = file_sizes(shard.documents, shard.tokens, dtype)
+            for suffix in shard.sha256:
+                _require_size(shard_file(folder, name, index, suffix), sizes[suffix])
+    return Dataset(folder, manifest.tokenizer, splits)
+
+
+def _require_size(path: Path, expected: int) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DatasetError(f"{path}: damaged dataset: {error.strerror}") from None
+    if size != expected:
+        how = "cut short" if size < expected else "too long"
+        raise DatasetError(f"{path}: damaged dataset: {how}: {size:,} bytes of {expected:,}")
 
 
 def verify(dataset: Dataset) -> Iterator[str]:
@@ -163,9 +162,9 @@ def verify(dataset: Dataset) -> Iterator[str]:
 
 def _verify_sum(path: Path, expected: str) -> Iterator[str]:
     try:
-        found = sha256(path)
+        checksum = sha256(path)
     except OSError as error:
         yield f"{path}: {error.strerror}"
         return
-    if found != expected:
-        yield f"{path}: its sha256 is {found[:12]}, and was {expected[:12]}"
+    if checksum != expected:
+        yield f"{path}: its sha256 is {checksum[:12]}, and was {expected[:12]}"

@@ -16,9 +16,6 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, BinaryIO
 
-TEXT, REFUSED, FAILED, BROKEN = range(4)
-"""Kinds of answers: the rendered text, or the message of a refusal, a failure or an invalid template."""
-
 OUT_OF_MEMORY = 77
 """Exit code."""
 
@@ -46,28 +43,28 @@ def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
     while requests.peek(1):  # type: ignore[attr-defined]
         template, variables, seconds = pickle.load(requests)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        kind, text = _answer(template, variables)
+        problem, text = _answer(template, variables)
         if len(text) > characters:
-            kind, text = FAILED, f"its text has more than {characters:,} characters"
-        answer = json.dumps([kind, text], ensure_ascii=False).encode(errors="replace")
+            problem, text = f" fails on this conversation: its text has more than {characters:,} characters", ""
+        answer = json.dumps([problem, text], ensure_ascii=False).encode(errors="replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(answer + b"\n")
         answers.flush()
 
 
-def _answer(template: str, variables: Mapping[str, Any] | None) -> tuple[int, str]:
+def _answer(template: str, variables: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Returns a problem, which follows the template's name in a message, or an empty string and the text."""
     try:
         render = _load(template)
     except Exception as error:
-        return BROKEN, _shown(error)
+        return f": not a chat template: {_shown(error)}", ""
     try:
         text = "" if variables is None else render(**variables)
         text.encode()  # a template may write a lone surrogate
-        return TEXT, text
-    except RefusedError as error:
-        return REFUSED, _shown(error)
+        return "", text
     except Exception as error:
-        return FAILED, _shown(error)
+        verb = "refuses" if isinstance(error, RefusedError) else "fails on"
+        return f" {verb} this conversation: {_shown(error)}", ""
 
 
 @lru_cache(maxsize=8)

@@ -105,7 +105,7 @@ class HuggingFaceTokenizer:
                 raise as_tokenizer_error(error, f"{self.name}: cannot encode a text") from None
             for (index, _), encoding in zip(group, encodings, strict=True):
                 ids[index].append(np.array(encoding.ids, self.info.dtype))
-        return [found[0] if len(found) == 1 else np.concatenate(found) for found in ids]
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in ids]
 
     def decode(self, ids: Tokens) -> bytes:
         """Returns UTF-8 text, with special tokens spelled except the end token.
@@ -171,7 +171,7 @@ def load_tokenizer(folder: Path, *, special_tokens: bool = False) -> Tokenizer:
     path = folder / TOKENIZER
     content = read_tokenizer(path)
     if hashlib.sha256(content).hexdigest() != info.sha256:
-        raise TokenizerError(f"{path} is not the tokenizer that made the dataset: its sha256 is another")
+        raise TokenizerError(f"{path} is not the tokenizer that made the dataset: its sha256 differs")
     tokenizer = HuggingFaceTokenizer(content, str(path), has_eos=False, special_tokens=special_tokens)
     tokenizer.info = info
     return tokenizer

@@ -31,18 +31,14 @@ def reading(path: Path) -> Iterator[None]:
         raise TokenizerError(f"{path}: {error.strerror}") from None
 
 
-def end_token(folder: Path) -> tuple[str | int, Path] | None:
-    """Returns the configured end token, by name or id, and its file.
+def end_token(folder: Path) -> str | int | None:
+    """Returns the configured end token, by name or id.
 
     Order: tokenizer_config.json, then the first id in config.json or generation_config.json.
     """
     named = special_tokens(folder).get("eos_token")
-    if named is not None:
-        return named, folder / TOKENIZER_CONFIG
-    for name in (MODEL_CONFIG, GENERATION):
-        if ids := end_ids(folder / name):
-            return ids[0], folder / name
-    return None
+    ids = (token for name in (MODEL_CONFIG, GENERATION) for token in end_ids(folder / name))
+    return next(ids, None) if named is None else named
 
 
 def end_ids(path: Path) -> list[int]:

@@ -35,7 +35,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 """With an NVIDIA GPU, one of these exists: the first with its driver, the others in containers and in WSL2."""
 _MAX_CACHE_BYTES = 4 * 2**30
-"""For compiled programs, and for plans of rows; a training step for GPUs takes some MB."""
+"""For compiled programs; a training step for GPUs takes some MB."""
 
 
 def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA) -> None:

@@ -1,6 +1,5 @@
 import os
 import platform
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,7 +76,7 @@ def test_text_larger_than_the_memory_is_to_be_prepared(tmp_path, monkeypatch):
         raise MemoryError
 
     write(tmp_path, {"own.txt": "x" * 100})
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr("jaxtp.data.corpus.open_regular", read_bytes)
     with pytest.raises(CorpusError, match=r"own.txt: 100 bytes do not fit.*jaxtp prepare"):
         load_corpus(tmp_path / "own.txt")
 

@@ -150,3 +150,26 @@ def test_blocks_are_packed_among_themselves(monkeypatch):
     packed = Packed(documents(lengths), 10, VOCAB)
     assert sorted(int(token) for row in packed for tokens, _ in pieces(row) for token in tokens) == list(range(29))
     assert [len(list(pieces(row))) for row in packed] == [1, 3, 4]
+
+
+SOME = [7, 2, 9, 1, 3, 3, 3, 1, 25]
+
+
+def test_where_every_document_is_left_out_the_plan_is_empty():
+    assert len(Packed(documents(SOME), 1, VOCAB, "drop")) == 2
+    assert len(Packed(documents([5, 6]), 1, VOCAB, "drop")) == 0
+
+
+def test_the_identity_is_that_of_the_plan(monkeypatch):
+    def first_fit(histogram, room):
+        return [((size,), int(count)) for size, count in enumerate(histogram) if count and size]
+
+    ours = Packed(documents(SOME), 10, VOCAB).identity
+    assert Packed(documents(SOME), 10, VOCAB).identity == ours
+    monkeypatch.setattr("jaxtp.data.packing.best_fit", first_fit)
+    assert Packed(documents(SOME), 10, VOCAB).identity != ours
+
+
+def test_the_hash_of_a_plan_is_the_one_that_runs_of_0_1_have_in_their_checkpoints():
+    expected = "b668c0f71ccabe30419d0561977f11be8d1a59e67a0501ad7f9dc5c7b4b25971"
+    assert Packed(documents(SOME), 10, VOCAB).identity == expected

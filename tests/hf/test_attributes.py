@@ -326,7 +326,7 @@ BESIDE = {
 def check_beside(described, folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     (folder / "generation_config.json").write_text(json.dumps(described))
-    gives_one_of(tuple | None, TokenizerError, lambda: end_token(folder))
+    gives_one_of(str | int | None, TokenizerError, lambda: end_token(folder))
     gives_one_of(dict, TokenizerError, lambda: special_tokens(folder))
     gives_one_of(str | None, TokenizerError, lambda: chat_template(folder))
 

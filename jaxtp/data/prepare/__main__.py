@@ -25,7 +25,7 @@ jaxtp prepare --verify data/books
 compares a dataset with its checksums.
 """
 COMMAND = Command(program=PROGRAM, schema=PrepareConfig, description=DESCRIPTION, first=FIRST)
-INTERRUPTED = "interrupted; the same command, without --overwrite, goes on"
+INTERRUPTED = "interrupted; the same command, without --overwrite, resumes"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,30 +1,32 @@
-"""Reads documents in hashed batches, prefetching the next.
+"""Reads documents in hashed batches.
 
 Only a document's hash decides whether it is held out, a duplicate, or in the tokenizer's training sample.
 """
 
 import hashlib
-import itertools
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from jaxtp.config.entry import Interrupt
 from jaxtp.data.chat_template import without_marks
 from jaxtp.data.manifest import TRAIN, VALIDATION
-from jaxtp.data.prepare.readers import END, TEXT, Document, Fields, PrepareError, Problem, Source, Turn
-from jaxtp.data.prepare.session import Job
-from jaxtp.data.prepare.sources import Position, read_source
+from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.readers import (
+    END,
+    TEXT,
+    BadInputError,
+    Fields,
+    Position,
+    PrepareError,
+    Source,
+    Turn,
+    read_source,
+)
 
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
 _FEW = 1000
 """Up to this many documents the held-out ones are counted; with more, their hashes approach the share by themselves."""
-_POLL_SECONDS = 0.2
-
-T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -46,7 +48,7 @@ class Batch:
     done: int = 0
     """Approximate bytes of the inputs that have been read."""
     entries: list[Entry] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[BadInputError] = field(default_factory=list)
 
 
 def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error: str) -> Iterator[Batch]:
@@ -57,14 +59,14 @@ def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error
         if index < start.source:
             continue
         for event in read_source(source, start.item if index == start.source else 0, fields):
-            if isinstance(event, Document):
-                batch.entries.append(_entry(event))
+            if event.problem is None:
+                batch.entries.append(_entry(event.turns))
                 size += sum(batch.entries[-1].sizes)
-            elif on_error == "stop" and not event.is_harmless:
+            elif on_error == "stop" and not event.problem.is_harmless:
                 yield batch
-                raise PrepareError(event.message)
+                raise PrepareError(str(event.problem))
             else:
-                batch.problems.append(event)
+                batch.problems.append(event.problem)
             is_last = event.item == END or source.format == TEXT
             batch.position = Position(index + 1, 0) if is_last else Position(index, event.item)
             batch.done = done if is_last else before + event.done
@@ -74,17 +76,17 @@ def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error
     yield batch
 
 
-def _entry(document: Document) -> Entry:
+def _entry(turns: tuple[Turn, ...]) -> Entry:
     """Hashes the prompt lengths too: another boundary makes another document."""
     digest, sizes = hashlib.sha256(), []
-    for turn in document.turns:
+    for turn in turns:
         plain = without_marks if turn.is_rendered else str
         prompt, text = plain(turn.prompt or "").encode(), plain(turn.text).encode()
         if turn.prompt is not None:
             digest.update(len(prompt).to_bytes(8, "little") + prompt)
         digest.update(text)
         sizes.append(len(prompt) + len(text))
-    return Entry(document.turns, digest.digest(), tuple(sizes))
+    return Entry(turns, digest.digest(), tuple(sizes))
 
 
 def fraction(digest: bytes) -> float:
@@ -97,51 +99,21 @@ def split_of(digest: bytes, held_out: float) -> str:
     return VALIDATION if fraction(digest) < held_out else TRAIN
 
 
-def threshold(job: Job, interrupt: Interrupt) -> float:
+def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) -> float:
     """Returns the `fraction` below which a document is held out.
 
     With many documents it is `--held-out`. With few it lies between two documents' fractions, where the number below it
     is nearest to the share; at least one document remains for training.
     """
-    config = job.config
     if not config.held_out:
         return 0.0
-    found: list[float] = []
-    for batch in ahead(batches(job.sources, job.fields, Position(0, 0), "skip"), interrupt):
-        found += [fraction(entry.digest) for entry in batch.entries]
-        if len(found) > _FEW:
+    fractions: list[float] = []
+    for batch in batches(sources, fields, Position(0, 0), "skip"):
+        fractions += [fraction(entry.digest) for entry in batch.entries]
+        if len(fractions) > _FEW:
             return config.held_out
-    found = sorted(set(found) if config.dedup else found)
-    target = config.held_out * len(found)
-    borders = [i for i in range(1, len(found)) if found[i - 1] < found[i]]  # equal documents share a split
+    fractions = sorted(set(fractions) if config.dedup else fractions)
+    target = config.held_out * len(fractions)
+    borders = [i for i in range(1, len(fractions)) if fractions[i - 1] < fractions[i]]  # equal documents share a split
     held_out = min((0, *borders), key=lambda count: (abs(count - target), -count))
-    return found[held_out] if held_out else 0.0
-
-
-def ahead(items: Iterator[T], interrupt: Interrupt) -> Iterator[T]:
-    """Yields the same items; a thread prepares the next while the caller uses the current.
-
-    Daemon threads let a long read delay neither Ctrl-C nor exit.
-    """
-    pending = _in_thread(items)
-    while True:
-        while not wait([pending], _POLL_SECONDS).done:
-            interrupt.check()
-        if not (made := pending.result()):
-            return
-        pending = _in_thread(items)
-        yield made[0]
-        interrupt.check()
-
-
-def _in_thread(items: Iterator[T]) -> "Future[list[T]]":
-    future: Future[list[T]] = Future()
-
-    def make() -> None:
-        try:
-            future.set_result(list(itertools.islice(items, 1)))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=make, name="read", daemon=True).start()
-    return future
+    return fractions[held_out] if held_out else 0.0

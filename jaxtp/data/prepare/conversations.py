@@ -102,27 +102,27 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
     if config.tokenizer is None:
         raise ChatError("bytes come with no chat template; give one by --template FILE")
     folder = tokenizer_file(config.tokenizer).parent
-    found = chat_template(folder)
-    if found is None:
+    template = chat_template(folder)
+    if template is None:
         raise ChatError(f"{folder} has no chat template; give one by --template FILE")
-    return found, f"the chat template of {folder}"
+    return template, f"the chat template of {folder}"
 
 
 def template_checksum(config: PrepareConfig) -> str:
     """Returns a hash of template and special tokens, to detect changes."""
-    named = special_tokens(tokenizer_file(config.tokenizer).parent) if config.tokenizer else {}
-    return hashlib.sha256(json.dumps([template_of(config)[0], named]).encode()).hexdigest()
+    tokens = special_tokens(tokenizer_file(config.tokenizer).parent) if config.tokenizer else {}
+    return hashlib.sha256(json.dumps([template_of(config)[0], tokens]).encode()).hexdigest()
 
 
 def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, str]:
     if config.tokenizer is None or not isinstance(tokenizer, HuggingFaceTokenizer):
         return {}
-    info, found = tokenizer.info, {}
+    info, tokens = tokenizer.info, {}
     if info.prefix:
-        found["bos_token"] = tokenizer.spelled(info.prefix[0])
+        tokens["bos_token"] = tokenizer.spelled(info.prefix[0])
     if info.eos_id is not None:
-        found["eos_token"] = tokenizer.spelled(info.eos_id)
-    return found | special_tokens(tokenizer_file(config.tokenizer).parent)
+        tokens["eos_token"] = tokenizer.spelled(info.eos_id)
+    return tokens | special_tokens(tokenizer_file(config.tokenizer).parent)
 
 
 def _messages(row: Mapping[str, object], fields: Fields) -> object:
@@ -135,7 +135,10 @@ def _messages(row: Mapping[str, object], fields: Fields) -> object:
     messages = row[fields.text]
     if fields.prompt is not None:
         question = "\n\n".join(str(text) for text in (row[fields.prompt], row.get("input")) if text)
-        turns = [*_history(row.get("history")), [question, messages]]
+        history = row.get("history") or []
+        if not isinstance(history, list) or any(not isinstance(turn, list) or len(turn) != 2 for turn in history):
+            raise ChatError(f"'history' is no list of pairs of texts, but {shorten(history)}")
+        turns = [*history, [question, messages]]
         roles = ("user", ASSISTANT)
         messages = [{"role": r, "content": text} for turn in turns for r, text in zip(roles, turn, strict=True)]
     if (system := row.get("system")) and isinstance(messages, list):
@@ -143,15 +146,6 @@ def _messages(row: Mapping[str, object], fields: Fields) -> object:
             raise ChatError("there are two system messages, one of them in the field 'system'")
         return [{"role": "system", "content": system}, *messages]
     return messages
-
-
-def _history(value: object) -> list[list[object]]:
-    turns = [] if value is None else value
-    if not isinstance(turns, list) or not all(
-        isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in turns
-    ):
-        raise ChatError(f"'history' is no list of pairs of texts, but {shorten(value)}")
-    return turns
 
 
 def _checked(messages: object) -> list[Message]:

@@ -3,16 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jaxtp.config.console import Display
-from jaxtp.config.entry import Interrupt
 from jaxtp.config.files import sha256, write_atomically
 from jaxtp.data.manifest import TOKENIZER
-from jaxtp.data.prepare.batches import ahead, batches, fraction
+from jaxtp.data.prepare.batches import batches, fraction
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import PrepareError
-from jaxtp.data.prepare.session import Job, State
-from jaxtp.data.prepare.sources import Position
-from jaxtp.data.prepare.writer import damaged
+from jaxtp.data.prepare.readers import Position, PrepareError
+from jaxtp.data.prepare.session import Job, State, damaged
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import end_token
 
@@ -29,13 +25,13 @@ def named_tokenizer(config: PrepareConfig) -> Tokenizer | None:
     return _with_special_tokens(read_tokenizer(file), str(file), config)
 
 
-def open_tokenizer(job: Job, state: State, display: Display, interrupt: Interrupt) -> Tokenizer:
+def open_tokenizer(job: Job, state: State) -> Tokenizer:
     """Opens or trains the dataset's tokenizer and writes its file."""
     path, config = job.out / TOKENIZER, job.config
     if state.tokenizer is None and config.tokenizer is not None:
         write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
     elif state.tokenizer is None and job.tokenizer is None:
-        write_atomically(path, _train_bpe(job, display, interrupt))
+        write_atomically(path, _train_bpe(job))
     tokenizer = job.tokenizer or _with_special_tokens(read_tokenizer(path), str(path), config)
     if state.tokenizer is None:
         state.tokenizer = tokenizer.info
@@ -45,25 +41,20 @@ def open_tokenizer(job: Job, state: State, display: Display, interrupt: Interrup
     return tokenizer
 
 
-def describe(tokenizer: Tokenizer, config: PrepareConfig) -> Iterator[str]:
+def describe(tokenizer: Tokenizer) -> Iterator[str]:
     """Yields how documents start and end; nothing for bytes."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return
-    prefix, end = tokenizer.info.prefix, tokenizer.info.eos_id
-    last = "" if end is None else f"{tokenizer.spelled(end)} ({end})"
-    if config.messages is not None:
-        stop = f"; to generate ends at {last}" if last else ""
-        yield f"an answer each, after what comes before it, as the chat template writes them{stop}"
-        return
-    if prefix:
-        first = " ".join(f"{tokenizer.spelled(token)} ({token})" for token in prefix)
-        yield f"begin with {first}, as the tokenizer puts it"
-    if last:
-        yield f"end with {last}, {_end_token(config)[1]}"
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        prefix, end = tokenizer.info.prefix, tokenizer.info.eos_id
+        if prefix:
+            yield f"begin with {' '.join(f'{tokenizer.spelled(token)} ({token})' for token in prefix)}"
+        if end is not None:
+            yield f"end with {tokenizer.spelled(end)} ({end})"
 
 
 def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
-    eos, _ = _end_token(config)
+    eos: str | int | None = config.eos
+    if eos is None and not config.no_eos:  # None: search for a well-known name
+        eos = end_token(tokenizer_file(config.tokenizer).parent) if config.tokenizer else _END_TOKEN
     special = config.special_tokens
     tokenizer = HuggingFaceTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=special)
     if config.tokenizer is not None and config.bos == "auto":
@@ -71,19 +62,7 @@ def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> Hu
     return tokenizer
 
 
-def _end_token(config: PrepareConfig) -> tuple[str | int | None, str]:
-    """Returns the end token (None: search for a well-known name) and where it was configured."""
-    if config.no_eos:
-        return None, ""
-    if config.eos is not None:
-        return config.eos, "as --eos says"
-    if config.tokenizer is None:
-        return _END_TOKEN, "as in every tokenizer trained here"
-    found = end_token(tokenizer_file(config.tokenizer).parent)
-    return (None, "known by its name") if found is None else (found[0], f"as {found[1]} says")
-
-
-def _train_bpe(job: Job, display: Display, interrupt: Interrupt) -> bytes:
+def _train_bpe(job: Job) -> bytes:
     try:
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -99,23 +78,21 @@ def _train_bpe(job: Job, display: Display, interrupt: Interrupt) -> bytes:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sampled_texts(job, display, interrupt), trainer)
-    interrupt.check()
+    tokenizer.train_from_iterator(_sampled_texts(job), trainer)
     return str(tokenizer.to_str()).encode()
 
 
-def _sampled_texts(job: Job, display: Display, interrupt: Interrupt) -> Iterator[str]:
+def _sampled_texts(job: Job) -> Iterator[str]:
     """Yields training texts; compressed files count by size on disk, so their sample is larger."""
     config = job.config
     share = config.bpe_sample / max(1, sum(source.size for source in job.sources))
     chosen = 0
-    for batch in ahead(batches(job.sources, job.fields, Position(0, 0), config.on_error), interrupt):
+    for batch in batches(job.sources, job.fields, Position(0, 0), config.on_error):
         for entry in batch.entries:
             if 0 <= fraction(entry.digest) - config.held_out < share * (1 - config.held_out):
                 chosen += sum(entry.sizes)
                 for turn in entry.turns:
                     yield from filter(None, (turn.text, turn.prompt))
-        display.move(batch.done, f"reading {chosen:,} bytes of text to train the tokenizer on")
     if not chosen:
         raise PrepareError("nothing to train a tokenizer on: the inputs, without the held-out part, have no text")
-    display.line(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen:,} bytes of text")
+    print(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen:,} bytes of text", flush=True)

@@ -1,4 +1,4 @@
-"""Reads documents from text files, JSONL and JSON lists of objects."""
+"""Reads documents from text, JSONL, lists of JSON objects, Parquet and Hugging Face's `datasets`."""
 
 import difflib
 import gzip
@@ -41,16 +41,15 @@ _MAX_ARRAY = 2**30
 """Bytes of a JSON list, which is in memory as a whole."""
 _BINARY_PREFIX = 8192
 """A NUL byte in this prefix marks a binary file, as in git."""
-_BOM = b"\xef\xbb\xbf"
 _ARRAY_START = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 _PEEKED_BYTES = 4096
 """The first object of an array must start in this prefix."""
-_SPACE = re.compile(r"[ \t\n\r]*")
-_DECODER = json.JSONDecoder()
 BROKEN = (gzip.BadGzipFile, EOFError, zlib.error)
 """Errors of truncated or damaged streams, including zstd's."""
 _ZSTD_CHUNK = 2**11
 """Compressed bytes at a time; zstd may unpack them to 30,000 times as many, which are in memory together."""
+_PARQUET_ROWS = 32
+"""Rows in memory at a time."""
 
 
 class PrepareError(UserError):
@@ -64,6 +63,10 @@ class BadInputError(Exception):
         super().__init__(complaint)
         self.kind, self.is_harmless = kind, is_harmless
 
+    def at(self, place: str) -> "BadInputError":
+        """Returns the error with its place."""
+        return BadInputError(self.kind, f"{place}: {self}", is_harmless=self.is_harmless)
+
 
 class Turn(NamedTuple):
     """A document of the dataset."""
@@ -75,8 +78,16 @@ class Turn(NamedTuple):
     """Whether a chat template wrote it, with marked special tokens (see `chat_template.py`)."""
 
 
-class Document(NamedTuple):
-    """A row of a source, or a text file."""
+class Position(NamedTuple):
+    """A position in the inputs; everything before has been read."""
+
+    source: int
+    item: int
+    """Number of items of that source that have been read."""
+
+
+class Event(NamedTuple):
+    """A row of a source, or a text file: its documents, or a problem."""
 
     turns: tuple[Turn, ...]
     """One turn; one for each answer of a conversation."""
@@ -84,22 +95,12 @@ class Document(NamedTuple):
     """Number of lines or rows that have been read, including this one."""
     done: int
     """Approximate bytes of the source that have been read."""
+    problem: BadInputError | None = None
 
 
-class Problem(NamedTuple):
-    """A source or row without a document."""
-
-    kind: str
-    message: str
-    item: int
-    done: int
-    is_harmless: bool
-
-
-Event = Document | Problem
 Row = Mapping[str, object]
-Item = tuple[int, int, str | bytes | Row]
-"""Number from 1, bytes of the source read so far, and a text, a line of JSON or a table's row."""
+Item = tuple[int, int, object]
+"""Number from 1, bytes of the source read so far, and a text, a line of JSON (bytes), or a row."""
 
 
 @dataclass(frozen=True)
@@ -163,11 +164,37 @@ def _suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in (GZIP, ZSTD) else path.suffix
 
 
-def read_text(source: Source, start: int, fields: Fields) -> Iterator[Item]:
-    """Yields the file's text, unless `start` is past it."""
+def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
+    """Yields what follows the first `start` items."""
+    unit, number = "line" if source.format == JSONL else "row", start
+    try:
+        for number, done, item in _READERS[source.format](source, start, fields):
+            if isinstance(item, bytes) and item.isspace():
+                continue
+            try:
+                yield Event(_turns(source, item, fields), number, done)
+            except BadInputError as error:
+                yield Event((), number, done, error.at(f"{source.path}, {unit} {number}"))
+        if not number:
+            raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
+    except (BadInputError, *BROKEN, OSError) as error:
+        after = f", after {unit} {number}" if number else ""
+        yield Event((), END, source.size, _unreadable(source, error).at(f"{source.path}{after}"))
+
+
+def first_keys(source: Source) -> list[str]:
+    """Returns the columns, or the first JSON object's keys; empty if unreadable."""
+    with suppress(*BROKEN, BadInputError, OSError):
+        for _, _, item in itertools.islice(_READERS[source.format](source, 0, None), _PEEKED_LINES):
+            with suppress(BadInputError):
+                return list(_row(source, item))
+    return []
+
+
+def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
     if start:
         return
-    if fields.prompt is not None or fields.turns is not None:
+    if fields is not None and (fields.prompt is not None or fields.turns is not None):
         what = "conversations" if fields.turns else "prompts and completions"
         raise BadInputError(NO_FIELD, f"text has no fields; {what} are read from JSONL and Parquet")
     with open_stream(Path(source.path), source.max_window) as (stream, _):
@@ -180,27 +207,83 @@ def read_text(source: Source, start: int, fields: Fields) -> Iterator[Item]:
         text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise BadInputError(NOT_UTF8, f"{not_utf8(error)} (line {line})") from None
+        raise BadInputError(NOT_UTF8, f"{_not_utf8(error)} (line {line})") from None
     if text:
         yield 1, source.size, text
 
 
-def read_json(source: Source, start: int, fields: Fields | None) -> Iterator[tuple[int, int, bytes]]:
-    """Yields the lines or elements after the first `start`."""
+def _read_lines(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
     with open_stream(Path(source.path), source.max_window) as (content, file):
-        rows = _lines(content, source.max_document) if source.format == JSONL else _elements(content)
-        for number, row in enumerate(rows, 1):
+        for number, line in enumerate(_lines(content, source.max_document), 1):
             if number > start:
-                yield number, file.tell(), row.removeprefix(_BOM if number == 1 else b"")
+                yield number, file.tell(), line
 
 
-def first_keys(source: Source) -> list[str]:
-    """Returns the first JSON object's keys; empty if there is none."""
-    with suppress(*BROKEN, BadInputError, OSError):
-        for _, _, line in itertools.islice(read_json(source, 0, None), _PEEKED_LINES):
-            with suppress(BadInputError):
-                return list(_parse_line(source, line))
-    return []
+def _read_array(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
+    with open_stream(Path(source.path), source.max_window) as (stream, _file):
+        content = stream.read(_MAX_ARRAY + 1)
+    if len(content) > _MAX_ARRAY:
+        raise BadInputError(TOO_LARGE, f"a JSON list of more than {_MAX_ARRAY:,} bytes; make JSONL of it")
+    rows = _parse(content)
+    assert isinstance(rows, list)
+    for number, row in enumerate(rows[start:], start + 1):
+        yield number, source.size * number // len(rows), row
+
+
+def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
+    """Skips row groups before `start`.
+
+    Each batch starts with its row group, so the same rows precede a damaged page wherever reading started.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    row = 0
+    try:
+        with parquet.ParquetFile(source.path, page_checksum_verification=True, pre_buffer=False) as file:
+            names = _columns(file.schema_arrow.names, fields)
+            for group in range(file.num_row_groups):
+                if row + (size := file.metadata.row_group(group).num_rows) <= start:
+                    row += size
+                    continue
+                for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=names):
+                    columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
+                    for values in zip(*columns, strict=True):  # one row at a time: a dictionary may repeat long texts
+                        row += 1
+                        if row > start:
+                            done = source.size * row // max(file.metadata.num_rows, row)
+                            yield row, done, {n: value.as_py() for n, value in zip(names, values, strict=True)}
+    except UnicodeDecodeError as error:
+        raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
+    except (pyarrow.lib.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise _unreadable(source, error) from None
+        raise BadInputError(BROKEN_FILE, f"broken Parquet file: {str(error).splitlines()[0][:200]}") from None
+
+
+def _read_table(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
+    table = source.table
+    assert table is not None
+    rows = table.select_columns(_columns(table.column_names, fields)).with_format(None)
+    for row, values in enumerate(rows.select(range(start, len(rows))), start + 1):
+        yield row, source.size * row // len(rows), values
+
+
+_READERS: dict[str, Callable[[Source, int, Fields | None], Iterator[Item]]] = {
+    TEXT: _read_text,
+    JSONL: _read_lines,
+    ARRAY: _read_array,
+    PARQUET: _read_parquet,
+    DATASETS: _read_table,
+}
+"""Each yields the items after the first so many; of tables the columns to read, by default all."""
+
+
+def _columns(existing: list[str], fields: Fields | None) -> list[str]:
+    if fields is None:
+        return existing
+    _require_fields(existing, fields)
+    return fields.names_in(existing)
 
 
 def _lines(content: BinaryIO, limit: int) -> Iterator[bytes]:
@@ -210,37 +293,6 @@ def _lines(content: BinaryIO, limit: int) -> Iterator[bytes]:
         if len(line) > limit and not line.endswith(b"\n"):
             while (rest := content.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
                 pass
-
-
-def _elements(content: BinaryIO) -> Iterator[bytes]:
-    """Yields the JSON of each array element."""
-    data = content.read(_MAX_ARRAY + 1)
-    if len(data) > _MAX_ARRAY:
-        raise BadInputError(TOO_LARGE, f"a JSON list of more than {_MAX_ARRAY:,} bytes; make JSONL of it")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadInputError(NOT_UTF8, not_utf8(error)) from None
-    at, separator = text.find("[") + 1, ","
-    while separator != "]":
-        start = _after_space(text, at)
-        try:
-            _, end = _DECODER.raw_decode(text, start)
-        except (ValueError, RecursionError) as error:  # ValueError: also integers of thousands of digits
-            raise BadInputError(NOT_JSON, f"not JSON: {getattr(error, 'msg', error)}") from None
-        at = _after_space(text, end) + 1
-        separator = text[at - 1 : at]
-        if separator not in (",", "]"):
-            before = f"no ',' or ']' before {shorten(text[at - 1 : at + 49])}" if separator else "the array has no end"
-            raise BadInputError(NOT_JSON, f"not JSON: {before}")
-        yield text[start:end].encode()
-    if rest := text[at:].strip():
-        raise BadInputError(NOT_JSON, f"not JSON: more text after the array: {shorten(rest[:50])}")
-
-
-def _after_space(text: str, at: int) -> int:
-    space = _SPACE.match(text, at)
-    return space.end() if space else at
 
 
 @contextmanager
@@ -296,12 +348,11 @@ def _unpack_zstd(file: BinaryIO, max_window: int) -> Iterator[memoryview]:
         raise EOFError("the zstd stream is cut short")
 
 
-def turns_of(source: Source, item: str | bytes | Row, fields: Fields) -> tuple[Turn, ...]:
-    """Returns the documents of a text, a line of JSON or a row; raises `BadInputError`."""
-    if isinstance(item, str):
+def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
+    if isinstance(item, str) and source.format == TEXT:
         return (Turn(None, item),)
-    record = _parse_line(source, item) if isinstance(item, bytes) else item
-    require_fields(record, fields)
+    record = _row(source, item)
+    _require_fields(record, fields)
     row = {name: record[name] for name in fields.names_in(record)}
     if any(isinstance(value, str) and _is_longer(value, source.max_document) for value in row.values()):
         raise too_large(source.max_document)
@@ -317,18 +368,23 @@ def turns_of(source: Source, item: str | bytes | Row, fields: Fields) -> tuple[T
     return (Turn(prompt, _text(row, fields.text)),)
 
 
-def _parse_line(source: Source, line: bytes) -> Row:
-    if len(line) > source.max_document and not line.endswith(b"\n"):
-        raise too_large(source.max_document)
+def _row(source: Source, item: object) -> Row:
+    if isinstance(item, bytes):
+        if len(item) > source.max_document and not item.endswith(b"\n"):
+            raise too_large(source.max_document)
+        item = _parse(item)
+    if not isinstance(item, dict):
+        raise BadInputError(NOT_JSON, f"not a JSON object: {shorten(item)}")
+    return item
+
+
+def _parse(content: bytes) -> object:
     try:
-        record = json.loads(line.decode())
+        return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise BadInputError(NOT_UTF8, not_utf8(error)) from None
+        raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
     except (ValueError, RecursionError) as error:  # ValueError: also integers of thousands of digits
         raise BadInputError(NOT_JSON, f"not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise BadInputError(NOT_JSON, f"not a JSON object: {line[:40].decode(errors='replace').strip()}")
-    return record
 
 
 def _text(row: Row, name: str) -> str:
@@ -346,8 +402,7 @@ def _is_longer(text: str, limit: int) -> bool:
     return len(text) > limit or (4 * len(text) > limit and len(text.encode(errors="replace")) > limit)
 
 
-def unreadable(source: Source, error: Exception) -> BadInputError:
-    """Converts an error of reading a file."""
+def _unreadable(source: Source, error: Exception) -> BadInputError:
     if isinstance(error, BadInputError):
         return error
     if isinstance(error, BROKEN):
@@ -360,13 +415,11 @@ def too_large(limit: int, what: str = "") -> BadInputError:
     return BadInputError(TOO_LARGE, f"{what}more than {limit:,} bytes; a larger --max-document-bytes reads it")
 
 
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """Returns the complaint about an undecodable byte."""
+def _not_utf8(error: UnicodeDecodeError) -> str:
     return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {error.start}"
 
 
-def require_fields(names: Iterable[str], fields: Fields) -> None:
-    """Raises `BadInputError` for a missing column, with the nearest name."""
+def _require_fields(names: Iterable[str], fields: Fields) -> None:
     existing = list(names)
     for name in fields.names:
         if name not in existing:

@@ -1,96 +1,73 @@
 """Makes a dataset from inputs."""
 
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
-from jaxtp.config.console import Display
-from jaxtp.config.entry import Interrupt, InterruptError
-from jaxtp.config.files import write_atomically
+from jaxtp.config.entry import STANDARD_OUTPUT
+from jaxtp.config.files import sync_file, write_atomically
 from jaxtp.data.documents import Tokens
-from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, totals
-from jaxtp.data.prepare.batches import Batch, Entry, ahead, batches, split_of, threshold
+from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, SplitRecord, totals
+from jaxtp.data.prepare.batches import Batch, Entry, batches, split_of, threshold
 from jaxtp.data.prepare.conversations import Conversations
 from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, open_tokenizer
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, PrepareError, Problem, Turn
-from jaxtp.data.prepare.session import SEEN, Job, State, begin, clear_leftovers, drop_unknown, locked
+from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError, Turn
+from jaxtp.data.prepare.session import (
+    SEEN,
+    Job,
+    SplitWriter,
+    State,
+    begin,
+    clear_leftovers,
+    cut,
+    drop_unknown,
+    locked,
+)
 from jaxtp.data.prepare.sources import find_sources, with_layout
-from jaxtp.data.prepare.writer import Seen, SplitWriter
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 
+_DIGEST = 16
+"""Stored bytes of each hash, with --dedup: two of 10^12 documents collide with a probability of 10^-14."""
 _MAX_PROBLEMS = 5
 """Problems that are shown."""
 _LINE_SECONDS = 5.0
-"""Seconds between lines of progress without a terminal."""
+"""Seconds between lines of progress."""
 
 
 def prepare(out: Path, config: PrepareConfig) -> None:
-    """Makes or resumes a dataset; raises `UserError` or `InterruptError`."""
+    """Makes or resumes a dataset; raises `UserError`."""
     named, sources = named_tokenizer(config), find_sources(config)
     config = with_layout(config, sources)
     conversations = None if config.messages is None or named is None else Conversations(config, named)
     job = Job(out, config, sources, named, conversations)
-    size = sum(source.size for source in sources)
     try:
-        with locked(out), Interrupt(signal.SIGINT) as interrupt, PrepareDisplay(size) as display, ExitStack() as stack:
+        with locked(out), ExitStack() as stack:
             state = begin(job)
             if state is None:
-                display.line(f"{out} is finished; there is nothing to do")
+                print(f"{out} is finished; there is nothing to do", flush=True)
                 return
             if state.tokenizer is None:  # nothing depends on the threshold yet
-                state.threshold = threshold(job, interrupt)
+                state.threshold = threshold(sources, job.fields, config)
             if state.threshold is not None:
                 job = replace(job, config=replace(config, held_out=state.threshold))
-            tokenizer = open_tokenizer(job, state, display, interrupt)
-            _Work(job, tokenizer, state, display, stack).finish(interrupt)
+            _Work(job, open_tokenizer(job, state), state, stack).finish()
     except OSError as error:  # from writing; readers handle read errors
+        if error.filename == STANDARD_OUTPUT:
+            raise
         raise PrepareError(
-            f"{error.filename or out}: {error.strerror}; when that is mended the same command goes on"
+            f"{error.filename or out}: {error.strerror}; fix this, and the same command resumes"
         ) from None
 
 
-class PrepareDisplay(Display):
-    """A progress bar, or lines without a terminal; `total` is the input bytes."""
-
-    def __init__(self, total: int) -> None:
-        super().__init__("{task.percentage:3.0f}%")
-        self._total = max(total, 1)
-        self._num_shown = 0
-        self._last_line = time.monotonic()
-
-    def __enter__(self) -> Self:
-        self.begin(0, self._total)
-        return super().__enter__()
-
-    def move(self, done: int, text: str) -> None:
-        """Moves the bar, or prints a line every few seconds."""
-        super().move(done, text)
-        if not self.has_bar and time.monotonic() - self._last_line >= _LINE_SECONDS:
-            self._last_line = time.monotonic()
-            self.line(f"{100 * done // self._total}%  {text}")
-
-    def show(self, problem: Problem) -> None:
-        """Shows only the first few problems."""
-        if problem.is_harmless:
-            return
-        self._num_shown += 1
-        if self._num_shown <= _MAX_PROBLEMS:
-            more = "\nfurther ones are only counted" if self._num_shown == _MAX_PROBLEMS else ""
-            self.line(f"skipped: {problem.message}{more}")
-
-
 class _Work:
-    def __init__(self, job: Job, tokenizer: Tokenizer, state: State, display: PrepareDisplay, stack: ExitStack):
-        self._job, self._config = job, job.config
-        self._tokenizer, self._state, self._display = tokenizer, state, display
+    def __init__(self, job: Job, tokenizer: Tokenizer, state: State, stack: ExitStack):
+        self._job, self._config, self._tokenizer, self._state = job, job.config, tokenizer, state
         info = tokenizer.info
         adds_tokens = job.conversations is None  # else the template writes prefix and end
         self._prefix = np.array(info.prefix if adds_tokens else [], info.dtype)
@@ -101,56 +78,81 @@ class _Work:
             for name in SPLITS
         }
         drop_unknown(job.out, {name for writer in self._writers.values() for name in writer.files()})
-        self._seen = None
+        self._digests: set[bytes] = set()
         if self._config.dedup:
-            self._seen = stack.enter_context(closing(Seen(job.out / SEEN, state.seen)))
-        self._num_documents, self._num_tokens, self._started = 0, 0, time.monotonic()
+            cut(job.out / SEEN, state.seen * _DIGEST)
+            self._seen = stack.enter_context((job.out / SEEN).open("a+b"))
+            self._seen.seek(0)
+            self._digests = {self._seen.read(_DIGEST) for _ in range(state.seen)}
+        self._num_documents, self._num_tokens, self._num_shown = 0, 0, 0
+        self._started = self._reported = time.monotonic()
 
-    def finish(self, interrupt: Interrupt) -> None:
+    def finish(self) -> None:
         source, item = self._state.position
         if (source, item) != (0, 0):
             part = f", item {item:,} of the next" if item else ""
-            self._display.line(f"going on after {source:,} of {len(self._job.sources):,} inputs{part}")
+            print(f"resuming after {source:,} of {len(self._job.sources):,} inputs{part}", flush=True)
         saved = time.monotonic()
         if self._job.conversations is not None:
             self._job.conversations.save(self._job.out)
         try:
-            for batch in ahead(
-                batches(self._job.sources, self._job.fields, self._state.position, self._config.on_error), interrupt
-            ):
+            for batch in batches(self._job.sources, self._job.fields, self._state.position, self._config.on_error):
                 self._take(batch)
                 if time.monotonic() - saved >= self._config.save_seconds:
                     self._save()
                     saved = time.monotonic()
-        except InterruptError:
-            self._save()
-            raise
         except PrepareError as error:  # keeps everything before the bad input
             self._save()
             done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
             # the first rows of a file in progress are written and must not change
-            mended = "a mended file needs --overwrite" if self._state.position.item else "or mend it and run it again"
+            fix = (
+                "a corrected file needs --overwrite"
+                if self._state.position.item
+                else "or correct the input and repeat it"
+            )
             raise PrepareError(
                 f"{error}\n{done:,} documents before it are done; the same command with --on-error skip leaves out "
-                f"what cannot be read and does the rest; {mended}"
+                f"what cannot be read and does the rest; {fix}"
             ) from None
         self._write_manifest()
 
     def _take(self, batch: Batch) -> None:
-        seen = self._seen
-        entries = batch.entries if seen is None else [entry for entry in batch.entries if seen.add(entry.digest)]
+        entries = [entry for entry in batch.entries if not self._config.dedup or self._is_new(entry.digest)]
         encoded = self._encode([turn for entry in entries for turn in entry.turns])
         for entry in entries:
             for size, ids in zip(entry.sizes, encoded, strict=False):  # `zip` takes one encoding per turn
                 self._append(entry, size, ids)
         for problem in batch.problems:
             self._state.skip(problem.kind)
-            self._display.show(problem)
+            self._show(problem)
         self._state.skip(DUPLICATE, len(batch.entries) - len(entries))
         self._state.position = batch.position
-        speed = self._num_tokens / max(time.monotonic() - self._started, 1e-9)
-        text = f"{self._num_documents:,} documents  {self._num_tokens:,} tokens  {speed:,.0f} tokens/s"
-        self._display.move(batch.done, text)
+        self._report(batch.done)
+
+    def _report(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._reported >= _LINE_SECONDS:
+            self._reported = now
+            percent = 100 * done // max(sum(source.size for source in self._job.sources), 1)
+            speed = self._num_tokens / (now - self._started)
+            print(
+                f"{percent}%  {self._num_documents:,} documents  {self._num_tokens:,} tokens  {speed:,.0f} tokens/s",
+                flush=True,
+            )
+
+    def _show(self, problem: BadInputError) -> None:
+        if not problem.is_harmless:
+            self._num_shown += 1
+            if self._num_shown <= _MAX_PROBLEMS:
+                more = "\nfurther ones are only counted" if self._num_shown == _MAX_PROBLEMS else ""
+                print(f"skipped: {problem}{more}", flush=True)
+
+    def _is_new(self, digest: bytes) -> bool:
+        if (short := digest[:_DIGEST]) in self._digests:
+            return False
+        self._digests.add(short)
+        self._seen.write(short)
+        return True
 
     def _encode(self, turns: list[Turn]) -> Iterator[list[Tokens]]:
         if self._job.conversations is not None:
@@ -176,43 +178,47 @@ class _Work:
         for name, writer in self._writers.items():
             writer.save()
             self._state.splits[name] = writer.progress
-        if self._seen is not None:
-            self._seen.save()
-            self._state.seen = len(self._seen)
+        if self._config.dedup:
+            sync_file(self._seen)
+            self._state.seen = len(self._digests)
         self._state.save(self._job.out)
 
     def _write_manifest(self) -> None:
         for writer in self._writers.values():
             writer.end_shard()
         self._save()
-        shards, sources = {n: tuple(writer.progress.shards) for n, writer in self._writers.items()}, self._job.sources
-        skipped = dict(sorted(self._state.skipped.items()))
+        sources, skipped = self._job.sources, dict(sorted(self._state.skipped.items()))
+        shards = {name: tuple(writer.progress.shards) for name, writer in self._writers.items()}
         if not any(shards.values()):
             left_out = f"; left out: {_listed(skipped)}" if skipped else ""
             raise PrepareError(f"no document in {len(sources)} files{left_out}")
-        inputs = {"files": len(sources), "bytes": sum(source.size for source in sources)}
-        prompts, info = self._config.has_prompts, self._tokenizer.info
-        manifest = Manifest(info, shards, prompts, skipped, self._state.arguments, inputs)
+        manifest = Manifest(
+            self._tokenizer.info,
+            self._config.has_prompts,
+            {name: SplitRecord(**totals(each), shards=each) for name, each in shards.items()},
+            skipped,
+            {"files": len(sources), "bytes": sum(source.size for source in sources)},
+            dict(self._state.arguments),
+        )
         write_atomically(self._job.out / MANIFEST, manifest.to_json().encode())
         clear_leftovers(self._job.out)
-        for line in self._summary(manifest):
-            self._display.line(line)
+        print("\n".join(self._summary(manifest)), flush=True)
 
     def _summary(self, manifest: Manifest) -> Iterator[str]:
         info, requested = manifest.tokenizer, self._config.train_bpe or 0
         fewer = f" (the text gives no more; asked for {requested:,})" if requested > info.vocab_size else ""
         yield f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
-        if ends := list(describe(self._tokenizer, self._config)):
+        if ends := list(describe(self._tokenizer)):
             yield f"{'documents':<12}{'; '.join(ends)}"
         written = open_dataset(self._job.out)
         for name in SPLITS:
-            of, shards = totals(manifest.splits[name]), len(manifest.splits[name])
+            split, shards = manifest.splits[name], len(manifest.splits[name].shards)
             loss = f", {written.splits[name].num_loss_tokens:,} of them with loss," if manifest.prompts else ""
             yield (
-                f"{name:<12}{of['documents']:,} documents, {of['tokens']:,} tokens{loss} in "
-                f"{shards} shard{'' if shards == 1 else 's'}, the longest document {of['longest']:,}"
+                f"{name:<12}{split.documents:,} documents, {split.tokens:,} tokens{loss} in "
+                f"{shards} shard{'' if shards == 1 else 's'}, the longest document {split.longest:,}"
             )
-        if not manifest.splits[VALIDATION] and manifest.arguments["held_out"]:
+        if not manifest.splits[VALIDATION].shards and manifest.arguments["held_out"]:
             yield f"{'':<12}nothing is held out: of so few documents, take a larger --held-out"
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"

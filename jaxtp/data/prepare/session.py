@@ -1,4 +1,6 @@
-"""Decides whether a command starts, resumes or finds finished a dataset, or must leave the folder alone.
+"""The folder of a dataset in the making: its journal, and the files that grow.
+
+`begin` decides whether a command starts, resumes or finds finished a dataset, or must leave the folder alone.
 
 `journal.json` exists from the start until `dataset.json` does. It records the position in the inputs and each file's
 length there. It is written every few seconds, after everything that it describes is on disk; a resume drops the rest.
@@ -9,37 +11,40 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 from pydantic import Field
 
 from jaxtp.config import schema
-from jaxtp.config.files import PARTIAL, write_atomically
+from jaxtp.config.files import PARTIAL, sha256, sync_file, write_atomically
 from jaxtp.config.schema import expand
+from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import (
     DOCUMENTS,
     MANIFEST,
+    OFFSET,
+    PROMPT,
     PROMPTS,
     SPLITS,
     TOKENIZER,
     TOKENS,
+    Count,
     DatasetError,
     Manifest,
+    Shard,
     TokenizerInfo,
-    check_shard,
-    check_tokenizer,
+    file_sizes,
     parse,
     read_manifest,
+    shard_file,
 )
 from jaxtp.data.prepare.conversations import Conversations, template_checksum
 from jaxtp.data.prepare.prepare_config import PrepareConfig, arguments
-from jaxtp.data.prepare.readers import Fields, PrepareError, Source
-from jaxtp.data.prepare.sources import Listing, Position, differences, listing, parse_listing
-from jaxtp.data.prepare.writer import Progress, damaged
+from jaxtp.data.prepare.readers import Fields, Position, PrepareError, Source
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
@@ -51,6 +56,23 @@ SEEN = "seen.sha256"
 
 _MAX_LINES = 10
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
+_BUFFER = 2**20
+
+
+def damaged(path: Path, how: str) -> PrepareError:
+    """Returns the error for a dataset that cannot be resumed."""
+    return PrepareError(f"{path}: damaged, so the command cannot resume: {how}; --overwrite starts over")
+
+
+@dataclass
+class Progress:
+    """A split's full shards, and the open shard's content."""
+
+    shards: list[Shard] = field(default_factory=list)
+    documents: Count = 0
+    tokens: Count = 0
+    text_bytes: Count = 0
+    longest: Count = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +118,15 @@ class State:
         write_atomically(out / JOURNAL, json.dumps(asdict(self)).encode())
 
 
+@dataclass(frozen=True)
+class _Input:
+    """A line of `inputs.jsonl`."""
+
+    path: str
+    bytes: int
+    modified: int
+
+
 def begin(job: Job) -> State | None:
     """Returns the state to resume from; None if finished."""
     out, config = job.out, job.config
@@ -112,11 +143,11 @@ def begin(job: Job) -> State | None:
             manifest = read_manifest(out)
             open_dataset(out)  # checks the size of every file
         except DatasetError as error:
-            raise PrepareError(f"{error}; --overwrite starts afresh") from None
+            raise PrepareError(f"{error}; --overwrite starts over") from None
         _refuse(out, "a dataset", _changed(manifest, job, settings, None))
         clear_leftovers(out)
         return None
-    state = _load(out, config.has_prompts)
+    state = _load(out)
     if state is None:
         _require_empty(out)
     else:
@@ -130,7 +161,7 @@ def begin(job: Job) -> State | None:
     if state is None:
         state = State(settings)
         state.save(out)
-    lines = [json.dumps(record) + "\n" for record in listing(job.sources)]
+    lines = [json.dumps(asdict(record)) + "\n" for record in _inputs(job)]
     write_atomically(out / INPUTS, "".join(lines).encode())
     return state
 
@@ -165,17 +196,12 @@ def drop_unknown(out: Path, known: set[str]) -> None:
             path.unlink()
 
 
-def _load(out: Path, prompts: bool) -> State | None:
+def _load(out: Path) -> State | None:
     path = out / JOURNAL
     try:
         state = parse(State, path.read_bytes())
-        if state.tokenizer is not None:
-            check_tokenizer(state.tokenizer)
         if state.splits.keys() != set(SPLITS) or min(state.position) < 0:
             raise DatasetError(f"splits {', '.join(state.splits)}, position {tuple(state.position)}")
-        for progress in state.splits.values():
-            for shard in progress.shards:
-                check_shard(shard, prompts)
         return state
     except FileNotFoundError:
         return None
@@ -205,7 +231,11 @@ def _changed(before: Manifest | State, job: Job, settings: dict[str, object], re
     if before.tokenizer is not None and job.tokenizer is not None:
         old, new = asdict(before.tokenizer), asdict(job.tokenizer.info)
         changed += schema.differences({"tokenizer": old}, {"tokenizer": new})
-    return changed or differences(_listed(job.out)[:read], listing(job.sources)[:read])
+    if changed:
+        return changed
+    then, now = _inputs_before(job.out)[:read], _inputs(job)[:read]
+    old, new = ({r.path: f"{r.bytes:,} bytes, modified at {r.modified:,} ns" for r in each} for each in (then, now))
+    return schema.differences(old, new) or (["the order of the inputs"] if then != now else [])
 
 
 def _refuse(out: Path, what: str, changed: list[str]) -> None:
@@ -213,16 +243,105 @@ def _refuse(out: Path, what: str, changed: list[str]) -> None:
         more = [f"and {len(changed) - _MAX_LINES} more"] if len(changed) > _MAX_LINES else []
         lines = "\n".join(f"  {line}" for line in [*changed[:_MAX_LINES], *more])
         raise PrepareError(
-            f"{out} holds {what} that was made otherwise (there -> asked for):\n{lines}\n"
-            "--overwrite starts afresh; another --out DIR keeps it. Nothing was changed."
+            f"{out} holds {what} that differs from this command (there -> here):\n{lines}\n"
+            "--overwrite starts over; another --out DIR keeps it. Nothing was changed."
         )
 
 
-def _listed(out: Path) -> Listing:
+def _inputs(job: Job) -> list[_Input]:
+    return [_Input(source.path, source.size, source.modified) for source in job.sources]
+
+
+def _inputs_before(out: Path) -> list[_Input]:
     path = out / INPUTS
     try:
-        return parse_listing(path.read_text(encoding="utf-8"))
+        return [_Input(**json.loads(line)) for line in path.read_bytes().splitlines()]
     except FileNotFoundError:
         return []
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise damaged(path, str(error)) from None
+
+
+def cut(path: Path, size: int) -> None:
+    """Cuts a file to a size that it had."""
+    if size and (not path.exists() or path.stat().st_size < size):
+        raise damaged(path, "it is shorter than it was")
+    with path.open("ab") as file:
+        file.truncate(size)
+
+
+class SplitWriter:
+    """Appends documents to a split, first cut to `progress`."""
+
+    def __init__(
+        self, folder: Path, split: str, tokenizer: TokenizerInfo, prompts: bool, shard_tokens: int, progress: Progress
+    ):
+        self._folder, self._split, self._dtype, self._shard_tokens = folder, split, tokenizer.dtype, shard_tokens
+        self._suffixes = (TOKENS, DOCUMENTS, PROMPTS) if prompts else (TOKENS, DOCUMENTS)
+        self.progress = progress
+        self._files: dict[str, BinaryIO] = {}
+        for index, shard in enumerate(progress.shards):
+            sizes = file_sizes(shard.documents, shard.tokens, self._dtype)
+            for suffix in self._suffixes:
+                path = self._path(index, suffix)
+                if not path.exists() or path.stat().st_size != sizes[suffix]:
+                    raise damaged(path, f"it should have {sizes[suffix]:,} bytes")
+        if progress.documents:
+            sizes = file_sizes(progress.documents, progress.tokens, self._dtype)
+            for suffix in self._suffixes:
+                cut(self._open_path(suffix), sizes[suffix])
+
+    def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int) -> int:
+        """Writes a document with a nonempty part; returns its number of tokens."""
+        length, progress = 0, self.progress
+        if not self._files:
+            self._files = {suffix: self._open_path(suffix).open("ab", _BUFFER) for suffix in self._suffixes}
+            if not progress.documents:
+                self._files[DOCUMENTS].write(bytes(OFFSET.itemsize))
+        for part in parts:
+            length += len(part)
+            self._files[TOKENS].write(part.astype(self._dtype, copy=False).tobytes())
+        progress.documents += 1
+        progress.tokens += length
+        progress.text_bytes += text_bytes
+        progress.longest = max(progress.longest, length)
+        self._files[DOCUMENTS].write(progress.tokens.to_bytes(OFFSET.itemsize, "little"))
+        if PROMPTS in self._suffixes:
+            self._files[PROMPTS].write(prompt.to_bytes(PROMPT.itemsize, "little"))
+        if progress.tokens >= self._shard_tokens:
+            self.end_shard()
+        return length
+
+    def save(self) -> None:
+        """Flushes the open shard to disk."""
+        for file in self._files.values():
+            sync_file(file)
+
+    def end_shard(self) -> None:
+        """Closes the open shard, if any."""
+        if self.progress.documents:
+            self.close()
+            sums = {suffix: sha256(self._open_path(suffix)) for suffix in self._suffixes}
+            done = self.progress
+            shard = Shard(done.documents, done.tokens, done.text_bytes, done.longest, sums)
+            self.progress = Progress([*done.shards, shard])
+
+    def close(self) -> None:
+        """Flushes the files to disk and closes them."""
+        try:
+            self.save()
+        finally:
+            files, self._files = self._files, {}
+            for file in files.values():
+                file.close()
+
+    def files(self) -> set[str]:
+        """Returns the file names of all shards."""
+        count = len(self.progress.shards) + bool(self.progress.documents)
+        return {self._path(index, suffix).name for index in range(count) for suffix in self._suffixes}
+
+    def _path(self, shard: int, suffix: str) -> Path:
+        return shard_file(self._folder, self._split, shard, suffix)
+
+    def _open_path(self, suffix: str) -> Path:
+        return self._path(len(self.progress.shards), suffix)

@@ -1,45 +1,20 @@
-"""Finds the input files and tables and reads them in order."""
+"""Finds the input files and tables."""
 
-import json
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from jaxtp.config import schema
 from jaxtp.config.schema import HF_PREFIX, ConfigError, expand, nearest_file
-from jaxtp.data.prepare import readers, tables
+from jaxtp.data.prepare import readers
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD, PrepareConfig, check
-from jaxtp.data.prepare.readers import (
-    ARRAY,
-    DATASETS,
-    EMPTY_FILE,
-    END,
-    JSONL,
-    PARQUET,
-    TEXT,
-    ZSTD,
-    BadInputError,
-    Document,
-    Event,
-    Fields,
-    PrepareError,
-    Problem,
-    Source,
-    shorten,
-)
+from jaxtp.data.prepare.readers import ARRAY, DATASETS, JSONL, PARQUET, TEXT, ZSTD, PrepareError, Source, shorten
 
-_READERS = {
-    TEXT: readers.read_text,
-    JSONL: readers.read_json,
-    ARRAY: readers.read_json,
-    PARQUET: tables.read_parquet,
-    DATASETS: tables.read_table,
-}
+if TYPE_CHECKING:
+    import datasets
 
 _LAYOUTS = {
     "messages": ("a conversation in each row's 'messages'", {"messages"}),
@@ -50,59 +25,6 @@ _LAYOUTS = {
     ),
 }
 """By the value of --messages: the layout's name, and the fields that identify its rows."""
-
-Listing = list[dict[str, str | int]]
-"""Path, bytes and time of modification of each source, as `inputs.jsonl` holds them."""
-
-
-class Position(NamedTuple):
-    """A position in the inputs; everything before has been read."""
-
-    source: int
-    item: int
-    """Number of items of that source that have been read."""
-
-
-def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
-    """Yields documents and problems after the first `start` items."""
-    unit, number = "line" if source.format == JSONL else "row", start
-    try:
-        for number, done, item in _READERS[source.format](source, start, fields):
-            if isinstance(item, bytes) and item.isspace():
-                continue
-            try:
-                yield Document(readers.turns_of(source, item, fields), number, done)
-            except BadInputError as error:
-                message = f"{source.path}, {unit} {number}: {error}"
-                yield Problem(error.kind, message, number, done, error.is_harmless)
-        if not number:
-            raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
-    except (BadInputError, *readers.BROKEN, OSError) as error:
-        bad = readers.unreadable(source, error)
-        after = f", after {unit} {number}" if number else ""
-        yield Problem(bad.kind, f"{source.path}{after}: {bad}", END, source.size, bad.is_harmless)
-
-
-def listing(sources: list[Source]) -> Listing:
-    """Records each source, to detect changed inputs."""
-    return [{"path": source.path, "bytes": source.size, "modified": source.modified} for source in sources]
-
-
-def differences(before: Listing, now: Listing) -> list[str]:
-    """Returns a line for each source that differs."""
-    old, new = (
-        {str(r["path"]): f"{r['bytes']:,} bytes, modified at {r['modified']:,} ns" for r in records}
-        for records in (before, now)
-    )
-    return schema.differences(old, new) or (["the order of the inputs"] if before != now else [])
-
-
-def parse_listing(text: str) -> Listing:
-    """Returns the listing in `inputs.jsonl`; raises `ValueError` if damaged."""
-    records = [json.loads(line) for line in text.splitlines()]
-    if not all(isinstance(record, dict) and record.keys() == {"path", "bytes", "modified"} for record in records):
-        raise ValueError("not a list of inputs")
-    return records
 
 
 def find_sources(config: PrepareConfig) -> list[Source]:
@@ -117,47 +39,19 @@ def find_sources(config: PrepareConfig) -> list[Source]:
 
 def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
     """Detects and prints the layout of conversations by the first row's keys, unless a field is named."""
-    with_rows = [source for source in sources if source.format != TEXT]
+    source = next((source for source in sources if source.format != TEXT), None)
     names_field = config.messages is not None or config.prompt_field is not None or config.field != TEXT_FIELD
-    names = [] if names_field or not with_rows else _columns(with_rows[0])
-    layout = _layout_of(names)
-    if layout is None:
-        if config.messages is not None:
-            _require_one_layout(config, with_rows)
-        elif config.template is not None:
+    names = [] if names_field or source is None else readers.first_keys(source)
+    layouts = [] if TEXT_FIELD in names else [name for name in _LAYOUTS if _LAYOUTS[name][1] <= {*names}]
+    if not layouts:
+        if config.template is not None and config.messages is None:
             raise ConfigError("--template is for conversations; give --messages FIELD too")
         return config
-    config = replace(config, messages=layout)
+    config = replace(config, messages=layouts[0])
     check(config)
-    _require_one_layout(config, with_rows[1:])
     unread = ", ".join(shorten(name) for name in names if name not in config.fields.names_in(names))
-    print(f"{'layout':<12}{_LAYOUTS[layout][0]}{f'; not read: {unread}' if unread else ''}", flush=True)
+    print(f"{'layout':<12}{_LAYOUTS[layouts[0]][0]}{f'; not read: {unread}' if unread else ''}", flush=True)
     return config
-
-
-def _require_one_layout(config: PrepareConfig, sources: list[Source]) -> None:
-    for source in sources:
-        names = _columns(source)
-        other = _layout_of(names)
-        if other is not None and not {*config.fields.names} <= {*names}:
-            raise ConfigError(
-                f"{source.path} has {_LAYOUTS[other][0]}, but this command reads "
-                f"{' and '.join(map(repr, config.fields.names))}. A command reads one layout: run jaxtp prepare once "
-                "for each, with another --out, and train on both by data.mixture"
-            )
-
-
-def _layout_of(names: list[str]) -> str | None:
-    if TEXT_FIELD in names:
-        return None
-    return next((layout for layout, (_, required) in _LAYOUTS.items() if required <= {*names}), None)
-
-
-def _columns(source: Source) -> list[str]:
-    """Returns the columns, or the first JSON object's keys; empty if unreadable."""
-    if source.table is not None:
-        return list(source.table.column_names)
-    return tables.parquet_columns(source.path) if source.format == PARQUET else readers.first_keys(source)
 
 
 def _require(library: str, files: str) -> None:
@@ -167,7 +61,7 @@ def _require(library: str, files: str) -> None:
 
 def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
     if name.startswith(HF_PREFIX):
-        table = tables.open_table(name)
+        table = _open_table(name)
         limits = config.max_document_bytes, config.max_window_bytes
         return [Source(name, int(table.data.nbytes), 0, DATASETS, *limits, table=table)]
     path = expand(Path(name))
@@ -184,6 +78,30 @@ def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
         matching = f" that matches --include {' '.join(config.include)}" if config.include else ""
         raise PrepareError(f"{path}: no file in this folder{matching}")
     return sources
+
+
+def _open_table(name: str) -> "datasets.Dataset":
+    """Opens `hf:FOLDER[:SPLIT]` or `hf:NAME[:CONFIGURATION]:SPLIT`."""
+    try:
+        import datasets
+    except ImportError:
+        raise PrepareError(f"{name} needs the library datasets: pip install 'jaxtp[datasets]'") from None
+    first, *rest = name.removeprefix(HF_PREFIX).split(":")
+    is_folder = Path(first).is_dir()
+    if not (is_folder or rest):
+        raise PrepareError(f"{name}: no such folder; of a dataset by name also name the split: {name}:train")
+    datasets.disable_progress_bars()
+    try:
+        if is_folder:
+            table = datasets.load_from_disk(first)
+            table = table[rest[0]] if rest else table
+        else:
+            table = datasets.load_dataset(first, *rest[:-1], split=rest[-1])
+    except Exception as error:  # the library has no base exception
+        raise PrepareError(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+    if not isinstance(table, datasets.Dataset):
+        raise PrepareError(f"{name} has several splits; name one: {', '.join(f'{name}:{split}' for split in table)}")
+    return table
 
 
 def _file(path: Path, status: os.stat_result, config: PrepareConfig, in_folder: bool) -> Source:
@@ -205,14 +123,14 @@ def _walk(root: Path, config: PrepareConfig) -> list[Path]:
         inside = path.relative_to(root).as_posix()
         return any(fnmatchcase(inside if "/" in pattern else path.name, pattern) for pattern in patterns)
 
-    found = []
+    paths: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=refuse):
-        paths = {name: Path(folder, name) for name in (*folders, *files)}
-        kept = [n for n, path in paths.items() if not n.startswith(".") and not matches(path, config.exclude)]
-        folders[:] = [name for name in folders if name in kept]
-        named = [paths[n] for n in files if n in kept and (not config.include or matches(paths[n], config.include))]
-        found += [path for path in named if _is_file(path)]
-    return sorted(found)
+        path_of = {name: Path(folder, name) for name in (*folders, *files)}
+        included = [n for n, path in path_of.items() if not n.startswith(".") and not matches(path, config.exclude)]
+        folders[:] = [name for name in folders if name in included]
+        named = [path_of[name] for name in files if name in included]
+        paths += [p for p in named if (not config.include or matches(p, config.include)) and _is_file(p)]
+    return sorted(paths)
 
 
 def _is_file(path: Path) -> bool:

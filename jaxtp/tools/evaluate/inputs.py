@@ -13,8 +13,8 @@ from jaxtp.config.schema import nearest_file
 from jaxtp.data.manifest import MANIFEST, TRAIN, VALIDATION
 from jaxtp.data.prepare.batches import batches
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import Fields, Source
-from jaxtp.data.prepare.sources import Position, find_sources
+from jaxtp.data.prepare.readers import Fields, Position, Source
+from jaxtp.data.prepare.sources import find_sources
 from jaxtp.data.store import Dataset, Split, open_dataset
 from jaxtp.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtp.generate.loading import ModelSource

@@ -7,17 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 from corpora import decoded, jsonl, prepared, refused, texts
 from runs import contents
 
-from jaxtp.config.entry import Interrupt, InterruptError
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
-from jaxtp.data.prepare.batches import ahead
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
 
@@ -96,8 +93,8 @@ def test_a_dataset_that_was_made_otherwise_is_refused(tmp_path, rows, capsys):
     prepared(tmp_path / "d", rows)
     before = contents(tmp_path / "d")
     error = refused(capsys, rows, "--held-out", 0.5, "--dedup", "--out", tmp_path / "d")
-    assert "holds a dataset that was made otherwise (there -> asked for):" in error
-    assert "  held_out: 0.01 -> 0.5\n  dedup: False -> True\n--overwrite starts afresh" in error
+    assert "holds a dataset that differs from this command (there -> here):" in error
+    assert "  held_out: 0.01 -> 0.5\n  dedup: False -> True\n--overwrite starts over" in error
     error = refused(capsys, rows, tmp_path / "a.jsonl", "--out", tmp_path / "d")
     assert "  inputs: [" in error
     size = rows.stat().st_size
@@ -125,7 +122,7 @@ def test_another_tokenizer_is_refused_and_the_same_elsewhere_is_not(tmp_path, ro
     error = refused(capsys, rows, "--tokenizer", other, "--out", tmp_path / "d")
     assert "tokenizer.sha256: " in error
     assert "tokenizer.vocab_size: 300 -> 301" in error
-    assert "made otherwise" in refused(capsys, rows, "--out", tmp_path / "d")
+    assert "differs from this command" in refused(capsys, rows, "--out", tmp_path / "d")
 
 
 def test_end_tokens(tmp_path, rows):
@@ -206,7 +203,7 @@ def test_stopped_by_a_bad_file_it_goes_on_where_it_is_mended(tmp_path, capsys, m
     (folder / "40.txt").write_text("mended")
     (folder / "60.txt").write_text("added")
     resumed = prepared(tmp_path / "d", folder, "--dedup")
-    assert "going on after 40 of 61 inputs" in capsys.readouterr().out
+    assert "resuming after 40 of 61 inputs" in capsys.readouterr().out
     prepared(tmp_path / "e", folder, "--dedup")
     assert contents(resumed.folder) == contents(tmp_path / "e")
 
@@ -216,7 +213,7 @@ def test_what_was_read_must_not_change_under_an_unfinished_dataset(tmp_path, cap
         (tmp_path / name).write_bytes(content)
     inputs = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
     refused(capsys, *inputs, "--out", tmp_path / "d")
-    assert "holds an unfinished dataset that was made otherwise" in refused(
+    assert "holds an unfinished dataset that differs from this command" in refused(
         capsys, *inputs, "--out", tmp_path / "d", "--held-out", 0.3
     )
     (tmp_path / "b.txt").write_bytes(b"other")
@@ -236,8 +233,8 @@ def test_a_damaged_unfinished_dataset_is_said_to_be(tmp_path, capsys, name):
     path = tmp_path / "d" / name
     path.write_bytes(path.read_bytes()[:-3])
     error = refused(capsys, *command)
-    assert f"{name}: damaged, so the command cannot go on: " in error
-    assert "--overwrite starts afresh" in error
+    assert f"{name}: damaged, so the command cannot resume: " in error
+    assert "--overwrite starts over" in error
     assert main([*map(str, command), "--overwrite", "--on-error", "skip"]) == 0
 
 
@@ -252,7 +249,7 @@ def test_a_full_disk_is_an_error_and_the_command_goes_on(tmp_path):
     command = [sys.executable, "-c", limited, str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "d")]
     full = subprocess.run(command, capture_output=True, text=True, check=False)
     assert full.returncode == 2, full.stderr
-    assert "File too large; when that is mended the same command goes on" in full.stderr
+    assert "File too large; fix this, and the same command resumes" in full.stderr
     assert "Traceback" not in full.stderr
     prepared(tmp_path / "d", tmp_path / "a.jsonl")
     prepared(tmp_path / "e", tmp_path / "a.jsonl")
@@ -270,50 +267,30 @@ def test_interrupted_it_says_that_the_same_command_goes_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
-    assert error.strip() == "jaxtp prepare: interrupted; the same command, without --overwrite, goes on"
+    assert error.strip() == "jaxtp prepare: interrupted; the same command, without --overwrite, resumes"
     assert not (tmp_path / "d/dataset.json").exists()
     prepared(tmp_path / "d", tmp_path / "a.jsonl", "--train-bpe", 2000)
     prepared(tmp_path / "e", tmp_path / "a.jsonl", "--train-bpe", 2000)
     assert contents(tmp_path / "d") == contents(tmp_path / "e")
 
 
-def test_ctrl_c_between_batches_saves_what_is_done(tmp_path, rows, capsys, monkeypatch):
-    """Also one that arrives where an exception would be lost."""
+def test_ctrl_c_leaves_what_was_saved(tmp_path, rows, capsys, monkeypatch):
     small_batches(monkeypatch)
     encode = ByteTokenizer.encode_batch
 
-    class Noisy:
-        def __del__(self):
-            signal.raise_signal(signal.SIGINT)
-
     def interrupted(self, texts):
         if texts[0] == TEXTS[14]:
-            Noisy()
+            signal.raise_signal(signal.SIGINT)
         return encode(self, texts)
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    assert main([str(rows), "--out", str(tmp_path / "d")]) == 130
-    assert signal.getsignal(signal.SIGINT) is before
-    assert "the same command, without --overwrite, goes on" in capsys.readouterr().err
+    assert main([str(rows), "--out", str(tmp_path / "d"), "--save-seconds", "0"]) == 130
+    assert "the same command, without --overwrite, resumes" in capsys.readouterr().err
     monkeypatch.setattr(ByteTokenizer, "encode_batch", encode)
     prepared(tmp_path / "d", rows)
-    assert "going on after 0 of 1 inputs, item 21 of the next" in capsys.readouterr().out
+    assert "resuming after 0 of 1 inputs, item 14 of the next" in capsys.readouterr().out
     prepared(tmp_path / "e", rows)
     assert contents(tmp_path / "d") == contents(tmp_path / "e")
-
-
-def test_ctrl_c_does_not_wait_for_a_long_read():
-    """As of gigabytes that an interrupted command had read, or of one line."""
-    through = threading.Event()
-
-    def items():
-        signal.raise_signal(signal.SIGINT)
-        yield through.wait()
-
-    with Interrupt() as interrupt, pytest.raises(InterruptError):
-        next(ahead(items(), interrupt))
-    through.set()
 
 
 def test_verify(tmp_path, rows, capsys):
@@ -356,4 +333,4 @@ def test_a_finished_dataset_that_lost_something_is_not_taken_for_done(tmp_path, 
     assert main(command) == 0
     (tmp_path / "out/train-00000.tokens").write_bytes(b"some")
     assert main(command) == 2
-    assert "cut short: 4 bytes of 9; --overwrite starts afresh" in capsys.readouterr().err
+    assert "cut short: 4 bytes of 9; --overwrite starts over" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_killed_and_resumed_to_the_byte(inputs, tmp_path, flags, seed):
     run = subprocess.run(killer, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split()[-1]) >= 3, run.stdout
-    assert "going on after" in run.stdout
+    assert "resuming after" in run.stdout
     assert contents(tmp_path / "killed") == contents(whole.folder)
 
 
