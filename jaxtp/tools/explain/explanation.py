@@ -22,11 +22,11 @@ from jaxtp.analysis.loops import A_TURN, AT_MOST
 from jaxtp.analysis.tables import columns
 from jaxtp.layers.parameter import PARAMETERS, spec_of
 from jaxtp.mesh import AXES, BATCH, TOKENS, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
-from jaxtp.parallelize.class_swap import role_of
 from jaxtp.parallelize.layouts import as_tuple
 from jaxtp.parallelize.module_wrappers import original_class
 from jaxtp.parallelize.parallelize import original_model, parallelize
 from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
+from jaxtp.parallelize.run_styles import role_of
 from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
 from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow, layer_dims
 from jaxtp.tools.explain.propose import replicate_input

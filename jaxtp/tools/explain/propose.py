@@ -17,8 +17,7 @@ from flax import nnx
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
 from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
-from jaxtp.parallelize.initialisation import abstract_model
-from jaxtp.parallelize.parallelize import parallelize
+from jaxtp.parallelize.parallelize import abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan, format_style, patterns_for
 from jaxtp.parallelize.stock import signature
 from jaxtp.parallelize.styles import (

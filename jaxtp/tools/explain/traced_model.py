@@ -16,8 +16,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] 
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_shape, mesh_sizes
-from jaxtp.parallelize.initialisation import abstract_model
 from jaxtp.parallelize.module_wrappers import modules_of, with_calls
+from jaxtp.parallelize.parallelize import abstract_model
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None  # None: the mesh in context
 Callee = Callable[..., object]  # of a model and its inputs
