@@ -49,7 +49,7 @@ from jaxtp.parallelize.layouts import (
     stored_spec,
 )
 from jaxtp.parallelize.module_wrappers import CONTAINERS, original_class, set_class, subclass
-from jaxtp.parallelize.stock import Signature, attend_signature, signature
+from jaxtp.parallelize.stock import ATTEND, Signature, signature
 from jaxtp.parallelize.styles import (
     Colwise,
     ContextParallel,
@@ -166,17 +166,17 @@ def _first_argument(cls: type) -> str:
 
 
 def _attend(cls: type, role: Role, module: nnx.Embed, /, query: Any, **kwargs: Any) -> Any:
-    lookup, dims = signature(module), attend_signature()
-    if lookup is None or not (isinstance(role.style, Colwise | Rowwise) or _divides_rows(query, dims, role)):
+    lookup = signature(module)
+    if lookup is None or not (isinstance(role.style, Colwise | Rowwise) or _divides_rows(query, ATTEND, role)):
         with _gathered_parameters(module, role):
             return cls.attend(module, jnp.asarray(query), **kwargs)  # type: ignore[attr-defined]
     style = resolve_style(role.style, lookup)
     if style.letter == "v":  # the query has the layout of a lookup's result
-        style = ResolvedStyle("v", style.output_layout, Shard(dims.outputs["v"]))
+        style = ResolvedStyle("v", style.output_layout, Shard(ATTEND.outputs["v"]))
     elif style.letter == "d":
-        style = ResolvedStyle("d", Shard(dims.inputs["d"]), Replicate())
+        style = ResolvedStyle("d", Shard(ATTEND.inputs["d"]), Replicate())
     attend = functools.partial(cls.attend, **kwargs)  # type: ignore[attr-defined]
-    return _ShardedCall(module, attend, dims, role, style, f"{_call_name(cls, role)}_attend")(query)
+    return _ShardedCall(module, attend, ATTEND, role, style, f"{_call_name(cls, role)}_attend")(query)
 
 
 def _on_global_arrays(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:

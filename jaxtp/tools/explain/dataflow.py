@@ -1,7 +1,7 @@
 """Finds which layers feed which others, through which operations, in a model's jaxpr.
 
 The walk assumes that every stock layer is a column layer. It follows each split dim through the jaxpr (with jit, remat
-and scans) until a layer sums over it, perhaps a pair's row layer, or an operation needs it whole. Primitives between
+and scans) until a layer sums over it (the row layer of a pair) or an operation needs it whole. Primitives between
 stock layers have rules (`propagation_rules.py`). `propose.py` excludes layers with whole outputs, and repeats the walk.
 """
 

@@ -62,10 +62,6 @@ class SplitParameter:
         divided = math.prod(parts(sizes, axes) for axes in self.split)
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize // divided
 
-    def record(self, sizes: Mapping[str, int]) -> dict[str, object]:
-        """Returns everything as JSON values."""
-        return {**asdict(self), "bytes_per_device": self.bytes(sizes)}
-
 
 @dataclass(frozen=True)
 class ModuleRow:
@@ -86,7 +82,7 @@ class Explanation:
     traffic: Traffic
     """Collectives that the program requests in one forward and backward pass; empty without inputs."""
     added: Traffic
-    """Collectives that the compiler adds between the layers, if it was asked to compile."""
+    """Collectives that the compiler adds between the layers; empty unless `explain` compiled the model."""
     products: tuple[Product, ...]  # of the forward and backward pass; empty without inputs
     saved: float  # bytes that a device saves for the backward pass
     notes: tuple[str, ...]  # on avoidable communication, and counts that are not exact
@@ -107,15 +103,14 @@ class Explanation:
         return sum(product.flops for product in self.products)
 
     def sent(self, axis: str) -> float:
-        """Returns the bytes per device over an axis, alone or with others."""
+        """Returns the bytes per device over an axis, also together with others."""
         return sum(sent for axes, sent in self.sent_by_axes().items() if axis in axes)
 
     def sent_by_axes(self) -> dict[tuple[str, ...], float]:
         """Returns the bytes per device over each group of axes."""
-        both = Counter(self.traffic) + Counter(self.added)
-        total = {axes: sent for axes, (_, sent) in sums(both, lambda one: one.axes).items() if sent}
-        alone = [(axis,) for axis in AXES if (axis,) in total]
-        return {axes: total[axes] for axes in dict.fromkeys((*alone, *total))}
+        total = sums(Counter(self.traffic) + Counter(self.added), lambda one: one.axes)
+        by_axis = sorted(total.items(), key=lambda item: list(map(AXES.index, item[0])))
+        return {axes: sent for axes, (_, sent) in by_axis if sent}
 
     def record(self) -> dict[str, object]:
         """Returns everything as JSON values; sizes in bytes."""
@@ -124,14 +119,14 @@ class Explanation:
                 "module": row.path,
                 "class": row.kind,
                 "style": format_style(row.style) if row.style else None,
-                "parameters": [parameter.record(self.sizes) for parameter in row.parameters],
+                "parameters": [{**asdict(p), "bytes_per_device": p.bytes(self.sizes)} for p in row.parameters],
             }
             for row in self.rows
         ]
         collectives = [
             {
                 "module": _module_of(one) or ROOT,
-                "pass": _pass_of(one),
+                "pass": "backward" if one.backward else "forward",
                 "collective": one.kind,
                 "axes": list(one.axes),
                 "by": by,
@@ -167,11 +162,11 @@ def explain(
     """Returns how a model is split and which collectives it runs, without computing or allocating.
 
     Args:
-      model: a model, real or abstract, or a function that returns one; perhaps the result of `parallelize`.
+      model: a model, real or abstract, or a function that returns one; also the result of `parallelize`.
       *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass unchanged. Without inputs
         there are no collectives.
       plan: for a model that is not parallel yet.
-      mesh: by default the mesh in context. Sizes are enough, `{"fsdp": 2, "tp": 4}`. A parallel model is split anew.
+      mesh: by default the mesh in context. Sizes are enough, `{"fsdp": 2, "tp": 4}`. A parallel model is split again.
       call: a function of the model and the inputs; by default `model(*inputs)`.
       compiled: also list the collectives that the compiler adds. Needs the devices.
 
@@ -261,7 +256,7 @@ def _added(
 
 def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
     seen: set[int] = set()
-    for path, module in sorted(nnx.iter_modules(model), key=lambda item: tuple(map(_sort_key, item[0]))):
+    for path, module in sorted(nnx.iter_modules(model), key=lambda item: [_padded(name) for name in item[0]]):
         role = role_of(module)
         params = {n: v for n, v in vars(module).items() if isinstance(v, PARAMETERS) and id(v) not in seen}
         seen |= {id(parameter) for parameter in params.values()}
@@ -274,17 +269,13 @@ def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
             yield ModuleRow(name, kind, role.style if role else None, splits)
 
 
-def _sort_key(name: object) -> tuple[bool, int, str]:
-    return (False, name, "") if isinstance(name, int) else (True, 0, str(name))
+def _padded(name: object) -> str:
+    return f"{name:09}" if isinstance(name, int) else str(name)  # 10 after 9, and numbers before names
 
 
 def _module_of(collective: Collective) -> str:
     paths = re.findall(rf"{_SCOPE}([\w.]*)", collective.scope)
     return paths[-1] if paths else ""
-
-
-def _pass_of(collective: Collective) -> str:
-    return "backward" if collective.backward else "forward"
 
 
 def _by(explanation: Explanation) -> tuple[tuple[str, Traffic], ...]:
@@ -329,14 +320,8 @@ def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Mapping[str, int])
 
 def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
     def key(one: Collective) -> tuple[str, ...]:
-        module = _module_of(one)
-        return (
-            explanation.patterns.get(module, module) or ROOT,
-            _pass_of(one),
-            one.kind,
-            "+".join(one.axes),
-            one.counted,
-        )
+        pattern = explanation.patterns.get(path := _module_of(one), path) or ROOT
+        return pattern, "backward" if one.backward else "forward", one.kind, "+".join(one.axes), one.counted
 
     for by, traffic in _by(explanation):
         for (*cells, counted), (count, sent) in sums(traffic, key).items():

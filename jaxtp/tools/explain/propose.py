@@ -357,8 +357,8 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
     arguments: dict[str, set[str]] = {}
     for calls in groups.values():
         several = len({call.path for call in calls}) > 1
-        if share and several and (found := _sharing_module(draft, calls, arguments)):
-            path, argument = found
+        if share and several and (sharing := _sharing_module(draft, calls, arguments)):
+            path, argument = sharing
             draft.bytes[path] = draft.bytes.get(path, 0) + draft.dataflow.input_bytes(calls)
             arguments.setdefault(path, set()).add(argument)
             draft.shared.setdefault(path, []).extend(call.path for call in calls)
