@@ -97,12 +97,19 @@ class _Counter(Walk[_Split, list[Product]]):
 def _terms(equation: JaxprEqn) -> int | None:
     """Returns the terms that an element of the result sums; None if the equation is no product."""
     name, params = equation.primitive.name, equation.params
+    left, right = map(shape_of, equation.invars[:2]) if name in _PRODUCTS else ((), ())
     if name == "dot_general":
-        return math.prod(shape_of(equation.invars[0])[dim] for dim in params["dimension_numbers"][0][0])
+        return math.prod(left[dim] for dim in params["dimension_numbers"][0][0])
+    if name == "ragged_dot_general":  # XLA multiplies every row with the matrix of every group, except on TPUs
+        numbers = params["ragged_dot_dimension_numbers"]
+        contracted, groups = numbers.dot_dimension_numbers[0][0], numbers.rhs_group_dimensions
+        return math.prod(left[dim] for dim in contracted) * math.prod(right[dim] for dim in groups)
     if name == "conv_general_dilated":
-        kernel = shape_of(equation.invars[1])
-        return math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
+        return math.prod(right) // right[params["dimension_numbers"].rhs_spec[0]]
     return None
+
+
+_PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
 def _bytes(variable: Atom) -> float:
