@@ -292,7 +292,9 @@ class _ShardedCall:
         # If the devices that share a weight have different tokens, each gathers it from where it is stored.
         stored = {axis for axes in leading for axis in axes} == set(TOKENS)
         weights = {name: getattr(self.module, name)[...] for name in self.params}
-        specs = {name: self.spec(name, weight.shape, stored) for name, weight in weights.items()}
+        sizes, dims = mesh_sizes(current_mesh()), {name: self.style.tp_dim(self.dims.params[name]) for name in weights}
+        specs = {n: stored_spec(w.shape, dims[n], sizes, fsdp=self.role.fsdp) for n, w in weights.items()}
+        specs = specs if stored else {name: gathered_spec(spec) for name, spec in specs.items()}
         split = Shard(self.dims.outputs[self.style.letter or ""]) if self.splits_columns else self.style.output_layout
         out_spec = activation_spec(split, x.ndim + self.dims.more_dims, leading)
         in_spec, array = activation_spec(self.style.input_layout, x.ndim, leading), x
@@ -320,11 +322,6 @@ class _ShardedCall:
         """Parameters without the summed letter (a bias), added once after the reduction."""
         sums = self.style.letter is not None and not self.splits_columns
         return [name for name in self.params if sums and self.style.tp_dim(self.dims.params[name]) is None]
-
-    def spec(self, name: str, shape: tuple[int, ...], stored: bool) -> PartitionSpec:
-        sizes = mesh_sizes(current_mesh())
-        spec = stored_spec(shape, self.style.tp_dim(self.dims.params[name]), sizes, fsdp=self.role.fsdp)
-        return spec if stored else gathered_spec(spec)
 
     def body(self, specs: Mapping[str, PartitionSpec] | None, has_copies: bool, x: Array, *shards: Array) -> Array:
         if self.splits_columns:

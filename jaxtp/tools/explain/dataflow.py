@@ -47,6 +47,15 @@ class ArrayInfo:
 
 
 @dataclass(frozen=True)
+class LayerDims:
+    """Dims of input and output, counted from the front."""
+
+    row: int | None  # of the input, as a row layer splits it; None for ids and norms
+    column: int | None  # of the output, as a column layer splits it; None for norms
+    passed: Mapping[int, int]  # input dims that the layer treats independently, and their place in the output
+
+
+@dataclass(frozen=True)
 class LayerCall:
     """A stock layer's call."""
 
@@ -55,7 +64,12 @@ class LayerCall:
     input: ArrayInfo
     avals: tuple[Any, Any]  # of input and output
     times: int  # that it runs in one forward pass
-    is_row: bool = False  # its input is split in the dim that a row layer splits
+    dims: LayerDims | None  # none for `attend` and others that no style splits
+
+    @property
+    def is_row(self) -> bool:
+        """Whether its input is split in the dim that a row layer splits."""
+        return self.dims is not None and self.input.dim is not None and self.input.dim == self.dims.row
 
 
 @dataclass
@@ -94,17 +108,7 @@ class Dataflow:
         return Collective(kind, (TP,), self.tp, size / self.batch_shards).bytes_sent
 
 
-@dataclass(frozen=True)
-class LayerDims:
-    """Dims of input and output, counted from the front."""
-
-    row: int | None  # of the input, as a row layer splits it; None for ids and norms
-    column: int | None  # of the output, as a column layer splits it; None for norms
-    passed: Mapping[int, int]  # input dims that the layer treats independently, and their place in the output
-
-
-def layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
-    """Returns a stock layer's dims for an input of `ndim` dims; None for `attend` and others that no style splits."""
+def _layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
     dims = signature(module)
     if dims is None or method != "__call__":
         return None
@@ -184,13 +188,12 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
     def leave_layer(self, boundary: Boundary, info: ArrayInfo, before: Any, after: Any, times: int) -> ArrayInfo:
         self.layer = None
         module = self.modules[boundary.path]
-        dims = layer_dims(module, boundary.method, before.ndim)
-        is_row = dims is not None and info.dim is not None and info.dim == dims.row
+        dims = _layer_dims(module, boundary.method, before.ndim)
+        call = LayerCall(boundary.path, boundary.method, info, (before, after), times, dims)
         is_norm = dims is not None and dims.column is None
-        calls = self.result.norms if is_norm else self.result.calls
-        calls.append(LayerCall(boundary.path, boundary.method, info, (before, after), times, is_row))
+        (self.result.norms if is_norm else self.result.calls).append(call)
         output = ArrayInfo(has_grad=True, batched=info.batched)
-        if info.dim is not None and not is_row:
+        if info.dim is not None and not call.is_row:
             if dims and info.dim in dims.passed:
                 if is_norm:  # it runs on the parts, and its parameters' gradient is all-reduced
                     self.count(info.columns, ALL_REDUCE, parameter_bytes(module), 1)

@@ -28,17 +28,9 @@ from jaxtp.parallelize.parallelize import original_model, parallelize
 from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.parallelize.run_styles import role_of
 from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
-from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow, layer_dims
+from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
 from jaxtp.tools.explain.propose import replicate_input
-from jaxtp.tools.explain.traced_model import (
-    Callee,
-    MeshLike,
-    ModelCall,
-    StateFunction,
-    TracedModel,
-    axis_sizes,
-    trace_model,
-)
+from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, StateFunction, axis_sizes, trace_model
 from jaxtp.tools.explain.work import Product, count_work
 
 _SCOPE = "module:"
@@ -335,7 +327,7 @@ def _avoidable(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str,
     dataflow = find_dataflow(traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
     notes = [
         *_gathered_outputs(dataflow),
-        *_whole_row_inputs(dataflow, traced, styles),
+        *_whole_row_inputs(dataflow, styles),
         *_duplicate_reductions(dataflow, styles),
     ]
     merged = Counter(re.sub(r"(?<=\.)\d+(?=[.)])", "*", note) for note in notes)
@@ -352,10 +344,9 @@ def _gathered_outputs(dataflow: Dataflow) -> Iterator[str]:
         )
 
 
-def _whole_row_inputs(dataflow: Dataflow, traced: TracedModel, styles: Mapping[str, Style]) -> Iterator[str]:
+def _whole_row_inputs(dataflow: Dataflow, styles: Mapping[str, Style]) -> Iterator[str]:
     for call in dataflow.calls:
-        style, dims = styles.get(call.path), layer_dims(traced.modules[call.path], call.method, call.avals[0].ndim)
-        splits_input = dims is not None and dims.row is not None
+        style, splits_input = styles.get(call.path), call.dims is not None and call.dims.row is not None
         if isinstance(style, Rowwise) and style.input_layouts is None and splits_input and not call.is_row:
             sent = dataflow.sent(call, 0)
             cost = f"is gathered, {sent:,.0f} bytes sent by each device" if call.input.has_grad else "is not needed"

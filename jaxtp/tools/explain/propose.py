@@ -30,15 +30,7 @@ from jaxtp.parallelize.styles import (
     SequenceParallel,
     Style,
 )
-from jaxtp.tools.explain.dataflow import (
-    ROOT,
-    Columns,
-    Dataflow,
-    LayerCall,
-    find_dataflow,
-    layer_dims,
-    parameter_bytes,
-)
+from jaxtp.tools.explain.dataflow import ROOT, Columns, Dataflow, LayerCall, find_dataflow, parameter_bytes
 from jaxtp.tools.explain.propagation_rules import ELEMENTWISE
 from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
 
@@ -260,15 +252,15 @@ def _vocabularies(traced: TracedModel, dataflow: Dataflow) -> Iterator[Region]:
 
 def _unfit(traced: TracedModel, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
     for call in dataflow.calls:
-        dims = layer_dims(traced.modules[call.path], call.method, call.avals[0].ndim)
-        size = call.avals[1].shape[dims.column] if dims and dims.column is not None else 0
+        column = call.dims.column if call.dims else None
+        size = 0 if column is None else call.avals[1].shape[column]
         if call.path in traced.tied:
             yield call.path, "it shares a parameter with another module"
         elif not call.path:
             yield call.path, "it is the model itself, and a plan names the modules in it"
         elif call.method == "attend":
             yield call.path, "it is both embedding and head"
-        elif dims is None:
+        elif call.dims is None:
             yield call.path, "it keeps groups of features apart"
         elif size % dataflow.tp:
             yield call.path, f"it makes {size} features, which tp {dataflow.tp} does not divide"
