@@ -92,7 +92,6 @@ def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
     others += [{TP: tp} for tp in padded]
     others += [{DP: 2, FSDP: 2, CP: 2, TP: least}, {CP: 8}, {FSDP: 8}, {DP: 8}]
     meshes = [scaled, *(mesh_shape(**sizes) for sizes in others)]
-    meshes = [sizes for sizes in meshes if math.prod(sizes.values()) <= MAX_DEVICES]
     method = methods_of(config, mesh)[0]  # auto might choose another on fewer devices
     cases = [case for sizes in meshes for case in cases_of(config, sizes, method)[:1]]
     cases[1:1] = cases_of(config, scaled, method)[1:] or cases_of(config, mesh_shape(tp=tp))[1:]
