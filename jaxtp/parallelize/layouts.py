@@ -16,7 +16,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jaxtp.collectives import axis_size, check_divides, constrain, device_view, enter_parallel
 from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, axes_of, parts
-from jaxtp.parallelize.styles import Layout, Layouts, PrepareInput, Replicate, Shard
+from jaxtp.parallelize.styles import Layout, Layouts, Replicate, Shard
 
 LeadingAxes = tuple[tuple[str, ...], ...]
 """Axes that divide each of the first dims of an activation: none, the batch, or the batch and the sequence."""
@@ -50,11 +50,9 @@ def leading_axes(shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int
     return (BATCH, CONTEXT) if divides else (BATCH,)
 
 
-def same_layout(one: Layout, other: Layout, ndim: int) -> bool:
-    """Returns whether layouts of `ndim` dims are equal: `Shard(-1)` equals `Shard(2)` for 3."""
-    if isinstance(one, Shard) and isinstance(other, Shard):
-        return one.dim % ndim == other.dim % ndim
-    return one == other
+def split_dim(layout: Layout, ndim: int) -> int | None:
+    """Returns the dim that a layout splits, counted from the front."""
+    return layout.dim % ndim if isinstance(layout, Shard) else None
 
 
 def stored_spec(
@@ -123,9 +121,6 @@ class Copies(NDArrayOperatorsMixin):
     def __len__(self) -> int:
         return len(self.array)
 
-    def __repr__(self) -> str:
-        return f"Copies({self.array!r})"
-
 
 _ARRAY_METADATA = {"shape", "dtype", "ndim", "size", "itemsize", "nbytes", "aval", "weak_type"}
 jax.tree_util.register_pytree_node(  # functions of leaves see the shape of the array, not of the copies
@@ -140,7 +135,7 @@ def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | C
     """
     if axis_size(TP) == 1:
         return x
-    dim = layout.dim % x.ndim if isinstance(layout, Shard) else None
+    dim = split_dim(layout, x.ndim)
     leading = leading_axes(x.shape, context=context)
     whole, split = (activation_spec(one, x.ndim, leading) for one in (Replicate(), layout))
     if not isinstance(x, jax.core.Tracer):  # it may have been made without a mesh
@@ -152,21 +147,6 @@ def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | C
         out_specs=PartitionSpec(TP, *whole),
     )
     return Copies(x, gather(x), context)
-
-
-def prepare_arguments(
-    cls: type, style: PrepareInput, args: tuple[Any, ...], kwargs: dict[str, Any], *, context: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call's arguments in the layouts that `style` requires."""
-    desired = as_tuple(style.desired_input_layouts)
-    if any(layout is not None for layout in desired[len(args) :]):
-        raise TypeError(
-            f"{cls.__name__} as {style} was called with {len(args)} positional arguments; for keyword arguments use "
-            "input_kwarg_layouts and desired_input_kwarg_layouts"
-        )
-    args = change_layouts(args, as_tuple(style.input_layouts), desired, context=context)
-    before, after = style.input_kwarg_layouts or {}, style.desired_input_kwarg_layouts or {}
-    return args, {k: change_layout(v, before.get(k), after.get(k), context=context) for k, v in kwargs.items()}
 
 
 def as_tuple(layouts: Layouts) -> tuple[Layout | None, ...]:

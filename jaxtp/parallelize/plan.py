@@ -122,13 +122,12 @@ def patterns_for(values: Mapping[str, object]) -> dict[str, str]:
     for path in values:
         for pattern in _generalisations(path):
             matching.setdefault(pattern, set()).add(path)
-    return {path: _general_pattern(path, values, matching) for path in values}
 
+    def general(path: str) -> str:  # no star matches a single number
+        valid = [p for p in _generalisations(path) if all(values[other] == values[path] for other in matching[p])]
+        return [p for p in valid if matching[p] == matching[valid[0]]][-1]
 
-def _general_pattern(path: str, values: Mapping[str, object], matching: Mapping[str, set[str]]) -> str:
-    # No star matches a single number.
-    valid = [p for p in _generalisations(path) if all(values[other] == values[path] for other in matching[p])]
-    return [p for p in valid if matching[p] == matching[valid[0]]][-1]
+    return {path: general(path) for path in values}
 
 
 def _generalisations(path: str) -> list[str]:

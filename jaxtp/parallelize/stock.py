@@ -1,7 +1,7 @@
 """Signatures of Flax's stock modules: a letter for each dim, as in an einsum.
 
 `nnx.Linear` is `...i, io -> ...o`. Splitting a letter of the result (columns) needs no reduction; other letters (rows)
-are summed over. Modules without a signature run on global arrays with gathered parameters (`class_swap.py`).
+are summed over. Modules without a signature run on global arrays with gathered parameters (`run_styles.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -31,10 +31,8 @@ class Signature:
     def keeps_positions(self, ndim: int) -> bool:
         """Returns whether dim 1 stays dim 1 in the result, with independent positions."""
         dims = [dim % ndim for dim in self.inputs.values()]
-        return not self.mixes_positions and 1 not in (
-            *dims,
-            *(dim % (ndim + self.more_dims) for dim in self.outputs.values()),
-        )
+        dims += [dim % (ndim + self.more_dims) for dim in self.outputs.values()]
+        return not self.mixes_positions and 1 not in dims
 
     def sizes(self, module: nnx.Module) -> dict[str, int]:
         """Returns the global size of each letter that has an attribute."""
@@ -50,11 +48,6 @@ def signature(module: nnx.Module, **kwargs: Any) -> Signature | None:
         if issubclass(cls, kind) and cls.__call__ is kind.__call__:
             return read(module, **kwargs)
     return None
-
-
-def attend_signature() -> Signature:
-    """Returns the signature of `nnx.Embed.attend`, `...d, vd -> ...v`."""
-    return Signature({"embedding": "vd"}, {"d": -1}, {"v": -1}, attributes=_EMBED_SIZES)
 
 
 def supported_modules(style: str) -> str:
@@ -162,6 +155,8 @@ def _conv(module: nnx.Conv) -> Signature:
 
 
 _EMBED_SIZES = {"num_embeddings": "v", "features": "d"}
+ATTEND = Signature({"embedding": "vd"}, {"d": -1}, {"v": -1}, attributes=_EMBED_SIZES)
+"""The signature of `nnx.Embed.attend`, `...d, vd -> ...v`."""
 
 
 def _embed(module: nnx.Embed) -> Signature:

@@ -5,7 +5,7 @@ arrays are global, and a layout says how tp splits an array at a module's bounda
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,8 @@ class PrepareInput:
 
     input_layouts: Layouts = None
     desired_input_layouts: Layouts = None
-    input_kwarg_layouts: Mapping[str, Layout] | None = None
-    desired_input_kwarg_layouts: Mapping[str, Layout] | None = None
-
-    def __hash__(self) -> int:
-        kwargs = (self.input_kwarg_layouts or {}, self.desired_input_kwarg_layouts or {})
-        return hash((self.input_layouts, self.desired_input_layouts, *(frozenset(k.items()) for k in kwargs)))
+    input_kwarg_layouts: Mapping[str, Layout] | None = field(default=None, hash=False)
+    desired_input_kwarg_layouts: Mapping[str, Layout] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True)
@@ -103,8 +99,6 @@ class PrepareOutput:
 class PrepareInputOutput(PrepareInput, PrepareOutput):
     """Combines `PrepareInput` and `PrepareOutput`; use keyword arguments."""
 
-    __hash__ = PrepareInput.__hash__
-
 
 @dataclass(frozen=True)
 class ContextParallel(PrepareInputOutput):
@@ -115,8 +109,6 @@ class ContextParallel(PrepareInputOutput):
     arrays, and the compiler gathers. `nnx.Conv` gets whole sequences; give them to `jax.lax` convolutions too, because
     the compiler computes wrong gradients for split sequences. With cp=1 it changes nothing.
     """
-
-    __hash__ = PrepareInput.__hash__
 
 
 Style = (

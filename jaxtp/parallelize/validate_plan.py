@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.config.hints import nearest_multiples
 from jaxtp.mesh import AXES, CP, TP, axes_of, parts
-from jaxtp.parallelize.class_swap import Role, role_of
 from jaxtp.parallelize.layouts import stored_spec
 from jaxtp.parallelize.module_wrappers import ModuleInfo, has_method, original_class
 from jaxtp.parallelize.plan import Plan, PlanError, assign_styles
-from jaxtp.parallelize.run_styles import resolve_style
+from jaxtp.parallelize.run_styles import Role, resolve_style, role_of
 from jaxtp.parallelize.stock import Signature, signature, supported_modules, why_not_split
 from jaxtp.parallelize.styles import (
     Colwise,
@@ -41,26 +40,7 @@ class ModulePlan:
     info: ModuleInfo
     role: Role | None  # none if the module keeps its class
     specs: dict[str, PartitionSpec]
-    has_signature: bool
-
-
-@dataclass(frozen=True)
-class _StyledModule:
-    info: ModuleInfo
-    style: Style | None
     signature: Signature | None
-    stack: tuple[int, ...]  # sizes of the leading dims of the parameters of layers that `nnx.vmap` stacked
-
-    @property
-    def is_called(self) -> bool:
-        return has_method(original_class(self.info.module), "__call__")
-
-    @property
-    def submodules(self) -> str:
-        path = self.info.path
-        names = [name for name, value in vars(self.info.module).items() if isinstance(value, nnx.Module)]
-        paths = ", ".join(repr(f"{path}.{name}" if path else name) for name in names)
-        return f"; its parts are {paths}" if paths else ""
 
 
 def validate_plan(
@@ -71,16 +51,20 @@ def validate_plan(
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     signatures = {info.path: signature(info.module) for info in modules}
     stacks = {info.path: _stack(info.module, dims) for info in modules if (dims := signatures[info.path])}
-    styled = [(info, pattern, style) for info, (pattern, style) in zip(modules, assigned, strict=True)]
-    context = [path for info, _, style in styled if isinstance(style, ContextParallel) for path in info.paths]
+    context = [
+        path
+        for info, (_, style) in zip(modules, assigned, strict=True)
+        if isinstance(style, ContextParallel)
+        for path in info.paths
+    ]
     plans = []
-    for info, pattern, style in styled:
+    for info, (pattern, style) in zip(modules, assigned, strict=True):
+        dims = signatures[info.path]
         stack = stacks[info.path] if info.path in stacks else _surrounding_stack(info.path, stacks)
-        module = _StyledModule(info, style, signatures[info.path], stack)
         is_in_context = any(_is_inside(path, outer) for path in info.paths for outer in context)
         role = Role(style, fsdp and not isinstance(style, Replicate), is_in_context)
         try:
-            plans.append(_plan_module(module, role, sizes))
+            plans.append(_plan_module(info, role, dims, stack, sizes))
         except PlanError as error:
             where = f"{pattern!r}: " if pattern else ""
             raise PlanError(f"{where}{info.path!r} ({info.kind}) {error}") from None
@@ -96,7 +80,7 @@ def validate_plan(
 
 def parameter_specs(plans: Sequence[ModulePlan]) -> list[tuple[nnx.Param, PartitionSpec]]:
     """Returns each parameter once with its spec; for tied parameters, modules with a signature decide."""
-    ordered = sorted(plans, key=lambda plan: plan.has_signature)
+    ordered = sorted(plans, key=lambda plan: plan.signature is not None)
     specs = {id(p): (p, plan.specs[name]) for plan in ordered for name, p in plan.info.parameters.items()}
     return list(specs.values())
 
@@ -122,37 +106,36 @@ def _surrounding_stack(path: str, stacks: dict[str, tuple[int, ...]]) -> tuple[i
     return ()
 
 
-def _plan_module(module: _StyledModule, role: Role, sizes: Mapping[str, int]) -> ModulePlan:
-    info, style = module.info, module.style
+def _plan_module(
+    info: ModuleInfo, role: Role, dims: Signature | None, stack: tuple[int, ...], sizes: Mapping[str, int]
+) -> ModulePlan:
+    style, is_called = role.style, has_method(original_class(info.module), "__call__")
     if role_of(info.module) is not None:
         raise PlanError("is parallel already; pass the original model to parallelize, and one plan")
-    declared = {
+    specs = {
         name: _declared_spec(name, parameter, sizes)
         for name, parameter in info.parameters.items()
         if parameter.get_metadata().get("out_sharding")
     }
     if style is not None:
         _check_layouts(style)
-        _check_fits(module, style, bool(declared))
-        _check_sizes(module, style, sizes)
-    specs = {
-        name: declared.get(name) or _stored_spec(module, name, parameter.shape, sizes, role.fsdp)
-        for name, parameter in info.parameters.items()
-    }
-    unchanged = style is None and (not info.parameters or len(declared) == len(specs))
-    keeps_class = unchanged or not module.is_called
-    return ModulePlan(info, None if keeps_class else role, specs, module.signature is not None)
-
-
-def _stored_spec(
-    module: _StyledModule, name: str, shape: tuple[int, ...], sizes: Mapping[str, int], fsdp: bool
-) -> PartitionSpec:
-    stack = module.stack if shape[: len(module.stack)] == module.stack else ()
-    tp_dim = None
-    if module.signature:
-        letters = module.signature.params.get(name, "")
-        tp_dim = resolve_style(module.style, module.signature).tp_dim(letters)
-    return PartitionSpec(*(None,) * len(stack), *stored_spec(tuple(shape[len(stack) :]), tp_dim, sizes, fsdp=fsdp))
+        if not isinstance(style, Replicate) and not is_called:
+            raise PlanError(f"cannot be {type(style).__name__}: it has no __call__{_submodules(info)}")
+        if isinstance(style, PrepareInput | PrepareOutput):
+            _check_keywords(info, style)
+        elif specs:
+            raise PlanError(f"cannot be {type(style).__name__}: it declares itself how its parameters are split")
+        else:
+            _check_fits(info, style, dims)
+        _check_sizes(info, style, dims, stack, sizes)
+    keeps_class = style is None and len(specs) == len(info.parameters)
+    for name, parameter in info.parameters.items():
+        if name not in specs:
+            leading = stack if tuple(parameter.shape[: len(stack)]) == stack else ()
+            tp_dim = resolve_style(style, dims).tp_dim(dims.params.get(name, "")) if dims else None
+            spec = stored_spec(tuple(parameter.shape[len(leading) :]), tp_dim, sizes, fsdp=role.fsdp)
+            specs[name] = PartitionSpec(*(None,) * len(leading), *spec)
+    return ModulePlan(info, role if is_called and not keeps_class else None, specs, dims)
 
 
 def _declared_spec(name: str, parameter: nnx.Param, sizes: Mapping[str, int]) -> PartitionSpec:
@@ -189,23 +172,23 @@ def _layouts(name: str, style: Style) -> Iterator[Shard | Replicate]:
             yield layout
 
 
-def _check_fits(module: _StyledModule, style: Style, declares: bool) -> None:
-    name, dims, parts = type(style).__name__, module.signature, module.submodules
-    if not isinstance(style, Replicate) and not module.is_called:
-        raise PlanError(f"cannot be {name}: it has no __call__{parts}")
-    if isinstance(style, PrepareInput | PrepareOutput):
-        _check_keywords(module.info, style)
-        return
-    if declares:
-        raise PlanError(f"cannot be {name}: it declares itself how its parameters are split")
-    if isinstance(style, Replicate) and not module.info.parameters:
+def _check_fits(info: ModuleInfo, style: Style, dims: Signature | None) -> None:
+    name = type(style).__name__
+    if isinstance(style, Replicate) and not info.parameters:
         raise PlanError("cannot be Replicate: it has no parameters of its own; name its submodules")
     letter = {Colwise: dims and dims.column, Rowwise: dims and dims.row}
     if isinstance(style, Colwise | Rowwise) and not letter[type(style)]:
-        why = why_not_split(module.info.module)
-        raise PlanError(f"cannot be {name}{f': {why}' if why else f', which fits {supported_modules(name)}'}{parts}")
-    if isinstance(style, SequenceParallel) and dims and not isinstance(module.info.module, _PER_TOKEN):
+        why = why_not_split(info.module)
+        why = f": {why}" if why else f", which fits {supported_modules(name)}"
+        raise PlanError(f"cannot be {name}{why}{_submodules(info)}")
+    if isinstance(style, SequenceParallel) and dims and not isinstance(info.module, _PER_TOKEN):
         raise PlanError(f"cannot be {name}, which fits {supported_modules(name)}")
+
+
+def _submodules(info: ModuleInfo) -> str:
+    names = [name for name, value in vars(info.module).items() if isinstance(value, nnx.Module)]
+    paths = ", ".join(repr(f"{info.path}.{name}".removeprefix(".")) for name in names)
+    return f"; its parts are {paths}" if paths else ""
 
 
 def _check_keywords(info: ModuleInfo, style: PrepareInput | PrepareOutput) -> None:
@@ -216,12 +199,12 @@ def _check_keywords(info: ModuleInfo, style: PrepareInput | PrepareOutput) -> No
         raise PlanError(f"has no argument {unknown[0]!r}; nearest: {', '.join(map(repr, list(parameters)[1:]))}")
 
 
-def _check_sizes(module: _StyledModule, style: Style, sizes: Mapping[str, int]) -> None:
-    dims = module.signature
-    letter = resolve_style(style, dims).letter if dims else None
-    if dims is None or letter is None:
+def _check_sizes(
+    info: ModuleInfo, style: Style, dims: Signature | None, stack: tuple[int, ...], sizes: Mapping[str, int]
+) -> None:
+    if dims is None or (letter := resolve_style(style, dims).letter) is None:
         return
-    global_sizes = dims.sizes(module.info.module)
+    global_sizes = dims.sizes(info.module)
     tp, size = sizes[TP], global_sizes[letter]
     attribute = next(name for name, letters in dims.attributes.items() if letter in letters)
     if size % tp:
@@ -230,9 +213,9 @@ def _check_sizes(module: _StyledModule, style: Style, sizes: Mapping[str, int]) 
             f"has {attribute} of {size} for {type(style).__name__} to split, not divisible by tp={tp}; "
             f"nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"
         )
-    for name, parameter in module.info.parameters.items():
+    for name, parameter in info.parameters.items():
         expected = tuple(global_sizes[letter] for letter in dims.params.get(name, ""))
-        if tuple(parameter.shape[len(module.stack) :]) != expected:
+        if tuple(parameter.shape[len(stack) :]) != expected:
             raise PlanError(
                 f"has {name} of shape {tuple(parameter.shape)}, and its sizes say {expected}: layers may be stacked "
                 "along dim 0 only (nnx.vmap with out_axes=0)"
@@ -243,7 +226,7 @@ def _check_tied(plans: Sequence[ModulePlan]) -> None:
     # Unstyled modules without a signature follow the others.
     first: dict[int, tuple[str, PartitionSpec]] = {}
     for plan in plans:
-        follows = not plan.has_signature and plan.role is not None and plan.role.style is None
+        follows = plan.signature is None and plan.role is not None and plan.role.style is None
         for name, parameter in plan.info.parameters.items() if not follows else ():
             path, spec = f"{plan.info.path}.{name}", plan.specs[name]
             other, expected = first.setdefault(id(parameter), (path, spec))

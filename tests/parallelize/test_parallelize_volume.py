@@ -15,7 +15,7 @@ import jaxtp
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.analysis.audit import audit
 from jaxtp.mesh import AXES, STORAGE
-from jaxtp.parallelize.initialisation import arrays_of
+from jaxtp.parallelize.parallelize import arrays_of
 
 B = 8
 SEQUENCE = {

@@ -47,8 +47,8 @@ class CheckConfig(TrainConfig):
 
     meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 cp=2,tp=4 ...")] = ()
     """Meshes to compare with one device; an axis that is left out is 1. By default the configuration's own, scaled down
-    to 16 devices, and others that use each axis alone and together. With cp, attention by each possible method;
-    mesh.context leaves one."""
+    to 16 devices, and others that use each axis separately and together. With cp, each possible method of attention is
+    checked; mesh.context selects one."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Write every number to this file."""
@@ -115,36 +115,40 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Returns the table row and any problems."""
-        row, details, e = (
-            f"{'ok' if self.passed else 'FAIL':4}  {self.case!s:<{_WIDTH}}{self.dtype:<10}",
-            [],
-            self.errors,
-        )
-        if e is not None:
+        row = f"{'ok' if self.passed else 'FAIL':4}  {self.case!s:<{_WIDTH}}{self.dtype:<10}"
+        details = []
+        if (e := self.errors) is not None:
             gradient, update = e.worst(self.tolerance)
             row += f"{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"
             if e.flips:
                 scores = f"by at most {e.margin:.1e} of score ({self.tolerance.tensor:.1e} allowed)"
                 details.append(f"{e.flips:,} of {e.choices:,} expert choices differ, {scores}")
             if not e.within(self.tolerance):
-                limits = [
-                    f"{name} (up to {e.allowed(name, self.tolerance):.1e} allowed)" for name in (gradient, update)
-                ]
                 details += [f"first difference: {self.first_difference}"] if self.first_difference else []
-                details.append(f"worst gradient {limits[0]}, worst updated array {limits[1]}")
+                worst = {"gradient": gradient, "updated array": update}.items()
+                limits = [f"worst {n} {a} (up to {e.allowed(a, self.tolerance):.1e} allowed)" for n, a in worst]
+                details.append(", ".join(limits))
         return [row, *(f"        {detail}" for detail in (*details, *self.problems))]
 
     def record(self) -> dict[str, object]:
         """Returns everything for JSON."""
-        plain, case, e = asdict(self), self.case, self.errors
-        del plain["case"]
+        case, e, errors = self.case, self.errors, None
         if e is not None:
             gradient, update = e.worst(self.tolerance)
-            scalars = {name: getattr(e, name) for name in ("loss", "grad_norm", "flips", "margin", "choices")}
-            worst = {"worst_gradient": gradient, "worst_update": update}
-            plain["errors"] = {**scalars, **worst, "gradient": e.gradients[gradient], "update": e.updates[update]}
-        names = {"mesh": dict(case.sizes), "sequence_parallel": case.sequence_parallel, "context": case.context}
-        return {**names, **plain, "passed": self.passed}
+            errors = {name: getattr(e, name) for name in ("loss", "grad_norm", "flips", "margin", "choices")}
+            errors |= {"worst_gradient": gradient, "gradient": e.gradients[gradient]}
+            errors |= {"worst_update": update, "update": e.updates[update]}
+        return {
+            "mesh": dict(case.sizes),
+            "sequence_parallel": case.sequence_parallel,
+            "context": case.context,
+            "dtype": self.dtype,
+            "tolerance": asdict(self.tolerance),
+            "errors": errors,
+            "problems": self.problems,
+            "first_difference": self.first_difference,
+            "passed": self.passed,
+        }
 
 
 def dtypes(config: TrainConfig) -> list[str]:

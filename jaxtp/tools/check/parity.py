@@ -111,10 +111,7 @@ def initial_arrays(config: TrainConfig) -> Arrays:
     """Returns the unpadded initial state, with noise added to the weights."""
     blueprint = _plan(config, make_mesh())
     arrays = to_logical(blueprint.create(config.run.seed), blueprint.mesh)
-    return {
-        name: _with_noise(name, array) if name.startswith("model.") else np.asarray(array)
-        for name, array in arrays.items()
-    }
+    return {n: _with_noise(n, a) if n.startswith("model.") else np.asarray(a) for n, a in arrays.items()}
 
 
 def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
@@ -130,9 +127,8 @@ def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
         labels = np.where(masked, IGNORE, tokens)[:, 1:]
         batch = {"inputs": tokens[:, :-1], "labels": labels}
         if config.data.packed:
-            batch[SEGMENTS] = np.cumsum(
-                random.random(labels.shape) < DOCUMENTS / labels.shape[1], axis=1, dtype=np.int32
-            )
+            begins = random.random(labels.shape) < DOCUMENTS / labels.shape[1]
+            batch[SEGMENTS] = np.cumsum(begins, axis=1, dtype=np.int32)
             for row, begin in ((-1, 0), (-2, labels.shape[1] // 2)):
                 batch[SEGMENTS][row, begin:], labels[row, begin:] = 0, IGNORE
         made.append(batch)
@@ -143,12 +139,10 @@ def run(
     config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = False, replayed: Numbers | None = None
 ) -> Numbers:
     """Runs three updates on a case's mesh, with the expert choices of `replayed`."""
-    config = on_case(config, case)
+    config = replace_nested(on_case(config, case), {"metrics.norm_groups": ()})
     mesh = mesh_of(case.sizes)
     blueprint = _plan(config, mesh)
-    step = make_train_step(
-        replace_nested(config, {"metrics.norm_groups": ()}), blueprint, with_choices=True, with_grads=True
-    )
+    step = make_train_step(config, blueprint, with_choices=True, with_grads=True)
     state = place(initial, blueprint.abstract, mesh)
     host: list[dict[str, Any]] = list(batches(config))
     if replayed is not None and any(kind is not None for kind in replayed.choices[0]):
@@ -156,22 +150,15 @@ def run(
             batch[EXPERTS] = tuple(None if kind is None else kind[0] for kind in choices)
     placed = jax.device_put(host, NamedSharding(mesh, batch_spec(None)))
     problems: list[str] = []
+    options: dict[str, Any] = {"compiler_options": COMPILER_OPTIONS}
     if audited:
-        global_view = () if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,)
-        budget = costs_of_step(config, case.sizes).budget
-        result = audit(
-            step,
-            state,
-            placed[0],
-            mesh=mesh,
-            budget=budget,
-            global_view=global_view,
-            compiler_options=COMPILER_OPTIONS,
-        )
+        options["budget"] = costs_of_step(config, case.sizes).budget
+        options["global_view"] = () if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,)
+        result = audit(step, state, placed[0], mesh=mesh, **options)
         problems, step = result.problems(), result.compiled
     else:
         with jax.set_mesh(mesh):
-            step = step.lower(state, placed[0]).compile(compiler_options=COMPILER_OPTIONS)
+            step = step.lower(state, placed[0]).compile(**options)
     scalars: list[list[float]] = []
     all_choices: list[Choices] = []
     gradients: Arrays = {}
@@ -189,7 +176,9 @@ def run(
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
     """Returns a mesh's errors relative to one device; `exact` is one device in float32."""
     margins, choices = _flipped(actual, expected)
-    rounding = {} if exact is None else _errors(expected.gradients, exact.gradients)
+    rounding: dict[str, float] = {}
+    if exact is not None:
+        rounding = _errors(expected.gradients, exact.gradients) | _errors(expected.state, exact.state)
     return Errors(
         loss=relative_error(actual.losses, expected.losses),
         grad_norm=relative_error(actual.grad_norms, expected.grad_norms),
@@ -198,7 +187,7 @@ def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) ->
         flips=margins.size,
         margin=float(np.max(margins, initial=0.0)),
         choices=choices,
-        rounding=rounding if exact is None else rounding | _errors(expected.state, exact.state),
+        rounding=rounding,
     )
 
 
@@ -210,9 +199,9 @@ def _flipped(actual: Numbers, expected: Numbers) -> tuple[np.ndarray, int]:
     """Returns the margin of each differing expert choice, and the number of choices."""
     margins, total = [np.zeros(0)], 0
     for update in zip(actual.choices, expected.choices, strict=True):
-        for ours, theirs in zip(*update, strict=True):
-            if ours is not None and theirs is not None:
-                (experts, _), (expected_experts, margin) = ours, theirs
+        for choice, reference in zip(*update, strict=True):
+            if choice is not None and reference is not None:
+                (experts, _), (expected_experts, margin) = choice, reference
                 differ = np.any(np.sort(experts) != np.sort(expected_experts), axis=-1)
                 margins.append(margin[differ].astype(np.float64))
                 total += differ.size

@@ -78,7 +78,7 @@ def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
 
 
 def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
-    """Returns the configuration's mesh, scaled down to 16 devices, and meshes for each axis alone and together."""
+    """Returns the configuration's mesh, scaled down to 16 devices, and meshes for each axis separately and together."""
     scaled = _scaled_down(mesh)
     able = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, mesh_shape(tp=tp))]
     tps = [tp for tp in able if not padded_sizes(config.model, tp)] or [1]
@@ -92,7 +92,6 @@ def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
     others += [{TP: tp} for tp in padded]
     others += [{DP: 2, FSDP: 2, CP: 2, TP: least}, {CP: 8}, {FSDP: 8}, {DP: 8}]
     meshes = [scaled, *(mesh_shape(**sizes) for sizes in others)]
-    meshes = [sizes for sizes in meshes if math.prod(sizes.values()) <= MAX_DEVICES]
     method = methods_of(config, mesh)[0]  # auto might choose another on fewer devices
     cases = [case for sizes in meshes for case in cases_of(config, sizes, method)[:1]]
     cases[1:1] = cases_of(config, scaled, method)[1:] or cases_of(config, mesh_shape(tp=tp))[1:]
@@ -135,12 +134,8 @@ def on_case(config: TrainConfig, case: Case) -> TrainConfig:
 
 def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     """Returns a small configuration with the same architecture and parallel structure, for all cases."""
-    meshes, length, accumulation = (
-        [case.sizes for case in cases],
-        config.data.sequence_length,
-        config.train.accumulation,
-    )
-    accumulation = min(accumulation, 2)
+    meshes, length = [case.sizes for case in cases], config.data.sequence_length
+    accumulation = min(config.train.accumulation, 2)
     # Zigzag order splits a sequence into twice as many chunks as there are devices along cp.
     chunks = math.lcm(*(parts(sizes, SEQUENCE) * (2 if sizes[CP] > 1 else 1) for sizes in meshes))
     rows = smallest_congruent(0, math.lcm(*map(batch_parts, meshes)) * accumulation, MIN_ROWS)

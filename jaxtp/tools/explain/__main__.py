@@ -51,11 +51,6 @@ class Explain(PythonModel):
     compile: Switch = False
     """Also compile for virtual CPU devices, and show the collectives that the compiler adds between the layers."""
 
-    @property
-    def is_config(self) -> bool:
-        """Whether the model is a YAML configuration of jaxtp train."""
-        return self.model.endswith((".yaml", ".yml"))
-
 
 COMMAND = Command(program=PROGRAM, schema=Explain, description=DESCRIPTION)
 
@@ -67,14 +62,25 @@ def main(argv: Sequence[str]) -> int:
 
 def run(command: Explain) -> None:
     """Prints the explanation."""
-    sizes = _axis_sizes(command)
+    is_config = command.model.endswith((".yaml", ".yml"))
+    config = from_yaml(TrainConfig, command.model) if is_config else None
+    sizes = _axis_sizes(command, config)
     require_writable("--json", command.json)
-    plan = command.load_plan()
-    if not command.input and (command.propose or command.compile) and not command.is_config:
-        raise ConfigError("--propose and --compile run the model: give the shapes of its inputs, --input 64x128:int32")
+    plan, inputs, call = command.load_plan(), command.shapes(), None
+    if config is None:
+        build = command.builder()
+        if not inputs and (command.propose or command.compile):
+            raise ConfigError(
+                "--propose and --compile run the model: give the shapes of its inputs, --input 64x128:int32"
+            )
+    else:
+        if sizes[CP] > 1 and not inputs:
+            check(config, sizes, lambda: None)
+        build, call = _decoder(config)
+        shape = (config.data.global_batch_size, config.data.sequence_length)
+        inputs = inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
     if command.compile:
         request_virtual_devices(math.prod(sizes.values()))
-    build, inputs, call = _model(command, sizes)
     try:
         if command.propose:
             plan = propose_plan(build, *inputs, mesh=sizes, call=call)
@@ -83,35 +89,26 @@ def run(command: Explain) -> None:
     except (TypeError, ValueError) as error:
         raise command.failure(error) from None
     print(explanation)
-    if command.is_config and not command.input:
+    if is_config and not command.input:
         print("\nnote: the whole batch at once, without remat; jaxtp estimate shows the traffic of a training step")
     write_json("--json", command.json, {"model": command.model, **explanation.record()})
 
 
-def _axis_sizes(command: Explain) -> dict[str, int]:
+def _axis_sizes(command: Explain, config: TrainConfig | None) -> dict[str, int]:
     if command.mesh is not None:
         return parse_mesh(command.mesh, AXES)
-    if not command.is_config:
+    if config is None:
         raise ConfigError("name the mesh, as in --mesh fsdp=2,tp=4")
-    sizes = from_yaml(TrainConfig, command.model).mesh.sizes
-    if -1 in sizes.values():
+    if -1 in config.mesh.sizes.values():
         raise ConfigError(f"the mesh of {command.model} depends on the number of devices; name one: --mesh tp=8")
-    return sizes
+    return config.mesh.sizes
 
 
-def _model(
-    command: Explain, sizes: dict[str, int]
-) -> tuple[Callable[[], nnx.Module], list[jax.ShapeDtypeStruct], Callee | None]:
-    inputs = command.shapes()
-    if not command.is_config:
-        return command.builder(), inputs, None
-    config = from_yaml(TrainConfig, command.model)
-    if sizes[CP] > 1 and not inputs:
-        check(config, sizes, lambda: None)
-    shape = (config.data.global_batch_size, config.data.sequence_length)
-    build = lambda: Decoder(config.model, rngs=nnx.Rngs(0))  # noqa: E731
-    call = lambda model, *inputs: model(*inputs, context=config.mesh.context)  # noqa: E731
-    return build, inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)], call
+def _decoder(config: TrainConfig) -> tuple[Callable[[], nnx.Module], Callee]:
+    return (
+        lambda: Decoder(config.model, rngs=nnx.Rngs(0)),
+        lambda model, *inputs: model(*inputs, context=config.mesh.context),
+    )
 
 
 if __name__ == "__main__":

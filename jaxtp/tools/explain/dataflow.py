@@ -1,8 +1,8 @@
 """Finds which layers feed which others, through which operations, in a model's jaxpr.
 
 The walk assumes that every stock layer is a column layer. It follows each split dim through the jaxpr (with jit, remat
-and scans) until a layer sums over it, perhaps a pair's row layer, or an operation needs it whole. Primitives between
-stock layers have rules (`propagation_rules.py`). `pairing.py` excludes layers with whole outputs, and repeats the walk.
+and scans) until a layer sums over it (the row layer of a pair) or an operation needs it whole. Primitives between
+stock layers have rules (`propagation_rules.py`). `propose.py` excludes layers with whole outputs, and repeats the walk.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, Collective
 from jaxtp.mesh import TP
 from jaxtp.parallelize.stock import Signature, signature
-from jaxtp.tools.explain.propagation_rules import Blocked, agree, pass_through, shape_of
+from jaxtp.tools.explain.propagation_rules import Blocked, Walk, agree, pass_through, shape_of
 from jaxtp.tools.explain.traced_model import Boundary, TracedModel, read_boundary
 
 ROOT = "the model itself"
@@ -27,11 +27,6 @@ ROOT = "the model itself"
 
 Columns = frozenset[str]
 """Paths of the column layers whose outputs split an array."""
-
-_CALLS = {
-    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-}
 
 
 @dataclass(frozen=True)
@@ -42,40 +37,13 @@ class ArrayInfo:
     columns: Columns = frozenset()
     has_grad: bool = False  # depends on a parameter
     batched: bool = False  # depends on the inputs, so each device has its part of the batch
-    broadcast_from: tuple[int, frozenset[int]] | None = None  # bytes before a broadcast, and dims not broadcast
-    key: object = field(default_factory=object)  # equal for two uses of one array
-    entered: tuple[tuple[str, str], ...] = ()
+    broadcast_from: tuple[int, frozenset[int]] | None = field(default=None, compare=False)
+    """Bytes before a broadcast, and dims not broadcast."""
+    key: object = field(default_factory=object, compare=False)  # the same for two uses of one array
+    entered: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Modules that the array entered unchanged, with the argument's name or position; the outermost first."""
-    left: tuple[str, ...] = ()
+    left: tuple[str, ...] = field(default=(), compare=False)
     """Modules that returned the array unchanged, the innermost first."""
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """A stock layer's call."""
-
-    path: str
-    method: str
-    input: ArrayInfo
-    avals: tuple[Any, Any]  # of input and output
-    times: int  # that it runs in one forward pass
-    is_row: bool = False  # its input is split in the dim that a row layer splits
-
-
-@dataclass
-class Dataflow:
-    """A walk's result."""
-
-    calls: list[LayerCall] = field(default_factory=list)
-    norms: list[LayerCall] = field(default_factory=list)  # they can run on parts of a dim that they do not normalise
-    joined: list[Columns] = field(default_factory=list)  # layers that must be split together
-    blocked: dict[str, str] = field(default_factory=dict)  # layers whose output is needed whole, and why
-    through: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Operations that the split output of each layer passes through."""
-    collectives: dict[Columns, Counter[Collective]] = field(default_factory=dict)
-    """Collectives over tp that a split causes between the layers."""
-    outputs: dict[Columns, Any] = field(default_factory=dict)
-    """Abstract values of the model's outputs that are split."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +55,67 @@ class LayerDims:
     passed: Mapping[int, int]  # input dims that the layer treats independently, and their place in the output
 
 
-def layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
-    """Returns a stock layer's dims for an input of `ndim` dims; None for `attend` and others that no style splits."""
+@dataclass(frozen=True)
+class LayerCall:
+    """A stock layer's call."""
+
+    path: str
+    method: str
+    input: ArrayInfo
+    avals: tuple[Any, Any]  # of input and output
+    times: int  # that it runs in one forward pass
+    dims: LayerDims | None  # none for `attend` and others that no style splits
+
+    @property
+    def is_row(self) -> bool:
+        """Whether its input is split in the dim that a row layer splits."""
+        return self.dims is not None and self.input.dim is not None and self.input.dim == self.dims.row
+
+
+@dataclass
+class Dataflow:
+    """A walk's result; bytes are sent by each device in a forward and backward pass."""
+
+    tp: int
+    batch_shards: int  # devices that divide the tokens of a batch
+    calls: list[LayerCall] = field(default_factory=list)
+    norms: list[LayerCall] = field(default_factory=list)  # they can run on parts of a dim that they do not normalise
+    joined: list[Columns] = field(default_factory=list)  # layers that must be split together
+    blocked: dict[str, str] = field(default_factory=dict)  # layers whose output is needed whole, and why
+    through: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Operations that the split output of each layer passes through."""
+    collectives: dict[Columns, Counter[Collective]] = field(default_factory=dict)
+    """Collectives over tp that a split causes between the layers."""
+    outputs: dict[Columns, Any] = field(default_factory=dict)
+    """Abstract values of the model's outputs that are split."""
+
+    def input_bytes(self, calls: Iterable[LayerCall]) -> float:
+        """Returns the bytes to reduce column layers' input gradients, each input once."""
+        inputs = {(call.input.key, call.times): call for call in calls if call.input.has_grad}
+        return sum(self.sent(call, 0, ALL_REDUCE) for call in inputs.values())
+
+    def output_bytes(self, calls: Iterable[LayerCall]) -> float:
+        """Returns the bytes to reduce row layers' outputs."""
+        return sum(self.sent(call, 1, ALL_REDUCE) for call in calls)
+
+    def sent(self, call: LayerCall, which: int, kind: str = ALL_GATHER) -> float:
+        """Returns the bytes of a collective on a call's input (0) or output (1)."""
+        aval = call.avals[which]
+        return call.times * self.over_tp(kind, aval.size * aval.dtype.itemsize)
+
+    def over_tp(self, kind: str, size: float) -> float:
+        """Returns the bytes of a collective on an array of the global batch."""
+        return Collective(kind, (TP,), self.tp, size / self.batch_shards).bytes_sent
+
+
+def _layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
     dims = signature(module)
     if dims is None or method != "__call__":
         return None
-    if _is_norm(module):
-        return LayerDims(None, None, _passed_dims(dims, ndim))
-    if dims.column is None:
-        return None
     row = dims.inputs.get(dims.row) if dims.row else None
-    column = dims.outputs[dims.column] % (ndim + dims.more_dims)
+    column = dims.outputs[dims.column] % (ndim + dims.more_dims) if dims.column else None
+    if column is None and dims.inputs.keys() != dims.outputs.keys():
+        return None
     return LayerDims(None if row is None else row % ndim, column, _passed_dims(dims, ndim))
 
 
@@ -112,11 +130,6 @@ def _passed_dims(dims: Signature, ndim: int) -> dict[int, int]:
     return dict(list(zip(*unnamed, strict=False))[: len(unnamed[0]) - windows])
 
 
-def _is_norm(module: nnx.Module) -> bool:
-    dims = signature(module)
-    return dims is not None and dims.inputs.keys() == dims.outputs.keys()
-
-
 def parameter_bytes(module: nnx.Module) -> int:
     """Returns the parameter bytes of a module with its submodules."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
@@ -124,7 +137,7 @@ def parameter_bytes(module: nnx.Module) -> int:
 
 def find_dataflow(traced: TracedModel, excluded: Iterable[str], *, tp: int, batch_shards: int) -> Dataflow:
     """Follows the split output of every stock layer outside `excluded`; tp must divide every split dim."""
-    walk = _Walk(traced.modules, frozenset(excluded), tp, batch_shards)
+    walk = _DataflowWalk(traced, frozenset(excluded), tp, batch_shards)
     jaxpr = traced.jaxpr.jaxpr
     infos = [ArrayInfo(has_grad=is_param) for is_param in traced.is_param]
     infos += [ArrayInfo(batched=True) for _ in jaxpr.invars[len(infos) :]]
@@ -134,36 +147,27 @@ def find_dataflow(traced: TracedModel, excluded: Iterable[str], *, tp: int, batc
     return walk.result
 
 
-class _Walk:
-    def __init__(self, modules: Mapping[str, nnx.Module], excluded: Columns, tp: int, batch_shards: int):
-        self.modules, self.excluded, self.tp, self.batch_shards = modules, excluded, tp, batch_shards
-        self.result = Dataflow()
+class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
+    def __init__(self, traced: TracedModel, excluded: Columns, tp: int, batch_shards: int):
+        super().__init__(ArrayInfo(), lambda: Dataflow(tp, batch_shards))
+        self.modules, self.excluded = traced.modules, excluded
         self.path: list[str] = []
         self.layer: tuple[Boundary, ArrayInfo, Any] | None = None  # the stock layer that is running, and its input
 
-    def run(self, jaxpr: Any, inputs: Sequence[ArrayInfo], times: int) -> list[ArrayInfo]:
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
+    def _equations(self, jaxpr: Any) -> list[JaxprEqn]:
+        needed, live = set(map(id, jaxpr.outvars)), []
+        for equation in reversed(jaxpr.eqns):
+            if any(id(variable) in needed for variable in equation.outvars):
+                needed |= set(map(id, equation.invars))
+                live.append(equation)
+        return live[::-1]
 
-        def read(variable: Atom) -> ArrayInfo:
-            return ArrayInfo() if isinstance(variable, jax.extend.core.Literal) else known.get(variable, ArrayInfo())
-
-        for equation in _live_equations(jaxpr):
-            results = self.equation(equation, [read(v) for v in equation.invars], times)
-            known.update(zip(equation.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def equation(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
+    def _equation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
         if boundary := read_boundary(equation):
-            return [self.cross(boundary, equation, infos[0], times)]
+            return [self.cross(boundary, equation, facts[0], times)]
         if self.layer:  # a stock layer's dims describe its equations
-            return [ArrayInfo() for _ in equation.outvars]
-        if equation.primitive.name == "scan":
-            return self.scan(equation, infos, times)
-        if equation.primitive.name == "cond":
-            return self.cond(equation, infos, times)
-        if body := inner_jaxpr(equation):
-            return self.run(body, infos, times)
-        return self.operation(equation, infos, times)
+            return [self.unknown for _ in equation.outvars]
+        return super()._equation(equation, facts, times)
 
     def cross(self, boundary: Boundary, equation: JaxprEqn, info: ArrayInfo, times: int) -> ArrayInfo:
         aval, path = equation.invars[0].aval, boundary.path
@@ -184,36 +188,29 @@ class _Walk:
     def leave_layer(self, boundary: Boundary, info: ArrayInfo, before: Any, after: Any, times: int) -> ArrayInfo:
         self.layer = None
         module = self.modules[boundary.path]
-        dims = layer_dims(module, boundary.method, before.ndim)
-        is_row = dims is not None and info.dim is not None and info.dim == dims.row
-        calls = self.result.norms if _is_norm(module) else self.result.calls
-        calls.append(LayerCall(boundary.path, boundary.method, info, (before, after), times, is_row))
-        if info.dim is not None and not is_row:
-            if dims and info.dim in dims.passed:
-                return self.pass_layer(calls[-1], dims)
-            self.block(info.columns, f"goes into {boundary.path}, which needs all {before.shape[info.dim]} of it")
+        dims = _layer_dims(module, boundary.method, before.ndim)
+        call = LayerCall(boundary.path, boundary.method, info, (before, after), times, dims)
+        is_norm = dims is not None and dims.column is None
+        (self.result.norms if is_norm else self.result.calls).append(call)
         output = ArrayInfo(has_grad=True, batched=info.batched)
+        if info.dim is not None and not call.is_row:
+            if dims and info.dim in dims.passed:
+                if is_norm:  # it runs on the parts, and its parameters' gradient is all-reduced
+                    self.count(info.columns, ALL_REDUCE, parameter_bytes(module), 1)
+                else:  # it runs on whole arrays: its input and its output's gradient are gathered
+                    self.count(info.columns, ALL_GATHER, self.bytes(info, before), times)
+                    self.count(info.columns, ALL_GATHER, self.bytes(output, after), times)
+                return replace(output, dim=dims.passed[info.dim], columns=info.columns)
+            self.block(info.columns, f"goes into {boundary.path}, which needs all {before.shape[info.dim]} of it")
         if dims is None or dims.column is None or boundary.path in self.excluded:
             return output
         return replace(output, dim=dims.column, columns=frozenset({boundary.path}))
 
-    def pass_layer(self, call: LayerCall, dims: LayerDims) -> ArrayInfo:
-        # A norm runs on the parts, and its parameters' gradient is all-reduced. Other layers run on whole arrays, so
-        # their input and their output's gradient are gathered.
-        info, (before, after) = call.input, call.avals
-        if _is_norm(self.modules[call.path]):
-            self.count(info.columns, ALL_REDUCE, parameter_bytes(self.modules[call.path]), 1)
-        else:
-            whole = ArrayInfo(has_grad=True, batched=info.batched)
-            self.count(info.columns, ALL_GATHER, self.bytes(info, before), call.times)
-            self.count(info.columns, ALL_GATHER, self.bytes(whole, after), call.times)
-        return ArrayInfo(dims.passed[info.dim or 0], info.columns, has_grad=True, batched=info.batched)
-
-    def operation(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
-        has_grad = any(info.has_grad for info in infos) and equation.primitive.name != "stop_gradient"
-        batched, source = any(info.batched for info in infos), _broadcast_source(equation, infos)
-        columns = _union(infos)
-        dims = self.pass_operation(equation, infos, columns, times) if columns else [None] * len(equation.outvars)
+    def _operation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
+        has_grad = any(info.has_grad for info in facts) and equation.primitive.name != "stop_gradient"
+        batched, source = any(info.batched for info in facts), _broadcast_source(equation, facts)
+        columns = _union(facts)
+        dims = self.pass_operation(equation, facts, columns, times) if columns else [None] * len(equation.outvars)
         return [
             ArrayInfo(dim, columns if dim is not None else frozenset(), has_grad and _is_float(v.aval), batched, source)
             for dim, v in zip(dims, equation.outvars, strict=True)
@@ -222,12 +219,12 @@ class _Walk:
     def pass_operation(
         self, equation: JaxprEqn, infos: list[ArrayInfo], columns: Columns, times: int
     ) -> Sequence[int | None]:
-        name = equation.primitive.name
+        name, tp = equation.primitive.name, self.result.tp
         try:
             dims = pass_through(equation, [info.dim for info in infos])
             for dim, result in zip(dims, equation.outvars, strict=True):
-                if dim is not None and (size := shape_of(result)[dim]) % self.tp:
-                    raise Blocked(f"becomes a dim of {size} by {name}, which tp {self.tp} does not divide")
+                if dim is not None and (size := shape_of(result)[dim]) % tp:
+                    raise Blocked(f"becomes a dim of {size} by {name}, which tp {tp} does not divide")
         except Blocked as why:
             self.block(columns, f"{why} (in {next((path for path in reversed(self.path) if path), ROOT)})")
             return [None] * len(equation.outvars)
@@ -240,98 +237,48 @@ class _Walk:
                 self.count(columns, kind, self.bytes(info, operand.aval), times)
         return dims
 
-    def scan(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
-        """Walks the body until the carry is stable, then once for the result."""
-        body = open_jaxpr(equation.params["jaxpr"])
-        consts, carries = scan_arguments(equation, body)
-        constants, carry = [replace(info, entered=()) for info in infos[:consts]], infos[consts : consts + carries]
-        slices = [self.shift(info, -1) for info in infos[consts + carries :]]
-        times *= equation.params["length"]
-        for _ in range(2 + 2 * carries):
-            result, self.result = self.result, Dataflow()
-            after = self.run(body, [*constants, *carry, *slices], times)[:carries]
-            self.result = result
-            avals = [variable.aval for variable in equation.outvars[:carries]]
-            before, carry = carry, [self.join([*c], aval, times) for *c, aval in zip(carry, after, avals, strict=True)]
-            if [(c.dim, c.columns) for c in carry] == [(c.dim, c.columns) for c in before]:
-                break
-        results = self.run(body, [*constants, *carry, *slices], times)
-        return [*results[:carries], *(self.shift(info, 1) for info in results[carries:])]
+    def _scan(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
+        return super()._scan(equation, [replace(info, entered=()) for info in facts], times)
 
-    def cond(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
-        results = [self.run(open_jaxpr(branch), infos[1:], times) for branch in equation.params["branches"]]
-        avals = [variable.aval for variable in equation.outvars]
-        return [self.join([*infos], aval, times) for *infos, aval in zip(*results, avals, strict=True)]
-
-    def join(self, infos: list[ArrayInfo], aval: Any, times: int) -> ArrayInfo:
-        """Merges the values of branches: split if any value is; the gradient of a whole value is gathered."""
-        columns = _union(infos)
-        has_grad, batched = any(info.has_grad for info in infos), any(info.batched for info in infos)
+    def _join(self, facts: Sequence[ArrayInfo], variable: Atom, times: int) -> ArrayInfo:
+        """Splits the variable if any value is split; the gradient of a whole value is gathered."""
+        columns = _union(facts)
+        has_grad, batched = any(info.has_grad for info in facts), any(info.batched for info in facts)
         try:
-            dim = agree([info.dim for info in infos]) if columns else None
+            dim = agree([info.dim for info in facts]) if columns else None
         except Blocked as why:
             self.block(columns, str(why))
             return ArrayInfo(has_grad=has_grad, batched=batched)
         if columns:
             self.result.joined.append(columns)
-            for info in infos:
+            for info in facts:
                 if info.dim is None and info.has_grad:
-                    self.count(columns, ALL_GATHER, self.bytes(info, aval), times)
+                    self.count(columns, ALL_GATHER, self.bytes(info, variable.aval), times)
         return ArrayInfo(dim, columns, has_grad, batched)
 
-    def shift(self, info: ArrayInfo, by: int) -> ArrayInfo:
-        info = replace(info, key=object(), broadcast_from=None, entered=(), left=())
-        if info.dim is None:
-            return info
-        if info.dim + by < 0:
-            self.block(info.columns, "is the dim that a scan runs over")
-            return replace(info, dim=None, columns=frozenset())
-        return replace(info, dim=info.dim + by)
+    def _shift(self, fact: ArrayInfo, by: int) -> ArrayInfo:
+        fact = replace(fact, key=object(), broadcast_from=None, entered=(), left=())
+        if fact.dim is None:
+            return fact
+        if fact.dim + by < 0:
+            self.block(fact.columns, "is the dim that a scan runs over")
+            return replace(fact, dim=None, columns=frozenset())
+        return replace(fact, dim=fact.dim + by)
 
     def block(self, columns: Columns, why: str) -> None:
         for path in columns:
             self.result.blocked.setdefault(path, f"its output {why}")
 
     def count(self, columns: Columns, kind: str, size: float, times: int) -> None:
-        self.result.collectives.setdefault(columns, Counter())[Collective(kind, (TP,), self.tp, size)] += times
+        self.result.collectives.setdefault(columns, Counter())[Collective(kind, (TP,), self.result.tp, size)] += times
 
     def bytes(self, info: ArrayInfo, aval: Any) -> float:
         size = info.broadcast_from[0] if info.broadcast_from else aval.size * aval.dtype.itemsize
-        return size / (self.batch_shards if info.batched else 1)
+        return size / (self.result.batch_shards if info.batched else 1)
 
 
 def _union(infos: Iterable[ArrayInfo]) -> Columns:
     return frozenset[str]().union(*(info.columns for info in infos))
-
-
-def _live_equations(jaxpr: Any) -> list[JaxprEqn]:
-    needed, live = set(map(id, jaxpr.outvars)), []
-    for equation in reversed(jaxpr.eqns):
-        if any(id(variable) in needed for variable in equation.outvars):
-            needed |= set(map(id, equation.invars))
-            live.append(equation)
-    return live[::-1]
-
-
-def inner_jaxpr(equation: JaxprEqn) -> Any:
-    """Returns the jaxpr that an equation calls once on its operands, if any."""
-    if equation.primitive.name not in _CALLS:
-        return None
-    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    body = open_jaxpr(next((equation.params[key] for key in keys if key in equation.params), None))
-    return body if body is not None and len(body.invars) == len(equation.invars) else None
-
-
-def open_jaxpr(jaxpr: Any) -> Any:
-    """Returns the jaxpr without its constants."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def scan_arguments(equation: JaxprEqn, body: Any) -> tuple[int, int]:
-    """Returns a scan's numbers of constants and carries, in every version of JAX."""
-    sliced = sum(len(shape_of(v)) != b.aval.ndim for v, b in zip(equation.invars, body.invars, strict=True))
-    carried = sum(len(shape_of(v)) == b.aval.ndim for v, b in zip(equation.outvars, body.outvars, strict=True))
-    return len(body.invars) - carried - sliced, carried
 
 
 def _is_float(aval: Any) -> bool:

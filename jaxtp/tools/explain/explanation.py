@@ -1,9 +1,10 @@
-"""`explain`: how a plan splits a model and which collectives it runs, by module."""
+"""`explain`: how a plan splits a model, which collectives it runs by module, and notes on avoidable communication."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,21 +15,22 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.analysis.audit import added_by_compiler
 from jaxtp.analysis.census import count_collectives
-from jaxtp.analysis.collective import Collective, Traffic, sums, total_sent
+from jaxtp.analysis.collective import ALL_REDUCE, Collective, Traffic, sums, total_sent
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.loops import A_TURN, AT_MOST
 from jaxtp.analysis.tables import columns
-from jaxtp.layers.parameter import PARAMETERS
-from jaxtp.mesh import AXES, BATCH, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
-from jaxtp.parallelize.class_swap import role_of
+from jaxtp.layers.parameter import PARAMETERS, spec_of
+from jaxtp.mesh import AXES, BATCH, TOKENS, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
+from jaxtp.parallelize.layouts import as_tuple
 from jaxtp.parallelize.module_wrappers import original_class
 from jaxtp.parallelize.parallelize import original_model, parallelize
 from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
-from jaxtp.parallelize.styles import Style
-from jaxtp.tools.explain.dataflow import ROOT
-from jaxtp.tools.explain.propose import plan_notes
-from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, StateFunction, axis_sizes
+from jaxtp.parallelize.run_styles import role_of
+from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
+from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
+from jaxtp.tools.explain.propose import replicate_input
+from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, StateFunction, axis_sizes, trace_model
 from jaxtp.tools.explain.work import Product, count_work
 
 _SCOPE = "module:"
@@ -45,25 +47,12 @@ class SplitParameter:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    spec: PartitionSpec
-
-    @classmethod
-    def of(cls, name: str, parameter: nnx.Variable[Any]) -> "SplitParameter":
-        """Returns a parameter as its metadata declare it."""
-        spec = PartitionSpec(*(parameter.get_metadata().get("out_sharding") or ()))
-        return cls(name, tuple(parameter.shape), str(parameter.dtype), spec)
+    split: tuple[tuple[str, ...], ...]  # axes that divide each dim; the last dims may be missing
 
     def bytes(self, sizes: Mapping[str, int]) -> int:
         """Returns the bytes per device."""
-        entries = (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
-        shard = (size // parts(sizes, axes_of(entry)) for size, entry in zip(self.shape, entries, strict=True))
-        return math.prod(shard) * jnp.dtype(self.dtype).itemsize
-
-    def record(self, sizes: Mapping[str, int]) -> dict[str, object]:
-        """Returns everything as JSON values."""
-        split = [list(axes_of(entry)) for entry in self.spec]
-        found = {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "split": split}
-        return {**found, "bytes_per_device": self.bytes(sizes)}
+        divided = math.prod(parts(sizes, axes) for axes in self.split)
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize // divided
 
 
 @dataclass(frozen=True)
@@ -85,7 +74,7 @@ class Explanation:
     traffic: Traffic
     """Collectives that the program requests in one forward and backward pass; empty without inputs."""
     added: Traffic
-    """Collectives that the compiler adds between the layers, if it was asked to compile."""
+    """Collectives that the compiler adds between the layers; empty unless `explain` compiled the model."""
     products: tuple[Product, ...]  # of the forward and backward pass; empty without inputs
     saved: float  # bytes that a device saves for the backward pass
     notes: tuple[str, ...]  # on avoidable communication, and counts that are not exact
@@ -105,21 +94,15 @@ class Explanation:
         """FLOPs of a device in all products."""
         return sum(product.flops for product in self.products)
 
-    @property
-    def _by(self) -> tuple[tuple[Traffic, str], ...]:
-        return (self.traffic, "the program"), (self.added, "the compiler")
-
     def sent(self, axis: str) -> float:
-        """Returns the bytes per device over an axis, alone or with others."""
+        """Returns the bytes per device over an axis, also together with others."""
         return sum(sent for axes, sent in self.sent_by_axes().items() if axis in axes)
 
     def sent_by_axes(self) -> dict[tuple[str, ...], float]:
         """Returns the bytes per device over each group of axes."""
-        total: dict[tuple[str, ...], float] = {(axis,): 0.0 for axis in AXES if self.sizes[axis] > 1}
-        for traffic, _ in self._by:
-            for axes, (_, sent) in sums(traffic, lambda one: one.axes).items():
-                total[axes] = total.get(axes, 0.0) + sent
-        return {axes: sent for axes, sent in total.items() if sent}
+        total = sums(Counter(self.traffic) + Counter(self.added), lambda one: one.axes)
+        by_axis = sorted(total.items(), key=lambda item: list(map(AXES.index, item[0])))
+        return {axes: sent for axes, (_, sent) in by_axis if sent}
 
     def record(self) -> dict[str, object]:
         """Returns everything as JSON values; sizes in bytes."""
@@ -128,7 +111,7 @@ class Explanation:
                 "module": row.path,
                 "class": row.kind,
                 "style": format_style(row.style) if row.style else None,
-                "parameters": [parameter.record(self.sizes) for parameter in row.parameters],
+                "parameters": [{**asdict(p), "bytes_per_device": p.bytes(self.sizes)} for p in row.parameters],
             }
             for row in self.rows
         ]
@@ -142,7 +125,7 @@ class Explanation:
                 "count": count,
                 "bytes_sent": total_sent({one: count}),
             }
-            for traffic, by in self._by
+            for by, traffic in _by(self)
             for one, count in traffic.items()
         ]
         return {
@@ -171,11 +154,11 @@ def explain(
     """Returns how a model is split and which collectives it runs, without computing or allocating.
 
     Args:
-      model: a model, real or abstract, or a function that returns one; perhaps the result of `parallelize`.
+      model: a model, real or abstract, or a function that returns one; also the result of `parallelize`.
       *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass unchanged. Without inputs
         there are no collectives.
       plan: for a model that is not parallel yet.
-      mesh: by default the mesh in context. Sizes are enough, `{"fsdp": 2, "tp": 4}`. A parallel model is split anew.
+      mesh: by default the mesh in context. Sizes are enough, `{"fsdp": 2, "tp": 4}`. A parallel model is split again.
       call: a function of the model and the inputs; by default `model(*inputs)`.
       compiled: also list the collectives that the compiler adds. Needs the devices.
 
@@ -190,9 +173,11 @@ def explain(
         original, styles, _ = original_model(parallel)
         model_call = ModelCall.of(original, inputs, call)
         traffic, products, saved = _account(parallel, model_call, sizes) if inputs else ({}, (), 0.0)
-        notes = plan_notes(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
+        notes = _avoidable(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
     added = _added(model, plan, model_call, sizes) if inputs and compiled else {}
-    notes += _inexact((*traffic, *added))
+    for counted, meaning in _INEXACT.items():
+        if modules := dict.fromkeys(_module_of(one) or ROOT for one in (*traffic, *added) if one.counted == counted):
+            notes.append(f"{', '.join(modules)}: {meaning}")
     return Explanation(sizes, tuple(_rows(parallel)), traffic, added, products, saved, tuple(notes))
 
 
@@ -244,48 +229,49 @@ def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.St
     return grad, state
 
 
-def _module_of(collective: Collective) -> str:
-    paths = re.findall(rf"{_SCOPE}([\w.]*)", collective.scope)
-    return paths[-1] if paths else ""
-
-
 def _added(
     model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, call: ModelCall, sizes: dict[str, int]
 ) -> Traffic:
     mesh = mesh_of(sizes)
+
+    def sharding(shape: tuple[int, ...]) -> NamedSharding:
+        divides = shape and shape[0] % batch_parts(mesh.shape) == 0
+        return NamedSharding(mesh, PartitionSpec(BATCH) if divides else PartitionSpec())
+
     with jax.set_mesh(mesh):
         grad, state = _gradient(_parallelized(model, plan, mesh), call)
-        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_batch_sharding(x.shape, mesh)) for x in call.arrays]
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape)) for x in call.arrays]
         traced = jax.jit(lambda state, arrays: grad(state, arrays)[1]).trace(state, arrays)
         _, text = compile_with_spmd_text(traced.lower())
     return added_by_compiler(count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes))
 
 
-def _batch_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    divides = shape and shape[0] % batch_parts(mesh.shape) == 0
-    return NamedSharding(mesh, PartitionSpec(BATCH) if divides else PartitionSpec())
-
-
-def _inexact(collectives: Iterable[Collective]) -> Iterator[str]:
-    for counted, meaning in _INEXACT.items():
-        if modules := dict.fromkeys(_module_of(one) or ROOT for one in collectives if one.counted == counted):
-            yield f"{', '.join(modules)}: {meaning}"
-
-
 def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
     seen: set[int] = set()
-    for path, module in sorted(nnx.iter_modules(model), key=lambda item: tuple(map(_sort_key, item[0]))):
+    for path, module in sorted(nnx.iter_modules(model), key=lambda item: [_padded(name) for name in item[0]]):
         role = role_of(module)
         params = {n: v for n, v in vars(module).items() if isinstance(v, PARAMETERS) and id(v) not in seen}
         seen |= {id(parameter) for parameter in params.values()}
         if params or (role and role.style):
             name, kind = ".".join(map(str, path)), original_class(module).__name__
-            splits = tuple(SplitParameter.of(name, parameter) for name, parameter in params.items())
+            splits = tuple(
+                SplitParameter(name, tuple(value.shape), str(value.dtype), tuple(map(axes_of, spec_of(value))))
+                for name, value in params.items()
+            )
             yield ModuleRow(name, kind, role.style if role else None, splits)
 
 
-def _sort_key(name: object) -> tuple[bool, int, str]:
-    return (False, name, "") if isinstance(name, int) else (True, 0, str(name))
+def _padded(name: object) -> str:
+    return f"{name:09}" if isinstance(name, int) else str(name)  # 10 after 9, and numbers before names
+
+
+def _module_of(collective: Collective) -> str:
+    paths = re.findall(rf"{_SCOPE}([\w.]*)", collective.scope)
+    return paths[-1] if paths else ""
+
+
+def _by(explanation: Explanation) -> tuple[tuple[str, Traffic], ...]:
+    return ("the program", explanation.traffic), ("the compiler", explanation.added)
 
 
 def _sections(explanation: Explanation) -> Iterator[str]:
@@ -316,19 +302,91 @@ def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Mapping[str, int])
     first = (f"{pattern or ROOT}{times}", row.kind, format_style(row.style) if row.style else "")
     if not row.parameters:
         yield (*first, "", "", "", "")
-    for i, parameter in enumerate(row.parameters):
+    for parameter in row.parameters:
         shape = "x".join(map(str, parameter.shape)) or "scalar"
-        axes = ["+".join(a for a in axes_of(entry) if sizes[a] > 1) for entry in parameter.spec]
-        split = " ".join(entry or "-" for entry in axes) if any(axes) else "whole"
-        total = f"{len(rows) * parameter.bytes(sizes):,}"
-        yield (*(first if i == 0 else ("", "", "")), parameter.name, shape, split, total)
+        axes = ["+".join(axis for axis in dim if sizes[axis] > 1) for dim in parameter.split]
+        split = " ".join(dim or "-" for dim in axes) if any(axes) else "whole"
+        yield (*first, parameter.name, shape, split, f"{len(rows) * parameter.bytes(sizes):,}")
+        first = ("", "", "")
 
 
 def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
     def key(one: Collective) -> tuple[str, ...]:
-        module, direction = _module_of(one), "backward" if one.backward else "forward"
-        return explanation.patterns.get(module, module) or ROOT, direction, one.kind, "+".join(one.axes), one.counted
+        pattern = explanation.patterns.get(path := _module_of(one), path) or ROOT
+        return pattern, "backward" if one.backward else "forward", one.kind, "+".join(one.axes), one.counted
 
-    for traffic, by in explanation._by:
+    for by, traffic in _by(explanation):
         for (*cells, counted), (count, sent) in sums(traffic, key).items():
             yield *cells, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"
+
+
+def _avoidable(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
+    """Returns notes on a non-parallel model's avoidable communication, merged over layer numbers."""
+    traced = trace_model(call)
+    split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
+    dataflow = find_dataflow(traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
+    notes = [
+        *_gathered_outputs(dataflow),
+        *_whole_row_inputs(dataflow, styles),
+        *_duplicate_reductions(dataflow, styles),
+    ]
+    merged = Counter(re.sub(r"(?<=\.)\d+(?=[.)])", "*", note) for note in notes)
+    return [f"{note} (x {count})" if count > 1 else note for note, count in merged.items()]
+
+
+def _gathered_outputs(dataflow: Dataflow) -> Iterator[str]:
+    calls = {call.path: call for call in dataflow.calls}
+    for path, why in dataflow.blocked.items():
+        yield (
+            f"{path} is Colwise(), and {why}: the compiler gathers it, and each device sends at most "
+            f"{dataflow.sent(calls[path], 1):,.0f} bytes; leave this style out, or write "
+            "Colwise(output_layouts=Replicate()) if it is intended"
+        )
+
+
+def _whole_row_inputs(dataflow: Dataflow, styles: Mapping[str, Style]) -> Iterator[str]:
+    for call in dataflow.calls:
+        style, splits_input = styles.get(call.path), call.dims is not None and call.dims.row is not None
+        if isinstance(style, Rowwise) and style.input_layouts is None and splits_input and not call.is_row:
+            sent = dataflow.sent(call, 0)
+            cost = f"is gathered, {sent:,.0f} bytes sent by each device" if call.input.has_grad else "is not needed"
+            yield (
+                f"{call.path} is Rowwise(), and its input is whole on every device: each device slices it, and the "
+                f"gradient {cost}; put a Colwise layer before it, or write Rowwise(input_layouts=Replicate()) if it is "
+                "intended"
+            )
+
+
+def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> Iterator[str]:
+    readers: dict[object, dict[str, LayerCall]] = {}
+    for call in dataflow.calls:
+        style = styles.get(call.path)
+        if isinstance(style, Colwise) and style.input_layouts == Replicate() and call.input.has_grad:
+            readers.setdefault(call.input.key, {})[call.path] = call
+    for calls in readers.values():
+        first = next(iter(calls.values()))
+        shared = any(_replicates(styles.get(path), argument) for path, argument in first.input.entered)
+        shared |= any(_makes_whole(styles.get(path)) for path in first.input.left)
+        if len(calls) > 1 and not shared:
+            sent = (len(calls) - 1) * dataflow.sent(first, 0, ALL_REDUCE)
+            remedy = "PrepareInput(Replicate(), Replicate()) for a module around them"
+            for path, argument in first.input.entered:
+                if path and path != first.path:  # the innermost is the last
+                    remedy = f"{format_style(replicate_input({argument}))} for {path!r}"
+            yield (
+                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; {remedy} reduces it once: "
+                f"{sent:,.0f} bytes less sent by each device"
+            )
+
+
+def _replicates(style: Style | None, argument: str) -> bool:
+    if not isinstance(style, PrepareInput):
+        return False
+    if not argument.isdigit():
+        return (style.desired_input_kwarg_layouts or {}).get(argument) == Replicate()
+    return as_tuple(style.desired_input_layouts)[int(argument) : int(argument) + 1] == (Replicate(),)
+
+
+def _makes_whole(style: Style | None) -> bool:
+    sequence = isinstance(style, SequenceParallel) and style.output_layouts == Replicate()
+    return sequence or isinstance(style, PrepareOutput)

@@ -1,4 +1,4 @@
-"""Rules for how a split dim passes through JAX primitives without communication.
+"""Rules for how a split dim passes through JAX primitives without communication, and the walk that applies them.
 
 A rule maps a jaxpr equation and its operands' split dims (None: every device has the whole operand) to its results'. It
 raises `Blocked` if a device cannot compute its part from its operands' parts. Primitives without a rule block.
@@ -6,18 +6,21 @@ raises `Blocked` if a device cannot compute its part from its operands' parts. P
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from jax.core import Atom
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 Dims = Sequence[int | None]
 Rule = Callable[[JaxprEqn, Dims], list[int | None]]
+Fact = TypeVar("Fact")
+Result = TypeVar("Result")
 
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh
     digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
-    logistic lt max min mul name ne neg nextafter not optimization_barrier or pow real reduce_precision rem round
+    logistic lt max min mul name ne neg nextafter not or pow real reduce_precision rem round
     rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
     tan tanh xor
     """.split()  # noqa: SIM905  # seventy lines otherwise
@@ -140,3 +143,86 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _elsewhere),
     **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _elsewhere),
 }
+
+_CALLS = {
+    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+}
+
+
+class Walk(Generic[Fact, Result]):
+    """Follows a fact about each array through a jaxpr and its inner jaxprs, and collects `result`.
+
+    Subclasses define `_operation` (facts about the results of an equation without an inner jaxpr), `_join` (the fact
+    about a variable that has one of several values) and `_shift` (the fact with one dim fewer or more in front).
+    """
+
+    _operation: Callable[[JaxprEqn, list[Fact], int], list[Fact]]
+    _join: Callable[[Sequence[Fact], Atom, int], Fact]
+    _shift: Callable[[Fact, int], Fact]
+
+    def __init__(self, unknown: Fact, new_result: Callable[[], Result]):
+        self.unknown, self.new_result = unknown, new_result
+        self.result = new_result()
+
+    def _equations(self, jaxpr: Any) -> Sequence[JaxprEqn]:
+        return jaxpr.eqns  # type: ignore[no-any-return]
+
+    def run(self, jaxpr: Any, facts: Sequence[Fact], times: int) -> list[Fact]:
+        """Returns the facts about a jaxpr's results; it runs `times` times."""
+        known = dict(zip(jaxpr.invars, facts, strict=True))
+
+        def read(variable: Atom) -> Fact:
+            return self.unknown if isinstance(variable, Literal) else known.get(variable, self.unknown)
+
+        for equation in self._equations(jaxpr):
+            results = self._equation(equation, [read(v) for v in equation.invars], times)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, equation: JaxprEqn, facts: list[Fact], times: int) -> list[Fact]:
+        name = equation.primitive.name
+        if name == "optimization_barrier":
+            return facts
+        if name == "scan":
+            return self._scan(equation, facts, times)
+        if name == "cond":  # every branch counts
+            branches = [self.run(open_jaxpr(branch), facts[1:], times) for branch in equation.params["branches"]]
+            values = zip(*branches, strict=True)
+            return [self._join(each, v, times) for each, v in zip(values, equation.outvars, strict=True)]
+        if body := _called(equation):
+            return self.run(body, facts, times)
+        return self._operation(equation, facts, times)
+
+    def _scan(self, equation: JaxprEqn, facts: list[Fact], times: int) -> list[Fact]:
+        # Walks the body until the carry is stable, then once for the result.
+        body, times = open_jaxpr(equation.params["jaxpr"]), times * equation.params["length"]
+        sliced = sum(len(shape_of(v)) != b.aval.ndim for v, b in zip(equation.invars, body.invars, strict=True))
+        carries = sum(len(shape_of(v)) == b.aval.ndim for v, b in zip(equation.outvars, body.outvars, strict=True))
+        consts = len(body.invars) - carries - sliced
+        constants, carry = facts[:consts], facts[consts : consts + carries]
+        slices = [self._shift(fact, -1) for fact in facts[consts + carries :]]
+        for _ in range(2 + 2 * carries):
+            result, self.result = self.result, self.new_result()
+            after = self.run(body, [*constants, *carry, *slices], times)[:carries]
+            self.result = result
+            turns = zip(carry, after, equation.outvars[:carries], strict=True)
+            before, carry = carry, [self._join(values, variable, times) for *values, variable in turns]
+            if carry == before:
+                break
+        results = self.run(body, [*constants, *carry, *slices], times)
+        return [*results[:carries], *(self._shift(fact, 1) for fact in results[carries:])]
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Returns the jaxpr without its constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _called(equation: JaxprEqn) -> Any:
+    """Returns the jaxpr that an equation calls once on its operands, if any."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    body = open_jaxpr(next((equation.params[key] for key in keys if key in equation.params), None))
+    return body if body is not None and len(body.invars) == len(equation.invars) else None

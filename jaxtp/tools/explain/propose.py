@@ -1,24 +1,24 @@
-"""`propose_plan`: derives a plan from a model's jaxpr, with reasons; and notes on a plan's avoidable communication.
+"""`propose_plan`: derives a plan from a model's jaxpr, with reasons.
 
 It pairs column and row layers as Megatron-LM does (arXiv 1909.08053), if nothing between them needs the split dim
-whole. It splits other layers, for example vocabularies, only if that saves more parameter bytes than it sends, and
-tries the plan on an abstract mesh.
+whole. A region is a set of column layers whose outputs meet (q, k and v; gate and up), and the row layers that sum over
+them. Regions conflict if a layer is a column in one and a row in the other: the choice splits the most layers, then
+sends the fewest bytes. It drops a region if splitting its layers singly would not send more (one column layer that
+feeds four row layers). Other layers, for example vocabularies, are split only if that saves more parameter bytes than
+it sends. The plan is tried on an abstract mesh.
 """
 
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 
 import jax
 from flax import nnx
 
-from jaxtp.analysis.collective import ALL_REDUCE
-from jaxtp.mesh import CP, TP, MeshError, abstract_mesh, describe_mesh
-from jaxtp.parallelize.initialisation import abstract_model
-from jaxtp.parallelize.layouts import as_tuple
-from jaxtp.parallelize.parallelize import parallelize
-from jaxtp.parallelize.plan import Plan, format_style
+from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
+from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
+from jaxtp.parallelize.parallelize import abstract_model, parallelize
+from jaxtp.parallelize.plan import Plan, format_style, patterns_for
 from jaxtp.parallelize.stock import signature
 from jaxtp.parallelize.styles import (
     Colwise,
@@ -30,8 +30,7 @@ from jaxtp.parallelize.styles import (
     SequenceParallel,
     Style,
 )
-from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow, layer_dims
-from jaxtp.tools.explain.pairing import PlanDraft, Region, TPGroup, draft_plan
+from jaxtp.tools.explain.dataflow import ROOT, Columns, Dataflow, LayerCall, find_dataflow, parameter_bytes
 from jaxtp.tools.explain.propagation_rules import ELEMENTWISE
 from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
 
@@ -53,14 +52,6 @@ class Reason:
         return f"{self.module}  {self.style or 'whole'}{sent}\n    {self.why}"
 
 
-def _merge_reasons(reasons: Iterable[Reason]) -> list[Reason]:
-    merged: dict[tuple[str, str, str], float] = {}
-    for reason in reasons:
-        key = (reason.module, reason.style, reason.why)
-        merged[key] = merged.get(key, 0) + reason.bytes
-    return [Reason(*key, total) for key, total in merged.items()]
-
-
 class Proposal(dict[str, Style]):
     """A plan for `parallelize`: styles by pattern, with a reason for every layer, in model order."""
 
@@ -75,11 +66,9 @@ class Proposal(dict[str, Style]):
         return sum(reason.bytes for reason in self.reasons)
 
     def __str__(self) -> str:
-        mesh = f"mesh {describe_mesh(self.sizes)}"
-        if not self:
-            header = f"no plan for {mesh}: nothing in this model is worth a split over tp"
-        else:
-            header = f"plan for {mesh}: each device sends {self.bytes:,.0f} bytes over tp, forward and backward"
+        result = f"each device sends {self.bytes:,.0f} bytes over tp, forward and backward"
+        result = result if self else "nothing in this model is worth a split over tp"
+        header = f"{'plan' if self else 'no plan'} for mesh {describe_mesh(self.sizes)}: {result}"
         return "\n".join([header, *(f"\n{reason}" for reason in self.reasons)])
 
 
@@ -110,22 +99,17 @@ def propose_plan(
             f'the plan is for: propose_plan(..., mesh={{"{TP}": 4}})'
         )
     model_call = ModelCall.of(model, inputs, call)
-    proposal = _tested_proposal(model_call, trace_model(model_call), sizes)
-    if report:
-        report(str(proposal))
-    return proposal
-
-
-def _tested_proposal(call: ModelCall, traced: TracedModel, sizes: Mapping[str, int]) -> Proposal:
-    """Falls back to a plan without shared inputs if the model fails on them."""
+    traced = trace_model(model_call)
     proposal = _proposal(traced, sizes, share=True)
     try:
-        _try(call, proposal, sizes)
-    except Exception as error:
+        _try(model_call, proposal, sizes)
+    except Exception as error:  # the model's code may not take shared inputs
         proposal = _proposal(traced, sizes, share=False)
-        _try(call, proposal, sizes)
+        _try(model_call, proposal, sizes)
         problem = (str(error) or type(error).__name__).splitlines()[0]
         proposal.reasons += (Reason(ROOT, "", f"inputs of column layers are not shared: {problem}", 0),)
+    if report:
+        report(str(proposal))
     return proposal
 
 
@@ -137,20 +121,224 @@ def _try(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> None:
 
 
 def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> Proposal:
-    draft = draft_plan(traced, TPGroup.of(sizes))
+    draft = _draft_plan(traced, sizes)
     _share_inputs(draft, share=share)
     plan = {draft.patterns[path]: draft.styles[path] for path in _plan_order(draft) if path in draft.styles}
-    reasons = _merge_reasons(_style_reasons(draft))
-    if sizes[CP] == 1:
-        return Proposal(plan, reasons, sizes)
-    if "" in plan:
-        raise MeshError(
-            f"the model is a single layer, to be {format_style(plan[''])}, and cannot be ContextParallel() too, as "
-            f"{CP}={sizes[CP]} needs it; propose a plan for a model around it, or for a mesh with {CP}=1"
-        )
-    why = f"sequences are divided over {CP}; what the compiler sends to mix positions is not in these bytes"
-    reason = Reason(ROOT, format_style(ContextParallel()), why, 0)
-    return Proposal({"": ContextParallel(), **plan}, [reason, *reasons], sizes)
+    bytes_of: dict[tuple[str, str, str], float] = {}
+    if sizes[CP] > 1:
+        if "" in plan:
+            raise MeshError(
+                f"the model is a single layer, to be {format_style(plan[''])}, and cannot be ContextParallel() too, as "
+                f"{CP}={sizes[CP]} needs it; propose a plan for a model around it, or for a mesh with {CP}=1"
+            )
+        plan = {"": ContextParallel(), **plan}
+        why = f"sequences are divided over {CP}; what the compiler sends to mix positions is not in these bytes"
+        bytes_of[ROOT, format_style(ContextParallel()), why] = 0
+    for *reason, sent in _reasons(draft):
+        module, style, why = reason
+        bytes_of[module, style, why] = bytes_of.get((module, style, why), 0) + sent
+    return Proposal(plan, [Reason(*reason, sent) for reason, sent in bytes_of.items()], sizes)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Layers that are split together; a vocabulary has only a row, and a head only a column."""
+
+    columns: Columns
+    rows: frozenset[str]
+    ends_model: bool  # the output of the columns is also an output of the model
+    inner_bytes: float
+    """Bytes each device sends for gradients of whole operands of split ones, and for split outputs of the model."""
+    bytes: float
+    """All bytes each device sends in a forward and backward pass; each input of columns is reduced once."""
+    bytes_one_by_one: float
+    """Bytes it would send if each layer were a column layer whose output is gathered."""
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """Columns and rows."""
+        return self.columns | self.rows
+
+    def conflicts(self, other: "Region") -> bool:
+        """Returns whether a layer is a column here and a row there, or the reverse."""
+        return bool(self.columns & other.rows or self.rows & other.columns)
+
+
+@dataclass
+class PlanDraft:
+    """Styles by module path, and their grounds."""
+
+    traced: TracedModel
+    dataflow: Dataflow
+    regions: list[Region]  # all
+    excluded: dict[str, str]  # layers that cannot be column layers, and why
+    chosen: list[Region]
+    styles: dict[str, Style] = field(default_factory=dict)
+    bytes: dict[str, float] = field(default_factory=dict)  # that each device sends because of a module's style
+    shared: dict[str, list[str]] = field(default_factory=dict)
+    """Column layers that read an array which a module makes whole, by module."""
+
+    @cached_property
+    def patterns(self) -> dict[str, str]:
+        """A pattern for each module, after all styles are set."""
+        return patterns_for({path: self.styles.get(path) for path in self.traced.modules})
+
+    @property
+    def layers(self) -> list[str]:
+        """Stock layers in call order."""
+        return list(dict.fromkeys(call.path for call in self.dataflow.calls))
+
+    def calls(self, path: str) -> list[LayerCall]:
+        """Returns a layer's calls."""
+        return [call for call in self.dataflow.calls if call.path == path]
+
+    def region(self, path: str) -> Region | None:
+        """Returns a layer's chosen region."""
+        return next((region for region in self.chosen if path in region.layers), None)
+
+    def saved(self, region: Region) -> float:
+        """Returns the parameter bytes per device that a split saves."""
+        whole = sum(parameter_bytes(self.traced.modules[path]) for path in region.layers)
+        return (1 - 1 / self.dataflow.tp) * whole
+
+
+def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
+    # Pairs layers, then splits heads and vocabularies if that saves more than it sends.
+    regions, dataflow, excluded = _find_regions(traced, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
+    draft = PlanDraft(traced, dataflow, regions, excluded, _choose(regions))
+    paired = {path for region in draft.chosen for path in region.layers}
+    single = [region for region in regions if not (region.columns and region.rows) and not region.layers & paired]
+    draft.chosen += [region for region in single if draft.saved(region) > region.bytes]
+    for path in draft.layers:
+        if (region := draft.region(path)) is None:
+            continue
+        if path in region.columns:
+            draft.styles[path] = Colwise()
+            draft.bytes[path] = region.inner_bytes if path == min(region.columns) else 0
+        else:
+            draft.styles[path] = Rowwise()
+            draft.bytes[path] = dataflow.output_bytes(draft.calls(path)) if region.columns else region.bytes
+    for call in dataflow.norms:
+        if call.input.dim is not None and any(call.input.columns <= region.columns for region in draft.chosen):
+            draft.styles[call.path] = SequenceParallel(call.input.dim)
+    return draft
+
+
+def _find_regions(traced: TracedModel, *, tp: int, batch_shards: int) -> tuple[list[Region], Dataflow, dict[str, str]]:
+    # Excludes layers, with reasons, until every split output reaches row layers or the end of the model.
+    dataflow = find_dataflow(traced, traced.modules, tp=tp, batch_shards=batch_shards)
+    excluded = dict(_unfit(traced, dataflow))
+    while True:
+        dataflow = find_dataflow(traced, excluded, tp=tp, batch_shards=batch_shards)
+        regions = [_region(dataflow, columns) for columns in _column_sets(dataflow, excluded)]
+        refused = dataflow.blocked or dict(_refused(regions, dataflow))
+        if not refused:
+            return [*regions, *_vocabularies(traced, dataflow)], dataflow, excluded
+        excluded |= refused
+
+
+def _vocabularies(traced: TracedModel, dataflow: Dataflow) -> Iterator[Region]:
+    for path in dict.fromkeys(call.path for call in dataflow.calls):
+        module = traced.modules[path]
+        splits = isinstance(module, nnx.Embed) and module.num_embeddings % dataflow.tp == 0
+        if splits and path not in traced.tied:
+            lookups, heads = (
+                [call for call in dataflow.calls if (call.path, call.method) == (path, method)]
+                for method in ("__call__", "attend")
+            )
+            sent = dataflow.output_bytes(lookups) + dataflow.input_bytes(heads)
+            yield Region(frozenset(), frozenset({path}), True, 0, sent, sent)
+
+
+def _unfit(traced: TracedModel, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
+    for call in dataflow.calls:
+        column = call.dims.column if call.dims else None
+        size = 0 if column is None else call.avals[1].shape[column]
+        if call.path in traced.tied:
+            yield call.path, "it shares a parameter with another module"
+        elif not call.path:
+            yield call.path, "it is the model itself, and a plan names the modules in it"
+        elif call.method == "attend":
+            yield call.path, "it is both embedding and head"
+        elif call.dims is None:
+            yield call.path, "it keeps groups of features apart"
+        elif size % dataflow.tp:
+            yield call.path, f"it makes {size} features, which tp {dataflow.tp} does not divide"
+
+
+def _column_sets(dataflow: Dataflow, excluded: Mapping[str, str]) -> list[Columns]:
+    # Sets that must be split together, in model order.
+    sets = {call.path: frozenset({call.path}) for call in dataflow.calls if call.path not in excluded}
+    feeding: dict[str, Columns] = {}
+    for call in dataflow.calls:
+        if call.is_row:
+            feeding[call.path] = feeding.get(call.path, frozenset()) | call.input.columns
+    for columns in [*dataflow.joined, *feeding.values()]:
+        union = frozenset[str]().union(*(sets[path] for path in columns))
+        sets |= dict.fromkeys(union, union)
+    return list(dict.fromkeys(sets.values()))
+
+
+def _region(dataflow: Dataflow, columns: Columns) -> Region:
+    rows = frozenset(call.path for call in dataflow.calls if call.is_row and call.input.columns & columns)
+    outputs = [aval for split_by, aval in dataflow.outputs.items() if split_by & columns]
+    inner = sum(total_sent(traffic) for split_by, traffic in dataflow.collectives.items() if split_by & columns)
+    for aval in outputs:  # gathered, or three all-reduces of a softmax cross-entropy if it only ends the model
+        size = aval.size * aval.dtype.itemsize
+        whole, sums = dataflow.over_tp(ALL_GATHER, size), 3 * dataflow.over_tp(ALL_REDUCE, size / aval.shape[-1])
+        inner += whole if rows else sums
+    column_calls = [call for call in dataflow.calls if call.path in columns]
+    row_calls = [call for call in dataflow.calls if call.path in rows]
+    sent = inner + dataflow.input_bytes(column_calls) + dataflow.output_bytes(row_calls)
+    one_by_one = dataflow.input_bytes(column_calls + row_calls) + dataflow.output_bytes(column_calls + row_calls) / 2
+    return Region(columns, rows, bool(outputs), inner, sent, one_by_one)
+
+
+def _refused(regions: Iterable[Region], dataflow: Dataflow) -> Iterator[tuple[str, str]]:
+    called_whole = {call.path for call in dataflow.calls if not call.is_row}
+    called_whole |= {call.path for call in dataflow.norms if call.input.dim is None}
+    for region in regions:
+        norms = {call.path for call in dataflow.norms if call.input.columns & region.columns}
+        both, mixed = sorted(region.columns & region.rows), sorted((region.rows | norms) & called_whole)
+        for path in region.columns:
+            if both:
+                yield path, f"its output comes back to {', '.join(both)}, which makes a part of it"
+            elif mixed:
+                yield path, f"it feeds {', '.join(mixed)}, which is also called on an array that is not split"
+            elif not region.rows and not region.ends_model:
+                yield path, "it feeds no other layer"
+
+
+def _choose(regions: list[Region]) -> list[Region]:
+    both = [region for region in regions if region.columns and region.rows]
+    paired = [region for region in both if region.bytes < region.bytes_one_by_one]
+
+    def value(chosen: list[Region]) -> tuple[int, float]:
+        return sum(len(region.layers) for region in chosen), -sum(region.bytes for region in chosen)
+
+    @cache
+    def best(remaining: tuple[Region, ...]) -> list[Region]:
+        components = _components(remaining)
+        if len(components) > 1:
+            return [region for component in components for region in best(component)]
+        if len(remaining) < 2:
+            return list(remaining)
+        first = max(remaining, key=lambda region: sum(region.conflicts(other) for other in remaining))
+        rest = tuple(region for region in remaining if region != first)
+        with_first = [first, *best(tuple(region for region in rest if not first.conflicts(region)))]
+        return max(with_first, best(rest), key=value)
+
+    chosen = best(tuple(paired))
+    return [region for region in paired if region in chosen]
+
+
+def _components(regions: Iterable[Region]) -> list[tuple[Region, ...]]:
+    components: list[tuple[Region, ...]] = []
+    for region in regions:
+        near = [component for component in components if any(region.conflicts(other) for other in component)]
+        components = [component for component in components if component not in near]
+        components.append((*(other for component in near for other in component), region))
+    return components
 
 
 def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
@@ -161,17 +349,17 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
     arguments: dict[str, set[str]] = {}
     for calls in groups.values():
         several = len({call.path for call in calls}) > 1
-        if share and several and (found := _sharing_module(draft, calls, arguments)):
-            path, argument = found
-            draft.bytes[path] = draft.bytes.get(path, 0) + draft.group.columns(calls)
+        if share and several and (sharing := _sharing_module(draft, calls, arguments)):
+            path, argument = sharing
+            draft.bytes[path] = draft.bytes.get(path, 0) + draft.dataflow.input_bytes(calls)
             arguments.setdefault(path, set()).add(argument)
             draft.shared.setdefault(path, []).extend(call.path for call in calls)
             continue
         for call in calls if several else calls[:1]:  # a layer that reads an array twice reduces its gradient once
-            draft.bytes[call.path] = draft.bytes.get(call.path, 0) + draft.group.columns([call])
+            draft.bytes[call.path] = draft.bytes.get(call.path, 0) + draft.dataflow.input_bytes([call])
     for path, names in arguments.items():
         whole = PrepareOutput(Replicate(), Replicate())
-        draft.styles[path] = whole if names == {_RESULT} else _replicate_input(names)
+        draft.styles[path] = whole if names == {_RESULT} else replicate_input(names)
 
 
 def _sharing_module(draft: PlanDraft, calls: list[LayerCall], arguments: dict[str, set[str]]) -> tuple[str, str] | None:
@@ -191,18 +379,18 @@ def _entries(call: LayerCall, arguments: dict[str, set[str]]) -> list[tuple[str,
     ]
 
 
-def _style_reasons(draft: PlanDraft) -> Iterator[Reason]:
+def _reasons(draft: PlanDraft) -> Iterator[tuple[str, str, str, float]]:
     for path in _plan_order(draft):
         if path in draft.styles:
             style, sent = format_style(draft.styles[path]), draft.bytes.get(path, 0)
-            yield Reason(draft.patterns[path], style, _why_styled(draft, path), sent)
+            yield draft.patterns[path], style, _why_styled(draft, path), sent
         else:
-            yield Reason(draft.patterns[path] or ROOT, "", _why_whole(draft, path), 0)
+            yield draft.patterns[path] or ROOT, "", _why_whole(draft, path), 0
     for path, module in draft.traced.modules.items():
         if path not in draft.layers and (matrices := _matrices(module)):
             why = f"has {matrices} of its own: styles split the layers of Flax"
             why = "makes nothing that this call returns" if signature(module) else why
-            yield Reason(draft.patterns[path] or ROOT, "", why, 0)
+            yield draft.patterns[path] or ROOT, "", why, 0
 
 
 def _plan_order(draft: PlanDraft) -> list[str]:
@@ -215,8 +403,8 @@ def _plan_order(draft: PlanDraft) -> list[str]:
     return order
 
 
-def _replicate_input(names: set[str]) -> PrepareInput:
-    # Makes arguments whole, by position or name.
+def replicate_input(names: set[str]) -> PrepareInput:
+    """Returns a style that makes arguments whole, by position or name."""
     positions = [int(name) for name in names if name.isdigit()]
     kwargs = {name: Replicate() for name in sorted(names) if not name.isdigit()} or None
     layouts = tuple(Replicate() if i in positions else None for i in range(max(positions, default=-1) + 1)) or None
@@ -231,9 +419,10 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
         return f"one array for {_names(draft, readers)}: its gradient is all-reduced once, not {len(readers)} times"
     if isinstance(style, SequenceParallel):
         return f"runs on parts of dim {style.sequence_dim} of its input, which column layers split"
-    if region is None:
-        return f"its vocabulary is split: {_trade(draft.saved(path), draft.vocabulary_bytes(path))}"
-    if not isinstance(style, Colwise):
+    assert region is not None
+    if not region.columns:
+        return f"its vocabulary is split: {_trade(draft, region)}"
+    if path in region.rows:
         return f"sums over the output of {_names(draft, region.columns)}; its output is all-reduced"
     sharing = [module for module, readers in draft.shared.items() if path in readers]
     gradient = f"its input is shared by {_names(draft, sharing)}" if sharing else "its input's gradient is all-reduced"
@@ -244,25 +433,23 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
         names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
         through = f" through {', '.join(names)}" if names else ""
         return f"its output stays split up to {_names(draft, region.rows)}{through}; {gradient}"
-    trade = _trade(draft.saved(*region.columns), region.bytes)
+    trade = _trade(draft, region)
     return f"its output ends the model and stays split: {trade}, before a softmax cross-entropy; {gradient}"
 
 
 def _why_whole(draft: PlanDraft, path: str) -> str:
     if split := [call for call in draft.calls(path) if call.input.dim is not None and not call.is_row]:
         return f"runs on whole arrays, between parts split by {_names(draft, split[0].input.columns)}: it gathers them"
-    region = next((region for region in draft.regions if path in region.columns), None)
-    if region is None:
-        feeding = next((region for region in draft.regions if path in region.rows), None)
-        row = "; no row: its input is not split"
-        if draft.has_vocabulary(path):
-            row = f"; to split its vocabulary {_trade(draft.saved(path), draft.vocabulary_bytes(path))}"
-        elif feeding is not None:
-            row = f"; could sum over the output of {_names(draft, feeding.columns)}{_why_not_chosen(draft, feeding)}"
-        return f"no column: {draft.excluded[path]}{row}"
-    if region.rows:
-        return f"would feed {_names(draft, region.rows)}{_why_not_chosen(draft, region)}"
-    return f"ends the model: to split it {_trade(draft.saved(*region.columns), region.bytes)}"
+    column = next((region for region in draft.regions if path in region.columns), None)
+    if column is not None:
+        if column.rows:
+            return f"would feed {_names(draft, column.rows)}{_why_not_chosen(draft, column)}"
+        return f"ends the model: to split it {_trade(draft, column)}"
+    row, why = next((region for region in draft.regions if path in region.rows), None), "no row: its input is not split"
+    if row is not None:
+        pair = f"could sum over the output of {_names(draft, row.columns)}{_why_not_chosen(draft, row)}"
+        why = pair if row.columns else f"to split its vocabulary {_trade(draft, row)}"
+    return f"no column: {draft.excluded[path]}; {why}"
 
 
 def _why_not_chosen(draft: PlanDraft, region: Region) -> str:
@@ -272,8 +459,8 @@ def _why_not_chosen(draft: PlanDraft, region: Region) -> str:
     return f", which sends {region.bytes:,.0f} bytes; better are {_names(draft, rivals)}"
 
 
-def _trade(saved: float, sent: float) -> str:
-    return f"saves {saved:,.0f} bytes of parameters and sends {sent:,.0f}"
+def _trade(draft: PlanDraft, region: Region) -> str:
+    return f"saves {draft.saved(region):,.0f} bytes of parameters and sends {region.bytes:,.0f}"
 
 
 def _names(draft: PlanDraft, paths: Iterable[str]) -> str:
@@ -284,78 +471,3 @@ def _matrices(module: nnx.Module) -> str:
     params = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
     large = {name: value.shape for name, value in params.items() if len(value.shape) > 1}
     return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in large.items())
-
-
-def plan_notes(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
-    """Returns notes on a non-parallel model's avoidable communication, merged over layer numbers."""
-    traced, group = trace_model(call), TPGroup.of(sizes)
-    split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
-    dataflow = find_dataflow(traced, set(traced.modules) - split, tp=group.tp, batch_shards=group.batch_shards)
-    notes = [
-        *_gathered_outputs(dataflow, group),
-        *_whole_row_inputs(dataflow, traced, styles, group),
-        *_duplicate_reductions(dataflow, styles, group),
-    ]
-    merged = Counter(re.sub(r"(?<=\.)\d+(?=[.)])", "*", note) for note in notes)
-    return [f"{note} (x {count})" if count > 1 else note for note, count in merged.items()]
-
-
-def _gathered_outputs(dataflow: Dataflow, group: TPGroup) -> Iterator[str]:
-    calls = {call.path: call for call in dataflow.calls}
-    for path, why in dataflow.blocked.items():
-        yield (
-            f"{path} is Colwise(), and {why}: the compiler gathers it, and each device sends at most "
-            f"{group.sent(calls[path], 1):,.0f} bytes; leave this style out, or write "
-            "Colwise(output_layouts=Replicate()) if it is intended"
-        )
-
-
-def _whole_row_inputs(
-    dataflow: Dataflow, traced: TracedModel, styles: Mapping[str, Style], group: TPGroup
-) -> Iterator[str]:
-    for call in dataflow.calls:
-        style, dims = styles.get(call.path), layer_dims(traced.modules[call.path], call.method, call.avals[0].ndim)
-        splits_input = dims is not None and dims.row is not None
-        if isinstance(style, Rowwise) and style.input_layouts is None and splits_input and not call.is_row:
-            sent = group.sent(call, 0)
-            cost = f"is gathered, {sent:,.0f} bytes sent by each device" if call.input.has_grad else "is not needed"
-            yield (
-                f"{call.path} is Rowwise(), and its input is whole on every device: each device slices it, and the "
-                f"gradient {cost}; put a Colwise layer before it, or write Rowwise(input_layouts=Replicate()) if it is "
-                "intended"
-            )
-
-
-def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style], group: TPGroup) -> Iterator[str]:
-    readers: dict[object, dict[str, LayerCall]] = {}
-    for call in dataflow.calls:
-        style = styles.get(call.path)
-        if isinstance(style, Colwise) and style.input_layouts == Replicate() and call.input.has_grad:
-            readers.setdefault(call.input.key, {})[call.path] = call
-    for calls in readers.values():
-        first = next(iter(calls.values()))
-        shared = any(_replicates(styles.get(path), argument) for path, argument in first.input.entered)
-        shared |= any(_makes_whole(styles.get(path)) for path in first.input.left)
-        if len(calls) > 1 and not shared:
-            sent = (len(calls) - 1) * group.sent(first, 0, ALL_REDUCE)
-            remedy = "PrepareInput(Replicate(), Replicate()) for a module around them"
-            for path, argument in first.input.entered:
-                if path and path != first.path:  # the innermost is the last
-                    remedy = f"{format_style(_replicate_input({argument}))} for {path!r}"
-            yield (
-                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; {remedy} reduces it once: "
-                f"{sent:,.0f} bytes less sent by each device"
-            )
-
-
-def _replicates(style: Style | None, argument: str) -> bool:
-    if not isinstance(style, PrepareInput):
-        return False
-    if not argument.isdigit():
-        return (style.desired_input_kwarg_layouts or {}).get(argument) == Replicate()
-    return as_tuple(style.desired_input_layouts)[int(argument) : int(argument) + 1] == (Replicate(),)
-
-
-def _makes_whole(style: Style | None) -> bool:
-    sequence = isinstance(style, SequenceParallel) and style.output_layouts == Replicate()
-    return sequence or isinstance(style, PrepareOutput)

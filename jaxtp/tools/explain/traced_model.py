@@ -4,8 +4,9 @@ A jaxpr has no module boundaries. So the wrapped calls of a copy's modules name 
 `jax.ad_checkpoint.checkpoint_name`, an identity that stays in the jaxpr through jit, remat and scan bodies.
 """
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import jax
@@ -16,14 +17,14 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] 
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_shape, mesh_sizes
-from jaxtp.parallelize.initialisation import abstract_model
 from jaxtp.parallelize.module_wrappers import modules_of, with_calls
+from jaxtp.parallelize.parallelize import abstract_model
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None  # None: the mesh in context
 Callee = Callable[..., object]  # of a model and its inputs
 StateFunction = Callable[[nnx.State, list[Any]], Any]  # of a model's state and the arrays among its inputs
 
-_PREFIX = "jaxtp"
+_PREFIX = "jaxtp "
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,6 @@ class Boundary:
     method: str  # `__call__`, or `attend` of an embedding
     argument: str  # position or keyword; 0 for the result; empty for an array inside a container
 
-    def __str__(self) -> str:
-        return " ".join((_PREFIX, "in" if self.enters else "out", self.method, self.argument or "-", self.path))
-
 
 @dataclass(frozen=True)
 class TracedModel:
@@ -116,10 +114,9 @@ def trace_model(call: ModelCall) -> TracedModel:
 def read_boundary(equation: JaxprEqn) -> Boundary | None:
     """Returns the boundary that an equation marks, if any."""
     name = equation.params.get("name") if equation.primitive.name == "name" else None
-    if not isinstance(name, str) or not name.startswith(f"{_PREFIX} "):
+    if not isinstance(name, str) or not name.startswith(_PREFIX):
         return None
-    _, direction, method, argument, path = name.split(" ", 4)
-    return Boundary(direction == "in", path, method, argument.strip("-"))
+    return Boundary(*json.loads(name.removeprefix(_PREFIX)))
 
 
 def _marked_call(
@@ -133,7 +130,8 @@ def _marked_call(
 def _mark(tree: Any, boundary: Boundary) -> Any:
     """Marks tracers in tuples, lists and dicts; other objects keep their identity."""
     if isinstance(tree, jax.core.Tracer):
-        return tree if jnp.issubdtype(tree.dtype, jax.dtypes.prng_key) else checkpoint_name(tree, str(boundary))
+        name = _PREFIX + json.dumps(astuple(boundary))
+        return tree if jnp.issubdtype(tree.dtype, jax.dtypes.prng_key) else checkpoint_name(tree, name)
     boundary = replace(boundary, argument="")
     if type(tree) in (tuple, list):
         return type(tree)(_mark(value, boundary) for value in tree)

@@ -318,11 +318,12 @@ def test_mistakes(file, capsys, words):
     assert MISTAKES[words].format(**places) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize("remat", sweep(["none", "full"], "none"))
 @pytest.mark.parametrize("sizes", [{"tp": 1}, {"fsdp": 2, "tp": 4}, {"cp": 2, "tp": 2}], ids=str)
-def test_flops_of_the_decoder_are_those_of_its_formulas(sizes, remat):
+def test_flops_of_the_decoder_are_those_of_its_formulas(sizes, remat, experts):
     """But for the head, which the loss runs once more than a call of the model does."""
-    config = TrainConfig(model=jaxtp.ModelConfig(num_layers=2, remat=remat))
+    config = TrainConfig(model=jaxtp.ModelConfig(num_layers=2, remat=remat, num_experts=experts))
     ids = jax.ShapeDtypeStruct((config.data.global_batch_size, config.data.sequence_length), jnp.int32)
     found = jaxtp.explain(lambda: jaxtp.Decoder(config.model, rngs=nnx.Rngs(0)), ids, mesh=sizes)
     costs = costs_of_step(config, jaxtp.mesh.mesh_shape(**sizes))
