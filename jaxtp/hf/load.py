@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jaxtp.checkpoint.logical import logical_spec, named_variables, pad_array, r
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, named, open_folder
 from jaxtp.hf.safetensors import Block, StoredTensor
-from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, match_tensors, name_of
+from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, match_tensors, name_of, split_path
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, checked
@@ -92,9 +93,8 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
         graph, abstract = abstract_decoder(config)
         stored, needed = match_tensors(folder.tensors, named_variables(abstract), config, family)
         copies = {name_of(TABLE, family): stored.get(name_of(HEAD, family))} if config.tie_embeddings else {}
-        total = sum(stored[name].num_bytes for name in needed)
-        arrays = _read(_Source(stored, copies, progress, total), needed, abstract, mesh)
-    model: Decoder = nnx.merge(graph, replace_arrays(abstract, arrays))
+        weights = load_tensors(stored, needed, abstract, mesh, copies=copies, progress=progress)
+    model: Decoder = nnx.merge(graph, weights)
     return model
 
 
@@ -112,7 +112,9 @@ class _Source:
         tensor, copy = self.tensors[name], self.copies.get(name)
         copied = None if copy is None else copy.blocks(first, last)
         for row, block in tensor.blocks(first, last):
-            check_finite(tensor, row, block)
+            unsigned, mask = _EXPONENTS[tensor.dtype]
+            if ((block.view(unsigned) & mask) == mask).any():
+                raise HFError(f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on")
             if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
                 raise HFError(
                     f"tie_word_embeddings is true, and {copy.name} is not {tensor.name}; one of them is wrong"
@@ -123,12 +125,20 @@ class _Source:
             yield row, block
 
 
-def _read(
-    source: _Source, needed: Mapping[str, list[TensorPart]], abstract: nnx.State, mesh: Mesh | None
-) -> dict[str, Array]:
+def load_tensors(
+    tensors: Mapping[str, StoredTensor],
+    needed: Mapping[str, list[TensorPart]],
+    abstract: nnx.State,
+    mesh: Mesh | None,
+    *,
+    copies: Mapping[str, StoredTensor | None] = MappingProxyType({}),
+    progress: Progress | None = None,
+) -> nnx.State:
+    """Reads the `needed` parts of tensors into an abstract state; layers without a tensor are zero."""
+    source = _Source(tensors, copies, progress, total=sum(tensors[name].num_bytes for name in needed))
     variables = named_variables(abstract)
     remaining = Counter(place.target for parts in needed.values() for place in parts)
-    stacked = {ours: variables[ours] for ours, index in remaining if index is not None}
+    stacked = {ours: variable for ours, variable in variables.items() if split_path(ours)[0] is not None}
     shapes = {ours: (tuple(v.shape), v.dtype) for ours, v in stacked.items()}
     shardings = {ours: _sharding(mesh, spec_of(v)) for ours, v in stacked.items()}
     # One program, compiled once for all stacks.
@@ -155,7 +165,7 @@ def _read(
                 continue
             # Wait for each layer; otherwise queued layers pile up in memory.
             arrays[ours] = jax.block_until_ready(_with_layer(arrays[ours], placed, np.int32(index)))
-    return arrays
+    return replace_arrays(abstract, arrays)
 
 
 def _sharding(mesh: Mesh | None, declared: PartitionSpec) -> Sharding:
@@ -239,10 +249,3 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Block:
     raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % _ALIGNMENT
     return raw[begin : begin + num_bytes].view(dtype).reshape(shape)
-
-
-def check_finite(tensor: StoredTensor, row: int, block: Block) -> None:
-    """Raises `HFError` if rows of a tensor, beginning at `row`, are not finite."""
-    unsigned, mask = _EXPONENTS[tensor.dtype]
-    if ((block.view(unsigned) & mask) == mask).any():
-        raise HFError(f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on")

@@ -64,15 +64,14 @@ def join_problems(problems: list[str]) -> str:
     return "; ".join([*problems[:_LISTED], *more])
 
 
-def read_attributes(path: Path) -> dict[str, Any]:
-    """Reads config.json; raises `HFError` if it is missing or damaged."""
+def read_attributes(path: Path, name: str = CONFIG, kind: str = "Hugging Face format") -> dict[str, Any]:
+    """Reads a folder's configuration; raises `HFError` if it is missing or damaged."""
     if not path.is_dir():
-        raise HFError(
-            f"{path}: {'not a folder' if path.exists() else 'no such folder'}{nearest_file(path) or _DOWNLOAD}"
-        )
-    if not os.path.lexists(path / CONFIG):
-        raise HFError(f"{path}: no {CONFIG}; a folder in Hugging Face format has one, with model_type in it")
-    return read_json(path, CONFIG)
+        problem = "not a folder" if path.exists() else "no such folder"
+        raise HFError(f"{path}: {problem}{nearest_file(path) or _DOWNLOAD}")
+    if not os.path.lexists(path / name):
+        raise HFError(f"{path}: no {name}; a folder in {kind} has one")
+    return read_json(path, name)
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
