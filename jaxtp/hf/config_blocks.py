@@ -10,29 +10,13 @@ from itertools import groupby
 from typing import Any
 
 from jaxtp.config.reading import truncate
-from jaxtp.hf.families.family import Family, Rope, Window
+from jaxtp.hf.families.family import SCALE_BY_LAYER, Family
 from jaxtp.hf.model_folder import Attributes, HFError, positive, quote, switch, whole
 from jaxtp.layers.rope import UNSCALED, RopeScaling, rope_problems
 from jaxtp.models.config import BlockConfig, ModelConfig
 
 _ORIGINAL, _LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_FLAT = frozenset({"rope_parameters", "rope_theta", "rope_scaling", _ORIGINAL})
-ROPE_ATTRIBUTES: Mapping[Rope, frozenset[str]] = {
-    Rope.NEVER: frozenset(),
-    Rope.ONE: _FLAT,
-    Rope.BY_WINDOW: _FLAT | {"rope_local_base_freq"},
-}
-WINDOW_ATTRIBUTES: Mapping[Window, frozenset[str]] = {
-    Window.NEVER: frozenset(),
-    Window.ALWAYS: frozenset({"sliding_window"}),
-    Window.SWITCHED: frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}),
-    Window.SWITCHED_FOR_ALL: frozenset({"sliding_window", "use_sliding_window", "max_window_layers"}),
-    Window.ALTERNATE: frozenset({"sliding_window", "layer_types"}),
-    Window.PERIODIC: frozenset({"sliding_window", "sliding_window_pattern", "layer_types"}),
-}
-DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size"})
-"""Read for families that mix dense and MoE layers."""
 _ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -51,7 +35,6 @@ _LOCAL_THETA = 10_000.0
 """Default base in layers with a window."""
 _DEFAULT_LAYERS, _DEFAULT_EXPERT_WIDTH = 28, 768
 """Defaults of transformers."""
-_PERIODS = {Window.ALTERNATE: 2, Window.PERIODIC: 6}
 _MAX_LAYERS = 1024
 
 Settings = Mapping[str, Any]
@@ -63,17 +46,18 @@ def read_layers(attributes: Attributes, family: Family, fields: Mapping[str, Any
 
     `fields` come from other attributes. Raises for invalid or contradicting values.
     """
+    names = family.layer_attributes
     if (count := fields["num_layers"]) > _MAX_LAYERS:
         raise HFError(f"num_hidden_layers = {count}: at most {_MAX_LAYERS:,} are supported")
     full, sliding = (
-        {} if family.rope == Rope.NEVER else _read_rope(attributes, family, fields["head_dim"], windowed=windowed)
+        _read_rope(attributes, family, fields["head_dim"], windowed=windowed) if "rope_theta" in names else {}
         for windowed in (False, True)
     )
     kinds = _read_windows(attributes, family, count)
     window = whole("sliding_window", attributes.get("sliding_window", family.default_window)) if any(kinds) else None
     windows: Sequence[Settings] = ({"sliding_window": None, **full}, {"sliding_window": window, **sliding})
     sparse, mlps = [False] * count, list[Settings]([{}])
-    if family.dense_layers:
+    if "decoder_sparse_step" in names:
         sparse = _read_sparse(attributes, count)
         width = whole("moe_intermediate_size", attributes.get("moe_intermediate_size", _DEFAULT_EXPERT_WIDTH))
         mlps = [
@@ -81,21 +65,25 @@ def read_layers(attributes: Attributes, family: Family, fields: Mapping[str, Any
             {"num_experts": fields["num_experts"], "d_ff": width},
         ]
     layers = [{**windows[kind], **mlps[has]} for kind, has in zip(kinds, sparse, strict=True)]
-    if family.scale_by_layer and switch(family.scale_by_layer, attributes.get(family.scale_by_layer, False)):
+    if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
     return _compress_layers({**windows[all(kinds)], **mlps[any(sparse)]}, layers)
 
 
 def write_layers(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the attributes for layer differences, windows and rotary embeddings."""
-    layers = list(config.layers())
-    written = {**_write_windows(layers, family), **_write_ropes(layers, family)}
-    if family.scale_by_layer is not None:
+    """Returns the family's `layer_attributes`."""
+    names, layers = family.layer_attributes, list(config.layers())
+    written = {
+        **({"head_dim": config.head_dim} if "head_dim" in names else {}),
+        **(_write_windows(layers, family) if "sliding_window" in names else {}),
+        **(_write_ropes(layers, family) if "rope_theta" in names else {}),
+        **(_write_experts(layers) if "decoder_sparse_step" in names else {}),
+    }
+    if SCALE_BY_LAYER in names:
         first, *others = (layer.query_scale for layer in layers)
-        by_layer = bool(others) and first is not None and others[0] == first / 2
-        written |= {family.scale_by_layer: by_layer}
-    return written | (_write_experts(layers) if family.dense_layers else {})
+        written[SCALE_BY_LAYER] = bool(others) and first is not None and others[0] == first / 2
+    return written
 
 
 def _compress_layers(base: Settings, layers: Sequence[Settings]) -> dict[str, Any]:
@@ -115,21 +103,20 @@ def _compress_layers(base: Settings, layers: Sequence[Settings]) -> dict[str, An
 
 def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bool]:
     """Returns whether each layer has a window."""
-    window = attributes.get("sliding_window", family.default_window)
-    if family.window in (Window.NEVER, Window.ALWAYS):
-        return [family.window == Window.ALWAYS and window is not None] * count
-    if family.window in (Window.SWITCHED, Window.SWITCHED_FOR_ALL) and (
-        not switch("use_sliding_window", attributes.get("use_sliding_window", False)) or window is None
-    ):
+    names, window = family.layer_attributes, attributes.get("sliding_window", family.default_window)
+    is_on = "use_sliding_window" not in names or switch(
+        "use_sliding_window", attributes.get("use_sliding_window", False)
+    )
+    if "sliding_window" not in names or not is_on or ("use_sliding_window" in names and window is None):
         return [False] * count
-    if family.window == Window.SWITCHED_FOR_ALL:
-        if first := attributes.get("max_window_layers"):
+    if "layer_types" not in names:
+        if "max_window_layers" in names and (first := attributes.get("max_window_layers")):
             raise HFError(
                 f"max_window_layers = {quote(first)} and use_sliding_window = True: some versions of transformers have "
                 "a window in the layers from that one on, others in all; set max_window_layers to 0 for a window in "
                 "all, or use_sliding_window to false for none"
             )
-        return [True] * count
+        return [window is not None] * count
     if (types := attributes.get("layer_types")) is None:
         return _windows_by_index(attributes, family, count)
     if not isinstance(types, list) or len(types) != count or not set(map(str, types)) <= {_FULL, _SLIDING}:
@@ -142,32 +129,30 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
 
 
 def _windows_by_index(attributes: Attributes, family: Family, count: int) -> list[bool]:
-    if family.window == Window.SWITCHED:
+    if "max_window_layers" in family.layer_attributes:
         first = attributes.get("max_window_layers", _DEFAULT_LAYERS)
         if type(first) is not int or first < 0:
             raise HFError(f"max_window_layers = {quote(first)}: should be a whole number")
         return [i >= first for i in range(count)]
     period, hidden = attributes.get("sliding_window_pattern"), attributes.get("_sliding_window_pattern")
-    if period is None and hidden not in (None, _PERIODS[family.window]) and "layer_types" not in attributes:
+    if period is None and hidden not in (None, family.window_period) and "layer_types" not in attributes:
         raise HFError(f"_sliding_window_pattern = {quote(hidden)} without layer_types: add them, one for each layer")
-    period = whole("sliding_window_pattern", _PERIODS[family.window] if period is None else period)
+    period = whole("sliding_window_pattern", family.window_period if period is None else period)
     return [(i + 1) % period != 0 for i in range(count)]
 
 
 def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, Any]:
-    if family.window == Window.NEVER:
-        return {}
-    kinds = [layer.sliding_window is not None for layer in layers]
+    names, kinds = family.layer_attributes, [layer.sliding_window is not None for layer in layers]
     window = next((layer.sliding_window for layer in layers if layer.sliding_window is not None), None)
     written: dict[str, Any] = {"sliding_window": window}
-    if family.window in (Window.SWITCHED, Window.SWITCHED_FOR_ALL):
+    if "use_sliding_window" in names:
         first = kinds.index(True) if any(kinds) else 0
         written |= {"use_sliding_window": window is not None, "max_window_layers": first}
-    if family.window == Window.PERIODIC:
+    if "sliding_window_pattern" in names:
         period = kinds.index(False) + 1 if not all(kinds) else len(kinds) + 1
         if kinds == [(i + 1) % period != 0 for i in range(len(kinds))]:
             written |= {"sliding_window_pattern": period}
-    if "layer_types" in WINDOW_ATTRIBUTES[family.window] and (family.window != Window.SWITCHED or len(set(kinds)) > 1):
+    if "layer_types" in names and ("max_window_layers" not in names or len(set(kinds)) > 1):
         written |= {"layer_types": [_SLIDING if kind else _FULL for kind in kinds]}
     return written
 
@@ -198,7 +183,7 @@ def _write_experts(layers: Sequence[BlockConfig]) -> dict[str, Any]:
 def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowed: bool) -> dict[str, Any]:
     """Returns plain `rope_theta` and `rope_scaling` of a block with or without a window."""
     default_theta = family.rope_theta
-    if family.rope == Rope.BY_WINDOW:
+    if "rope_local_base_freq" in family.layer_attributes:
         nested = attributes.get("rope_parameters") or {}
         if not isinstance(nested, dict) or not set(nested) <= {_FULL, _SLIDING}:
             raise HFError(f"rope_parameters = {quote(nested)}: should hold {_FULL} and {_SLIDING}")
@@ -287,14 +272,12 @@ def _attention_factor(parameters: Attributes, factor: float) -> float | None:
 
 
 def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, Any]:
-    if family.rope == Rope.NEVER:
-        return {}
     full, sliding = (
         next((layer for layer in layers if (layer.sliding_window is not None) == windowed), layers[0])
         for windowed in (False, True)
     )
     written = _write_rope(full.rope_theta or family.rope_theta, full.rope_scaling)
-    if family.rope == Rope.ONE:
+    if "rope_local_base_freq" not in family.layer_attributes:
         return written
     theta = sliding.rope_theta or family.rope_theta
     if sliding.rope_scaling.kind == "none":

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
-from jaxtp.hf.config_blocks import DENSE_LAYERS, ROPE_ATTRIBUTES, WINDOW_ATTRIBUTES, read_layers, write_layers
+from jaxtp.hf.config_blocks import read_layers, write_layers
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.families.family import Attribute, Family, is_ignorable
 from jaxtp.hf.model_folder import (
@@ -102,7 +102,6 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **dict(_written(config, family)),
-        **({"head_dim": config.head_dim} if family.head_dim else {}),
         **{name: family.required[name] for name in _ALWAYS_WRITTEN if name in family.required},
         **write_layers(config, family),
         "torch_dtype": dtype,
@@ -168,7 +167,7 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
 
 
 def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
-    known = _known_attributes(family)
+    known = family.known_attributes()
     for name in ignored:
         if name in family.required or name in known or name == "architectures":
             yield f"--ignore-config {truncate(name)}: it is known to change the model, and cannot be passed over"
@@ -189,14 +188,6 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
             )
     if attributes.get("architectures") not in (None, [family.architecture]):
         yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
-
-
-def _known_attributes(family: Family) -> frozenset[str]:
-    known = {"model_type", *(attribute.name for attribute in family.attributes)}
-    known |= {"head_dim"} if family.head_dim else set()
-    known |= {family.scale_by_layer} if family.scale_by_layer is not None else set()
-    dense = DENSE_LAYERS if family.dense_layers else frozenset()
-    return ROPE_ATTRIBUTES[family.rope] | WINDOW_ATTRIBUTES[family.window] | dense | known
 
 
 def _canonical_names(attributes: Attributes, family: Family) -> dict[str, Any]:
@@ -245,7 +236,7 @@ def _read(attributes: Attributes, attribute: Attribute) -> Any:
 
 
 def _head_dim(attributes: Attributes, family: Family, fields: Mapping[str, Any]) -> int:
-    original = attributes.get("head_dim") if family.head_dim else None
+    original = attributes.get("head_dim") if "head_dim" in family.layer_attributes else None
     if original is not None or family.default_head_dim is not None:
         return whole("head_dim", family.default_head_dim if original is None else original)
     if fields["d_model"] % fields["num_heads"]:

@@ -50,9 +50,7 @@ GPT2 = base.Family(
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
-    rope=base.Rope.NEVER,
-    head_dim=False,
-    scale_by_layer="scale_attn_by_inverse_layer_idx",
+    layer_attributes=frozenset({base.SCALE_BY_LAYER}),
     always={
         "norm": "layer",
         "mlp": "plain",

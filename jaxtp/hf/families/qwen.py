@@ -7,7 +7,7 @@ QWEN2 = base.Family(
     architecture="Qwen2ForCausalLM",
     tensors=base.BODY + base.QKV_BIASES,
     attributes=(*base.sizes(), base.kv_heads(32)),
-    window=base.Window.SWITCHED,
+    layer_attributes=base.USUAL | base.SWITCHED_WINDOW | {"layer_types"},
     always={"attention_bias": True},  # of q, k and v; config.json has no attribute for it
     required=base.required(mlp_bias=False),
 )
@@ -18,7 +18,7 @@ QWEN3 = base.Family(
     architecture="Qwen3ForCausalLM",
     tensors=base.BODY + base.QKV_BIASES + base.OUT_BIAS + base.QK_NORMS,
     attributes=(*base.sizes(), base.kv_heads(32), base.ATTENTION_BIAS),
-    window=base.Window.SWITCHED,
+    layer_attributes=base.USUAL | base.SWITCHED_WINDOW | {"layer_types"},
     default_head_dim=128,
     always={"qk_norm": "head"},
     required=base.required(mlp_bias=False),
@@ -44,8 +44,7 @@ QWEN3_MOE = base.Family(
         base.Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
     ),
     aliases={"num_local_experts": "num_experts"},
-    window=base.Window.SWITCHED_FOR_ALL,
-    dense_layers=True,
+    layer_attributes=base.USUAL | base.SWITCHED_WINDOW | base.DENSE_LAYERS,
     always={"qk_norm": "head"},
     required=base.required(mlp_bias=False),
     ignored_attributes=base.ROUTER_LOSS,
