@@ -27,6 +27,7 @@ from jaxtp.hf.model_folder import (
     read_attributes,
     whole,
 )
+from jaxtp.hf.safetensors import FORMATS
 from jaxtp.hf.tensor_map import dtypes
 from jaxtp.layers.experts import ExpertsConfig
 from jaxtp.layers.mlp import MLPConfig
@@ -39,7 +40,6 @@ _EXPERT_DEFAULTS = {
     field.name: field.default for field in dataclasses.fields(ExpertsConfig) if not hasattr(MLPConfig, field.name)
 }
 """Settings of experts, with their defaults."""
-_DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
@@ -70,7 +70,7 @@ def stored_dtype(path: str | Path) -> str | None:
 def dtype_of(folder: Folder) -> DType:
     """Returns the tensors' dtype, or float32 if they differ."""
     stored = dtypes(folder.tensors, family_of(folder.attributes, str(folder.path / CONFIG)))
-    return _DTYPES.get(stored.pop(), "float32") if len(stored) == 1 else "float32"
+    return next((dtype for dtype, name in FORMATS.items() if stored == {name}), "float32")
 
 
 def family_of(attributes: Attributes, source: str) -> Family:

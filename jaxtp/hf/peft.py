@@ -331,7 +331,7 @@ def _check_names(attributes: Attributes, adapted: Collection[str], possible: _Mo
     layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
     if not all(type(layer) is int for layer in layers):
         raise HFError(f"layers_to_transform = {quote(layers)}: should be numbers of layers")
-    wanted, excluded = (set(value or ()) for value in lists.values())
+    wanted, excluded = (set(value) if isinstance(value, list) else set() for value in lists.values())
     expected = [
         module
         for module, ((adapter, index, _), *_) in possible.items()
