@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
@@ -123,7 +122,7 @@ def _visible_files(find: Callable[[], Path]) -> list[str] | None:
 def read_metadata(folder: Path) -> Metadata:
     """Reads array shapes and dtypes; raises as `read_info`."""
 
-    return read_or_explain(folder, lambda: dict(_open_reader({}, {}).metadata(_state_in(folder)).tree))
+    return read_or_explain(folder, lambda: dict(_open_reader({}, {}).metadata((folder / "state").resolve()).tree))
 
 
 def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata: Metadata) -> Arrays:
@@ -132,14 +131,10 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata:
     def read() -> Arrays:
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
         restore = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
-        arrays: Arrays = _open_reader(metadata, target).restore(_state_in(folder), restore)
+        arrays: Arrays = _open_reader(metadata, target).restore((folder / "state").resolve(), args=restore)
         return arrays
 
     return read_or_explain(folder, read)
-
-
-def _state_in(folder: Path) -> epath.Path:
-    return epath.Path((folder / "state").resolve())
 
 
 def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
