@@ -5,7 +5,6 @@ import difflib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxtp.checkpoint.logical import logical_spec, named_variables, pad_array, replace_arrays
+from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pad_array, replace_arrays
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, named, open_folder
 from jaxtp.hf.safetensors import Block, StoredTensor
@@ -98,31 +97,18 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
     return model
 
 
-@dataclass
-class _Source:
-    tensors: Mapping[str, StoredTensor]
-    copies: Mapping[str, StoredTensor | None]
-    """Tensors that must be equal to the one of that name: a tied head."""
-    progress: Progress | None
-    total: int
-    done: int = 0
-
-    def blocks(self, name: str, first: int, last: int) -> Iterator[tuple[int, Block]]:
-        """Yields rows in blocks; refuses non-finite values and a tied head that differs from the embedding."""
-        tensor, copy = self.tensors[name], self.copies.get(name)
-        copied = None if copy is None else copy.blocks(first, last)
-        for row, block in tensor.blocks(first, last):
-            unsigned, mask = _EXPONENTS[tensor.dtype]
-            if ((block.view(unsigned) & mask) == mask).any():
-                raise HFError(f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on")
-            if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
-                raise HFError(
-                    f"tie_word_embeddings is true, and {copy.name} is not {tensor.name}; one of them is wrong"
-                )
-            self.done += block.nbytes
-            if self.progress is not None:
-                self.progress(self.done, self.total)
-            yield row, block
+def _checked_blocks(
+    tensor: StoredTensor, copy: StoredTensor | None, first: int, last: int
+) -> Iterator[tuple[int, Block]]:
+    """Yields rows in blocks; refuses non-finite values and a `copy` (a tied head) that differs."""
+    unsigned, mask = _EXPONENTS[tensor.dtype]
+    copied = None if copy is None else copy.blocks(first, last)
+    for row, block in tensor.blocks(first, last):
+        if ((block.view(unsigned) & mask) == mask).any():
+            raise HFError(f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on")
+        if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
+            raise HFError(f"tie_word_embeddings is true, and {copy.name} is not {tensor.name}; one of them is wrong")
+        yield row, block
 
 
 def load_tensors(
@@ -134,8 +120,11 @@ def load_tensors(
     copies: Mapping[str, StoredTensor | None] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> nnx.State:
-    """Reads the `needed` parts of tensors into an abstract state; layers without a tensor are zero."""
-    source = _Source(tensors, copies, progress, total=sum(tensors[name].num_bytes for name in needed))
+    """Reads the `needed` parts of tensors into an abstract state; layers without a tensor are zero.
+
+    `copies` are tensors that must be equal to the tensor of their key: a tied head.
+    """
+    done, total = 0, sum(tensors[name].num_bytes for name in needed)
     variables = named_variables(abstract)
     remaining = Counter(place.target for parts in needed.values() for place in parts)
     stacked = {ours: variable for ours, variable in variables.items() if split_path(ours)[0] is not None}
@@ -152,9 +141,12 @@ def load_tensors(
         filled = [(place, parameters[place.target]) for place in parts]
         needed_rows = [rows for place, part in filled for _, (rows, *_) in part.slices(place) if rows[0] < rows[1]]
         first, last = min((a for a, _ in needed_rows), default=0), max((b for _, b in needed_rows), default=0)
-        for row, block in source.blocks(name, first, last):
+        for row, block in _checked_blocks(tensors[name], copies.get(name), first, last):
             for place, part in filled:
                 part.take(place, row, block)
+            done += block.nbytes
+            if progress is not None:
+                progress(done, total)
         for ours, index in (place.target for place in parts):
             remaining[ours, index] -= 1
             if remaining[ours, index]:  # waits for tensors of other experts
@@ -184,7 +176,7 @@ _Bounds = tuple[tuple[int, int], ...]
 class _Parameter:
     """A parameter, or one of its layers, in transit to the devices."""
 
-    def __init__(self, variable: nnx.Variable[Any], mesh: Mesh | None, *, stacked: bool):
+    def __init__(self, variable: Variable, mesh: Mesh | None, *, stacked: bool):
         dims = slice(1 if stacked else 0, None)  # layers are not split
         self.padding = padding_of(variable)
         self.shape, self.padded = logical_shape(variable)[dims], tuple(variable.shape)[dims]
@@ -196,23 +188,26 @@ class _Parameter:
         self.blocks = {where: _aligned_zeros(tuple(b - a for a, b in where), dtype) for where in self.bounds.values()}
 
     def slices(self, place: TensorPart) -> Iterator[tuple[Block, _Bounds]]:
+        """Yields each device's part of a tensor, with the dims of the file, and its bounds in the file."""
         for where, block in self.blocks.items():
-            if place.expert is None:
-                yield block, _bounds_in_file(place, where)
-            elif 0 <= place.expert - where[0][0] < len(block):
-                yield block[place.expert - where[0][0]], _bounds_in_file(place, where[1:])
+            if place.expert is not None:
+                expert, where = place.expert - where[0][0], where[1:]
+                if not 0 <= expert < len(block):
+                    continue
+                block = block[expert]
+            (begin, end), before = where[-1], where[:-1]
+            columns = (begin + place.first, end + place.first)
+            if place.transposed:
+                yield block.swapaxes(-2, -1), (*before[:-1], columns, before[-1])
+            else:
+                yield block, (*before, columns)
 
     def take(self, place: TensorPart, row: int, rows: Block) -> None:
         for block, ((start, stop), *columns) in self.slices(place):
             low, high = max(row, start), min(row + len(rows), stop)
-            if low >= high:
-                continue
-            source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in columns))]
-            at = (slice(low - start, high - start), *(slice(end - begin) for begin, end in columns))
-            if place.transposed:
-                _copy_transposed(block[_swap_last_two(at)], source)
-            else:
-                block[at] = source
+            if low < high:
+                source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in columns))]
+                _copy(block[low - start : high - start], source)
 
     def placed(self) -> Array:
         placed = [jax.device_put(self.blocks[where], device) for device, where in self.bounds.items()]
@@ -220,27 +215,20 @@ class _Parameter:
         return array if self.shape == self.padded else pad_array(array, self.padding, self.stored)
 
 
-def _bounds_in_file(place: TensorPart, where: _Bounds) -> _Bounds:
-    begin, end = where[-1]
-    bounds = (*where[:-1], (begin + place.first, end + place.first))
-    return _swap_last_two(bounds) if place.transposed else bounds
-
-
-def _swap_last_two(dims: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*dims[:-2], *dims[:-3:-1])
-
-
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
     whole = (slice(None),) * len(shape)
     return tuple((dim.indices(size)[0], dim.indices(size)[1]) for dim, size in zip(index or whole, shape, strict=True))
 
 
-def _copy_transposed(target: Block, source: Block) -> None:
-    """Copies in tiles that fit a core's cache: 3x faster."""
-    for row in range(0, source.shape[0], _TILE):
-        for column in range(0, source.shape[1], _TILE):
-            tile = source[..., row : row + _TILE, column : column + _TILE]
-            target[..., column : column + _TILE, row : row + _TILE] = tile.swapaxes(-2, -1)
+def _copy(target: Block, source: Block) -> None:
+    """Copies in tiles that fit a core's cache: 3x faster if the target is transposed."""
+    if target.flags.c_contiguous or source.ndim == 1:
+        target[...] = source
+        return
+    for row in range(0, source.shape[-2], _TILE):
+        for column in range(0, source.shape[-1], _TILE):
+            tile = (..., slice(row, row + _TILE), slice(column, column + _TILE))
+            target[tile] = source[tile]
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Block:
