@@ -204,7 +204,7 @@ class StoredCheckpoint:
     """A checkpoint whose arrays are read whole, one at a time, onto one device."""
 
     folder: Path
-    info: Info
+    info: Mapping[str, Any]
     arrays: dict[str, jax.ShapeDtypeStruct]
     metadata: Metadata
 

@@ -38,10 +38,10 @@ _DEFAULT_LAYERS, _DEFAULT_EXPERT_WIDTH = 28, 768
 _MAX_LAYERS = 1024
 
 Settings = Mapping[str, Any]
-"""Fields of `BlockConfig` that differ between layers, as plain values."""
+"""Plain values of fields of `ModelConfig` or `BlockConfig`."""
 
 
-def read_layers(attributes: Attributes, family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Settings:
     """Returns `ModelConfig` fields for all layers, and a `pattern` or `first_blocks` if layers differ.
 
     `fields` come from other attributes. Raises for invalid or contradicting values.
@@ -71,7 +71,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Mapping[str, Any
     return _compress_layers({**windows[all(kinds)], **mlps[any(sparse)]}, layers)
 
 
-def write_layers(config: ModelConfig, family: Family) -> dict[str, Any]:
+def write_layers(config: ModelConfig, family: Family) -> dict[str, object]:
     """Returns the family's `layer_attributes`."""
     names, layers = family.layer_attributes, list(config.layers())
     written = {
@@ -86,7 +86,7 @@ def write_layers(config: ModelConfig, family: Family) -> dict[str, Any]:
     return written
 
 
-def _compress_layers(base: Settings, layers: Sequence[Settings]) -> dict[str, Any]:
+def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
     """Returns `base` with the `pattern` or `first_blocks` for `layers` that compiles the fewest blocks."""
     changes = [
         {name: value for name, value in layer.items() if name not in base or base[name] != value} for layer in layers
@@ -141,10 +141,10 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
     return [(i + 1) % period != 0 for i in range(count)]
 
 
-def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, Any]:
+def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
     names, kinds = family.layer_attributes, [layer.sliding_window is not None for layer in layers]
     window = next((layer.sliding_window for layer in layers if layer.sliding_window is not None), None)
-    written: dict[str, Any] = {"sliding_window": window}
+    written: dict[str, object] = {"sliding_window": window}
     if "use_sliding_window" in names:
         first = kinds.index(True) if any(kinds) else 0
         written |= {"use_sliding_window": window is not None, "max_window_layers": first}
@@ -168,7 +168,7 @@ def _read_sparse(attributes: Attributes, count: int) -> list[bool]:
     return [i not in without and (i + 1) % step == 0 for i in range(count)]
 
 
-def _write_experts(layers: Sequence[BlockConfig]) -> dict[str, Any]:
+def _write_experts(layers: Sequence[BlockConfig]) -> dict[str, object]:
     widths = {bool(layer.num_experts): layer.d_ff for layer in reversed(layers)}
     sparse = [i for i, layer in enumerate(layers) if layer.num_experts]
     step = math.gcd(*(i + 1 for i in sparse)) or 1
@@ -180,7 +180,7 @@ def _write_experts(layers: Sequence[BlockConfig]) -> dict[str, Any]:
     }
 
 
-def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowed: bool) -> dict[str, Any]:
+def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowed: bool) -> Settings:
     """Returns plain `rope_theta` and `rope_scaling` of a block with or without a window."""
     default_theta = family.rope_theta
     if "rope_local_base_freq" in family.layer_attributes:
@@ -271,37 +271,34 @@ def _attention_factor(parameters: Attributes, factor: float) -> float | None:
     return positive("what follows from mscale and mscale_all_dim", over / under)
 
 
-def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, Any]:
+def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
+    """Returns the older spelling, which every version reads, unless it cannot express a scaling."""
     full, sliding = (
         next((layer for layer in layers if (layer.sliding_window is not None) == windowed), layers[0])
         for windowed in (False, True)
     )
-    written = _write_rope(full.rope_theta or family.rope_theta, full.rope_scaling)
+    theta, local_theta = (layer.rope_theta or family.rope_theta for layer in (full, sliding))
+    scaling, parameters = full.rope_scaling, _scaling_parameters(full.rope_scaling)
+    written: dict[str, object] = {"rope_theta": theta, "rope_scaling": parameters or None}
+    longest = {}
+    if _ORIGINAL in parameters:  # transformers requires the longest as well
+        longest = {_LONGEST: math.ceil(scaling.original_length * scaling.factor)}
+    if scaling.kind == "longrope":  # before transformers 5, its factor was the ratio of these two
+        written[_ORIGINAL] = scaling.original_length
     if "rope_local_base_freq" not in family.layer_attributes:
-        return written
-    theta = sliding.rope_theta or family.rope_theta
+        return written | longest
     if sliding.rope_scaling.kind == "none":
-        return {**written, "rope_local_base_freq": theta}
-    nested = {_FULL: _as_parameters(written), _SLIDING: _as_parameters(_write_rope(theta, sliding.rope_scaling))}
-    return {"rope_parameters": nested, **{key: value for key, value in written.items() if key.startswith("max_")}}
+        return written | longest | {"rope_local_base_freq": local_theta}
+    default = {"rope_type": "default"}
+    local = {**default, **_scaling_parameters(sliding.rope_scaling), "rope_theta": local_theta}
+    nested = {_FULL: {**default, **parameters, "rope_theta": theta}, _SLIDING: local}
+    return {"rope_parameters": nested, **longest}
 
 
-def _write_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
-    """Returns the older spelling, which every version reads."""
+def _scaling_parameters(scaling: RopeScaling) -> dict[str, object]:
     if scaling.kind == "none":
-        return {"rope_theta": theta, "rope_scaling": None}
-    written: dict[str, Any] = {"rope_type": scaling.kind}
-    for name in _ROPE_PARAMETERS[scaling.kind]:
-        if (value := getattr(scaling, name)) is not None:
-            written[name] = list(value) if isinstance(value, tuple) else value
-    if scaling.kind == "linear":
-        return {"rope_theta": theta, "rope_scaling": written}
-    written[_ORIGINAL] = scaling.original_length
-    longest = math.ceil(scaling.original_length * scaling.factor)  # transformers requires it
-    # Before transformers 5, longrope computed its factor from these two attributes.
-    outside = {_ORIGINAL: scaling.original_length} if scaling.kind == "longrope" else {}
-    return {"rope_theta": theta, "rope_scaling": written, _LONGEST: longest, **outside}
-
-
-def _as_parameters(written: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rope_type": "default", **(written["rope_scaling"] or {}), "rope_theta": written["rope_theta"]}
+        return {}
+    values = {name: getattr(scaling, name) for name in _ROPE_PARAMETERS[scaling.kind]}
+    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    written = {"rope_type": scaling.kind, **{name: value for name, value in lists.items() if value is not None}}
+    return written if scaling.kind == "linear" else {**written, _ORIGINAL: scaling.original_length}

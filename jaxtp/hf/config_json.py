@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
-from jaxtp.hf.config_blocks import read_layers, write_layers
+from jaxtp.hf.config_blocks import Settings, read_layers, write_layers
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.families.family import Attribute, Family, is_ignorable
 from jaxtp.hf.model_folder import (
@@ -96,7 +96,7 @@ def model_config(attributes: Attributes, source: str, ignore_config: Collection[
         return configuration.validate(ModelConfig, fields, source=f"{source} describes a model that cannot be")
 
 
-def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
+def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, object]:
     """Returns config.json attributes that every transformers version reads; raises if the family has no such model."""
     written = {
         "architectures": [family.architecture],
@@ -116,7 +116,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     return written
 
 
-def _written(config: ModelConfig, family: Family) -> Iterator[tuple[str, Any]]:
+def _written(config: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
     config = _common_settings(config)
     for attribute in reversed(family.attributes):  # so the first attribute of a name wins
         value = getattr(config, attribute.fields[0])
@@ -139,15 +139,16 @@ def _common_settings(config: ModelConfig) -> ModelConfig:
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
+    """Returns the architecture; settings that differ between layers as lists, expert settings only with experts."""
     fields = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
-    plain = {block: configuration.to_plain(block) for _, _, block in config.kinds()}
-    for block, settings in plain.items():  # expert settings are meaningless without experts
-        settings |= {} if block.num_experts else _EXPERT_DEFAULTS
-    by_layer = next(iter(plain.values()))
-    if len(plain) > 1:
-        every = {name: [plain[block][name] for block in config.layers()] for name in by_layer}
-        by_layer = {name: v if any(each != v[0] for each in v) else v[0] for name, v in every.items()}
-    return fields | {name: value for name, value in by_layer.items() if name in fields}
+    plain = {
+        block: configuration.to_plain(block) | ({} if block.num_experts else _EXPERT_DEFAULTS)
+        for block in config.block_kinds()
+    }
+    for name in fields.keys() & next(iter(plain.values())).keys():
+        values = [plain[block][name] for block in config.layers()]
+        fields[name] = values if any(value != values[0] for value in values) else values[0]
+    return fields
 
 
 def choose_family(config: ModelConfig, name: str | None) -> Family:
@@ -190,7 +191,7 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
         yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
 
 
-def _canonical_names(attributes: Attributes, family: Family) -> dict[str, Any]:
+def _canonical_names(attributes: Attributes, family: Family) -> Attributes:
     renamed = dict(attributes)
     for alias, name in family.aliases.items():
         if alias in renamed and renamed.setdefault(name, renamed[alias]) != renamed.pop(alias):
@@ -208,7 +209,7 @@ def _with_spelled_names(message: str, attributes: Attributes, family: Family) ->
     return message
 
 
-def _fields(attributes: Attributes, family: Family) -> dict[str, Any]:
+def _fields(attributes: Attributes, family: Family) -> Settings:
     fields = dict(family.always)
     for attribute in family.attributes:
         fields |= dict.fromkeys(attribute.fields, _read(attributes, attribute))
@@ -219,7 +220,7 @@ def _fields(attributes: Attributes, family: Family) -> dict[str, Any]:
         raise HFError(
             f"{names['experts_per_token']} = {chosen}: should be at most {names['num_experts']}, which is {most}"
         )
-    return fields | read_layers(attributes, family, fields)
+    return {**fields, **read_layers(attributes, family, fields)}
 
 
 def _read(attributes: Attributes, attribute: Attribute) -> Any:
@@ -235,7 +236,7 @@ def _read(attributes: Attributes, attribute: Attribute) -> Any:
     return number if attribute.power == 1 else number**attribute.power
 
 
-def _head_dim(attributes: Attributes, family: Family, fields: Mapping[str, Any]) -> int:
+def _head_dim(attributes: Attributes, family: Family, fields: Settings) -> int:
     original = attributes.get("head_dim") if "head_dim" in family.layer_attributes else None
     if original is not None or family.default_head_dim is not None:
         return whole("head_dim", family.default_head_dim if original is None else original)

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, get_type_hints
+from typing import TypedDict, Unpack, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -262,7 +262,7 @@ def _shards(tensors: Tensors, dtype: DType, most: int | str) -> dict[str, Tensor
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
-def carried_attributes(source: str | Path | None) -> dict[str, Any]:
+def carried_attributes(source: str | Path | None) -> dict[str, object]:
     """Returns config.json attributes that describe no computation, e.g. special tokens."""
     if source is None or not os.path.lexists(Path(source) / CONFIG):
         return {}

@@ -3,10 +3,8 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from flax import nnx
-
+from jaxtp.checkpoint.logical import Variable
 from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.hf.model_folder import HFError
@@ -45,7 +43,7 @@ class TensorPart:
 
 Choose = Callable[[Sequence[Tensor], str], Tensor]
 """Chooses among the tensors that can be a parameter, given the number of the layer."""
-Parameters = Mapping[str, nnx.Variable[Any]]
+Parameters = Mapping[str, Variable]
 """By dotted path, abstract or real."""
 
 

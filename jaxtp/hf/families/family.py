@@ -117,7 +117,7 @@ class Family:
     """head_dim if config.json lacks it; None: hidden_size / num_attention_heads."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` with a fixed value."""
-    required: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, object] = field(default_factory=dict)
     """Attributes with one supported value; others would change the model."""
     ignored_attributes: frozenset[str] = frozenset()
     """More `IGNORED_ATTRIBUTES`."""
@@ -216,7 +216,7 @@ def sizes(eps: float = 1e-6, *, tied: bool = False) -> tuple[Attribute, ...]:
     )
 
 
-_REQUIRED: Mapping[str, Any] = {
+_REQUIRED: Mapping[str, object] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
     "partial_rotary_factor": 1.0,
@@ -230,7 +230,7 @@ _REQUIRED: Mapping[str, Any] = {
 }
 
 
-def required(without: Collection[str] = (), **more: Any) -> dict[str, Any]:
+def required(without: Collection[str] = (), **more: object) -> dict[str, object]:
     """Returns attributes with one supported value: the usual ones, except `without`, and more."""
     return {name: value for name, value in _REQUIRED.items() if name not in without} | more
 
@@ -264,7 +264,7 @@ _BOOKKEEPING = re.compile(
 """More ignored names: ids of tokens, and choices of kernels that compute the same."""
 
 
-def is_ignorable(name: str, value: Any, family: Family) -> bool:
+def is_ignorable(name: str, value: object, family: Family) -> bool:
     """Returns whether an attribute has no effect on model output."""
     if name == "auto_map":  # classes in Python files of the folder; those named AutoModel... may compute anything
         return value is None or (isinstance(value, dict) and not any(key.startswith("AutoModel") for key in value))
