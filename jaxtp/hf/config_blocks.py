@@ -17,19 +17,18 @@ from jaxtp.models.config import BlockConfig, ModelConfig
 
 _ORIGINAL, _LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+_SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-    "longrope": ("factor", "short_factor", "long_factor", "attention_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate", _ORIGINAL),
+    "longrope": ("factor", "short_factor", "long_factor", "attention_factor", _ORIGINAL),
 }
-"""Fields of `RopeScaling` of each kind."""
-_ONLY_READ: Mapping[str, set[str]] = {
-    "llama3": {_ORIGINAL},
-    "yarn": {_ORIGINAL, "mscale", "mscale_all_dim"},
-    "longrope": {_ORIGINAL},
-}
+"""Parameters of each kind of rotary embedding."""
+_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_LISTS = ("short_factor", "long_factor")
+_ATTENTION_SCALES = ("mscale", "mscale_all_dim")
+"""Parameters of yarn that are read, not written."""
 _COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 _LOCAL_THETA = 10_000.0
 """Default base in layers with a window."""
@@ -195,10 +194,10 @@ def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowe
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in family.rope_kinds:
-        supported = ", ".join(known for known in _ROPE_PARAMETERS if known in family.rope_kinds)
+        supported = ", ".join(known for known in _SCALINGS if known in family.rope_kinds)
         raise HFError(f"rope_type = {quote(kind)} is not supported; a {family.model_type} can have {supported}")
     for key in parameters:
-        if key not in {*_ROPE_PARAMETERS[kind], *_ONLY_READ.get(kind, ()), *_COMMON_PARAMETERS}:
+        if key not in {*_SCALINGS[kind], *_COMMON_PARAMETERS, *(_ATTENTION_SCALES if kind == "yarn" else ())}:
             raise HFError(
                 f"{truncate(key)} of the rotary embedding {kind!r} is not understood; it may change the model"
             )
@@ -228,29 +227,24 @@ def _rope_parameters(attributes: Attributes) -> Attributes:
 
 
 def _read_scaling(kind: str, parameters: Attributes, attributes: Attributes) -> RopeScaling:
-    def number(name: str, default: float | None = None) -> float:
+    names, longest = _SCALINGS[kind], attributes.get(_LONGEST)
+    settings: dict[str, Any] = {"kind": "none" if kind == "default" else kind}
+    defaults = {"beta_fast": UNSCALED.beta_fast, "beta_slow": UNSCALED.beta_slow}
+    if _ORIGINAL in names:
+        lengths = (attributes.get(_ORIGINAL), parameters.get(_ORIGINAL), longest)
+        if (original := next((length for length in lengths if length is not None), None)) is None:
+            raise HFError(f"{_ORIGINAL} of the rotary embedding is missing")
+        settings["original_length"] = whole(_ORIGINAL, original)
+        if "attention_factor" in names and longest is not None:
+            defaults["factor"] = whole(_LONGEST, longest) / settings["original_length"]
+    for name in (name for name in _NUMBERS if name in names):
         value = parameters.get(name)
-        return positive(f"{name} of the rotary embedding", default if value is None else value)
-
-    if kind == "default":
-        return RopeScaling()
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=number("factor"))
-    lengths = (attributes.get(_ORIGINAL), parameters.get(_ORIGINAL), attributes.get(_LONGEST))
-    if (original := next((length for length in lengths if length is not None), None)) is None:
-        raise HFError(f"{_ORIGINAL} of the rotary embedding is missing")
-    length, longest = whole(_ORIGINAL, original), attributes.get(_LONGEST)
-    settings: dict[str, Any] = {"kind": kind, "original_length": length}
-    if kind == "llama3":
-        settings |= {name: number(name) for name in _ROPE_PARAMETERS[kind]}
-        return RopeScaling(**settings)
-    factor = number("factor", None if longest is None else whole(_LONGEST, longest) / length)
-    settings |= {"factor": factor, "attention_factor": _attention_factor(parameters, factor)}
-    if kind == "longrope":
-        settings |= {name: _factors(name, parameters) for name in ("short_factor", "long_factor")}
-    else:
-        settings |= {name: number(name, getattr(UNSCALED, name)) for name in ("beta_fast", "beta_slow")}
+        settings[name] = positive(f"{name} of the rotary embedding", defaults.get(name) if value is None else value)
+    settings |= {name: _factors(name, parameters) for name in _LISTS if name in names}
+    if "truncate" in names:
         settings["truncate"] = switch("truncate of the rotary embedding", parameters.get("truncate", True))
+    if "attention_factor" in names:
+        settings["attention_factor"] = _attention_factor(parameters, settings["factor"])
     return RopeScaling(**settings)
 
 
@@ -264,7 +258,7 @@ def _factors(name: str, parameters: Attributes) -> tuple[float, ...]:
 def _attention_factor(parameters: Attributes, factor: float) -> float | None:
     if parameters.get("attention_factor") is not None:
         return positive("attention_factor", parameters["attention_factor"])
-    scales = [parameters.get(name) for name in ("mscale", "mscale_all_dim")]
+    scales = [parameters.get(name) for name in _ATTENTION_SCALES]
     if not all(scales):
         return None
     over, under = (0.1 * positive("mscale", scale) * math.log(factor) + 1 if factor > 1 else 1.0 for scale in scales)
@@ -298,7 +292,7 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
 def _scaling_parameters(scaling: RopeScaling) -> dict[str, object]:
     if scaling.kind == "none":
         return {}
-    values = {name: getattr(scaling, name) for name in _ROPE_PARAMETERS[scaling.kind]}
-    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    written = {"rope_type": scaling.kind, **{name: value for name, value in lists.items() if value is not None}}
-    return written if scaling.kind == "linear" else {**written, _ORIGINAL: scaling.original_length}
+    fields = {name: "original_length" if name == _ORIGINAL else name for name in _SCALINGS[scaling.kind]}
+    values = {name: getattr(scaling, field) for name, field in fields.items()}
+    written = {name: list(value) if name in _LISTS else value for name, value in values.items() if value is not None}
+    return {"rope_type": scaling.kind, **written}
