@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -86,13 +85,9 @@ def model_config(attributes: Attributes, source: str, ignore_config: Collection[
     """Returns the configuration in attributes of the file `source`; raises as `read_config`."""
     family = family_of(attributes, source)
     with named(source):
-        canonical = _canonical_names(attributes, family)
-        if problems := list(_problems(canonical, family, ignore_config)):
+        if problems := list(_problems(attributes, family, ignore_config)):
             raise HFError(join_problems(problems))
-        try:
-            fields = _fields(canonical, family)
-        except HFError as error:
-            raise HFError(_with_spelled_names(str(error), attributes, family)) from None
+        fields = _fields(attributes, family)
         return configuration.validate(ModelConfig, fields, source=f"{source} describes a model that cannot be")
 
 
@@ -191,43 +186,36 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
         yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
 
 
-def _canonical_names(attributes: Attributes, family: Family) -> Attributes:
-    renamed = dict(attributes)
-    for alias, name in family.aliases.items():
-        if alias in renamed and renamed.setdefault(name, renamed[alias]) != renamed.pop(alias):
-            raise HFError(
-                f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])} are one attribute of a "
-                f"{family.model_type}"
-            )
-    return renamed
-
-
-def _with_spelled_names(message: str, attributes: Attributes, family: Family) -> str:
-    for alias, name in family.aliases.items():
-        if alias in attributes and name not in attributes:
-            message = re.sub(rf"\b{name}\b", alias, message)
-    return message
-
-
 def _fields(attributes: Attributes, family: Family) -> Settings:
-    fields = dict(family.always)
+    fields, names = dict(family.always), dict[str, str]()
     for attribute in family.attributes:
-        fields |= dict.fromkeys(attribute.fields, _read(attributes, attribute))
+        name = _spelled(attribute, attributes, family)
+        names |= dict.fromkeys(attribute.fields, name)
+        fields |= dict.fromkeys(attribute.fields, _read(attribute, name, attributes, fields))
     fields["head_dim"] = _head_dim(attributes, family, fields)
     most, chosen = fields.get("num_experts"), fields.get("experts_per_token", 0)
     if most is not None and chosen > most:
-        names = {field: attribute.name for attribute in family.attributes for field in attribute.fields}
         raise HFError(
             f"{names['experts_per_token']} = {chosen}: should be at most {names['num_experts']}, which is {most}"
         )
     return {**fields, **read_layers(attributes, family, fields)}
 
 
-def _read(attributes: Attributes, attribute: Attribute) -> Any:
-    name, value = attribute.name, attributes.get(attribute.name, attribute.default)
+def _spelled(attribute: Attribute, attributes: Attributes, family: Family) -> str:
+    """Returns the name of an attribute in a file."""
+    name, alias = attribute.name, attribute.alias
+    if alias is None or alias not in attributes:
+        return name
+    if attributes.get(name, attributes[alias]) != attributes[alias]:
+        both = f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])}"
+        raise HFError(f"{both} are one attribute of a {family.model_type}")
+    return alias
+
+
+def _read(attribute: Attribute, name: str, attributes: Attributes, fields: Settings) -> Any:
+    value = attributes.get(name, attribute.default)
     if value is None and attribute.other is not None:
-        value = attributes.get(attribute.other)
-        value = value * attribute.times if type(value) is int else value
+        value = fields[attribute.other] * attribute.times
     if isinstance(attribute.kind, Mapping):
         return choice(name, value, attribute.kind)
     if value is None and attribute.can_be_null:

@@ -102,7 +102,8 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     attributes = {"pad_token_id": None, **more, **carried_attributes(options.get("tokenizer_from"))}
     if LONGEST in more:
         attributes[LONGEST] = more[LONGEST]
-    attributes = {name: value for name, value in attributes.items() if name not in family.aliases}
+    aliases = {attribute.alias for attribute in family.attributes}
+    attributes = {name: value for name, value in attributes.items() if name not in aliases}
     attributes |= write_attributes(config, family, dtype)
     variables = named_variables(nnx.state(model, PARAMETERS))
     parts = tensor_parts(variables, config, family, in_layout(options.get("experts", "separate")))

@@ -42,10 +42,12 @@ class Attribute:
     """int, float or bool; or a map from its values to those of the fields."""
     default: Any = None
     """As in transformers, if config.json lacks it. None: it is required."""
+    alias: str | None = None
+    """Another name of it."""
     other: str | None = None
-    """Attribute to read if this one is null, or missing without a default."""
+    """Field, set before, whose value it has if it is null, or missing without a default."""
     times: int = 1
-    """Factor for that other attribute."""
+    """Factor for that field."""
     power: float = 1.0
     """The fields have the attribute raised to this power."""
     can_be_null: bool = False
@@ -98,8 +100,6 @@ class Family:
     """Prefix of all tensor names except the head's; a file may lack it."""
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     """Tensors that may be in a file and are not needed."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of attributes."""
     default_window: int | None = 4096
     """sliding_window if config.json lacks it."""
     window_period: int = 2
@@ -126,7 +126,8 @@ class Family:
 
     def known_attributes(self) -> frozenset[str]:
         """Returns the attributes that are read."""
-        return self.layer_attributes | {"model_type", *(attribute.name for attribute in self.attributes)}
+        names = {name for each in self.attributes for name in (each.name, each.alias) if name is not None}
+        return self.layer_attributes | names | {"model_type"}
 
 
 OUTER = (
@@ -200,7 +201,7 @@ ACTIVATIONS: Mapping[str, str] = {
 
 def kv_heads(default: int | None = None) -> Attribute:
     """Returns num_key_value_heads; by default equal to num_attention_heads."""
-    return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, other="num_attention_heads")
+    return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, other="num_heads")
 
 
 def sizes(eps: float = 1e-6, *, tied: bool = False) -> tuple[Attribute, ...]:

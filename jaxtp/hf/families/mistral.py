@@ -30,10 +30,9 @@ MIXTRAL = base.Family(
     attributes=(
         *base.sizes(1e-5),
         base.kv_heads(8),
-        base.Attribute("num_local_experts", ("num_experts",), int, 8),
+        base.Attribute("num_local_experts", ("num_experts",), int, 8, alias="num_experts"),
         base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
     ),
-    aliases={"num_experts": "num_local_experts"},
     layer_attributes=base.USUAL | base.WINDOW,
     default_window=None,
     rope_theta=1e6,
