@@ -121,7 +121,6 @@ def _visible_files(find: Callable[[], Path]) -> list[str] | None:
 
 def read_metadata(folder: Path) -> Metadata:
     """Reads array shapes and dtypes; raises as `read_info`."""
-
     return read_or_explain(folder, lambda: dict(_open_reader({}, {}).metadata((folder / "state").resolve()).tree))
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -117,7 +116,7 @@ def load_tensors(
     abstract: nnx.State,
     mesh: Mesh | None,
     *,
-    copies: Mapping[str, StoredTensor | None] = MappingProxyType({}),
+    copies: Mapping[str, StoredTensor | None] | None = None,
     progress: Progress | None = None,
 ) -> nnx.State:
     """Reads the `needed` parts of tensors into an abstract state; layers without a tensor are zero.
@@ -141,7 +140,7 @@ def load_tensors(
         filled = [(place, parameters[place.target]) for place in parts]
         needed_rows = [rows for place, part in filled for _, (rows, *_) in part.slices(place) if rows[0] < rows[1]]
         first, last = min((a for a, _ in needed_rows), default=0), max((b for _, b in needed_rows), default=0)
-        for row, block in _checked_blocks(tensors[name], copies.get(name), first, last):
+        for row, block in _checked_blocks(tensors[name], (copies or {}).get(name), first, last):
             for place, part in filled:
                 part.take(place, row, block)
             done += block.nbytes

@@ -72,7 +72,7 @@ class _Place(NamedTuple):
 
 
 _Modules = Mapping[str, list[_Place]]
-"""The adapters of each of PEFT's modules, by name: several if the file fuses projections."""
+"""The adapters of each module in PEFT, by name: several if the file fuses projections."""
 
 
 def _modules(config: ModelConfig, family: Family) -> _Modules:
@@ -89,7 +89,7 @@ def _modules(config: ModelConfig, family: Family) -> _Modules:
 
 
 def _tensor_parts(modules: _Modules, variables: Mapping[str, Variable]) -> Iterator[TensorPart]:
-    """Yields A and B of each module; PEFT's B of fused projections is theirs, concatenated, and they share A."""
+    """Yields A and B of each module; fused projections share A, and their Bs are concatenated."""
     for module, places in modules.items():
         a, b = (f"{PREFIX}{module}.lora_{factor}.weight" for factor in "AB")
         outputs = [logical_shape(variables[f"{place.adapter.lora}.b"])[-1] for place in places]
@@ -253,10 +253,8 @@ def _check_attributes(attributes: Attributes) -> None:
 def _fit(path: Path, attributes: Attributes, config: ModelConfig, family: Family) -> PeftFolder:
     """Compares the names and shapes in a folder with a model's; raises `HFError` if they differ."""
     rank, alpha = whole("r", attributes.get("r")), positive("lora_alpha", attributes.get("lora_alpha"))
-    rslora, base = (
-        switch("use_rslora", attributes.get("use_rslora") or False),
-        attributes.get("base_model_name_or_path"),
-    )
+    rslora = switch("use_rslora", attributes.get("use_rslora") or False)
+    base = attributes.get("base_model_name_or_path")
     made_for = f"; they were made for {truncate(base, 200)} (base_model_name_or_path)" if base else ""
     lora = LoraConfig(rank=rank, alpha=alpha, rslora=rslora, targets=adaptable(config))
     possible = _modules(replace(config, lora=lora), family)
@@ -265,9 +263,9 @@ def _fit(path: Path, attributes: Attributes, config: ModelConfig, family: Family
     _check_names(attributes, adapted, possible, made_for)
     targets = {place.adapter.target for module in adapted for place in possible[module]}
     lora = replace(lora, targets=tuple(target for target in TARGETS if target in targets))
-    adapters = replace(config, lora=lora)
-    modules = _modules(adapters, family)
-    variables = named_variables(nnx.filter_state(abstract_decoder(adapters)[1], nnx.LoRAParam))
+    config = replace(config, lora=lora)
+    modules = _modules(config, family)
+    variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
     used = {module: places for module, places in modules.items() if module in adapted}
     parts = group_by_tensor(_tensor_parts(used, variables))
     for name, (part, *_) in parts.items():

@@ -29,7 +29,7 @@ from jaxtp.hf.families.family import Layout
 from jaxtp.hf.load import Progress
 from jaxtp.hf.model_folder import CONFIG, INDEX, WEIGHTS, Attributes, HFError, read_attributes, read_files
 from jaxtp.hf.safetensors import FORMATS, Block, write_file
-from jaxtp.hf.tensor_map import TensorPart, group_by_tensor, in_layout, tensor_parts
+from jaxtp.hf.tensor_map import TensorPart, group_by_tensor, tensor_parts
 from jaxtp.layers.parameter import PARAMETERS, DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -106,7 +106,7 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     attributes = {name: value for name, value in attributes.items() if name not in aliases}
     attributes |= write_attributes(config, family, dtype)
     variables = named_variables(nnx.state(model, PARAMETERS))
-    parts = tensor_parts(variables, config, family, in_layout(options.get("experts", "separate")))
+    parts = tensor_parts(variables, config, family, options.get("experts", "separate"))
     files = _shards(group_by_tensor(parts), dtype, options.get("max_shard_size", "5GB"))
     others = {CONFIG: json_bytes(attributes)}
     if list(files) != [WEIGHTS]:
