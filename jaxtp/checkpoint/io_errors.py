@@ -3,6 +3,7 @@
 Each process reads its part without waiting; then all share their errors (`distributed/agreement.py`).
 """
 
+import contextlib
 import errno
 import os
 import sys
@@ -44,62 +45,45 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
     """Calls `read` on a checkpoint; raises `DamagedError`, or `CheckpointError` if it is only unreadable now.
 
     Libraries hide file system errors, so one failed read proves nothing. Corruption is proven if every file is fully
-    readable and a second attempt fails. File system errors are retried after `PAUSES`.
+    readable and a second attempt fails. File system errors are retried as in `retry_io`.
     """
-    pauses, first_failure = iter(PAUSES), ""
-    while True:
-        try:
-            return read()
-        except CheckpointError:
-            raise
-        except Exception as error:
-            cause = _transient_cause(folder, error)
-            if cause is None and first_failure:
-                raise DamagedError(f"{folder} is damaged ({first_failure})") from None
-            if cause is None:
-                first_failure = describe_error(error)
-                continue
-            first_failure = ""
-        if not (isinstance(cause, OSError) and _pause(folder, cause, pauses)):
-            raise CheckpointError(
-                f"{folder} cannot be read ({describe_error(cause)}), which proves no damage: nothing was changed, so "
-                "run the same command again"
-            )
+
+    def attempt() -> T:
+        failures: list[str] = []
+        while len(failures) < 2:
+            try:
+                return read()
+            except CheckpointError:
+                raise
+            except Exception as error:
+                if isinstance(error, _TRANSIENT) and not isinstance(error, MISSING):
+                    raise
+                failures.append(describe_error(error))
+            with contextlib.suppress(*MISSING):
+                _read_every_byte(folder)
+        raise DamagedError(f"{folder} is damaged ({failures[0]})")
+
+    hint = ", which proves no damage: nothing was changed, so run the same command again"
+    return retry_io(folder, attempt, hint)
 
 
-def retry_io(folder: Path, look: Callable[[], T]) -> T:
-    """Calls `look`; retries after file system errors, except missing files, then raises `CheckpointError`."""
+def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
+    """Calls `look`; retries after file system errors, except missing files, then raises `CheckpointError`.
+
+    `hint` ends the error message.
+    """
     pauses = iter(PAUSES)
     while True:
         try:
             return look()
         except MISSING:
             raise
-        except OSError as error:
-            if not _pause(folder, error, pauses):
-                raise CheckpointError(f"{folder} cannot be read ({describe_error(error)})") from None
-
-
-def _pause(folder: Path, error: OSError, pauses: Iterator[float]) -> bool:
-    seconds = next(pauses, None)
-    if seconds is None or error.errno in _PERMANENT:
-        return False
-    why = describe_error(error)
-    print(f"{folder} cannot be read now ({why}); next attempt in {seconds:g} s", file=sys.stderr, flush=True)
-    time.sleep(seconds)
-    return True
-
-
-def _transient_cause(folder: Path, error: Exception) -> Exception | None:
-    if isinstance(error, _TRANSIENT) and not isinstance(error, MISSING):
-        return error
-    try:
-        _read_every_byte(folder)
-    except MISSING:
-        return None
-    except _TRANSIENT as cause:
-        return cause
-    return None
+        except _TRANSIENT as error:
+            why, pause = describe_error(error), next(pauses, None)
+            if pause is None or not isinstance(error, OSError) or error.errno in _PERMANENT:
+                raise CheckpointError(f"{folder} cannot be read ({why}){hint}") from None
+        print(f"{folder} cannot be read now ({why}); next attempt in {pause:g} s", file=sys.stderr, flush=True)
+        time.sleep(pause)
 
 
 def _read_every_byte(folder: Path) -> None:

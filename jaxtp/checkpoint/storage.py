@@ -6,10 +6,8 @@ process. `StandardCheckpointHandler` cannot change it, and on GPUs it stages a s
 users have reported (orbax issue 2090). `PyTreeCheckpointHandler` writes the same files and has both settings.
 """
 
-import contextlib
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,13 +62,12 @@ def _limit_gb(largest: int) -> float:
     return max(MAX_BYTES_IN_FLIGHT, largest + 1) / 10**9  # Orbax requires each part to be smaller than the limit
 
 
-def _open_reader(metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.Checkpointer:
+def _open_reader(metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.PyTreeCheckpointHandler:
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     known = [(metadata[name], array) for name, array in target.items() if name in metadata]
     largest = max((_read_bytes(stored, array) for stored, array in known), default=0)
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, restore_concurrent_gb=_limit_gb(largest))
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+    return ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, restore_concurrent_gb=_limit_gb(largest))
 
 
 def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct) -> int:
@@ -80,17 +77,6 @@ def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct) -> int:
     # A part that begins inside a chunk overlaps one chunk more.
     counts = [(-(-length // chunk) + 1) * chunk for length, chunk in zip(part, chunks, strict=True)]
     return math.prod(map(min, stored.shape, counts)) * stored.dtype.itemsize
-
-
-@contextlib.contextmanager
-def _ignore_missing_metadata() -> Iterator[None]:
-    # Orbax warns of an optional file that our checkpoints lack.
-    logger, unrelated = logging.getLogger("absl"), lambda r: "Metadata file does not exist" not in r.getMessage()
-    logger.addFilter(unrelated)
-    try:
-        yield
-    finally:
-        logger.removeFilter(unrelated)
 
 
 def describe_arrays(arrays: Arrays, summed: Sums) -> Info:
@@ -135,15 +121,7 @@ def _visible_files(find: Callable[[], Path]) -> list[str] | None:
 
 def read_metadata(folder: Path) -> Metadata:
     """Reads array shapes and dtypes; raises as `read_info`."""
-
-    def read() -> Metadata:
-        metadata = _open_reader({}, {}).metadata((folder / "state").resolve()).item_metadata
-        if metadata is None:  # Orbax returns None after any error
-            raise ValueError("it does not say which arrays it holds")
-        return dict(metadata.tree)
-
-    with _ignore_missing_metadata():
-        return read_or_explain(folder, read)
+    return read_or_explain(folder, lambda: dict(_open_reader({}, {}).metadata((folder / "state").resolve()).tree))
 
 
 def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata: Metadata) -> Arrays:
@@ -152,11 +130,10 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata:
     def read() -> Arrays:
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
         restore = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
-        arrays: Arrays = _open_reader(metadata, target).restore((folder / "state").resolve(), restore)
+        arrays: Arrays = _open_reader(metadata, target).restore((folder / "state").resolve(), args=restore)
         return arrays
 
-    with _ignore_missing_metadata():
-        return read_or_explain(folder, read)
+    return read_or_explain(folder, read)
 
 
 def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
@@ -226,7 +203,7 @@ class StoredCheckpoint:
     """A checkpoint whose arrays are read whole, one at a time, onto one device."""
 
     folder: Path
-    info: Info
+    info: Mapping[str, Any]
     arrays: dict[str, jax.ShapeDtypeStruct]
     metadata: Metadata
 

@@ -14,7 +14,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import TARGETS, LoraConfig, Target, frozen
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import current_mesh
-from jaxtp.models.config import BLOCKS, ModelConfig
+from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 _KERNELS: Mapping[Target, str] = {
@@ -39,12 +39,6 @@ class Adapter:
     lora: str
     """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`."""
     layers: range
-
-
-def target_of(kernel: str) -> Target | None:
-    """Returns the target of a kernel's path; None if it cannot have an adapter."""
-    named = [*_KERNELS.items(), *_PLAIN.items()]
-    return next((target for target, path in named if path and kernel == f"{BLOCKS}.{path}"), None)
 
 
 def adapters(config: ModelConfig) -> Iterator[Adapter]:

@@ -10,70 +10,53 @@ from itertools import groupby
 from typing import Any
 
 from jaxtp.config.reading import truncate
-from jaxtp.hf.families.family import Family, Rope, Window
+from jaxtp.hf.families.family import SCALE_BY_LAYER, Family
 from jaxtp.hf.model_folder import Attributes, HFError, positive, quote, switch, whole
 from jaxtp.layers.rope import UNSCALED, RopeScaling, rope_problems
 from jaxtp.models.config import BlockConfig, ModelConfig
 
 _ORIGINAL, _LONGEST = "original_max_position_embeddings", "max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_FLAT = frozenset({"rope_parameters", "rope_theta", "rope_scaling", _ORIGINAL})
-ROPE_ATTRIBUTES: Mapping[Rope, frozenset[str]] = {
-    Rope.NEVER: frozenset(),
-    Rope.ONE: _FLAT,
-    Rope.BY_WINDOW: _FLAT | {"rope_local_base_freq"},
-}
-WINDOW_ATTRIBUTES: Mapping[Window, frozenset[str]] = {
-    Window.NEVER: frozenset(),
-    Window.ALWAYS: frozenset({"sliding_window"}),
-    Window.SWITCHED: frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}),
-    Window.SWITCHED_FOR_ALL: frozenset({"sliding_window", "use_sliding_window", "max_window_layers"}),
-    Window.ALTERNATE: frozenset({"sliding_window", "layer_types"}),
-    Window.PERIODIC: frozenset({"sliding_window", "sliding_window_pattern", "layer_types"}),
-}
-DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size"})
-"""Read for families that mix dense and MoE layers."""
-_ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+_SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-    "longrope": ("factor", "short_factor", "long_factor", "attention_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate", _ORIGINAL),
+    "longrope": ("factor", "short_factor", "long_factor", "attention_factor", _ORIGINAL),
 }
-"""Fields of `RopeScaling` of each kind."""
-_ONLY_READ: Mapping[str, set[str]] = {
-    "llama3": {_ORIGINAL},
-    "yarn": {_ORIGINAL, "mscale", "mscale_all_dim"},
-    "longrope": {_ORIGINAL},
-}
+"""Parameters of each kind of rotary embedding."""
+_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_LISTS = ("short_factor", "long_factor")
+_ATTENTION_SCALES = ("mscale", "mscale_all_dim")
+"""Parameters of yarn that are read, not written."""
 _COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 _LOCAL_THETA = 10_000.0
 """Default base in layers with a window."""
 _DEFAULT_LAYERS, _DEFAULT_EXPERT_WIDTH = 28, 768
 """Defaults of transformers."""
-_PERIODS = {Window.ALTERNATE: 2, Window.PERIODIC: 6}
 _MAX_LAYERS = 1024
 
 Settings = Mapping[str, Any]
-"""Fields of `BlockConfig` that differ between layers, as plain values."""
+"""Plain values of fields of `ModelConfig` or `BlockConfig`."""
 
 
-def read_layers(attributes: Attributes, family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Settings:
     """Returns `ModelConfig` fields for all layers, and a `pattern` or `first_blocks` if layers differ.
 
     `fields` come from other attributes. Raises for invalid or contradicting values.
     """
+    names = family.layer_attributes
     if (count := fields["num_layers"]) > _MAX_LAYERS:
         raise HFError(f"num_hidden_layers = {count}: at most {_MAX_LAYERS:,} are supported")
     full, sliding = (
-        {} if family.rope == Rope.NEVER else _read_rope(attributes, family, fields["head_dim"], windowed=windowed)
+        _read_rope(attributes, family, fields["head_dim"], windowed=windowed) if "rope_theta" in names else {}
         for windowed in (False, True)
     )
     kinds = _read_windows(attributes, family, count)
     window = whole("sliding_window", attributes.get("sliding_window", family.default_window)) if any(kinds) else None
     windows: Sequence[Settings] = ({"sliding_window": None, **full}, {"sliding_window": window, **sliding})
     sparse, mlps = [False] * count, list[Settings]([{}])
-    if family.dense_layers:
+    if "decoder_sparse_step" in names:
         sparse = _read_sparse(attributes, count)
         width = whole("moe_intermediate_size", attributes.get("moe_intermediate_size", _DEFAULT_EXPERT_WIDTH))
         mlps = [
@@ -81,24 +64,28 @@ def read_layers(attributes: Attributes, family: Family, fields: Mapping[str, Any
             {"num_experts": fields["num_experts"], "d_ff": width},
         ]
     layers = [{**windows[kind], **mlps[has]} for kind, has in zip(kinds, sparse, strict=True)]
-    if family.scale_by_layer and switch(family.scale_by_layer, attributes.get(family.scale_by_layer, False)):
+    if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
     return _compress_layers({**windows[all(kinds)], **mlps[any(sparse)]}, layers)
 
 
-def write_layers(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the attributes for layer differences, windows and rotary embeddings."""
-    layers = list(config.layers())
-    written = {**_write_windows(layers, family), **_write_ropes(layers, family)}
-    if family.scale_by_layer is not None:
+def write_layers(config: ModelConfig, family: Family) -> dict[str, object]:
+    """Returns the family's `layer_attributes`."""
+    names, layers = family.layer_attributes, list(config.layers())
+    written = {
+        **({"head_dim": config.head_dim} if "head_dim" in names else {}),
+        **(_write_windows(layers, family) if "sliding_window" in names else {}),
+        **(_write_ropes(layers, family) if "rope_theta" in names else {}),
+        **(_write_experts(layers) if "decoder_sparse_step" in names else {}),
+    }
+    if SCALE_BY_LAYER in names:
         first, *others = (layer.query_scale for layer in layers)
-        by_layer = bool(others) and first is not None and others[0] == first / 2
-        written |= {family.scale_by_layer: by_layer}
-    return written | (_write_experts(layers) if family.dense_layers else {})
+        written[SCALE_BY_LAYER] = bool(others) and first is not None and others[0] == first / 2
+    return written
 
 
-def _compress_layers(base: Settings, layers: Sequence[Settings]) -> dict[str, Any]:
+def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
     """Returns `base` with the `pattern` or `first_blocks` for `layers` that compiles the fewest blocks."""
     changes = [
         {name: value for name, value in layer.items() if name not in base or base[name] != value} for layer in layers
@@ -115,21 +102,20 @@ def _compress_layers(base: Settings, layers: Sequence[Settings]) -> dict[str, An
 
 def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bool]:
     """Returns whether each layer has a window."""
-    window = attributes.get("sliding_window", family.default_window)
-    if family.window in (Window.NEVER, Window.ALWAYS):
-        return [family.window == Window.ALWAYS and window is not None] * count
-    if family.window in (Window.SWITCHED, Window.SWITCHED_FOR_ALL) and (
-        not switch("use_sliding_window", attributes.get("use_sliding_window", False)) or window is None
-    ):
+    names, window = family.layer_attributes, attributes.get("sliding_window", family.default_window)
+    is_on = "use_sliding_window" not in names or switch(
+        "use_sliding_window", attributes.get("use_sliding_window", False)
+    )
+    if "sliding_window" not in names or not is_on or ("use_sliding_window" in names and window is None):
         return [False] * count
-    if family.window == Window.SWITCHED_FOR_ALL:
-        if first := attributes.get("max_window_layers"):
+    if "layer_types" not in names:
+        if "max_window_layers" in names and (first := attributes.get("max_window_layers")):
             raise HFError(
                 f"max_window_layers = {quote(first)} and use_sliding_window = True: some versions of transformers have "
                 "a window in the layers from that one on, others in all; set max_window_layers to 0 for a window in "
                 "all, or use_sliding_window to false for none"
             )
-        return [True] * count
+        return [window is not None] * count
     if (types := attributes.get("layer_types")) is None:
         return _windows_by_index(attributes, family, count)
     if not isinstance(types, list) or len(types) != count or not set(map(str, types)) <= {_FULL, _SLIDING}:
@@ -142,32 +128,30 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
 
 
 def _windows_by_index(attributes: Attributes, family: Family, count: int) -> list[bool]:
-    if family.window == Window.SWITCHED:
+    if "max_window_layers" in family.layer_attributes:
         first = attributes.get("max_window_layers", _DEFAULT_LAYERS)
         if type(first) is not int or first < 0:
             raise HFError(f"max_window_layers = {quote(first)}: should be a whole number")
         return [i >= first for i in range(count)]
     period, hidden = attributes.get("sliding_window_pattern"), attributes.get("_sliding_window_pattern")
-    if period is None and hidden not in (None, _PERIODS[family.window]) and "layer_types" not in attributes:
+    if period is None and hidden not in (None, family.window_period) and "layer_types" not in attributes:
         raise HFError(f"_sliding_window_pattern = {quote(hidden)} without layer_types: add them, one for each layer")
-    period = whole("sliding_window_pattern", _PERIODS[family.window] if period is None else period)
+    period = whole("sliding_window_pattern", family.window_period if period is None else period)
     return [(i + 1) % period != 0 for i in range(count)]
 
 
-def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, Any]:
-    if family.window == Window.NEVER:
-        return {}
-    kinds = [layer.sliding_window is not None for layer in layers]
+def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
+    names, kinds = family.layer_attributes, [layer.sliding_window is not None for layer in layers]
     window = next((layer.sliding_window for layer in layers if layer.sliding_window is not None), None)
-    written: dict[str, Any] = {"sliding_window": window}
-    if family.window in (Window.SWITCHED, Window.SWITCHED_FOR_ALL):
+    written: dict[str, object] = {"sliding_window": window}
+    if "use_sliding_window" in names:
         first = kinds.index(True) if any(kinds) else 0
         written |= {"use_sliding_window": window is not None, "max_window_layers": first}
-    if family.window == Window.PERIODIC:
+    if "sliding_window_pattern" in names:
         period = kinds.index(False) + 1 if not all(kinds) else len(kinds) + 1
         if kinds == [(i + 1) % period != 0 for i in range(len(kinds))]:
             written |= {"sliding_window_pattern": period}
-    if "layer_types" in WINDOW_ATTRIBUTES[family.window] and (family.window != Window.SWITCHED or len(set(kinds)) > 1):
+    if "layer_types" in names and ("max_window_layers" not in names or len(set(kinds)) > 1):
         written |= {"layer_types": [_SLIDING if kind else _FULL for kind in kinds]}
     return written
 
@@ -183,7 +167,7 @@ def _read_sparse(attributes: Attributes, count: int) -> list[bool]:
     return [i not in without and (i + 1) % step == 0 for i in range(count)]
 
 
-def _write_experts(layers: Sequence[BlockConfig]) -> dict[str, Any]:
+def _write_experts(layers: Sequence[BlockConfig]) -> dict[str, object]:
     widths = {bool(layer.num_experts): layer.d_ff for layer in reversed(layers)}
     sparse = [i for i, layer in enumerate(layers) if layer.num_experts]
     step = math.gcd(*(i + 1 for i in sparse)) or 1
@@ -195,10 +179,10 @@ def _write_experts(layers: Sequence[BlockConfig]) -> dict[str, Any]:
     }
 
 
-def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowed: bool) -> dict[str, Any]:
+def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowed: bool) -> Settings:
     """Returns plain `rope_theta` and `rope_scaling` of a block with or without a window."""
     default_theta = family.rope_theta
-    if family.rope == Rope.BY_WINDOW:
+    if "rope_local_base_freq" in family.layer_attributes:
         nested = attributes.get("rope_parameters") or {}
         if not isinstance(nested, dict) or not set(nested) <= {_FULL, _SLIDING}:
             raise HFError(f"rope_parameters = {quote(nested)}: should hold {_FULL} and {_SLIDING}")
@@ -210,10 +194,10 @@ def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowe
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in family.rope_kinds:
-        supported = ", ".join(known for known in _ROPE_PARAMETERS if known in family.rope_kinds)
+        supported = ", ".join(known for known in _SCALINGS if known in family.rope_kinds)
         raise HFError(f"rope_type = {quote(kind)} is not supported; a {family.model_type} can have {supported}")
     for key in parameters:
-        if key not in {*_ROPE_PARAMETERS[kind], *_ONLY_READ.get(kind, ()), *_COMMON_PARAMETERS}:
+        if key not in {*_SCALINGS[kind], *_COMMON_PARAMETERS, *(_ATTENTION_SCALES if kind == "yarn" else ())}:
             raise HFError(
                 f"{truncate(key)} of the rotary embedding {kind!r} is not understood; it may change the model"
             )
@@ -243,29 +227,24 @@ def _rope_parameters(attributes: Attributes) -> Attributes:
 
 
 def _read_scaling(kind: str, parameters: Attributes, attributes: Attributes) -> RopeScaling:
-    def number(name: str, default: float | None = None) -> float:
+    names, longest = _SCALINGS[kind], attributes.get(_LONGEST)
+    settings: dict[str, Any] = {"kind": "none" if kind == "default" else kind}
+    defaults = {"beta_fast": UNSCALED.beta_fast, "beta_slow": UNSCALED.beta_slow}
+    if _ORIGINAL in names:
+        lengths = (attributes.get(_ORIGINAL), parameters.get(_ORIGINAL), longest)
+        if (original := next((length for length in lengths if length is not None), None)) is None:
+            raise HFError(f"{_ORIGINAL} of the rotary embedding is missing")
+        settings["original_length"] = whole(_ORIGINAL, original)
+        if "attention_factor" in names and longest is not None:
+            defaults["factor"] = whole(_LONGEST, longest) / settings["original_length"]
+    for name in (name for name in _NUMBERS if name in names):
         value = parameters.get(name)
-        return positive(f"{name} of the rotary embedding", default if value is None else value)
-
-    if kind == "default":
-        return RopeScaling()
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=number("factor"))
-    lengths = (attributes.get(_ORIGINAL), parameters.get(_ORIGINAL), attributes.get(_LONGEST))
-    if (original := next((length for length in lengths if length is not None), None)) is None:
-        raise HFError(f"{_ORIGINAL} of the rotary embedding is missing")
-    length, longest = whole(_ORIGINAL, original), attributes.get(_LONGEST)
-    settings: dict[str, Any] = {"kind": kind, "original_length": length}
-    if kind == "llama3":
-        settings |= {name: number(name) for name in _ROPE_PARAMETERS[kind]}
-        return RopeScaling(**settings)
-    factor = number("factor", None if longest is None else whole(_LONGEST, longest) / length)
-    settings |= {"factor": factor, "attention_factor": _attention_factor(parameters, factor)}
-    if kind == "longrope":
-        settings |= {name: _factors(name, parameters) for name in ("short_factor", "long_factor")}
-    else:
-        settings |= {name: number(name, getattr(UNSCALED, name)) for name in ("beta_fast", "beta_slow")}
+        settings[name] = positive(f"{name} of the rotary embedding", defaults.get(name) if value is None else value)
+    settings |= {name: _factors(name, parameters) for name in _LISTS if name in names}
+    if "truncate" in names:
         settings["truncate"] = switch("truncate of the rotary embedding", parameters.get("truncate", True))
+    if "attention_factor" in names:
+        settings["attention_factor"] = _attention_factor(parameters, settings["factor"])
     return RopeScaling(**settings)
 
 
@@ -279,46 +258,41 @@ def _factors(name: str, parameters: Attributes) -> tuple[float, ...]:
 def _attention_factor(parameters: Attributes, factor: float) -> float | None:
     if parameters.get("attention_factor") is not None:
         return positive("attention_factor", parameters["attention_factor"])
-    scales = [parameters.get(name) for name in ("mscale", "mscale_all_dim")]
+    scales = [parameters.get(name) for name in _ATTENTION_SCALES]
     if not all(scales):
         return None
     over, under = (0.1 * positive("mscale", scale) * math.log(factor) + 1 if factor > 1 else 1.0 for scale in scales)
     return positive("what follows from mscale and mscale_all_dim", over / under)
 
 
-def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, Any]:
-    if family.rope == Rope.NEVER:
-        return {}
+def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
+    """Returns the older spelling, which every version reads, unless it cannot express a scaling."""
     full, sliding = (
         next((layer for layer in layers if (layer.sliding_window is not None) == windowed), layers[0])
         for windowed in (False, True)
     )
-    written = _write_rope(full.rope_theta or family.rope_theta, full.rope_scaling)
-    if family.rope == Rope.ONE:
-        return written
-    theta = sliding.rope_theta or family.rope_theta
+    theta, local_theta = (layer.rope_theta or family.rope_theta for layer in (full, sliding))
+    scaling, parameters = full.rope_scaling, _scaling_parameters(full.rope_scaling)
+    written: dict[str, object] = {"rope_theta": theta, "rope_scaling": parameters or None}
+    longest = {}
+    if _ORIGINAL in parameters:  # transformers requires the longest as well
+        longest = {_LONGEST: math.ceil(scaling.original_length * scaling.factor)}
+    if scaling.kind == "longrope":  # before transformers 5, its factor was the ratio of these two
+        written[_ORIGINAL] = scaling.original_length
+    if "rope_local_base_freq" not in family.layer_attributes:
+        return written | longest
     if sliding.rope_scaling.kind == "none":
-        return {**written, "rope_local_base_freq": theta}
-    nested = {_FULL: _as_parameters(written), _SLIDING: _as_parameters(_write_rope(theta, sliding.rope_scaling))}
-    return {"rope_parameters": nested, **{key: value for key, value in written.items() if key.startswith("max_")}}
+        return written | longest | {"rope_local_base_freq": local_theta}
+    default = {"rope_type": "default"}
+    local = {**default, **_scaling_parameters(sliding.rope_scaling), "rope_theta": local_theta}
+    nested = {_FULL: {**default, **parameters, "rope_theta": theta}, _SLIDING: local}
+    return {"rope_parameters": nested, **longest}
 
 
-def _write_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
-    """Returns the older spelling, which every version reads."""
+def _scaling_parameters(scaling: RopeScaling) -> dict[str, object]:
     if scaling.kind == "none":
-        return {"rope_theta": theta, "rope_scaling": None}
-    written: dict[str, Any] = {"rope_type": scaling.kind}
-    for name in _ROPE_PARAMETERS[scaling.kind]:
-        if (value := getattr(scaling, name)) is not None:
-            written[name] = list(value) if isinstance(value, tuple) else value
-    if scaling.kind == "linear":
-        return {"rope_theta": theta, "rope_scaling": written}
-    written[_ORIGINAL] = scaling.original_length
-    longest = math.ceil(scaling.original_length * scaling.factor)  # transformers requires it
-    # Before transformers 5, longrope computed its factor from these two attributes.
-    outside = {_ORIGINAL: scaling.original_length} if scaling.kind == "longrope" else {}
-    return {"rope_theta": theta, "rope_scaling": written, _LONGEST: longest, **outside}
-
-
-def _as_parameters(written: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rope_type": "default", **(written["rope_scaling"] or {}), "rope_theta": written["rope_theta"]}
+        return {}
+    fields = {name: "original_length" if name == _ORIGINAL else name for name in _SCALINGS[scaling.kind]}
+    values = {name: getattr(scaling, field) for name, field in fields.items()}
+    written = {name: list(value) if name in _LISTS else value for name, value in values.items() if value is not None}
+    return {"rope_type": scaling.kind, **written}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
-from jaxtp.hf.config_blocks import DENSE_LAYERS, ROPE_ATTRIBUTES, WINDOW_ATTRIBUTES, read_layers, write_layers
+from jaxtp.hf.config_blocks import Settings, read_layers, write_layers
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.families.family import Attribute, Family, is_ignorable
 from jaxtp.hf.model_folder import (
@@ -27,6 +26,7 @@ from jaxtp.hf.model_folder import (
     read_attributes,
     whole,
 )
+from jaxtp.hf.safetensors import FORMATS
 from jaxtp.hf.tensor_map import dtypes
 from jaxtp.layers.experts import ExpertsConfig
 from jaxtp.layers.mlp import MLPConfig
@@ -39,7 +39,6 @@ _EXPERT_DEFAULTS = {
     field.name: field.default for field in dataclasses.fields(ExpertsConfig) if not hasattr(MLPConfig, field.name)
 }
 """Settings of experts, with their defaults."""
-_DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
@@ -70,7 +69,7 @@ def stored_dtype(path: str | Path) -> str | None:
 def dtype_of(folder: Folder) -> DType:
     """Returns the tensors' dtype, or float32 if they differ."""
     stored = dtypes(folder.tensors, family_of(folder.attributes, str(folder.path / CONFIG)))
-    return _DTYPES.get(stored.pop(), "float32") if len(stored) == 1 else "float32"
+    return next((dtype for dtype, name in FORMATS.items() if stored == {name}), "float32")
 
 
 def family_of(attributes: Attributes, source: str) -> Family:
@@ -86,23 +85,18 @@ def model_config(attributes: Attributes, source: str, ignore_config: Collection[
     """Returns the configuration in attributes of the file `source`; raises as `read_config`."""
     family = family_of(attributes, source)
     with named(source):
-        canonical = _canonical_names(attributes, family)
-        if problems := list(_problems(canonical, family, ignore_config)):
+        if problems := list(_problems(attributes, family, ignore_config)):
             raise HFError(join_problems(problems))
-        try:
-            fields = _fields(canonical, family)
-        except HFError as error:
-            raise HFError(_with_spelled_names(str(error), attributes, family)) from None
+        fields = _fields(attributes, family)
         return configuration.validate(ModelConfig, fields, source=f"{source} describes a model that cannot be")
 
 
-def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
+def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, object]:
     """Returns config.json attributes that every transformers version reads; raises if the family has no such model."""
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **dict(_written(config, family)),
-        **({"head_dim": config.head_dim} if family.head_dim else {}),
         **{name: family.required[name] for name in _ALWAYS_WRITTEN if name in family.required},
         **write_layers(config, family),
         "torch_dtype": dtype,
@@ -117,7 +111,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     return written
 
 
-def _written(config: ModelConfig, family: Family) -> Iterator[tuple[str, Any]]:
+def _written(config: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
     config = _common_settings(config)
     for attribute in reversed(family.attributes):  # so the first attribute of a name wins
         value = getattr(config, attribute.fields[0])
@@ -140,15 +134,16 @@ def _common_settings(config: ModelConfig) -> ModelConfig:
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
+    """Returns the architecture; settings that differ between layers as lists, expert settings only with experts."""
     fields = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
-    plain = {block: configuration.to_plain(block) for _, _, block in config.kinds()}
-    for block, settings in plain.items():  # expert settings are meaningless without experts
-        settings |= {} if block.num_experts else _EXPERT_DEFAULTS
-    by_layer = next(iter(plain.values()))
-    if len(plain) > 1:
-        every = {name: [plain[block][name] for block in config.layers()] for name in by_layer}
-        by_layer = {name: v if any(each != v[0] for each in v) else v[0] for name, v in every.items()}
-    return fields | {name: value for name, value in by_layer.items() if name in fields}
+    plain = {
+        block: configuration.to_plain(block) | ({} if block.num_experts else _EXPERT_DEFAULTS)
+        for block in config.block_kinds()
+    }
+    for name in fields.keys() & next(iter(plain.values())).keys():
+        values = [plain[block][name] for block in config.layers()]
+        fields[name] = values if any(value != values[0] for value in values) else values[0]
+    return fields
 
 
 def choose_family(config: ModelConfig, name: str | None) -> Family:
@@ -168,7 +163,7 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
 
 
 def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
-    known = _known_attributes(family)
+    known = family.known_attributes()
     for name in ignored:
         if name in family.required or name in known or name == "architectures":
             yield f"--ignore-config {truncate(name)}: it is known to change the model, and cannot be passed over"
@@ -191,51 +186,36 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
         yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
 
 
-def _known_attributes(family: Family) -> frozenset[str]:
-    known = {"model_type", *(attribute.name for attribute in family.attributes)}
-    known |= {"head_dim"} if family.head_dim else set()
-    known |= {family.scale_by_layer} if family.scale_by_layer is not None else set()
-    dense = DENSE_LAYERS if family.dense_layers else frozenset()
-    return ROPE_ATTRIBUTES[family.rope] | WINDOW_ATTRIBUTES[family.window] | dense | known
-
-
-def _canonical_names(attributes: Attributes, family: Family) -> dict[str, Any]:
-    renamed = dict(attributes)
-    for alias, name in family.aliases.items():
-        if alias in renamed and renamed.setdefault(name, renamed[alias]) != renamed.pop(alias):
-            raise HFError(
-                f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])} are one attribute of a "
-                f"{family.model_type}"
-            )
-    return renamed
-
-
-def _with_spelled_names(message: str, attributes: Attributes, family: Family) -> str:
-    for alias, name in family.aliases.items():
-        if alias in attributes and name not in attributes:
-            message = re.sub(rf"\b{name}\b", alias, message)
-    return message
-
-
-def _fields(attributes: Attributes, family: Family) -> dict[str, Any]:
-    fields = dict(family.always)
+def _fields(attributes: Attributes, family: Family) -> Settings:
+    fields, names = dict(family.always), dict[str, str]()
     for attribute in family.attributes:
-        fields |= dict.fromkeys(attribute.fields, _read(attributes, attribute))
+        name = _spelled(attribute, attributes, family)
+        names |= dict.fromkeys(attribute.fields, name)
+        fields |= dict.fromkeys(attribute.fields, _read(attribute, name, attributes, fields))
     fields["head_dim"] = _head_dim(attributes, family, fields)
     most, chosen = fields.get("num_experts"), fields.get("experts_per_token", 0)
     if most is not None and chosen > most:
-        names = {field: attribute.name for attribute in family.attributes for field in attribute.fields}
         raise HFError(
             f"{names['experts_per_token']} = {chosen}: should be at most {names['num_experts']}, which is {most}"
         )
-    return fields | read_layers(attributes, family, fields)
+    return {**fields, **read_layers(attributes, family, fields)}
 
 
-def _read(attributes: Attributes, attribute: Attribute) -> Any:
-    name, value = attribute.name, attributes.get(attribute.name, attribute.default)
+def _spelled(attribute: Attribute, attributes: Attributes, family: Family) -> str:
+    """Returns the name of an attribute in a file."""
+    name, alias = attribute.name, attribute.alias
+    if alias is None or alias not in attributes:
+        return name
+    if attributes.get(name, attributes[alias]) != attributes[alias]:
+        both = f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])}"
+        raise HFError(f"{both} are one attribute of a {family.model_type}")
+    return alias
+
+
+def _read(attribute: Attribute, name: str, attributes: Attributes, fields: Settings) -> Any:
+    value = attributes.get(name, attribute.default)
     if value is None and attribute.other is not None:
-        value = attributes.get(attribute.other)
-        value = value * attribute.times if type(value) is int else value
+        value = fields[attribute.other] * attribute.times
     if isinstance(attribute.kind, Mapping):
         return choice(name, value, attribute.kind)
     if value is None and attribute.can_be_null:
@@ -244,8 +224,8 @@ def _read(attributes: Attributes, attribute: Attribute) -> Any:
     return number if attribute.power == 1 else number**attribute.power
 
 
-def _head_dim(attributes: Attributes, family: Family, fields: Mapping[str, Any]) -> int:
-    original = attributes.get("head_dim") if family.head_dim else None
+def _head_dim(attributes: Attributes, family: Family, fields: Settings) -> int:
+    original = attributes.get("head_dim") if "head_dim" in family.layer_attributes else None
     if original is not None or family.default_head_dim is not None:
         return whole("head_dim", family.default_head_dim if original is None else original)
     if fields["d_model"] % fields["num_heads"]:

@@ -5,7 +5,6 @@ import difflib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxtp.checkpoint.logical import logical_spec, named_variables, pad_array, replace_arrays
+from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pad_array, replace_arrays
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, named, open_folder
 from jaxtp.hf.safetensors import Block, StoredTensor
-from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, match_tensors, name_of
+from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, match_tensors, name_of, split_path
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, checked
@@ -92,43 +91,42 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
         graph, abstract = abstract_decoder(config)
         stored, needed = match_tensors(folder.tensors, named_variables(abstract), config, family)
         copies = {name_of(TABLE, family): stored.get(name_of(HEAD, family))} if config.tie_embeddings else {}
-        total = sum(stored[name].num_bytes for name in needed)
-        arrays = _read(_Source(stored, copies, progress, total), needed, abstract, mesh)
-    model: Decoder = nnx.merge(graph, replace_arrays(abstract, arrays))
+        weights = load_tensors(stored, needed, abstract, mesh, copies=copies, progress=progress)
+    model: Decoder = nnx.merge(graph, weights)
     return model
 
 
-@dataclass
-class _Source:
-    tensors: Mapping[str, StoredTensor]
-    copies: Mapping[str, StoredTensor | None]
-    """Tensors that must be equal to the one of that name: a tied head."""
-    progress: Progress | None
-    total: int
-    done: int = 0
-
-    def blocks(self, name: str, first: int, last: int) -> Iterator[tuple[int, Block]]:
-        """Yields rows in blocks; refuses non-finite values and a tied head that differs from the embedding."""
-        tensor, copy = self.tensors[name], self.copies.get(name)
-        copied = None if copy is None else copy.blocks(first, last)
-        for row, block in tensor.blocks(first, last):
-            check_finite(tensor, row, block)
-            if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
-                raise HFError(
-                    f"tie_word_embeddings is true, and {copy.name} is not {tensor.name}; one of them is wrong"
-                )
-            self.done += block.nbytes
-            if self.progress is not None:
-                self.progress(self.done, self.total)
-            yield row, block
+def _checked_blocks(
+    tensor: StoredTensor, copy: StoredTensor | None, first: int, last: int
+) -> Iterator[tuple[int, Block]]:
+    """Yields rows in blocks; refuses non-finite values and a `copy` (a tied head) that differs."""
+    unsigned, mask = _EXPONENTS[tensor.dtype]
+    copied = None if copy is None else copy.blocks(first, last)
+    for row, block in tensor.blocks(first, last):
+        if ((block.view(unsigned) & mask) == mask).any():
+            raise HFError(f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on")
+        if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
+            raise HFError(f"tie_word_embeddings is true, and {copy.name} is not {tensor.name}; one of them is wrong")
+        yield row, block
 
 
-def _read(
-    source: _Source, needed: Mapping[str, list[TensorPart]], abstract: nnx.State, mesh: Mesh | None
-) -> dict[str, Array]:
+def load_tensors(
+    tensors: Mapping[str, StoredTensor],
+    needed: Mapping[str, list[TensorPart]],
+    abstract: nnx.State,
+    mesh: Mesh | None,
+    *,
+    copies: Mapping[str, StoredTensor | None] | None = None,
+    progress: Progress | None = None,
+) -> nnx.State:
+    """Reads the `needed` parts of tensors into an abstract state; layers without a tensor are zero.
+
+    `copies` are tensors that must be equal to the tensor of their key: a tied head.
+    """
+    done, total = 0, sum(tensors[name].num_bytes for name in needed)
     variables = named_variables(abstract)
     remaining = Counter(place.target for parts in needed.values() for place in parts)
-    stacked = {ours: variables[ours] for ours, index in remaining if index is not None}
+    stacked = {ours: variable for ours, variable in variables.items() if split_path(ours)[0] is not None}
     shapes = {ours: (tuple(v.shape), v.dtype) for ours, v in stacked.items()}
     shardings = {ours: _sharding(mesh, spec_of(v)) for ours, v in stacked.items()}
     # One program, compiled once for all stacks.
@@ -142,9 +140,12 @@ def _read(
         filled = [(place, parameters[place.target]) for place in parts]
         needed_rows = [rows for place, part in filled for _, (rows, *_) in part.slices(place) if rows[0] < rows[1]]
         first, last = min((a for a, _ in needed_rows), default=0), max((b for _, b in needed_rows), default=0)
-        for row, block in source.blocks(name, first, last):
+        for row, block in _checked_blocks(tensors[name], (copies or {}).get(name), first, last):
             for place, part in filled:
                 part.take(place, row, block)
+            done += block.nbytes
+            if progress is not None:
+                progress(done, total)
         for ours, index in (place.target for place in parts):
             remaining[ours, index] -= 1
             if remaining[ours, index]:  # waits for tensors of other experts
@@ -155,7 +156,7 @@ def _read(
                 continue
             # Wait for each layer; otherwise queued layers pile up in memory.
             arrays[ours] = jax.block_until_ready(_with_layer(arrays[ours], placed, np.int32(index)))
-    return arrays
+    return replace_arrays(abstract, arrays)
 
 
 def _sharding(mesh: Mesh | None, declared: PartitionSpec) -> Sharding:
@@ -174,7 +175,7 @@ _Bounds = tuple[tuple[int, int], ...]
 class _Parameter:
     """A parameter, or one of its layers, in transit to the devices."""
 
-    def __init__(self, variable: nnx.Variable[Any], mesh: Mesh | None, *, stacked: bool):
+    def __init__(self, variable: Variable, mesh: Mesh | None, *, stacked: bool):
         dims = slice(1 if stacked else 0, None)  # layers are not split
         self.padding = padding_of(variable)
         self.shape, self.padded = logical_shape(variable)[dims], tuple(variable.shape)[dims]
@@ -186,23 +187,26 @@ class _Parameter:
         self.blocks = {where: _aligned_zeros(tuple(b - a for a, b in where), dtype) for where in self.bounds.values()}
 
     def slices(self, place: TensorPart) -> Iterator[tuple[Block, _Bounds]]:
+        """Yields each device's part of a tensor, with the dims of the file, and its bounds in the file."""
         for where, block in self.blocks.items():
-            if place.expert is None:
-                yield block, _bounds_in_file(place, where)
-            elif 0 <= place.expert - where[0][0] < len(block):
-                yield block[place.expert - where[0][0]], _bounds_in_file(place, where[1:])
+            if place.expert is not None:
+                expert, where = place.expert - where[0][0], where[1:]
+                if not 0 <= expert < len(block):
+                    continue
+                block = block[expert]
+            (begin, end), before = where[-1], where[:-1]
+            columns = (begin + place.first, end + place.first)
+            if place.transposed:
+                yield block.swapaxes(-2, -1), (*before[:-1], columns, before[-1])
+            else:
+                yield block, (*before, columns)
 
     def take(self, place: TensorPart, row: int, rows: Block) -> None:
         for block, ((start, stop), *columns) in self.slices(place):
             low, high = max(row, start), min(row + len(rows), stop)
-            if low >= high:
-                continue
-            source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in columns))]
-            at = (slice(low - start, high - start), *(slice(end - begin) for begin, end in columns))
-            if place.transposed:
-                _copy_transposed(block[_swap_last_two(at)], source)
-            else:
-                block[at] = source
+            if low < high:
+                source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in columns))]
+                _copy(block[low - start : high - start], source)
 
     def placed(self) -> Array:
         placed = [jax.device_put(self.blocks[where], device) for device, where in self.bounds.items()]
@@ -210,27 +214,20 @@ class _Parameter:
         return array if self.shape == self.padded else pad_array(array, self.padding, self.stored)
 
 
-def _bounds_in_file(place: TensorPart, where: _Bounds) -> _Bounds:
-    begin, end = where[-1]
-    bounds = (*where[:-1], (begin + place.first, end + place.first))
-    return _swap_last_two(bounds) if place.transposed else bounds
-
-
-def _swap_last_two(dims: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*dims[:-2], *dims[:-3:-1])
-
-
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
     whole = (slice(None),) * len(shape)
     return tuple((dim.indices(size)[0], dim.indices(size)[1]) for dim, size in zip(index or whole, shape, strict=True))
 
 
-def _copy_transposed(target: Block, source: Block) -> None:
-    """Copies in tiles that fit a core's cache: 3x faster."""
-    for row in range(0, source.shape[0], _TILE):
-        for column in range(0, source.shape[1], _TILE):
-            tile = source[..., row : row + _TILE, column : column + _TILE]
-            target[..., column : column + _TILE, row : row + _TILE] = tile.swapaxes(-2, -1)
+def _copy(target: Block, source: Block) -> None:
+    """Copies in tiles that fit a core's cache: 3x faster if the target is transposed."""
+    if target.flags.c_contiguous or source.ndim == 1:
+        target[...] = source
+        return
+    for row in range(0, source.shape[-2], _TILE):
+        for column in range(0, source.shape[-1], _TILE):
+            tile = (..., slice(row, row + _TILE), slice(column, column + _TILE))
+            target[tile] = source[tile]
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Block:
@@ -239,10 +236,3 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Block:
     raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % _ALIGNMENT
     return raw[begin : begin + num_bytes].view(dtype).reshape(shape)
-
-
-def check_finite(tensor: StoredTensor, row: int, block: Block) -> None:
-    """Raises `HFError` if rows of a tensor, beginning at `row`, are not finite."""
-    unsigned, mask = _EXPONENTS[tensor.dtype]
-    if ((block.view(unsigned) & mask) == mask).any():
-        raise HFError(f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxtp.config import reading
 from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, truncate
@@ -19,6 +19,7 @@ from jaxtp.config.schema import ConfigError, nearest_file
 from jaxtp.hf.safetensors import HFError as HFError
 from jaxtp.hf.safetensors import StoredTensor, read_header
 
+T = TypeVar("T")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,7 +31,7 @@ _DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
 _LISTED = 10
 """Problems in a message."""
 
-Attributes = Mapping[str, Any]
+Attributes = Mapping[str, object]
 """The JSON object in a configuration file."""
 
 
@@ -64,15 +65,14 @@ def join_problems(problems: list[str]) -> str:
     return "; ".join([*problems[:_LISTED], *more])
 
 
-def read_attributes(path: Path) -> dict[str, Any]:
-    """Reads config.json; raises `HFError` if it is missing or damaged."""
+def read_attributes(path: Path, name: str = CONFIG, kind: str = "Hugging Face format") -> dict[str, Any]:
+    """Reads a folder's configuration; raises `HFError` if it is missing or damaged."""
     if not path.is_dir():
-        raise HFError(
-            f"{path}: {'not a folder' if path.exists() else 'no such folder'}{nearest_file(path) or _DOWNLOAD}"
-        )
-    if not os.path.lexists(path / CONFIG):
-        raise HFError(f"{path}: no {CONFIG}; a folder in Hugging Face format has one, with model_type in it")
-    return read_json(path, CONFIG)
+        problem = "not a folder" if path.exists() else "no such folder"
+        raise HFError(f"{path}: {problem}{nearest_file(path) or _DOWNLOAD}")
+    if not os.path.lexists(path / name):
+        raise HFError(f"{path}: no {name}; a folder in {kind} has one")
+    return read_json(path, name)
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
@@ -118,7 +118,7 @@ def explain_pickle(path: Path, library: str) -> str | None:
     )
 
 
-def _read_indexed(path: Path, weight_map: Any) -> dict[str, StoredTensor]:
+def _read_indexed(path: Path, weight_map: object) -> dict[str, StoredTensor]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise HFError(f"{path / INDEX}: weight_map should say for each tensor in which file it is")
     if not weight_map:
@@ -141,17 +141,17 @@ def _read_indexed(path: Path, weight_map: Any) -> dict[str, StoredTensor]:
     return tensors
 
 
-def whole(name: str, value: Any) -> int:
+def whole(name: str, value: object) -> int:
     """Checks an integer in [1, 2^31)."""
     if type(value) is not int or not 1 <= value < 2**31:
         raise HFError(f"{name} = {quote(value)}: should be a whole number from 1 to 2,147,483,647")
     return value
 
 
-def positive(name: str, value: Any) -> float:
+def positive(name: str, value: object) -> float:
     """Checks a number above 0."""
     try:
-        number = float(value) if type(value) in (int, float) else math.nan
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:
         number = math.inf
     if not 0 < number < math.inf:
@@ -159,14 +159,14 @@ def positive(name: str, value: Any) -> float:
     return number
 
 
-def switch(name: str, value: Any) -> bool:
+def switch(name: str, value: object) -> bool:
     """Checks true or false."""
     if not isinstance(value, bool):
         raise HFError(f"{name} = {quote(value)}: should be true or false")
     return value
 
 
-def choice(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
+def choice(name: str, value: object, choices: Mapping[Any, T]) -> T:
     """Returns `choices[value]`, or raises."""
     for known, ours in choices.items():
         if type(value) is type(known) and value == known:
@@ -178,6 +178,6 @@ READ = {int: whole, float: positive, bool: switch}
 """Checks by type."""
 
 
-def quote(value: Any) -> str:
+def quote(value: object) -> str:
     """Quotes a value in a message."""
     return "missing" if value is None else truncate(repr(value))

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import sync_file
 from jaxtp.config.reading import MAX_JSON, open_regular, parse_json, truncate
+from jaxtp.layers.parameter import DType
 
 Block = NDArray[Any]
 
-DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
-"""Supported dtypes of weights."""
+FORMATS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Supported dtypes of weights, as the format spells them."""
+DTYPES = {name: np.dtype(jnp.dtype(dtype)) for dtype, name in FORMATS.items()}
 
 _ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in DTYPES.items()},
@@ -114,7 +116,7 @@ Header = Mapping[str, tuple[str, tuple[int, ...]]]
 
 def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -> None:
     """Writes a file, one tensor at a time as `tensor_of` returns it, and flushes it to disk."""
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # transformers requires it
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}  # transformers requires it
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
@@ -128,7 +130,7 @@ def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -
         sync_file(file)
 
 
-def _entry(path: Path, name: str, value: Any, start: int) -> StoredTensor:
+def _entry(path: Path, name: str, value: object, start: int) -> StoredTensor:
     where = f"{path}: {truncate(name)}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise HFError(f"{where}: should have dtype, shape and data_offsets, and has {truncate(value)}")
@@ -164,5 +166,5 @@ def _without_gaps(path: Path, tensors: list[StoredTensor], start: int, size: int
     return {tensor.name: tensor for tensor in ordered}
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)

@@ -1,6 +1,7 @@
 """Writes a model as a Hugging Face folder, which appears when it is complete."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -9,9 +10,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, get_type_hints
+from typing import TypedDict, Unpack, get_type_hints
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
@@ -25,9 +27,9 @@ from jaxtp.data.tokenizer_files import LONGEST
 from jaxtp.hf.config_json import choose_family, write_attributes
 from jaxtp.hf.families.family import Layout
 from jaxtp.hf.load import Progress
-from jaxtp.hf.model_folder import CONFIG, INDEX, WEIGHTS, HFError, read_attributes, read_files
-from jaxtp.hf.safetensors import DTYPES, Block, write_file
-from jaxtp.hf.tensor_map import TensorPart, group_by_tensor, in_layout, tensor_parts
+from jaxtp.hf.model_folder import CONFIG, INDEX, WEIGHTS, Attributes, HFError, read_attributes, read_files
+from jaxtp.hf.safetensors import FORMATS, Block, write_file
+from jaxtp.hf.tensor_map import TensorPart, group_by_tensor, tensor_parts
 from jaxtp.layers.parameter import PARAMETERS, DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -37,7 +39,6 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 """Files to copy with a model; they also say how to prompt it and sample from it."""
-_FORMAT_DTYPES: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", LONGEST, "initializer_range", "use_cache")
 """Attributes that our models lack, copied from the folder of the tokenizer."""
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -63,7 +64,7 @@ class SaveOptions(TypedDict, total=False):
 class ModelOptions(SaveOptions, total=False):
     """How whole models are written."""
 
-    attributes: Mapping[str, Any] | None
+    attributes: Attributes | None
     """More config.json attributes. Its max_position_embeddings overrides `tokenizer_from`."""
     experts: Layout
     """"separate" (default) writes a tensor per expert, as on the Hub; "stacked" one per layer, as in transformers 5."""
@@ -101,10 +102,11 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     attributes = {"pad_token_id": None, **more, **carried_attributes(options.get("tokenizer_from"))}
     if LONGEST in more:
         attributes[LONGEST] = more[LONGEST]
-    attributes = {name: value for name, value in attributes.items() if name not in family.aliases}
+    aliases = {attribute.alias for attribute in family.attributes}
+    attributes = {name: value for name, value in attributes.items() if name not in aliases}
     attributes |= write_attributes(config, family, dtype)
     variables = named_variables(nnx.state(model, PARAMETERS))
-    parts = tensor_parts(variables, config, family, in_layout(options.get("experts", "separate")))
+    parts = tensor_parts(variables, config, family, options.get("experts", "separate"))
     files = _shards(group_by_tensor(parts), dtype, options.get("max_shard_size", "5GB"))
     others = {CONFIG: json_bytes(attributes)}
     if list(files) != [WEIGHTS]:
@@ -127,15 +129,15 @@ def write_folder(
         _require_finite(variables)
     others = {**others, **_tokenizer_files(options.get("tokenizer_from"))}
     tensors = {name: parts for group in files.values() for name, parts in group.items()}
-    gather = HostGather(variables, tensors, dtype, options.get("progress"))
+    arrays = gather_tensors(variables, tensors, dtype, options.get("progress"))
     if jax.process_index() != 0:
-        for name in tensors:  # a gather is collective
-            gather(name)
+        for _ in arrays:  # a gather is collective
+            pass
         return
     with atomic_folder(path) as folder:
         for file, group in files.items():
-            header = {name: (_FORMAT_DTYPES[dtype], parts[0].shape) for name, parts in group.items()}
-            write_file(folder / file, header, gather)
+            header = {name: (FORMATS[dtype], parts[0].shape) for name, parts in group.items()}
+            write_file(folder / file, header, lambda _: next(arrays))
         write_files(folder, others)
 
 
@@ -147,48 +149,40 @@ def _require_finite(variables: Mapping[str, Variable]) -> None:
         )
 
 
-class HostGather:
-    """Gathers tensors in host memory, one at a time, in the file's layout.
+def gather_tensors(
+    variables: Mapping[str, Variable], tensors: Tensors, dtype: DType, progress: Progress | None = None
+) -> Iterator[Block]:
+    """Yields each tensor whole, as in the file; every process must iterate in the same order."""
+    done, total = 0, sum(num_bytes(parts[0], dtype) for parts in tensors.values())
+    last: dict[tuple[str, int | None], Block] = {}
 
-    Caches one layer's kernel of all experts until another parameter or layer is requested.
-    """
+    def part_on_host(part: TensorPart) -> Block:
+        if part.target not in last:  # the experts of a layer are gathered at once
+            last.clear()  # frees the previous kernel before the next is gathered
+            last[part.target] = _gather(variables[part.ours], part.index, dtype)
+        whole = last[part.target]
+        return whole if part.expert is None else whole[part.expert]
 
-    def __init__(
-        self, variables: Mapping[str, Variable], tensors: Tensors, dtype: DType, progress: Progress | None = None
-    ):
-        self.variables, self.tensors, self.dtype, self.progress = variables, tensors, dtype, progress
-        self.cached: tuple[tuple[str, int | None], Block] | None = None
-        self.done, self.total = 0, sum(num_bytes(parts[0], dtype) for parts in tensors.values())
-
-    def __call__(self, name: str) -> Block:
-        """Returns a tensor; every process must call it."""
-        parts = self.tensors[name]
-        hosts = [self._part(part) for part in parts]
+    def tensor_on_host(parts: Sequence[TensorPart]) -> Block:
+        hosts = [part_on_host(part) for part in parts]
         host = hosts[0] if len(hosts) == 1 else np.concatenate(hosts, axis=-1)
-        self.done += num_bytes(parts[0], self.dtype)
-        if self.progress is not None:
-            self.progress(self.done, self.total)
         return host.swapaxes(-2, -1) if parts[0].transposed else host
 
-    def _part(self, part: TensorPart) -> Block:
-        if part.expert is None or self.cached is None or self.cached[0] != part.target:
-            self.cached = None  # frees the old kernel before gathering the next
-            host = self._gathered(part)
-            if part.expert is None:
-                return host
-            self.cached = part.target, host
-        expert: Block = self.cached[1][part.expert]
-        return expert
+    for parts in tensors.values():
+        done += num_bytes(parts[0], dtype)
+        if progress is not None:
+            progress(done, total)
+        yield tensor_on_host(parts)
 
-    def _gathered(self, part: TensorPart) -> Block:
-        variable = self.variables[part.ours]
-        array = variable[...]
-        mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-        if part.index is not None:
-            array = _layer(array, np.int32(part.index))
-        whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
-        host: Block = unpad(np.asarray(whole), padding_of(variable), mesh_sizes(mesh)[TP])
-        return host.astype(DTYPES[_FORMAT_DTYPES[self.dtype]], copy=False)
+
+def _gather(variable: Variable, index: int | None, dtype: DType) -> Block:
+    array = variable[...]
+    mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+    if index is not None:
+        array = _layer(array, np.int32(index))
+    whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
+    host: Block = unpad(np.asarray(whole), padding_of(variable), mesh_sizes(mesh)[TP])
+    return host.astype(jnp.dtype(dtype), copy=False)
 
 
 @jax.jit
@@ -198,7 +192,7 @@ def _layer(stacked: Array, index: Array) -> Array:
 
 def num_bytes(part: TensorPart, dtype: DType) -> int:
     """Returns the bytes of a part's whole tensor in the file."""
-    return int(np.prod(part.shape)) * DTYPES[_FORMAT_DTYPES[dtype]].itemsize
+    return math.prod(part.shape) * jnp.dtype(dtype).itemsize
 
 
 @contextmanager
@@ -221,7 +215,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(partial_folder, ignore_errors=True)
 
 
-def json_bytes(value: Mapping[str, Any]) -> bytes:
+def json_bytes(value: Attributes) -> bytes:
     """Returns a JSON file's content."""
     return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
 
@@ -269,7 +263,7 @@ def _shards(tensors: Tensors, dtype: DType, most: int | str) -> dict[str, Tensor
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
-def carried_attributes(source: str | Path | None) -> dict[str, Any]:
+def carried_attributes(source: str | Path | None) -> dict[str, object]:
     """Returns config.json attributes that describe no computation, e.g. special tokens."""
     if source is None or not os.path.lexists(Path(source) / CONFIG):
         return {}

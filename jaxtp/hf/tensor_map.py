@@ -1,12 +1,10 @@
 """Maps parameters, their layers and experts to file tensors."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from flax import nnx
-
+from jaxtp.checkpoint.logical import Variable
 from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.hf.model_folder import HFError
@@ -43,28 +41,30 @@ class TensorPart:
         return self.ours, self.index
 
 
-Choose = Callable[[Sequence[Tensor], str], Tensor]
-"""Chooses among the tensors that can be a parameter, given the number of the layer."""
-Parameters = Mapping[str, nnx.Variable[Any]]
+Parameters = Mapping[str, Variable]
 """By dotted path, abstract or real."""
 
 
-def in_layout(layout: Layout) -> Choose:
-    """Returns a `Choose` for a layout of experts."""
-    return lambda tensors, layer: next(tensor for tensor in tensors if tensor.layout in (None, layout))
-
-
 def tensor_parts(
-    parameters: Parameters, config: ModelConfig, family: Family, choose: Choose = in_layout("separate")
+    parameters: Parameters,
+    config: ModelConfig,
+    family: Family,
+    layout: Layout = "separate",
+    stored: Mapping[str, str] | None = None,
 ) -> Iterator[TensorPart]:
-    """Yields every parameter's tensors; raises `HFError` if the family has no name for a parameter."""
+    """Yields every parameter's tensors; raises `HFError` if the family has no name for a parameter.
+
+    Args:
+      layout: chooses among several tensors that can be a parameter, if none is `stored`.
+      stored: names in a file by the name with `EXPERT` for the number of an expert.
+    """
     layers = {stack: numbers for stack, numbers, _ in config.kinds()}
     for path, variable in parameters.items():
         stack, general = split_path(path)
         if not (tensors := [tensor for tensor in family.tensors if tensor.ours == general]):
             raise HFError(f"a {family.model_type} has no {general}")
         for index, layer in enumerate(layers[stack]) if stack else [(None, "")]:
-            tensor = choose(tensors, str(layer))
+            tensor = _choose(tensors, str(layer), layout, stored or {})
             experts: Iterable[int | None] = range(logical_shape(variable)[1]) if EXPERT in tensor.theirs else (None,)
             first, width = _extent(tensor, path, parameters, family)
             inside = (stack is not None) + (EXPERT in tensor.theirs)
@@ -90,20 +90,13 @@ def _extent(tensor: Tensor, path: str, parameters: Parameters, family: Family) -
     return sum(widths[:before]), sum(widths)
 
 
-def _in_stored_layout(stored: Mapping[str, StoredTensor]) -> Choose:
-    """Returns a `Choose` for a file's tensors, which raises `HFError` for a duplicate parameter."""
-    by_general = {_EXPERT.sub(EXPERT, name): name for name in reversed(list(stored))}
-    separate = any(EXPERT in name for name in by_general)
-
-    def choose(tensors: Sequence[Tensor], layer: str) -> Tensor:
-        names = [tensor.theirs.replace(LAYER, layer) for tensor in tensors]
-        there = [tensor for tensor, name in zip(tensors, names, strict=True) if name in by_general]
-        if len(there) > 1:
-            both = " and ".join(truncate(by_general[tensor.theirs.replace(LAYER, layer)], 200) for tensor in there)
-            raise HFError(f"there twice: {both} hold the same; remove one of them")
-        return there[0] if there else in_layout("separate" if separate else "stacked")(tensors, layer)
-
-    return choose
+def _choose(tensors: Sequence[Tensor], layer: str, layout: Layout, stored: Mapping[str, str]) -> Tensor:
+    names = {tensor.theirs.replace(LAYER, layer): tensor for tensor in tensors}
+    there = [name for name in names if name in stored]
+    if len(there) > 1:
+        both = " and ".join(truncate(stored[name], 200) for name in there)
+        raise HFError(f"there twice: {both} hold the same; remove one of them")
+    return names[there[0]] if there else next(tensor for tensor in tensors if tensor.layout in (None, layout))
 
 
 def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
@@ -157,7 +150,9 @@ def match_tensors(
     """
     stored = full_names(tensors, family)
     _check_counts(stored, config, family)
-    needed = group_by_tensor(tensor_parts(parameters, config, family, _in_stored_layout(stored)))
+    by_general = {_EXPERT.sub(EXPERT, name): name for name in reversed(list(stored))}
+    layout: Layout = "separate" if any(EXPERT in name for name in by_general) else "stacked"
+    needed = group_by_tensor(tensor_parts(parameters, config, family, layout, by_general))
     tied = config.tie_embeddings
     head, table = (name_of(ours, family) for ours in (HEAD, TABLE))
     known = needed.keys() | ({head} if tied else set())

@@ -148,7 +148,7 @@ def damage_some_files(place):
 
 def fail_to_read(place):
     """An error of the file system of one process: it passes, or is the error of all; nothing is set aside."""
-    planned, restores, left = plan(), ocp.Checkpointer.restore, [0]
+    planned, restores, left = plan(), ocp.PyTreeCheckpointHandler.restore, [0]
 
     def failing(*args, **kwargs):
         if jax.process_index() == 1 and left[0]:
@@ -157,7 +157,7 @@ def fail_to_read(place):
         return restores(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ocp.Checkpointer, "restore", failing)
+        patch.setattr(ocp.PyTreeCheckpointHandler, "restore", failing)
         patch.setattr(io_errors, "PAUSES", (0.1, 0.1, 0.1))
         left[0] = len(io_errors.PAUSES)
         assert restored(place, planned) == (2, [])

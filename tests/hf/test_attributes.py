@@ -11,7 +11,7 @@ from structures import VALUES, changed, examples, gives_one_of, is_one_clear_mes
 import jaxtp
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, end_token, special_tokens
 from jaxtp.generate.__main__ import main as generate
-from jaxtp.hf.config_json import _known_attributes, model_config
+from jaxtp.hf.config_json import model_config
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.model_folder import positive
 from jaxtp.tools.check.__main__ import main as check
@@ -295,7 +295,7 @@ CONFIGS = st.one_of(
         lambda kind, rope, layers: (
             {"model_type": kind}
             | (GPT2 if kind == "gpt2" else {name: SMOLLM2[name] for name in SIZES})
-            | {name: value for name, value in (rope | layers).items() if name in _known_attributes(FAMILIES[kind])}
+            | {name: value for name, value in (rope | layers).items() if name in FAMILIES[kind].known_attributes()}
         ),
         KINDS,
         st.just({}) | ROPES.map(lambda rope: {"rope_scaling": rope}),

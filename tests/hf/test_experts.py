@@ -100,6 +100,14 @@ def test_stacked_out_and_in(name, mesh, tmp_path):
     assert read[-1] == (num_bytes, num_bytes), "every byte once"
 
 
+@pytest.mark.parametrize("layout", ["separate", "stacked"])
+def test_experts_wider_than_a_tile(layout, tmp_path):
+    sizes = {"d_model": 80, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "d_ff": 144, "num_experts": 4}
+    model = jaxtp.Decoder(jaxtp.ModelConfig(vocab_size=8, num_layers=1, **sizes), rngs=nnx.Rngs(0))
+    jaxtp.save_hf(model, tmp_path / "out", experts=layout)
+    assert_same(values(jaxtp.load_hf(tmp_path / "out")), values(model))
+
+
 @pytest.mark.parametrize(("gate_up", "down", "router"), [(True, False, True), (False, True, True), (True, True, False)])
 @pytest.mark.parametrize("mesh", sweep(MESHES, MESHES[1]), ids=str)
 def test_both_layouts_in_one_folder(gate_up, down, router, mesh, tmp_path):

@@ -13,8 +13,8 @@ import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.config_json import family_of, model_config
 from jaxtp.hf.model_folder import read_attributes
-from jaxtp.hf.save import HostGather
-from jaxtp.hf.tensor_map import group_by_tensor, in_layout, tensor_parts
+from jaxtp.hf.save import gather_tensors
+from jaxtp.hf.tensor_map import group_by_tensor, tensor_parts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import plan_state
@@ -39,9 +39,8 @@ def shifted(labels):
 def by_their_names(state, config, name):
     """Arrays of a state like the model's as transformers has them in memory."""
     variables, family = named_variables(state), family_of(read_attributes(FOLDER / name), name)
-    tensors = group_by_tensor(tensor_parts(variables, config, family, in_layout("stacked")))
-    gathered = HostGather(variables, tensors, "float32")
-    return {theirs: gathered(theirs) for theirs in tensors}
+    tensors = group_by_tensor(tensor_parts(variables, config, family, "stacked"))
+    return dict(zip(tensors, gather_tensors(variables, tensors, "float32"), strict=True))
 
 
 @pytest.mark.parametrize("case", sweep(CASES, *FIRST), ids=str)

@@ -7,7 +7,6 @@ the table stops an import, unless `--ignore-config` names it: it may change the 
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Literal
 
 LAYER, EXPERT = "{layer}", "{expert}"
@@ -15,30 +14,6 @@ LAYER, EXPERT = "{layer}", "{expert}"
 
 Layout = Literal["separate", "stacked"]
 """Experts in a file: one tensor each, or all of a layer stacked."""
-
-
-class Window(StrEnum):
-    """The layers in which sliding_window applies."""
-
-    NEVER = "never"
-    ALWAYS = "always"
-    SWITCHED = "switched"
-    """By use_sliding_window, max_window_layers and layer_types."""
-    SWITCHED_FOR_ALL = "switched_for_all"
-    """In all layers if use_sliding_window is true."""
-    ALTERNATE = "alternate"
-    """In every second layer."""
-    PERIODIC = "periodic"
-    """In all but the last layer of each period of sliding_window_pattern."""
-
-
-class Rope(StrEnum):
-    """The rotary embeddings of a model."""
-
-    NEVER = "never"
-    ONE = "one"
-    BY_WINDOW = "by_window"
-    """Layers with a window have another one."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +42,28 @@ class Attribute:
     """int, float or bool; or a map from its values to those of the fields."""
     default: Any = None
     """As in transformers, if config.json lacks it. None: it is required."""
+    alias: str | None = None
+    """Another name of it."""
     other: str | None = None
-    """Attribute to read if this one is null, or missing without a default."""
+    """Field, set before, whose value it has if it is null, or missing without a default."""
     times: int = 1
-    """Factor for that other attribute."""
+    """Factor for that field."""
     power: float = 1.0
     """The fields have the attribute raised to this power."""
     can_be_null: bool = False
     """Null switches the feature off."""
 
 
+ROPE = frozenset({"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"})
+"""Attributes of rotary embeddings; with rope_local_base_freq, layers with a window have another one."""
+WINDOW = frozenset({"sliding_window"})
+"""Attribute of a window in all layers; layer_types names the layers that have one."""
+SWITCHED_WINDOW = WINDOW | {"use_sliding_window", "max_window_layers"}
+DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size"})
+"""Attributes that name dense layers; the others have experts of moe_intermediate_size."""
+SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
+"""Attribute that, if true, divides the scores of layer i by i."""
+USUAL = ROPE | {"head_dim"}
 TP_PLAN: dict[str, str] = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -106,17 +93,17 @@ class Family:
     tensors: tuple[Tensor, ...]
     """All tensors that a model may have; those whose parameters a model has are required."""
     attributes: tuple[Attribute, ...]
-    """The first of a name is written. Attributes of blocks are read by `hf/config_blocks.py`."""
+    """The first of a name is written."""
+    layer_attributes: frozenset[str] = USUAL
+    """More attributes, which `hf/config_blocks.py` reads; a family without one lacks what it describes."""
     prefix: str = "model."
     """Prefix of all tensor names except the head's; a file may lack it."""
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     """Tensors that may be in a file and are not needed."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of attributes."""
-    window: Window = Window.NEVER
     default_window: int | None = 4096
     """sliding_window if config.json lacks it."""
-    rope: Rope = Rope.ONE
+    window_period: int = 2
+    """Without layer_types, the last layer of each period has no window; sliding_window_pattern overrides it."""
     rope_theta: float = 10_000.0
     """If config.json lacks it; 10,000 in layers with a window."""
     rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
@@ -126,22 +113,21 @@ class Family:
     original_length: int | None = None
     """original_max_position_embeddings if config.json lacks it outside of the rotary embedding; None: the value in the
     rotary embedding, or max_position_embeddings."""
-    scale_by_layer: str | None = None
-    """Attribute that, if true, divides the scores of layer i by i."""
-    dense_layers: bool = False
-    """mlp_only_layers and decoder_sparse_step name dense layers; the others have experts of moe_intermediate_size."""
-    head_dim: bool = True
-    """Whether there is an attribute head_dim; else it is hidden_size / num_attention_heads."""
     default_head_dim: int | None = None
     """head_dim if config.json lacks it; None: hidden_size / num_attention_heads."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` with a fixed value."""
-    required: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, object] = field(default_factory=dict)
     """Attributes with one supported value; others would change the model."""
     ignored_attributes: frozenset[str] = frozenset()
     """More `IGNORED_ATTRIBUTES`."""
     tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
     """`base_model_tp_plan` of transformers 5, and the head's."""
+
+    def known_attributes(self) -> frozenset[str]:
+        """Returns the attributes that are read."""
+        names = {name for each in self.attributes for name in (each.name, each.alias) if name is not None}
+        return self.layer_attributes | names | {"model_type"}
 
 
 OUTER = (
@@ -215,7 +201,7 @@ ACTIVATIONS: Mapping[str, str] = {
 
 def kv_heads(default: int | None = None) -> Attribute:
     """Returns num_key_value_heads; by default equal to num_attention_heads."""
-    return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, other="num_attention_heads")
+    return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, other="num_heads")
 
 
 def sizes(eps: float = 1e-6, *, tied: bool = False) -> tuple[Attribute, ...]:
@@ -231,7 +217,7 @@ def sizes(eps: float = 1e-6, *, tied: bool = False) -> tuple[Attribute, ...]:
     )
 
 
-_REQUIRED: Mapping[str, Any] = {
+_REQUIRED: Mapping[str, object] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
     "partial_rotary_factor": 1.0,
@@ -245,7 +231,7 @@ _REQUIRED: Mapping[str, Any] = {
 }
 
 
-def required(without: Collection[str] = (), **more: Any) -> dict[str, Any]:
+def required(without: Collection[str] = (), **more: object) -> dict[str, object]:
     """Returns attributes with one supported value: the usual ones, except `without`, and more."""
     return {name: value for name, value in _REQUIRED.items() if name not in without} | more
 
@@ -279,7 +265,7 @@ _BOOKKEEPING = re.compile(
 """More ignored names: ids of tokens, and choices of kernels that compute the same."""
 
 
-def is_ignorable(name: str, value: Any, family: Family) -> bool:
+def is_ignorable(name: str, value: object, family: Family) -> bool:
     """Returns whether an attribute has no effect on model output."""
     if name == "auto_map":  # classes in Python files of the folder; those named AutoModel... may compute anything
         return value is None or (isinstance(value, dict) and not any(key.startswith("AutoModel") for key in value))

@@ -32,11 +32,11 @@ GPT2 = base.Family(
     tensors=tuple(base.Tensor(ours, theirs) for ours, theirs in _NAMES),
     attributes=(
         base.Attribute("vocab_size", ("vocab_size",), int),
-        base.Attribute("n_positions", ("learned_positions",), int, 1024),
-        base.Attribute("n_embd", ("d_model",), int),
-        base.Attribute("n_inner", ("d_ff",), int, other="n_embd", times=4),
-        base.Attribute("n_layer", ("num_layers",), int),
-        base.Attribute("n_head", ("num_heads", "num_kv_heads"), int),
+        base.Attribute("n_positions", ("learned_positions",), int, 1024, alias="max_position_embeddings"),
+        base.Attribute("n_embd", ("d_model",), int, alias="hidden_size"),
+        base.Attribute("n_inner", ("d_ff",), int, other="d_model", times=4),
+        base.Attribute("n_layer", ("num_layers",), int, alias="num_hidden_layers"),
+        base.Attribute("n_head", ("num_heads", "num_kv_heads"), int, alias="num_attention_heads"),
         base.Attribute("layer_norm_epsilon", ("norm_eps",), float, 1e-5),
         base.Attribute("tie_word_embeddings", ("tie_embeddings",), bool, True),
         base.Attribute("activation_function", ("activation",), base.ACTIVATIONS, "gelu_new"),
@@ -44,15 +44,7 @@ GPT2 = base.Family(
     ),
     prefix="transformer.",
     ignored_tensors=(f"{_LAYER}attn.bias", f"{_LAYER}attn.masked_bias"),  # masks
-    aliases={
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-    rope=base.Rope.NEVER,
-    head_dim=False,
-    scale_by_layer="scale_attn_by_inverse_layer_idx",
+    layer_attributes=frozenset({base.SCALE_BY_LAYER}),
     always={
         "norm": "layer",
         "mlp": "plain",

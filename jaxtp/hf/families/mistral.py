@@ -9,7 +9,7 @@ MISTRAL = base.Family(
     architecture="MistralForCausalLM",
     tensors=base.BODY,
     attributes=(*base.sizes(), base.kv_heads(8)),
-    window=base.Window.ALWAYS,
+    layer_attributes=base.USUAL | base.WINDOW,
     required=base.required(attention_bias=False, mlp_bias=False),
 )
 
@@ -30,11 +30,10 @@ MIXTRAL = base.Family(
     attributes=(
         *base.sizes(1e-5),
         base.kv_heads(8),
-        base.Attribute("num_local_experts", ("num_experts",), int, 8),
+        base.Attribute("num_local_experts", ("num_experts",), int, 8, alias="num_experts"),
         base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
     ),
-    aliases={"num_experts": "num_local_experts"},
-    window=base.Window.ALWAYS,
+    layer_attributes=base.USUAL | base.WINDOW,
     default_window=None,
     rope_theta=1e6,
     required=base.required(attention_bias=False, mlp_bias=False, router_jitter_noise=0.0),

@@ -201,7 +201,7 @@ def _export_folder(command: Export, source: Path) -> str:
         raise HFError(f"--base is of a run that trained adapters, and {source} is none")
     folder = open_folder(source)
     config = import_config(folder, None, {}, command.ignore_config)
-    family = folder.attributes["model_type"]
+    family = str(folder.attributes["model_type"])
     adapters = open_peft(command.adapters, config, family)
     written = command.dtype or dtype_of(folder)
     mesh = command.mesh.make()
