@@ -57,6 +57,8 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
                 raise
             except Exception as error:
                 if isinstance(error, _TRANSIENT) and not isinstance(error, MISSING):
+                    if isinstance(error, OSError) and error.filename is None:
+                        _read_every_byte(folder)  # names the file that fails
                     raise
                 failures.append(describe_error(error))
             with contextlib.suppress(*MISSING):
