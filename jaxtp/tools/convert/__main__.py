@@ -1,27 +1,52 @@
 """`jaxtp convert`: imports, exports, and compares the tp plans of models in Hugging Face format."""
 
+import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import jax
+import tyro
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.checkpoint.storage import newest_checkpoint, read_info
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, choose
-from jaxtp.config.schema import Keys
-from jaxtp.hf.config_json import family_of, model_config
-from jaxtp.hf.families.family import LAYER, Family, Tensor
-from jaxtp.hf.model_folder import CONFIG, HFError, read_attributes
+from jaxtp.config.console import Display
+from jaxtp.config.schema import Keys, Switch, UserPath, expand, to_yaml
+from jaxtp.data.tokenizer_files import LONGEST
+from jaxtp.hf.config_json import dtype_of, family_of, model_config
+from jaxtp.hf.families.family import LAYER, Family, Layout, Tensor
+from jaxtp.hf.load import Progress, import_config, load_folder
+from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
+from jaxtp.hf.peft import open_peft, save_peft
+from jaxtp.hf.runs import (
+    BASE,
+    copy_hf_files,
+    family_of_run,
+    hf_files_of,
+    load_adapted,
+    load_adapters,
+    load_merged,
+    merge_peft,
+    run_model_config,
+)
+from jaxtp.hf.save import SaveOptions, atomic_folder, carried_attributes, has_tokenizer, save_hf
 from jaxtp.hf.tensor_map import HEAD, TABLE, split_path
-from jaxtp.layers.parameter import spec_of
-from jaxtp.mesh import TP, axes_of
-from jaxtp.models.decoder import abstract_decoder
-from jaxtp.tools.convert.transfer import Export, HFDir, Import, export_run, import_run
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.parameter import DType, Precision, spec_of
+from jaxtp.mesh import TP, axes_of, mesh_of, mesh_shape, mesh_sizes
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.decoder import Decoder, abstract_decoder
+from jaxtp.train import run_folder
+from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
 
 PROGRAM = "jaxtp convert"
 IMPORT_HELP = """Reads a folder in Hugging Face format into a new run: config.yaml and a checkpoint at step 0.
@@ -54,6 +79,77 @@ _SAME = {
 """Styles of transformers equivalent to ours up to gathering the output."""
 
 
+IMPORTED = "imported"
+"""Key of a checkpoint's info: folder and dtype of the imported model."""
+HFDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
+RunDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+OptionalDir = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshFlags:
+    """Devices that hold the model during the conversion; without GPUs they are virtual devices of this host."""
+
+    fsdp: int = 1
+    """Shards of each parameter."""
+    tp: int = 1
+    """Shards of each matrix product."""
+
+    def make(self) -> Mesh:
+        """Returns the mesh; raises `MeshError` if there are too few devices."""
+        return mesh_of(mesh_shape(**asdict(self)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Flags of `jaxtp convert import`."""
+
+    source: HFDir
+    """config.json and safetensors, in one file or several with an index."""
+    run: RunDir
+    """New folder. The tokenizer files are copied to its hf/, where export finds them."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the parameters in the run; by default the one of the safetensors (float16 becomes float32)."""
+    ignore_config: Keys = ()
+    """Unknown attributes of config.json to ignore, because they do not affect what the model computes. Repeatable."""
+    mesh: MeshFlags = MeshFlags()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Flags of `jaxtp convert export`."""
+
+    run: RunDir
+    """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model in Hugging Face
+    format."""
+    out: HFDir
+    """New folder; it appears when it is complete."""
+    family: str | None = None
+    """model_type, such as qwen3 or gemma2; by default the one of the model that the run started from, or the first that
+    fits."""
+    tokenizer_from: OptionalDir = None
+    """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
+    merged: Switch = False
+    """Writes the whole model of a run that trained adapters, merged into the kernels."""
+    adapters: OptionalDir = None
+    """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
+    base: OptionalDir = None
+    """Base model of a run that trained adapters, if it is no longer where the run found it."""
+    dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
+    """Dtype of the tensors that are written: by default the one of an imported model's files, and for other runs the
+    one of the parameters (model.precision.param)."""
+    experts: Layout = "separate"
+    """Tensors of a mixture of experts: one for each expert, as on the Hub, or one for all experts of a layer, as
+    transformers 5 has in memory."""
+    max_shard_size: str = "5GB"
+    """Most bytes in a file; a tensor is never split."""
+    allow_non_finite: Switch = False
+    """Also writes weights that are not finite."""
+    ignore_config: Keys = ()
+    """Unknown attributes of config.json to ignore, as in an import. Repeatable."""
+    mesh: MeshFlags = MeshFlags()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Flags of `jaxtp convert plan`."""
@@ -73,7 +169,7 @@ COMMANDS: dict[str, Command[Any]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0, 2 for a user's mistake, 3 for weights that are not finite, 130 for Ctrl-C."""
+    """Runs the command; returns 0, 2 for a user's mistake, 130 for Ctrl-C."""
     silence_orbax()
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|flax")
     return entry.attempt(PROGRAM, lambda: _run(argv))
@@ -88,6 +184,140 @@ def _run(argv: Sequence[str]) -> None:
         print(export_run(command))
     else:
         print("\n".join(plan_lines(command.source, command.ignore_config)))
+
+
+@contextmanager
+def _progress(verb: str) -> Iterator[Progress]:
+    with Display(f"{{task.percentage:.0f}}% {verb}", stream=sys.stderr) as display:
+        display.begin(0, 100)
+        yield lambda done, total: display.move(100 * done // max(total, 1), "")
+
+
+def import_run(command: Import) -> str:
+    """Makes a run of an imported model, which appears when complete; returns a message."""
+    target = command.run
+    with atomic_folder(target) as partial:
+        source = open_folder(command.source)
+        precision = None if command.dtype is None else Precision(param=command.dtype)
+        config = import_config(source, precision, {}, command.ignore_config)
+        mesh = command.mesh.make()
+        with jax.set_mesh(mesh), _progress("read") as progress:
+            model = load_folder(source, config, mesh, progress)
+        run = TrainConfig(run=RunConfig(dir=target), mesh=MeshConfig(**asdict(command.mesh)), model=config)
+        _save(partial, run, model, mesh, {"from": str(source.path), "dtype": dtype_of(source)})
+        copy_hf_files(source.path, partial)
+        (partial / run_folder.CONFIG).write_text(to_yaml(run), encoding="utf-8")
+    return f"{source.path} ({source.attributes['model_type']}) is in {target}, parameters in {config.precision.param}"
+
+
+def _save(folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, imported: dict[str, str]) -> None:
+    checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS)
+    info = run_folder.checkpoint_info(config, {IMPORTED: imported["from"]}, 0, mesh_sizes(mesh))
+    state: nnx.State = nnx.State({"model": nnx.state(model)})
+    checkpoints.save(0, state, mesh, {**info, IMPORTED: imported})
+    checkpoints.close()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model to export."""
+
+    folder: Path
+    config: ModelConfig
+    dtype: DType
+    family: str | None
+    tokenizer: Path | None
+    attributes: Mapping[str, Any]
+    base: str | Path | None
+    """Base model of a run that trained adapters."""
+    load: Callable[[ModelConfig, Mesh], Decoder]
+
+
+def export_run(command: Export) -> str:
+    """Writes a checkpoint, or a model with adapters, as a folder in Hugging Face format; returns a message."""
+    source = _folder_source(command) if (command.run / CONFIG).is_file() else _run_source(command)
+    stored, name, only_adapters = source.config, str(source.folder), source.config.lora.rank and not command.merged
+    if only_adapters and command.experts != "separate":
+        raise HFError(f"--experts {command.experts} is for a whole model, and adapters are exported; add --merged")
+    adapters = None if command.adapters is None else open_peft(command.adapters, stored, source.family)
+    mesh, dtype = command.mesh.make(), command.dtype or (None if only_adapters else source.dtype)
+    # In the exported dtype, so that merging rounds only once.
+    precision = stored.precision if dtype is None else replace(stored.precision, param=dtype)
+    config = stored if only_adapters else replace(stored, lora=LoraConfig(), precision=precision)
+    model = source.load(config if adapters is None else stored, mesh)
+    if adapters is not None:
+        model, name = merge_peft(model, adapters, config, mesh), f"{name} with {adapters.path}"
+    with _progress("written") as progress:
+        options: SaveOptions = {
+            "family": command.family or source.family,
+            "tokenizer_from": command.tokenizer_from or source.tokenizer,
+            "dtype": dtype,
+            "allow_non_finite": command.allow_non_finite,
+            "progress": progress,
+        }
+        if only_adapters:
+            save_peft(model, command.out, base=source.base, **options)
+            return f"the adapters of {name} are in {command.out}"
+        layout, size = command.experts, command.max_shard_size
+        save_hf(model, command.out, attributes=source.attributes, experts=layout, max_shard_size=size, **options)
+        return f"{name} is in {command.out}"
+
+
+def _folder_source(command: Export) -> _Source:
+    path = command.run
+    if command.adapters is None:
+        raise HFError(f"{path} is in Hugging Face format already; --adapters DIR adds adapters to it")
+    if command.base is not None:
+        raise HFError(f"--base is for a run that trained adapters, and {path} is a model")
+    folder = open_folder(path)
+    config, family = import_config(folder, None, {}, command.ignore_config), folder.attributes["model_type"]
+    tokenizer = path if has_tokenizer(path) else None
+
+    def load(config: ModelConfig, mesh: Mesh) -> Decoder:
+        with jax.set_mesh(mesh), _progress("read") as progress:
+            return load_folder(folder, config, mesh, progress)
+
+    return _Source(path, config, dtype_of(folder), family, tokenizer, carried_attributes(path), None, load)
+
+
+def _run_source(command: Export) -> _Source:
+    checkpoint, base = newest_checkpoint(command.run), command.base
+    info = read_info(checkpoint)
+    config = run_model_config(checkpoint, info)
+    if config.lora.rank and command.adapters is not None:
+        raise HFError(f"{checkpoint} has adapters of its own; export them with --merged, and add others to that")
+    if not config.lora.rank and command.adapters is None and (command.merged or base is not None):
+        raise HFError(f"{checkpoint} has no adapters; leave {'--merged' if command.merged else '--base'} out")
+
+    def load(wanted: ModelConfig, mesh: Mesh) -> Decoder:
+        if not wanted.lora.rank:
+            return load_merged(checkpoint, info, wanted, mesh, base)
+        return load_adapters(checkpoint, config, mesh) if base is None else load_adapted(checkpoint, info, mesh, base)
+
+    dtype = info.get(IMPORTED, {}).get("dtype") or config.precision.param
+    family, tokenizer, attributes = (
+        family_of_run(checkpoint),
+        _tokenizer(checkpoint, info),
+        _attributes(checkpoint, info),
+    )
+    recorded = info[BASE]["from"] if config.lora.rank and config.from_hf is not None else None
+    return _Source(checkpoint, config, dtype, family, tokenizer, attributes, base or recorded, load)
+
+
+def _attributes(checkpoint: Path, info: dict[str, Any]) -> dict[str, Any]:
+    """Returns config.json attributes that describe no computation; the trained length is the longest."""
+    source, trained = hf_files_of(checkpoint), info["config"].get("data", {}).get("sequence_length")
+    if source is None:
+        return {LONGEST: trained}
+    attributes = carried_attributes(source)
+    longest = attributes.get(LONGEST)
+    return attributes | {LONGEST: trained} if trained and type(longest) is int and longest < trained else attributes
+
+
+def _tokenizer(checkpoint: Path, info: dict[str, Any]) -> Path | None:
+    data = info["config"].get("data", {}).get("path")
+    folders = (hf_files_of(checkpoint), None if data is None else expand(Path(data)))
+    return next((folder for folder in folders if folder is not None and has_tokenizer(folder)), None)
 
 
 def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:

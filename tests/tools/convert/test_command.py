@@ -12,7 +12,7 @@ from hf_reference import FOLDER
 import jaxtp
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.hf.safetensors import read_header
-from jaxtp.tools.convert import transfer
+from jaxtp.tools.convert import __main__ as transfer
 from jaxtp.tools.convert.__main__ import main
 from jaxtp.train.__main__ import main as train
 
