@@ -88,8 +88,8 @@ SETTINGS = jaxtp.GenerationSettings(max_tokens=4)
 def talk(monkeypatch, stdin, *answers, system=None, generator=None):
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin)
     generator = generator or Answers(*answers)
-    encoder = encoder_of("{% for m in messages %}[{{ m.content }}]{% endfor %}", ByteTokenizer())
-    Chat(generator, encoder, SETTINGS, system).run()
+    encoder = encoder_of("{% for m in messages %}[{{ m.content }}]{% endfor %}", ByteTokenizer(), system=system)
+    Chat(generator, encoder, SETTINGS).run()
     return generator.asked
 
 

@@ -2,8 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,34 +16,23 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.storage import newest_checkpoint, read_info
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
 from jaxtp.config.schema import Keys, Switch, UserPath, expand, to_yaml
 from jaxtp.data.tokenizer_files import LONGEST
+from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.families.family import LAYER, Family, Layout, Tensor
 from jaxtp.hf.load import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
-from jaxtp.hf.peft import open_peft, save_peft
-from jaxtp.hf.runs import (
-    BASE,
-    copy_hf_files,
-    family_of_run,
-    hf_files_of,
-    load_adapted,
-    load_adapters,
-    load_merged,
-    merge_peft,
-    run_model_config,
-)
+from jaxtp.hf.peft import save_peft
+from jaxtp.hf.runs import BASE, copy_hf_files, hf_files_of, load_adapted, load_adapters
 from jaxtp.hf.save import SaveOptions, atomic_folder, carried_attributes, has_tokenizer, save_hf
 from jaxtp.hf.tensor_map import HEAD, TABLE, split_path
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, Precision, spec_of
 from jaxtp.mesh import TP, axes_of, mesh_of, mesh_shape, mesh_sizes
-from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
 from jaxtp.train import run_folder
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
@@ -218,106 +207,61 @@ def _save(folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, importe
     checkpoints.close()
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A model to export."""
-
-    folder: Path
-    config: ModelConfig
-    dtype: DType
-    family: str | None
-    tokenizer: Path | None
-    attributes: Mapping[str, Any]
-    base: str | Path | None
-    """Base model of a run that trained adapters."""
-    load: Callable[[ModelConfig, Mesh], Decoder]
-
-
 def export_run(command: Export) -> str:
     """Writes a checkpoint, or a model with adapters, as a folder in Hugging Face format; returns a message."""
-    source = _folder_source(command) if (command.run / CONFIG).is_file() else _run_source(command)
+    settings = SourceConfig(adapters=command.adapters, base=command.base, ignore_config=command.ignore_config)
+    source = open_stored(command.run, settings)
     stored, name, only_adapters = source.config, str(source.folder), source.config.lora.rank and not command.merged
+    if not source.is_run and source.adapters is None:
+        raise HFError(f"{name} is in Hugging Face format already; --adapters DIR adds adapters to it")
+    if not stored.lora.rank and (command.base is not None or (command.merged and source.adapters is None)):
+        raise HFError(f"{name} has no adapters; leave {'--base' if command.base is not None else '--merged'} out")
     if only_adapters and command.experts != "separate":
         raise HFError(f"--experts {command.experts} is for a whole model, and adapters are exported; add --merged")
-    adapters = None if command.adapters is None else open_peft(command.adapters, stored, source.family)
-    mesh, dtype = command.mesh.make(), command.dtype or (None if only_adapters else source.dtype)
+    attributes, tokenizer = _run_files(source) if source.is_run else (carried_attributes(command.run), command.run)
+    options: SaveOptions = {
+        "family": command.family or source.family,
+        "tokenizer_from": command.tokenizer_from or (tokenizer if tokenizer and has_tokenizer(tokenizer) else None),
+        "dtype": command.dtype,
+        "allow_non_finite": command.allow_non_finite,
+    }
+    mesh = command.mesh.make()
+    if only_adapters:
+        return _export_adapters(command, source, mesh, options)
+    dtype: DType = command.dtype or source.info.get(IMPORTED, {}).get("dtype") or source.dtype
     # In the exported dtype, so that merging rounds only once.
-    precision = stored.precision if dtype is None else replace(stored.precision, param=dtype)
-    config = stored if only_adapters else replace(stored, lora=LoraConfig(), precision=precision)
-    model = source.load(config if adapters is None else stored, mesh)
-    if adapters is not None:
-        model, name = merge_peft(model, adapters, config, mesh), f"{name} with {adapters.path}"
-    with _progress("written") as progress:
-        options: SaveOptions = {
-            "family": command.family or source.family,
-            "tokenizer_from": command.tokenizer_from or source.tokenizer,
-            "dtype": dtype,
-            "allow_non_finite": command.allow_non_finite,
-            "progress": progress,
-        }
-        if only_adapters:
-            save_peft(model, command.out, base=source.base, **options)
-            return f"the adapters of {name} are in {command.out}"
-        layout, size = command.experts, command.max_shard_size
-        save_hf(model, command.out, attributes=source.attributes, experts=layout, max_shard_size=size, **options)
-        return f"{name} is in {command.out}"
+    config = replace(stored, lora=LoraConfig(), precision=replace(stored.precision, param=dtype))
+    with nullcontext() if source.is_run else _progress("read") as progress:
+        model = source.load(config, mesh, progress)
+    layout, size, options["dtype"] = command.experts, command.max_shard_size, dtype
+    with _progress("written") as options["progress"]:
+        save_hf(model, command.out, attributes=attributes, experts=layout, max_shard_size=size, **options)
+    return f"{name}{'' if source.adapters is None else f' with {source.adapters.path}'} is in {command.out}"
 
 
-def _folder_source(command: Export) -> _Source:
-    path = command.run
-    if command.adapters is None:
-        raise HFError(f"{path} is in Hugging Face format already; --adapters DIR adds adapters to it")
-    if command.base is not None:
-        raise HFError(f"--base is for a run that trained adapters, and {path} is a model")
-    folder = open_folder(path)
-    config, family = import_config(folder, None, {}, command.ignore_config), folder.attributes["model_type"]
-    tokenizer = path if has_tokenizer(path) else None
-
-    def load(config: ModelConfig, mesh: Mesh) -> Decoder:
-        with jax.set_mesh(mesh), _progress("read") as progress:
-            return load_folder(folder, config, mesh, progress)
-
-    return _Source(path, config, dtype_of(folder), family, tokenizer, carried_attributes(path), None, load)
+def _export_adapters(command: Export, source: StoredModel, mesh: Mesh, options: SaveOptions) -> str:
+    checkpoint, config, base = source.folder, source.config, command.base
+    if base is None:
+        model = load_adapters(checkpoint, config, mesh)
+    else:
+        model = load_adapted(checkpoint, source.info, mesh, base)
+    recorded = source.info[BASE]["from"] if config.from_hf is not None else None
+    with _progress("written") as options["progress"]:
+        save_peft(model, command.out, base=base or recorded, **options)
+    return f"the adapters of {checkpoint} are in {command.out}"
 
 
-def _run_source(command: Export) -> _Source:
-    checkpoint, base = newest_checkpoint(command.run), command.base
-    info = read_info(checkpoint)
-    config = run_model_config(checkpoint, info)
-    if config.lora.rank and command.adapters is not None:
-        raise HFError(f"{checkpoint} has adapters of its own; export them with --merged, and add others to that")
-    if not config.lora.rank and command.adapters is None and (command.merged or base is not None):
-        raise HFError(f"{checkpoint} has no adapters; leave {'--merged' if command.merged else '--base'} out")
-
-    def load(wanted: ModelConfig, mesh: Mesh) -> Decoder:
-        if not wanted.lora.rank:
-            return load_merged(checkpoint, info, wanted, mesh, base)
-        return load_adapters(checkpoint, config, mesh) if base is None else load_adapted(checkpoint, info, mesh, base)
-
-    dtype = info.get(IMPORTED, {}).get("dtype") or config.precision.param
-    family, tokenizer, attributes = (
-        family_of_run(checkpoint),
-        _tokenizer(checkpoint, info),
-        _attributes(checkpoint, info),
-    )
-    recorded = info[BASE]["from"] if config.lora.rank and config.from_hf is not None else None
-    return _Source(checkpoint, config, dtype, family, tokenizer, attributes, base or recorded, load)
-
-
-def _attributes(checkpoint: Path, info: dict[str, Any]) -> dict[str, Any]:
-    """Returns config.json attributes that describe no computation; the trained length is the longest."""
-    source, trained = hf_files_of(checkpoint), info["config"].get("data", {}).get("sequence_length")
-    if source is None:
-        return {LONGEST: trained}
-    attributes = carried_attributes(source)
+def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
+    """Returns config.json attributes that describe no computation, and the folder of the tokenizer."""
+    hf_files, data = hf_files_of(source.folder), source.info["config"].get("data", {})
+    trained, path = data.get("sequence_length"), data.get("path")
+    folders = (hf_files, None if path is None else expand(Path(path)))
+    tokenizer = next((folder for folder in folders if folder is not None and has_tokenizer(folder)), None)
+    attributes = carried_attributes(hf_files)
     longest = attributes.get(LONGEST)
-    return attributes | {LONGEST: trained} if trained and type(longest) is int and longest < trained else attributes
-
-
-def _tokenizer(checkpoint: Path, info: dict[str, Any]) -> Path | None:
-    data = info["config"].get("data", {}).get("path")
-    folders = (hf_files_of(checkpoint), None if data is None else expand(Path(data)))
-    return next((folder for folder in folders if folder is not None and has_tokenizer(folder)), None)
+    if hf_files is None or (trained and type(longest) is int and longest < trained):
+        attributes[LONGEST] = trained  # it was trained on longer sequences
+    return attributes, tokenizer
 
 
 def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:

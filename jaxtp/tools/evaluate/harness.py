@@ -39,8 +39,7 @@ from jaxtp.generate.loading import ModelSource
 from jaxtp.generate.sampling import GenerationSettings
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
-from jaxtp.tools.evaluate.measure import Scorer
-from jaxtp.tools.evaluate.windows import row_length
+from jaxtp.tools.evaluate.measure import Scorer, row_length
 
 MAX_NEW_TOKENS = 256
 """Default of a task's max_gen_toks, as in the harness's own models."""
