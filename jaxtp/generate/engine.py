@@ -150,7 +150,7 @@ class Generator:
                 "the model was built with sequence_parallel=True, and a single token cannot be split over tp; "
                 "build it with sequence_parallel=None"
             )
-        self._mesh = None if mesh is None else decode_mesh(mesh)
+        self._mesh = decode_mesh(mesh)
         self._weight_bytes = weight_bytes(model, sizes)
         self._require_memory(self._weight_bytes, "the weights take", "use more devices by --mesh.tp")
         self.config = model.config
@@ -245,7 +245,7 @@ class Generator:
         return programs, cache if keep else replace(cache, tokens=tokens)
 
     def _require_memory(self, needed: int, what: str, way_out: str) -> None:
-        memory = memory_per_device(jax.local_devices()[:1] if self._mesh is None else self._mesh.local_devices)
+        memory = memory_per_device(self._mesh.local_devices)
         if memory is not None and needed > memory:
             raise GenerationError(
                 f"{what} {needed / 2**30:,.1f} GiB on each device, which has {memory / 2**30:,.1f}; {way_out}"

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain
-from jaxtp.generate.decode_model import DecodeModel, mesh_context
+from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.generate.sampling import GenerationSettings, sample
 from jaxtp.layers.cache import KVCaches, NewTokens
 
@@ -92,7 +92,7 @@ class Programs:
     def __init__(
         self,
         model: DecodeModel,
-        mesh: Mesh | None,
+        mesh: Mesh,
         shape: Shape,
         settings: GenerationSettings,
         num_ids: int,
@@ -184,7 +184,7 @@ class Programs:
 
         if key not in self._compiled:
             started, types = time.perf_counter(), jax.tree.map(self._abstract, arguments)
-            with mesh_context(self._mesh):
+            with jax.set_mesh(self._mesh):
                 jitted = jax.jit(program, donate_argnums=1 if arguments else ())  # donates the KV cache
                 self._compiled[key] = jitted.lower(self._weights, *types).compile()
             self.compile_seconds += time.perf_counter() - started
@@ -193,10 +193,7 @@ class Programs:
     def _abstract(self, array: Array | jax.ShapeDtypeStruct | NDArray[np.generic]) -> jax.ShapeDtypeStruct:
         if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-        return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=self._sharding(P()))
-
-    def _sharding(self, spec: P) -> NamedSharding | None:
-        return None if self._mesh is None else NamedSharding(self._mesh, spec)
+        return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=NamedSharding(self._mesh, P()))
 
 
 def _seen(rows: RowArrays) -> Array | None:

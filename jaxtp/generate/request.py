@@ -78,10 +78,9 @@ class Request:
         """The prompt, then the generated tokens without an end token."""
         self.seed = (settings.seed + index) % 2**32
         self.finish: Finish | None = None
-        self._text, self._logprobs = "", list[float]()
+        self._text, self._pending, self._logprobs = "", "", list[float]()
         self._detokenizer = Detokenizer(tokenizer, self.tokens)
-        self._stops = StopTexts(settings.stop)
-        self._end_ids = end_ids
+        self._stops, self._end_ids = settings.stop, end_ids
         room = settings.max_tokens if context is None else context - len(prompt)
         self._limit = len(prompt) + min(settings.max_tokens, room)
         self._limit_reason: Finish = "length" if room >= settings.max_tokens else "context"
@@ -97,21 +96,19 @@ class Request:
         if not ended:
             self.tokens.append(token)
             self._logprobs.append(logprob)
-            text, stopped = self._stops.feed(self._detokenizer.feed(token))
+            text, self._pending, stopped = cut_at_stop(self._pending + self._detokenizer.feed(token), self._stops)
         if not stopped and (ended or self.tokens_left == 0):
             self.finish = "end" if ended else self._limit_reason
-            rest, stopped = self._stops.feed(self._detokenizer.finish())
-            text += rest + self._stops.finish()
+            rest, pending, stopped = cut_at_stop(self._pending + self._detokenizer.finish(), self._stops)
+            text += rest + pending
         if stopped:
             self.finish = "stop"
         self._text += text
-        return Piece(self.index, None if ended else token, text, self._result())
-
-    def _result(self) -> Result | None:
-        if self.finish is None:
-            return None
-        ids, logprobs = tuple(self.tokens[self.num_prompt :]), tuple(self._logprobs)
-        return Result(self.index, self._text, ids, logprobs, self.finish, self.num_prompt)
+        result = None
+        if self.finish is not None:
+            ids, logprobs = tuple(self.tokens[self.num_prompt :]), tuple(self._logprobs)
+            result = Result(self.index, self._text, ids, logprobs, self.finish, self.num_prompt)
+        return Piece(self.index, None if ended else token, text, result)
 
 
 class Detokenizer:
@@ -146,28 +143,16 @@ class Detokenizer:
         return now[len(before) :]
 
 
-class StopTexts:
-    """Cuts a text before the first stop text to complete, independent of the split into pieces."""
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
+    """Cuts a text before the first stop text to complete.
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
-        self._pending = ""
-
-    def feed(self, piece: str) -> tuple[str, bool]:
-        """Returns text that cannot be part of a stop text, and whether a stop text is complete (the last call)."""
-        text = self._pending + piece
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._pending = ""
-            return text[: min(found)[1]], True
-        end = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._pending = text[end:]
-        return text[:end], False
-
-    def finish(self) -> str:
-        """Returns the pending text."""
-        pending, self._pending = self._pending, ""
-        return pending
+    Returns:
+      the text before it, or all that cannot be part of a stop text; the pending rest; and whether one is complete.
+    """
+    if found := [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]:
+        return text[: min(found)[1]], "", True
+    end = len(text) - max((_overlap(text, stop) for stop in stops), default=0)
+    return text[:end], text[end:], False
 
 
 def _overlap(text: str, stop: str) -> int:

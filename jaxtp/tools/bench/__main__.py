@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.analysis.census import count_collectives
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Collective
 from jaxtp.analysis.hardware import TABLE, Hardware, inside_domain, link_of, of_kind
 from jaxtp.analysis.hardware_file import find
@@ -110,29 +109,20 @@ def main(argv: Sequence[str]) -> int:
     return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _bench(argv)))
 
 
-@dataclass(frozen=True)
-class Message:
-    """A collective along one axis, and its median time.
+class Message(NamedTuple):
+    """A collective along one axis, and its median time."""
 
-    `collective.bytes` is the size of a device's larger array: the result, or a reduce-scatter's input.
-    """
-
-    collective: Collective
+    axis: str
+    devices: int
+    kind: str
+    bytes: int
+    """Size of a device's larger array: the result, or a reduce-scatter's input."""
+    bytes_sent: float
+    """Bytes that each device sends."""
     seconds: float
 
-    @property
-    def axis(self) -> str:
-        """The mesh axis."""
-        return self.collective.axes[0]
 
-    @property
-    def speed(self) -> float:
-        """Bytes/s that each device sends."""
-        return self.collective.bytes_sent / self.seconds
-
-
-@dataclass(frozen=True)
-class TimedProduct:
+class TimedProduct(NamedTuple):
     """A block's product `[m, k] x [k, n]` on one of `tp` devices, and its median time."""
 
     tp: int
@@ -148,8 +138,7 @@ class TimedProduct:
         return 2.0 * self.m * self.k * self.n
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """Seconds of collectives along an axis, as `latency + bytes sent / speed`."""
 
     axis: str
@@ -198,10 +187,9 @@ class Measured:
     def table(self) -> str:
         """Formats a line per collective and size, and per product and tp."""
         rows = []
-        for message in self.messages:
-            one, speed = message.collective, f"{digits(message.speed / 1e9)} GB/s"
-            size = f"{digits(one.bytes / KIB)} KiB"
-            rows.append((one.kind, f"{message.axis} {one.group}", size, f"{message.seconds * 1e6:,.1f}", speed))
+        for axis, devices, kind, size, sent, seconds in self.messages:
+            speed = f"{digits(sent / seconds / 1e9)} GB/s"
+            rows.append((kind, f"{axis} {devices}", f"{digits(size / KIB)} KiB", f"{seconds * 1e6:,.1f}", speed))
         for product in self.products:
             rate = product.flops / product.seconds
             of_peak = "" if self.peak is None else f", {rate / self.peak:.1%} of the peak"
@@ -234,24 +222,13 @@ class Measured:
 
     def record(self) -> dict[str, object]:
         """Returns every number for JSON."""
-        record = asdict(self)
-        place = {name: record.pop(name) for name in ("kind", "platform", "sizes", "dtype", "hardware")}
+        place = {name: getattr(self, name) for name in ("kind", "platform", "sizes", "dtype")}
+        hardware = None if self.hardware is None else asdict(self.hardware)
         counts = {"devices": math.prod(self.sizes.values()), "processes": jax.process_count()}
-        moved = [(message.collective, message.seconds) for message in self.messages]
-        record["messages"] = [
-            {
-                "axis": one.axes[0],
-                "devices": one.group,
-                "kind": one.kind,
-                "bytes": int(one.bytes),
-                "bytes_sent": one.bytes_sent,
-                "seconds": seconds,
-            }
-            for one, seconds in moved
-        ]
+        rows = {name: [one._asdict() for one in getattr(self, name)] for name in ("messages", "products", "lines")}
         note = {"note": VIRTUAL} if self.platform == "cpu" else {}
-        derived = {"lines": list(map(asdict, self.lines)), "matmul_efficiency": self.matmul_efficiency}
-        return {"jax": jax.__version__, **note, "place": place | counts, **record, **derived}
+        place |= counts | {"hardware": hardware}
+        return {"jax": jax.__version__, **note, "place": place, **rows, "matmul_efficiency": self.matmul_efficiency}
 
 
 def _bench(argv: Sequence[str]) -> None:
@@ -362,12 +339,10 @@ def measure_messages(mesh: Mesh, dtype: str, sizes: Sequence[int], rounds: int, 
         each = max(1, size // (jnp.dtype(dtype).itemsize * mesh.shape[axis])) * mesh.shape[axis]
         x = make(jax.random.key(0), (mesh.size * each,), dtype)
         with jax.set_mesh(mesh):
-            traced = {kind: jax.jit(repeated(kind, axis, in_a_row)).trace(x) for kind in KINDS}
-            programs = {kind: partial(one.lower().compile(), x) for kind, one in traced.items()}
-        seconds = medians(programs, rounds)
-        for kind, program in traced.items():
-            (moved,) = count_collectives(program.jaxpr, dict(mesh.shape))
-            yield Message(moved, seconds[kind] / in_a_row)
+            programs = {kind: partial(jax.jit(repeated(kind, axis, in_a_row)).lower(x).compile(), x) for kind in KINDS}
+        for kind, seconds in medians(programs, rounds).items():
+            one = Collective(kind, (axis,), mesh.shape[axis], each * jnp.dtype(dtype).itemsize)
+            yield Message(axis, one.group, kind, int(one.bytes), one.bytes_sent, seconds / in_a_row)
 
 
 def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
@@ -429,9 +404,9 @@ def fit_line(messages: Sequence[Message]) -> Line | None:
 
     Errors are relative, so that short messages decide the latency and long messages the speed.
     """
-    ring = [message for message in messages if message.collective.kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)]
+    ring = [message for message in messages if message.kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)]
     seconds = np.array([message.seconds for message in ring])
-    sent = np.array([message.collective.bytes_sent for message in ring])
+    sent = np.array([message.bytes_sent for message in ring])
     per_byte = sent / seconds
     (latency, slope), *_ = np.linalg.lstsq(np.stack([1 / seconds, per_byte], axis=1), np.ones(len(ring)))
     if latency < 0:
@@ -439,7 +414,7 @@ def fit_line(messages: Sequence[Message]) -> Line | None:
     if slope <= 0:
         return None
     error = float(np.median(np.abs(latency + slope * sent - seconds) / seconds))
-    return Line(ring[0].axis, ring[0].collective.group, float(latency), float(1 / slope), error)
+    return Line(ring[0].axis, ring[0].devices, float(latency), float(1 / slope), error)
 
 
 def measured_fields(

@@ -29,7 +29,7 @@ from jaxtp.generate.loading import (
     request_devices,
 )
 from jaxtp.mesh import mesh_sizes
-from jaxtp.tools.evaluate.evaluation_settings import SHOWN_FIRST, EvaluateConfig, check, window_length
+from jaxtp.tools.evaluate.evaluation_settings import SHOWN_FIRST, EvaluateConfig, conflicts, window_length
 from jaxtp.tools.evaluate.inputs import Input, open_inputs
 from jaxtp.tools.evaluate.measure import Measured, Scorer, measure
 
@@ -71,7 +71,8 @@ def _evaluate(argv: Sequence[str]) -> None:
     join_processes()
     with raise_everywhere(watch):
         config, _ = COMMAND.load(argv)
-        check(config)
+        if problems := list(conflicts(config)):
+            raise ConfigError("; ".join(problems))
         request_devices(config.mesh)
     try:
         _run_tasks(config) if config.tasks else _measure_models(config)
@@ -130,9 +131,8 @@ def _run_tasks(config: EvaluateConfig) -> None:
         raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
     length, mesh = window_length(config, [source]), inference_mesh(config.mesh, source.config)
     tasks = harness.open_tasks(config.tasks, config.task_folder)
-    results = harness.run(load_model(source, mesh), source, tasks, config, length)
-    record = {**_describe(source, mesh, length), **harness.plain_results(results)}
-    _report(harness.results_table(results), config.json, record)
+    table, results = harness.run(load_model(source, mesh), source, tasks, config, length)
+    _report(table, config.json, {**_describe(source, mesh, length), **results})
 
 
 def _describe(source: ModelSource, mesh: Mesh, length: int) -> Record:

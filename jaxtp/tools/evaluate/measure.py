@@ -26,7 +26,7 @@ from jaxtp.config.entry import Interrupt, NumericsError
 from jaxtp.data.packing import pack
 from jaxtp.data.rows import SEGMENTS, Row, empty_row
 from jaxtp.generate.decode_model import model_mesh
-from jaxtp.mesh import CP, batch_parts, make_mesh, mesh_sizes
+from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.inputs import Input, InputError
 
@@ -120,7 +120,7 @@ class Scorer:
     """
 
     def __init__(self, model: Decoder, batch_size: int):
-        self._mesh = model_mesh(model) or make_mesh()
+        self._mesh = model_mesh(model)
         sizes = mesh_sizes(self._mesh)
         self.parts, self.sequence_parts = batch_parts(sizes), sizes[CP]
         self.batch_size = math.ceil(batch_size / self.parts) * self.parts

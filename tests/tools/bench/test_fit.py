@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.hardware_file import find, read
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import mesh_shape
@@ -23,8 +22,8 @@ def messages(axis, devices, latency, speed, noise=lambda i: 1.0, permute=1.0):
     for i, size in enumerate(SIZES):
         for kind, share in SHARES.items():
             sent = share * (devices - 1) / devices * size
-            found.append(Message(Collective(kind, (axis,), devices, size), (latency + sent / speed) * noise(i)))
-        found.append(Message(Collective("permute", (axis,), devices, size), permute))
+            found.append(Message(axis, devices, kind, size, sent, (latency + sent / speed) * noise(i)))
+        found.append(Message(axis, devices, "permute", size, size, permute))
     return found
 
 

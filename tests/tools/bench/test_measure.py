@@ -74,14 +74,10 @@ def test_each_is_the_collective_that_it_is_called(kind, axis, mesh):
 
 def test_bytes_and_speeds():
     messages = list(measure_messages(make_mesh(tp=4), "float32", (64, 1000), 1, 2))
-    assert [(one.collective.kind, one.collective.bytes) for one in messages] == [
-        (kind, size) for size in (64, 992) for kind in KINDS
-    ]
+    assert [(one.kind, one.bytes) for one in messages] == [(kind, size) for size in (64, 992) for kind in KINDS]
     for one in messages:
-        moved = one.collective
-        share = {"all-reduce": 2 * 3 / 4, "permute": 1}.get(moved.kind, 3 / 4)
-        assert (one.axis, moved.group, moved.bytes_sent) == ("tp", 4, share * moved.bytes)
-        assert one.speed * one.seconds == pytest.approx(moved.bytes_sent)
+        share = {"all-reduce": 2 * 3 / 4, "permute": 1}.get(one.kind, 3 / 4)
+        assert (one.axis, one.devices, one.bytes_sent) == ("tp", 4, share * one.bytes)
         assert 0 < one.seconds < 10
 
 
