@@ -3,6 +3,7 @@
 Generated text goes to standard output, everything else to standard error.
 """
 
+import difflib
 import json
 import signal
 import sys
@@ -23,7 +24,7 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.console import is_terminal
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.files import require_writable, writing
-from jaxtp.config.schema import ConfigError, Count, Switch, UserPath, flag
+from jaxtp.config.schema import ConfigError, Count, Switch, UserPath, flag, nearest_file
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template
 from jaxtp.generate.chat import Chat, ConversationEncoder
@@ -39,8 +40,7 @@ from jaxtp.generate.loading import (
     print_status,
     request_devices,
 )
-from jaxtp.generate.prompts import Ids, Limits, encode_prompts, is_jsonl, limits_of, read_prompts
-from jaxtp.generate.request import GenerationError, Result
+from jaxtp.generate.request import GenerationError, Ids, Limits, Result, encode_prompts, limits_of
 from jaxtp.generate.sampling import GenerationSettings, settings_problems
 
 PROGRAM = "jaxtp generate"
@@ -60,6 +60,8 @@ the end, on standard error.
 """
 STDOUT = Path("-")
 """Value of --json for standard output."""
+MAX_BYTES = 2**30
+"""Maximum size of a prompt file."""
 _DEFAULT_FIELD = "prompt"
 
 
@@ -168,6 +170,57 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
         yield f"--field {config.field} needs --prompt-file FILE.jsonl"
 
 
+def is_jsonl(path: Path) -> bool:
+    """Whether a file name has a JSON Lines suffix."""
+    return path.suffix in (".jsonl", ".ndjson")
+
+
+def read_prompts(path: Path, field: str) -> list[str | None]:
+    """Returns the prompt on each line; None for a blank line.
+
+    Args:
+      field: the JSONL field with the text.
+
+    Raises:
+      ConfigError: the file is unreadable or has no prompts; the message names the line.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_BYTES // 2**20:,} MiB, the limit for a prompt file; split it")
+        lines = content.decode().split("\n")  # splitlines would also split at U+2028 within a text
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 (byte {error.start:,})") from None
+    texts = [line.removesuffix("\r") if line.strip() else None for line in lines]
+    if not any(texts):
+        raise ConfigError(f"{path}: no prompts in it")
+    if not is_jsonl(path):
+        return texts
+    return [
+        None if line is None else _json_field(f"{path}, line {number}", line, field)
+        for number, line in enumerate(texts, 1)
+    ]
+
+
+def _json_field(where: str, line: str, field: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: expected an object such as {{{json.dumps(field)}: ...}}, found {line[:60]}")
+    if field not in record:
+        close = difflib.get_close_matches(field, record, n=1, cutoff=0.5)
+        hint = f"did you mean --field {close[0]}?" if close else f"it has {', '.join(record) or 'none'}"
+        raise ConfigError(f"{where}: no field {field!r}; {hint}")
+    if not isinstance(record[field], str):
+        raise ConfigError(f"{where}: {field} = {json.dumps(record[field])[:60]}: should be text")
+    return record[field]
+
+
 def _prompt_name(config: GenerateConfig, index: int) -> str:
     line = index - len(config.prompt) + 1
     return f"prompt {index}" + (f" ({config.prompt_file}, line {line:,})" if line > 0 else "")
@@ -221,7 +274,9 @@ def _continue_prompts(
                 if file is not None and config.json is not None:
                     with ExitStack() if to_stdout else writing("--json", config.json):
                         _write_line(file, json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))
-            if total > 1 and not is_terminal(sys.stdout):
+            if done == 0:
+                status = Status()  # the first line comes some seconds after the first text
+            elif total > 1 and not is_terminal(sys.stdout):
                 status(f"{done:,} of {total:,} texts, {tokens / (time.monotonic() - started):,.0f} tokens/s")
             interrupt.check()
 

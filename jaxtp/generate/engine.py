@@ -25,8 +25,7 @@ from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
 from jaxtp.generate.decode_model import cache_bytes, decode_mesh, model_mesh, to_decode_model, weight_bytes
 from jaxtp.generate.programs import MAX_STEPS, PackedTokens, Programs, RowArrays, Sampled, Shape
-from jaxtp.generate.prompts import Prompt, encode_prompts, limits_of
-from jaxtp.generate.request import GenerationError, Piece, Request, Result
+from jaxtp.generate.request import GenerationError, Piece, Prompt, Request, Result, encode_prompts, limits_of
 from jaxtp.generate.sampling import GenerationSettings, check_settings
 from jaxtp.layers.cache import KVCaches
 from jaxtp.mesh import CP, TP, batch_parts, mesh_sizes, platform_here

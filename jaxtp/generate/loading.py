@@ -288,8 +288,7 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
         tokenizer = open_tokenizer(options.tokenizer or path, special_tokens=options.special_tokens)
         ends, prefix = _end_ids(path) or tokenizer.info.end_ids, getattr(tokenizer, "prefix", ())
     config = _inference_config(stored.config, options.dtype or _default_dtype(dtype))
-    templates = [(folder, text) for folder in folders if (text := chat_template(folder)) is not None]
-    folder, template = next(iter([*templates, *((folder, None) for folder in folders)]), (None, None))
+    folder = next((each for each in folders if chat_template(each) is not None), next(iter(folders), None))
     return ModelSource(
         name=name if stored.adapters is None else f"{name} with {stored.adapters.path}",
         config=config,
@@ -297,7 +296,7 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
         load=partial(stored.load, config),
         end_ids=ends,
         prefix=prefix,
-        template=template,
+        template=None if folder is None else chat_template(folder),
         special_tokens={} if folder is None else special_tokens(folder),
         context=_context(folders, config),
         trained_length=data.get("sequence_length") if hf_files is None else None,

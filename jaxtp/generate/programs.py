@@ -55,9 +55,9 @@ class PackedTokens:
     positions: Ints
     """Position of each token in its row, `[P, C]`."""
     last: Ints
-    """Index in the sequence of the last prompt token of each row, `[P, R]`; -1 if it is not there."""
+    """Index in the sequence of each row's last prompt token, `[P, R]`; -1 if another call reads it."""
     continued: bool = field(metadata={"static": True})
-    """Whether a sequence begins with tokens of a row that has others in the cache."""
+    """Whether a sequence begins with a row that has cached tokens."""
 
 
 @jax.tree_util.register_dataclass

@@ -14,8 +14,7 @@ from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jaxtp.generate.chat import Chat, ConversationEncoder
 from jaxtp.generate.engine import Speed
-from jaxtp.generate.prompts import Limits
-from jaxtp.generate.request import GenerationError, Piece, Result
+from jaxtp.generate.request import GenerationError, Limits, Piece, Result
 
 LIBRARY = Tokenizer.from_str(begins_texts().decode())
 TOKENIZER = HuggingFaceTokenizer(begins_texts(), "t", has_eos=False)

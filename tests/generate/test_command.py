@@ -389,7 +389,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, places, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxtp.generate.prompts.MAX_BYTES", 2**20)
+    monkeypatch.setattr("jaxtp.generate.__main__.MAX_BYTES", 2**20)
     flags, message = REFUSED[name]
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "bad.jinja").write_text("{% for %}")

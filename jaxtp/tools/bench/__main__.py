@@ -64,8 +64,8 @@ configs/), for its mesh and sizes; dotted flags override it. --out writes a hard
   jaxtp bench comm --config configs/llama3_8b.yaml --out h100.yaml
   jaxtp estimate --config configs/llama3_8b.yaml --hardware h100.yamlx8
 
-Without GPUs it measures virtual CPU devices: that tries the command, and says nothing about hardware. Of several
-processes, started as those of jaxtp train, the first one prints and writes.
+Without GPUs it measures virtual CPU devices: that tries the command, and says nothing about hardware. Several
+processes, started as for jaxtp train, measure together; the first prints and writes.
 """
 
 
@@ -86,8 +86,8 @@ class CommConfig(TrainConfig):
     """Write a hardware file, for jaxtp estimate --hardware FILE.yamlx8."""
 
     like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
-    """Hardware of the table to compare products with, and to take the rest of the file from; by default the devices'
-    own."""
+    """Hardware of the table to compare products with, and to take the rest of the file from; by default the row of
+    the devices."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Write every number to this file."""

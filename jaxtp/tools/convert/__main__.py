@@ -98,9 +98,9 @@ class Import:
     run: RunDir
     """New folder. The tokenizer files are copied to its hf/, where export finds them."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the parameters in the run; by default the one of the safetensors (float16 becomes float32)."""
+    """Dtype of the parameters in the run; by default the dtype of the safetensors (float16 becomes float32)."""
     ignore_config: Keys = ()
-    """Unknown attributes of config.json to ignore, because they do not affect what the model computes. Repeatable."""
+    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs. Repeatable."""
     mesh: MeshFlags = MeshFlags()
 
 
@@ -114,8 +114,8 @@ class Export:
     out: HFDir
     """New folder; it appears when it is complete."""
     family: str | None = None
-    """model_type, such as qwen3 or gemma2; by default the one of the model that the run started from, or the first that
-    fits."""
+    """model_type, such as qwen3 or gemma2; by default the family of the model that the run started from, or the first
+    family that fits."""
     tokenizer_from: OptionalDir = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
     merged: Switch = False
@@ -123,15 +123,15 @@ class Export:
     adapters: OptionalDir = None
     """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
     base: OptionalDir = None
-    """Base model of a run that trained adapters, if it is no longer where the run found it."""
+    """Base model of a run that trained adapters, if it has moved."""
     dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
-    """Dtype of the tensors that are written: by default the one of an imported model's files, and for other runs the
-    one of the parameters (model.precision.param)."""
+    """Dtype of the written tensors: by default the dtype of an imported model's files, and for other runs the dtype of
+    the parameters (model.precision.param)."""
     experts: Layout = "separate"
-    """Tensors of a mixture of experts: one for each expert, as on the Hub, or one for all experts of a layer, as
-    transformers 5 has in memory."""
+    """Tensors of a mixture of experts: separate has one for each expert, as on the Hub; stacked has one for all experts
+    of a layer, as transformers 5 has in memory."""
     max_shard_size: str = "5GB"
-    """Most bytes in a file; a tensor is never split."""
+    """Maximum size of a file; a tensor is never split."""
     allow_non_finite: Switch = False
     """Also writes weights that are not finite."""
     ignore_config: Keys = ()
@@ -144,10 +144,10 @@ class Plan:
     """Flags of `jaxtp convert plan`."""
 
     source: HFDir
-    """Folder with a config.json; weights are not read. A plan in it takes precedence over the one of transformers."""
+    """Folder with a config.json; weights are not read. A plan in config.json overrides the plan of transformers."""
 
     ignore_config: Keys = ()
-    """Unknown attributes of config.json to ignore, because they do not affect what the model computes. Repeatable."""
+    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs. Repeatable."""
 
 
 COMMANDS: dict[str, Command[Any]] = {

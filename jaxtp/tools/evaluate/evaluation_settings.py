@@ -10,7 +10,7 @@ from jaxtp.config.hints import nearest_multiples
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, DataPath, Switch, UserPath
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
 from jaxtp.generate.loading import InferenceMeshConfig, ModelSource, SourceConfig
-from jaxtp.generate.prompts import limits_of
+from jaxtp.generate.request import limits_of
 from jaxtp.mesh import CP
 
 MAX_DEFAULT_LENGTH = 2048
@@ -75,7 +75,7 @@ class EvaluateConfig(SourceConfig):
     """A folder of your own tasks, in the harness's YAML. Can be given several times."""
 
     num_fewshot: CountOrZero | None = None
-    """Examples shown before each question; by default what the task says."""
+    """Examples shown before each question; by default the number in the task."""
 
     chat: Switch = False
     """Ask tasks' questions as chat messages, with the model's chat template."""

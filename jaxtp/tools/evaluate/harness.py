@@ -94,7 +94,7 @@ class JaxtpLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token of an empty context: a text's first, or the end of the text before."""
+        """The token of an empty context: the first token of a text, or the end token."""
         return _special_token(self.source, "bos_token", next(iter(self.source.prefix), self.eot_token_id))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
@@ -253,7 +253,7 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     tasks = TaskManager(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
     if missing := [name for name in names if name not in tasks.all_tasks]:
         close = difflib.get_close_matches(missing[0], tasks.all_tasks, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists those of the harness"
+        hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists the tasks of the harness"
         raise HarnessError(f"--tasks {missing[0]}: no such task; {hint}")
     try:
         loaded = tasks.load(list(names))
