@@ -5,6 +5,7 @@
 A sequence of eight query heads and two kv heads of 64, float32; a packed one has five documents. Medians.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtp.layers.kernels.select import KERNELS, KernelName
-from jaxtp.tools.bench.measure import Program, medians
+from jaxtp.tools.bench.__main__ import medians
 
 NAMES: tuple[KernelName, ...] = ("xla", "blockwise")
 LENGTHS, ROUNDS = (256, 1024, 4096), 5
 HEADS, KV_HEADS, WIDTH = 8, 2, 64
 
 
-def programs(name: KernelName, qkv: list[jax.Array], segments: jax.Array | None) -> dict[str, Program]:
+def programs(name: KernelName, qkv: list[jax.Array], segments: jax.Array | None) -> dict[str, Callable[[], object]]:
     """Returns both passes of a kernel, compiled where they are first called."""
     settings = {"scale": WIDTH**-0.5, "window": None, "softcap": None}
 

@@ -24,7 +24,7 @@ import jaxtp
 from jaxtp.config.schema import from_yaml
 from jaxtp.generate.decode_model import to_decode_model
 from jaxtp.generate.decode_model import weight_bytes as bytes_of_weights
-from jaxtp.generate.programs import Programs, Shape, State
+from jaxtp.generate.programs import Programs, Shape
 from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import make_mesh, mesh_sizes
@@ -61,7 +61,7 @@ def measure(config: jaxtp.ModelConfig, mesh: jax.sharding.Mesh, slots: int) -> l
     settings = jaxtp.GenerationSettings()
     programs = Programs(reader, mesh, Shape(ROWS, slots), settings, config.vocab_size, frozenset({2}))
     started = time.perf_counter()
-    compiled = programs.compiled_decode(State(memories))
+    compiled = programs.compiled_decode(memories)
     seconds = time.perf_counter() - started
     read, rearranged = bytes_of_a_turn(compiled.as_text(), LEAST)
     weight_bytes = bytes_of_weights(model, mesh_sizes(mesh))

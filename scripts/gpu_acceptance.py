@@ -170,7 +170,7 @@ def attention(machine: Machine, out: Path, log: Path) -> Result:
 
     from jaxtp.layers.kernels.select import KERNELS, Use
     from jaxtp.mesh import platform_of
-    from jaxtp.tools.bench.measure import medians
+    from jaxtp.tools.bench.__main__ import medians
     from jaxtp.train.self_check import TOLERANCE, problem, relative_errors, results
 
     found: Result = {}
@@ -213,7 +213,7 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
 
     from jaxtp.layers.kernels.grouped import grouped_matmul, refused
     from jaxtp.mesh import platform_of
-    from jaxtp.tools.bench.measure import medians
+    from jaxtp.tools.bench.__main__ import medians
     from jaxtp.tools.check.parity import relative_error
     from jaxtp.train.self_check import TOLERANCE
 
@@ -319,7 +319,7 @@ def ceiling(machine: Machine, out: Path, log: Path) -> Result:
     import jax
     import jax.numpy as jnp
 
-    from jaxtp.tools.bench.measure import medians
+    from jaxtp.tools.bench.__main__ import medians
 
     size, dtype = (256, "float32") if machine.is_small else (8192, "bfloat16")
     a, b = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in (0, 1))

@@ -3,11 +3,13 @@
 Generated text goes to standard output, everything else to standard error.
 """
 
+import difflib
 import json
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,23 +24,23 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.console import is_terminal
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.files import require_writable, writing
-from jaxtp.config.schema import ConfigError, Count, Switch, UserPath, flag
+from jaxtp.config.schema import ConfigError, Count, Switch, UserPath, flag, nearest_file
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template
-from jaxtp.generate.chat import Chat, ConversationEncoder, initial_messages
+from jaxtp.generate.chat import Chat, ConversationEncoder
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import (
     InferenceMeshConfig,
     ModelSource,
     SourceConfig,
+    Status,
     inference_mesh,
     load_model,
     open_source,
     print_status,
     request_devices,
 )
-from jaxtp.generate.prompts import Ids, Limits, encode_prompts, is_jsonl, limits_of, read_prompts
-from jaxtp.generate.request import GenerationError, Piece, Result
+from jaxtp.generate.request import GenerationError, Ids, Limits, Result, encode_prompts, limits_of
 from jaxtp.generate.sampling import GenerationSettings, settings_problems
 
 PROGRAM = "jaxtp generate"
@@ -58,7 +60,8 @@ the end, on standard error.
 """
 STDOUT = Path("-")
 """Value of --json for standard output."""
-PROGRESS_SECONDS = 5.0
+MAX_BYTES = 2**30
+"""Maximum size of a prompt file."""
 _DEFAULT_FIELD = "prompt"
 
 
@@ -145,7 +148,7 @@ def _generate(config: GenerateConfig) -> None:
         donate=True,
     )
     if encoder is not None:
-        Chat(generator, encoder, config.sampling, config.system).run()
+        Chat(generator, encoder, config.sampling).run()
     else:
         _continue_prompts(generator, prompts, encoded, config)
     print_status("\n".join(generator.speed.lines()))
@@ -167,6 +170,57 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
         yield f"--field {config.field} needs --prompt-file FILE.jsonl"
 
 
+def is_jsonl(path: Path) -> bool:
+    """Whether a file name has a JSON Lines suffix."""
+    return path.suffix in (".jsonl", ".ndjson")
+
+
+def read_prompts(path: Path, field: str) -> list[str | None]:
+    """Returns the prompt on each line; None for a blank line.
+
+    Args:
+      field: the JSONL field with the text.
+
+    Raises:
+      ConfigError: the file is unreadable or has no prompts; the message names the line.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_BYTES // 2**20:,} MiB, the limit for a prompt file; split it")
+        lines = content.decode().split("\n")  # splitlines would also split at U+2028 within a text
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 (byte {error.start:,})") from None
+    texts = [line.removesuffix("\r") if line.strip() else None for line in lines]
+    if not any(texts):
+        raise ConfigError(f"{path}: no prompts in it")
+    if not is_jsonl(path):
+        return texts
+    return [
+        None if line is None else _json_field(f"{path}, line {number}", line, field)
+        for number, line in enumerate(texts, 1)
+    ]
+
+
+def _json_field(where: str, line: str, field: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: expected an object such as {{{json.dumps(field)}: ...}}, found {line[:60]}")
+    if field not in record:
+        close = difflib.get_close_matches(field, record, n=1, cutoff=0.5)
+        hint = f"did you mean --field {close[0]}?" if close else f"it has {', '.join(record) or 'none'}"
+        raise ConfigError(f"{where}: no field {field!r}; {hint}")
+    if not isinstance(record[field], str):
+        raise ConfigError(f"{where}: {field} = {json.dumps(record[field])[:60]}: should be text")
+    return record[field]
+
+
 def _prompt_name(config: GenerateConfig, index: int) -> str:
     line = index - len(config.prompt) + 1
     return f"prompt {index}" + (f" ({config.prompt_file}, line {line:,})" if line > 0 else "")
@@ -179,8 +233,8 @@ def _chat_encoder(config: GenerateConfig, source: ModelSource, limits: Limits) -
     if text is None:
         raise ChatError(f"{source.name} has no chat template; give one by --template FILE, or texts by --prompt TEXT")
     template = ChatTemplate(text, name, source.special_tokens)
-    encoder = ConversationEncoder(source.tokenizer, template, special_tokens=config.special_tokens)
-    if problem := limits.problem(encoder.encode([*initial_messages(config.system), {"role": "user", "content": "a"}])):
+    encoder = ConversationEncoder(source.tokenizer, template, config.system, special_tokens=config.special_tokens)
+    if problem := limits.problem(encoder.encode([*encoder.system, {"role": "user", "content": "a"}])):
         raise GenerationError(f"an empty conversation {problem}")
     return encoder
 
@@ -188,79 +242,49 @@ def _chat_encoder(config: GenerateConfig, source: ModelSource, limits: Limits) -
 def _continue_prompts(
     generator: Generator, prompts: Sequence[str | None], encoded: Sequence[Ids | None], config: GenerateConfig
 ) -> None:
-    to_stdout, indices = config.json == STDOUT, [index for index, prompt in enumerate(prompts) if prompt is not None]
+    to_stdout = config.json == STDOUT
+    streamed = len(prompts) == 1 and not to_stdout
+    remaining = deque(index for index, prompt in enumerate(prompts) if prompt is not None)
+    total, results, started, status = len(remaining), dict[int, Result](), time.monotonic(), Status()
     with ExitStack() as stack:
         # The first Ctrl-C waits for the call to end: exiting during a call may crash.
-        progress = _Progress(stack.enter_context(Interrupt(signal.SIGINT)))
+        interrupt = stack.enter_context(Interrupt(signal.SIGINT))
         file = sys.stdout if to_stdout else None
         if config.json is not None and not to_stdout:
             with writing("--json", config.json):
                 file = stack.enter_context(config.json.open("w", encoding="utf-8"))
-        pieces = generator.stream(encoded, config.sampling, progress=progress.read)
-        pieces = progress.follow(pieces, len(indices))
-        if len(prompts) == 1 and not to_stdout:
-            pieces = _print_pieces(pieces)
-        for result in _in_order(pieces, indices):
-            prompt = prompts[result.index]
-            if len(prompts) > 1 and not to_stdout:
-                _write_line(sys.stdout, f"--- {result.index}: {json.dumps(prompt, ensure_ascii=False)}\n{result.text}")
-            if file is not None and config.json is not None:
-                with ExitStack() if to_stdout else writing("--json", config.json):
-                    _write_line(file, json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))
 
+        def progress(done: int, num_tokens: int) -> None:
+            interrupt.check()
+            if done < num_tokens:
+                status(f"read {done:,} of {num_tokens:,} prompt tokens")
 
-def _print_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    for piece in pieces:
-        print(piece.text, end="", flush=True)
-        yield piece
-    print()
+        for tokens, piece in enumerate(generator.stream(encoded, config.sampling, progress=progress), 1):
+            if streamed:
+                print(piece.text, end="" if piece.result is None else "\n", flush=True)
+            if piece.result is not None:
+                results[piece.index] = piece.result
+            done = total - len(remaining) + len(results)
+            while remaining and remaining[0] in results:
+                result = results.pop(remaining.popleft())
+                prompt = prompts[result.index]
+                if not streamed and not to_stdout:
+                    quoted = json.dumps(prompt, ensure_ascii=False)
+                    _write_line(sys.stdout, f"--- {result.index}: {quoted}\n{result.text}")
+                if file is not None and config.json is not None:
+                    with ExitStack() if to_stdout else writing("--json", config.json):
+                        _write_line(file, json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))
+            if done == 0:
+                status = Status()  # the first line comes some seconds after the first text
+            elif total > 1 and not is_terminal(sys.stdout):
+                status(f"{done:,} of {total:,} texts, {tokens / (time.monotonic() - started):,.0f} tokens/s")
+            interrupt.check()
 
 
 def _write_line(file: TextIO, text: str) -> None:
     """Writes once, so that a killed process leaves whole lines."""
     file.write(f"{text}\n")
     file.flush()
-
-
-def _in_order(pieces: Iterable[Piece], indices: Sequence[int]) -> Iterator[Result]:
-    results: dict[int, Result] = {}
-    remaining = list(reversed(indices))
-    for piece in pieces:
-        if piece.result is not None:
-            results[piece.index] = piece.result
-        while remaining and remaining[-1] in results:
-            yield results.pop(remaining.pop())
-
-
-class _Progress:
-    """Checks for Ctrl-C between calls, and prints progress every few seconds."""
-
-    def __init__(self, interrupt: Interrupt) -> None:
-        self._interrupt, self._printed = interrupt, time.monotonic()
-
-    def read(self, done: int, total: int) -> None:
-        self._interrupt.check()
-        if done < total:
-            self._print(f"read {done:,} of {total:,} prompt tokens")
-
-    def follow(self, pieces: Iterable[Piece], total: int) -> Iterator[Piece]:
-        """Yields the pieces; prints progress unless a terminal shows the texts."""
-        done, started = 0, time.monotonic()
-        for tokens, piece in enumerate(pieces, 1):
-            yield piece
-            done += piece.result is not None
-            if done == 0:
-                self._printed = time.monotonic()  # the first line comes some seconds after the first text
-            elif total > 1 and not is_terminal(sys.stdout):
-                rate = tokens / (time.monotonic() - started)
-                self._print(f"{done:,} of {total:,} texts, {rate:,.0f} tokens/s")
-            self._interrupt.check()
-
-    def _print(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self._printed >= PROGRESS_SECONDS:
-            self._printed = now
-            print_status(text)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from jaxtp.data.chat_template import (
 )
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.generate.engine import Generator
-from jaxtp.generate.request import Finish, GenerationError
+from jaxtp.generate.request import GenerationError
 from jaxtp.generate.sampling import GenerationSettings
 
 with suppress(ImportError):
@@ -32,13 +32,17 @@ class ConversationEncoder:
     """Encodes a conversation: special tokens become tokens in the template but text in messages.
 
     Args:
+      system: the system message of conversations.
       special_tokens: special tokens spelled in messages, except the model's answers, become tokens too.
 
     Raises:
       TokenizerError: the tokenizer's special tokens cannot be distinguished from text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, special_tokens: bool = False):
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, system: str | None = None, *, special_tokens: bool = False
+    ):
+        self.system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._template, self._rendered = template, rendered_tokenizer(tokenizer)
         self._user_tokens = SpecialTokens(self._rendered.tokens, keep=special_tokens)
         self._model_tokens = SpecialTokens(self._rendered.tokens)
@@ -56,24 +60,12 @@ class ConversationEncoder:
         return ids.tolist()
 
 
-def initial_messages(system: str | None) -> list[Message]:
-    """Returns the messages before the first turn."""
-    return [] if system is None else [{"role": "system", "content": system}]
-
-
 class Chat:
     """A conversation on standard input and output; notes go to standard error."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        encoder: ConversationEncoder,
-        settings: GenerationSettings,
-        system: str | None = None,
-    ):
+    def __init__(self, generator: Generator, encoder: ConversationEncoder, settings: GenerationSettings):
         self._generator, self._encoder, self._settings = generator, encoder, settings
-        self._initial = initial_messages(system)
-        self._messages = self._initial
+        self._messages = encoder.system
         self._interactive = sys.stdin is not None and sys.stdin.isatty()
 
     def run(self) -> None:
@@ -88,7 +80,16 @@ class Chat:
                 text = self._read_text()
                 if text is None or text.rstrip() in ("/quit", "/exit"):
                     return
-                self._handle(text)
+                if text.rstrip() == "/reset":
+                    self._messages = self._encoder.system
+                    self._note("(the conversation starts again)")
+                elif text.startswith("/"):
+                    raise ChatError(
+                        f"{truncate(text, 40)} is not a command; commands are {', '.join(COMMANDS)}; a text that "
+                        "begins with a slash needs a space before it"
+                    )
+                else:
+                    self._answer([*self._messages, {"role": "user", "content": text}])
             except KeyboardInterrupt:
                 if not self._interactive:
                     raise
@@ -111,38 +112,23 @@ class Chat:
                 return line
         return None
 
-    def _handle(self, text: str) -> None:
-        if text.rstrip() == "/reset":
-            self._messages = self._initial
-            return self._note("(the conversation starts again)")
-        if text.startswith("/"):
-            raise ChatError(
-                f"{truncate(text, 40)} is not a command; commands are {', '.join(COMMANDS)}; a text that begins with "
-                "a slash needs a space before it"
-            )
-        return self._answer([*self._messages, {"role": "user", "content": text}])
-
     def _answer(self, messages: list[Message]) -> None:
         ids = self._encoder.encode(messages)
         if problem := self._generator.limits.problem(ids, "start again by /reset"):
             raise GenerationError(f"the conversation {problem}")
-        text: str = ""
-        finish: Finish | None = None
+        text, finish = "", None
         # The first Ctrl-C stops where the generator's cache stays usable; a second stops at once.
         interrupt = Interrupt(signal.SIGINT)
         check = lambda *_: interrupt.check()  # noqa: E731
         pieces = self._generator.stream([ids], self._settings, keep=True, progress=check)
-        with closing(pieces), interrupt:  # type: ignore[type-var]  # a generator
-            try:
-                for piece in pieces:
-                    text += piece.text
-                    print(piece.text, end="", flush=True)
-                    if piece.result is not None:
-                        finish = piece.result.finish
-                    else:
-                        check()
-            except KeyboardInterrupt:
-                pass
+        with closing(pieces), interrupt, suppress(KeyboardInterrupt):  # type: ignore[type-var]  # a generator
+            for piece in pieces:
+                text += piece.text
+                print(piece.text, end="", flush=True)
+                if piece.result is None:
+                    check()
+                else:
+                    finish = piece.result.finish
         print(flush=True)
         if finish is None:
             say("(interrupted)" if text else "(interrupted before the answer began; the text is forgotten)")

@@ -7,7 +7,6 @@ arrays, in the compute dtype, split over tp only; fsdp splits the batch, like dp
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import jax
@@ -20,7 +19,7 @@ from jaxtp.collectives import axis_size
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
 from jaxtp.layers.parameter import PARAMETERS, spec_of
-from jaxtp.mesh import AXES, CP, DP, FSDP, axes_of, mesh_sizes, parts
+from jaxtp.mesh import AXES, CP, DP, FSDP, axes_of, make_mesh, mesh_sizes, parts
 from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead
 
 
@@ -75,13 +74,12 @@ def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
     return itemsize * sum(shards)
 
 
-def cache_bytes(model: DecodeModel, mesh: Mesh | None, num_rows: int, num_slots: int) -> int:
+def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -> int:
     """Returns the KV cache's bytes per device."""
-    with mesh_context(mesh):
+    with jax.set_mesh(mesh):
         caches = jax.eval_shape(lambda: model.empty(num_rows, num_slots))
-    arrays = jax.tree.leaves(caches)
-    shards = (a.shape if mesh is None else NamedSharding(mesh, LAYER_SPEC).shard_shape(a.shape) for a in arrays)
-    return sum(math.prod(shard) * array.dtype.itemsize for shard, array in zip(shards, arrays, strict=True))
+    sharding = NamedSharding(mesh, LAYER_SPEC)
+    return sum(math.prod(sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(caches))
 
 
 def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> DecodeModel:
@@ -130,12 +128,9 @@ def _unstack(
     return jax.jit(layers, out_shardings=sharding)
 
 
-def mesh_context(mesh: Mesh | None) -> AbstractContextManager[object]:
-    """Returns a context with this mesh, if any."""
-    return nullcontext() if mesh is None else jax.set_mesh(mesh)
-
-
-def model_mesh(model: EmbeddingAndHead) -> Mesh | None:
-    """Returns the model's mesh, or None."""
-    sharding = jnp.asarray(model.norm.scale[...]).sharding
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None  # type: ignore[return-value]
+def model_mesh(model: EmbeddingAndHead) -> Mesh:
+    """Returns the model's mesh, or a mesh of the one device that holds the model."""
+    array = jnp.asarray(model.norm.scale[...])
+    if isinstance(array.sharding, NamedSharding):
+        return array.sharding.mesh  # type: ignore[return-value]
+    return make_mesh(devices=list(array.devices()))

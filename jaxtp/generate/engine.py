@@ -1,20 +1,33 @@
-"""`Generator`: sizes the KV cache, checks memory and prompts, and streams texts."""
+"""`Generator`: streams texts by continuous batching.
+
+When a row's text has ended, the next prompt takes the row while the others continue (Yu et al., Orca, OSDI 2022).
+Prompts are packed: several share a sequence, and the last is cut, so no prompt is padded to another's length. A
+finished row keeps its tokens; a later prompt that begins with them, e.g. the next chat turn, is read from there.
+
+The kernels are shared with training on packed documents. A cut row's cached tokens precede the sequence, last token
+last, so each query still sees one range of keys. A few programs therefore serve prompts of any length.
+"""
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
+import numpy as np
+from jax import Array
 
+from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
 from jaxtp.generate.decode_model import cache_bytes, decode_mesh, model_mesh, to_decode_model, weight_bytes
-from jaxtp.generate.programs import Programs, Shape, State
-from jaxtp.generate.prompts import Prompt, encode_prompts, limits_of
-from jaxtp.generate.request import GenerationError, Piece, Request, Result
+from jaxtp.generate.programs import MAX_STEPS, PackedTokens, Programs, RowArrays, Sampled, Shape
+from jaxtp.generate.request import GenerationError, Piece, Prompt, Request, Result, encode_prompts, limits_of
 from jaxtp.generate.sampling import GenerationSettings, check_settings
-from jaxtp.generate.scheduler import Scheduler, Timing
+from jaxtp.layers.cache import KVCaches
 from jaxtp.mesh import CP, TP, batch_parts, mesh_sizes, platform_here
 from jaxtp.models.decoder import Decoder
 
@@ -23,6 +36,33 @@ MIN_SLOTS, CHAT_SLOTS = 64, 1024
 
 CPU_CHUNK, CHUNK = 512, 2048
 """Most prompt tokens that a device reads in one call: enough to fill a CPU's cores, or a GPU."""
+
+MIN_LENGTH = 16
+"""Length of the shortest sequence of packed prompts."""
+
+MAX_WASTE = 2
+"""A compiled program is used for sequences up to this many times too long, rather than compiling another one."""
+
+SECONDS_PER_CALL = 0.1
+"""Roughly how long a decode call takes before it hands out its tokens."""
+
+StepTokens = tuple[list[list[int]], list[list[float]]]
+"""Tokens and their log-probabilities, of each row at each step."""
+
+Chunk = tuple[int, int, int]
+"""Prompt tokens to read: the row, and the range of positions."""
+
+
+@dataclass
+class Timing:
+    """Tokens read and generated, and seconds."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    kept_tokens: int = 0
+    """Prompt tokens served from the prefix cache."""
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
 
 
 @dataclass
@@ -55,6 +95,17 @@ class Speed:
 
 def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens:,} tokens in {seconds:.2f} s" + (f", {tokens / seconds:,.0f} tokens/s" if seconds else "")
+
+
+@dataclass
+class Cache:
+    """A KV cache and the tokens in it."""
+
+    shape: Shape
+    arrays: KVCaches | None
+    """None during a call: it is donated, so nothing is left if the call fails."""
+    tokens: list[list[int]]
+    """The tokens of each row."""
 
 
 class Generator:
@@ -98,7 +149,7 @@ class Generator:
                 "the model was built with sequence_parallel=True, and a single token cannot be split over tp; "
                 "build it with sequence_parallel=None"
             )
-        self._mesh = None if mesh is None else decode_mesh(mesh)
+        self._mesh = decode_mesh(mesh)
         self._weight_bytes = weight_bytes(model, sizes)
         self._require_memory(self._weight_bytes, "the weights take", "use more devices by --mesh.tp")
         self.config = model.config
@@ -112,8 +163,7 @@ class Generator:
         self._chunk = CPU_CHUNK if platform_here() == "cpu" else CHUNK
         self._model = to_decode_model(model, self._mesh, donate=donate)
         self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
-        self._cache: tuple[Shape, State] | None = None
-        self._cached: list[list[int]] = []  # the tokens in the cache, by row
+        self._cache: Cache | None = None
 
     def generate(
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
@@ -154,9 +204,9 @@ class Generator:
         self.speed = Speed()
         if not requests:
             return
-        programs, state = self._prepare(requests, settings, keep)
-        compiled, parts = programs.compile_seconds, self._batch_parts
-        scheduler = Scheduler(programs, state, self._cached, num_parts=parts, max_chunk=self._chunk, progress=progress)
+        programs, cache = self._prepare(requests, settings, keep)
+        compiled = programs.compile_seconds
+        scheduler = Scheduler(programs, cache, self._batch_parts, self._chunk, progress)
         self.speed.timing = scheduler.timing
         try:
             for piece in scheduler.serve(requests):
@@ -164,18 +214,19 @@ class Generator:
                 yield piece
         finally:
             self.speed.compile_seconds = programs.compile_seconds - compiled
-            if scheduler.state is not None:  # otherwise a call failed, and its donated arrays are gone
-                self._cache = programs.shape, scheduler.state
+            if cache.arrays is not None:
+                self._cache = cache
 
-    def _prepare(self, requests: Sequence[Request], settings: GenerationSettings, keep: bool) -> tuple[Programs, State]:
+    def _prepare(self, requests: Sequence[Request], settings: GenerationSettings, keep: bool) -> tuple[Programs, Cache]:
         """Reuses the last KV cache if it has as many rows and enough slots; slots are powers of two: few programs."""
         parts = self._batch_parts
         rows = math.ceil(min(self._batch_size, len(requests)) / parts) * parts
         longest = max(request.num_prompt for request in requests) + settings.max_tokens
         longest = min(max(longest, CHAT_SLOTS if keep else MIN_SLOTS), self.limits.context or sys.maxsize)
-        shape, caches = Shape(rows, max(MIN_SLOTS, 1 << (longest - 1).bit_length())), None
-        if self._cache is not None and self._cache[0].rows == rows and self._cache[0].slots >= shape.slots:
-            shape, caches = self._cache[0], self._cache[1].caches
+        shape, cache = Shape(rows, max(MIN_SLOTS, 1 << (longest - 1).bit_length())), self._cache
+        if cache is not None and (cache.shape.rows != rows or cache.shape.slots < shape.slots):
+            cache = None
+        shape = shape if cache is None else cache.shape
         size = cache_bytes(self._model, self._mesh, shape.rows, shape.slots)
         self.speed.shape, self.speed.cache_bytes = shape, size
         self._require_memory(
@@ -183,17 +234,177 @@ class Generator:
             f"the weights and a KV cache of {rows} x {shape.slots:,} tokens take",
             "use a smaller --max-tokens or --batch-size, or shorter prompts",
         )
-        self._cache = None  # frees it before a new one is made
-        if caches is None or not keep:
-            self._cached = [[] for _ in range(rows)]
+        self._cache = None  # frees one that is not reused
         key = shape, replace(settings, max_tokens=1, seed=0, stop=())  # they do not affect compilation
         if key not in self._programs:
             self._programs[key] = Programs(self._model, self._mesh, shape, settings, self._num_ids, self.end_ids)
-        return self._programs[key], self._programs[key].state(caches)
+        programs, tokens = self._programs[key], [list[int]() for _ in range(rows)]
+        if cache is None:
+            return programs, Cache(shape, programs.empty(), tokens)
+        return programs, cache if keep else replace(cache, tokens=tokens)
 
     def _require_memory(self, needed: int, what: str, way_out: str) -> None:
-        memory = memory_per_device(jax.local_devices()[:1] if self._mesh is None else self._mesh.local_devices)
+        memory = memory_per_device(self._mesh.local_devices)
         if memory is not None and needed > memory:
             raise GenerationError(
                 f"{what} {needed / 2**30:,.1f} GiB on each device, which has {memory / 2**30:,.1f}; {way_out}"
             )
+
+
+class Scheduler:
+    """Generates texts with the rows of one KV cache.
+
+    Args:
+      num_parts: parts that the devices split the rows into.
+      max_chunk: maximum length of a packed sequence.
+      progress: called with prompt tokens read so far and in total.
+    """
+
+    def __init__(
+        self, programs: Programs, cache: Cache, num_parts: int, max_chunk: int, progress: Callable[[int, int], None]
+    ):
+        self.timing = Timing()
+        self._programs, self._cache, self._cached, self._num_parts = programs, cache, cache.tokens, num_parts
+        self._rows_per_part = len(cache.tokens) // num_parts
+        self._max_chunk, self._progress = max_chunk, progress
+        self._requests: dict[int, Request] = {}  # by row; a row without one is free
+        self._steps = 1
+
+    def serve(self, requests: Iterable[Request]) -> Iterator[Piece]:
+        """Yields pieces of the requests' texts as they are generated."""
+        waiting = deque(requests)
+        while waiting or self._requests:
+            self._admit(waiting)
+            yield from self._prefill()
+            if self._requests:
+                yield from self._decode(waiting=bool(waiting))
+
+    def _admit(self, waiting: deque[Request]) -> None:
+        free = [row for row in range(len(self._cached)) if row not in self._requests]
+        alone = len(waiting) == 1 or len(self._cached) == 1
+        while free and waiting:
+            request = waiting.popleft()
+            row = max(free, key=lambda row: _num_cached(self._cached[row], request.tokens))
+            count = _num_cached(self._cached[row], request.tokens)
+            if not alone and count < request.num_prompt / 2:  # continued rows cannot share a sequence with earlier rows
+                count = 0
+            del self._cached[row][count:]
+            self.timing.kept_tokens += count
+            self._requests[row] = request
+            free.remove(row)
+
+    def _prefill(self) -> Iterator[Piece]:
+        total, done = sum(request.num_prompt - len(self._cached[row]) for row, request in self._unread()), 0
+        while any(parts := [self._next_chunks(part) for part in range(self._num_parts)]):
+            sampled, seconds = self._call(partial(self._programs.read, packed=self._pack(parts)))
+            chunks = [chunk for part in parts for chunk in part]
+            count = sum(stop - start for _, start, stop in chunks)
+            done += count
+            self.timing.prefill_seconds += seconds
+            self.timing.prefill_tokens += count
+            self._progress(done, total)
+            for row, start, stop in chunks:
+                self._cached[row] += self._requests[row].tokens[start:stop]
+            ended = [row for row, _, stop in chunks if stop == self._requests[row].num_prompt]
+            yield from self._append_tokens(sampled, ended)
+
+    def _unread(self) -> list[tuple[int, Request]]:
+        return [(row, each) for row, each in self._requests.items() if len(self._cached[row]) < each.num_prompt]
+
+    def _next_chunks(self, part: int) -> list[Chunk]:
+        """Returns the chunks that a part reads in the next call."""
+        chunks, room = list[Chunk](), self._max_chunk
+        for row, request in self._unread():
+            start = len(self._cached[row])
+            if row // self._rows_per_part != part:
+                continue
+            if room == 0 or (start and chunks):  # a row with cached tokens must come first
+                break
+            stop = min(start + room, request.num_prompt)
+            chunks.append((row, start, stop))
+            room -= stop - start
+        return chunks
+
+    def _decode(self, *, waiting: bool) -> Iterator[Piece]:
+        rows = list(self._requests)
+        sampled, seconds = self._call(partial(self._programs.decode, steps=self._steps, waiting=waiting))
+        # Several processes must make the same calls, and their clocks differ.
+        in_time = SECONDS_PER_CALL * len(sampled[0]) / max(seconds, 1e-9) if jax.process_count() == 1 else MAX_STEPS
+        self._steps = min(max(1, int(in_time)), 2 * self._steps, MAX_STEPS)  # the first call of a program is slower
+        self.timing.decode_seconds += seconds
+        pieces = self._append_tokens(sampled, rows)
+        self.timing.decode_tokens += len(pieces)
+        yield from pieces
+
+    def _call(self, program: Callable[..., tuple[KVCaches, Sampled]]) -> tuple[StepTokens, float]:
+        caches, self._cache.arrays = self._cache.arrays, None
+        assert caches is not None, "an earlier call has failed"
+        started, compiled = time.perf_counter(), self._programs.compile_seconds
+        self._cache.arrays, sampled = program(caches, rows=self._row_arrays())
+        tokens = wait(*sampled)
+        return tokens, time.perf_counter() - started - (self._programs.compile_seconds - compiled)
+
+    def _append_tokens(self, sampled: StepTokens, rows: Sequence[int]) -> list[Piece]:
+        pieces = []
+        for tokens, logprobs in zip(*sampled, strict=True):
+            for row in rows:
+                if (request := self._requests.get(row)) is None:  # its text has ended
+                    continue
+                if not math.isfinite(logprobs[row]):
+                    raise NumericsError(
+                        f"the logits after prompt {request.index} are not finite: the weights are damaged"
+                    )
+                self._cached[row] += request.tokens[len(self._cached[row]) :]
+                pieces.append(request.append(tokens[row], logprobs[row]))
+                if request.finish is not None:
+                    del self._requests[row]
+        return pieces
+
+    def _row_arrays(self) -> RowArrays:
+        num_rows, vocab_size = len(self._cached), self._programs.vocab_size
+        tokens, lengths, left = (np.zeros(num_rows, np.int32) for _ in range(3))
+        seeds = np.zeros(num_rows, np.uint32)
+        seen = np.zeros((num_rows, vocab_size), np.bool_) if self._programs.penalises else None
+        for row, request in self._requests.items():
+            has_text = len(request.tokens) > request.num_prompt
+            tokens[row], lengths[row] = request.tokens[-1], len(request.tokens) - has_text
+            left[row], seeds[row] = request.tokens_left, request.seed
+            if seen is not None:
+                seen[row, request.tokens] = True
+        return RowArrays(tokens, lengths, left, seeds, seen)
+
+    def _pack(self, parts: list[list[Chunk]]) -> PackedTokens:
+        length = self._length(max(sum(stop - start for _, start, stop in chunks) for chunks in parts))
+        shape = (self._num_parts, length)
+        ids, rows = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+        positions = np.full(shape, self._programs.shape.slots, np.int32)
+        last = np.full((self._num_parts, self._rows_per_part), -1, np.int32)
+        for part, chunks in enumerate(parts):
+            at = 0
+            for row, start, stop in chunks:
+                request, place = self._requests[row], row % self._rows_per_part
+                here = slice(at, at + stop - start)
+                at = here.stop
+                ids[part, here], rows[part, here] = request.tokens[start:stop], place
+                positions[part, here] = np.arange(start, stop)
+                if stop == request.num_prompt:
+                    last[part, place] = at - 1
+        continued = any(start > 0 for chunks in parts for _, start, _ in chunks)
+        return PackedTokens(ids, rows, positions, last, continued)
+
+    def _length(self, needed: int) -> int:
+        """Returns a compiled program's length if it fits, else a power of two."""
+        fits = [length for length in self._programs.read_lengths if needed <= length <= MAX_WASTE * needed]
+        return min(fits, default=min(max(MIN_LENGTH, 1 << (needed - 1).bit_length()), self._max_chunk))
+
+
+def wait(tokens: Array, logprobs: Array, steps: Array) -> StepTokens:
+    """Returns sampled tokens when they are computed."""
+    count = int(steps)
+    return np.asarray(tokens)[:count].tolist(), np.asarray(logprobs)[:count].tolist()
+
+
+def _num_cached(cached: Sequence[int], prompt: Sequence[int]) -> int:
+    """Counts cached prompt tokens, except the last: it is read again, for its logits."""
+    most = min(len(cached), len(prompt) - 1)
+    return next((index for index in range(most) if cached[index] != prompt[index]), most)

@@ -5,10 +5,12 @@ The path is a training run, one of its checkpoints, or a Hugging Face folder.
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import jax
 import tyro
@@ -42,9 +44,9 @@ from jaxtp.data.tokenizer_files import (
 from jaxtp.distributed.devices import build_mesh, request_virtual_devices
 from jaxtp.distributed.environment import keep_programs
 from jaxtp.hf import peft
-from jaxtp.hf.config_json import read_config, stored_dtype
-from jaxtp.hf.load import load_hf
-from jaxtp.hf.model_folder import CONFIG, read_attributes
+from jaxtp.hf.config_json import dtype_of, stored_dtype
+from jaxtp.hf.load import Progress, import_config, load_folder
+from jaxtp.hf.model_folder import CONFIG, open_folder
 from jaxtp.hf.peft import PeftFolder, open_peft
 from jaxtp.hf.runs import family_of_run, hf_files_of, load_merged, merge_peft, run_model_config
 from jaxtp.layers.lora import LoraConfig
@@ -52,6 +54,8 @@ from jaxtp.layers.parameter import DType
 from jaxtp.mesh import TP, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, checked, padded_sizes, violations
 from jaxtp.models.decoder import Decoder
+
+PROGRESS_SECONDS = 5.0
 
 
 class SourceError(UserError):
@@ -174,99 +178,131 @@ def print_status(text: str) -> None:
         entry.say(text)
 
 
+@dataclass(frozen=True)
+class StoredModel:
+    """A checkpoint, or a model in Hugging Face's format, and adapters to merge into it."""
+
+    folder: Path
+    info: Mapping[str, Any]
+    """The checkpoint's info; empty in Hugging Face's format."""
+    config: ModelConfig
+    dtype: DType
+    """Dtype of the parameters."""
+    family: str | None
+    """`model_type`, if the folder names it."""
+    base: Path | None
+    adapters: PeftFolder | None
+
+    @property
+    def is_run(self) -> bool:
+        """Whether jaxtp wrote it."""
+        return bool(self.info)
+
+    def load(self, config: ModelConfig, mesh: Mesh, progress: Progress | None = None) -> Decoder:
+        """Loads the weights as in `config`; merges adapters in float32 and rounds once."""
+        before = config if self.adapters is None else self.config
+        if self.is_run:
+            model = load_merged(self.folder, self.info, before, mesh, self.base)
+        else:
+            with jax.set_mesh(mesh):
+                model = load_folder(open_folder(self.folder), before, mesh, progress)
+        return model if self.adapters is None else merge_peft(model, self.adapters, config, mesh)
+
+
+def open_stored(path: Path, options: SourceConfig) -> StoredModel:
+    """Opens a folder in Hugging Face's format, a checkpoint, or the newest of a run, and `options.adapters`.
+
+    Raises:
+      ValueError: the model is damaged or unsupported (a subclass, e.g. `CheckpointError`, `HFError`).
+    """
+    dtype: DType
+    info: Mapping[str, Any] = {}
+    family: str | None
+    if (path / CONFIG).is_file():
+        opened = open_folder(path)
+        folder, config = path, import_config(opened, None, {}, options.ignore_config)
+        dtype, family = dtype_of(opened), str(opened.attributes["model_type"])
+    else:
+        if options.ignore_config:
+            raise SourceError(f"--ignore-config is for models in Hugging Face's format, and {path} is a run")
+        checkpoint = open_checkpoint(path)
+        folder, info = checkpoint.folder, checkpoint.info
+        config, family = run_model_config(folder, info), family_of_run(folder)
+        dtype = config.precision.param
+    if config.lora.rank and options.adapters is not None:
+        raise SourceError(
+            f"--adapters {options.adapters}: {path} has adapters already; merge them first by `jaxtp "
+            f"convert export {path} DIR --merged`, and add others to DIR"
+        )
+    adapters = None if options.adapters is None else open_peft(options.adapters, config, family)
+    return StoredModel(folder, info, config, dtype, family, options.base, adapters)
+
+
+class Status:
+    """Prints a line on standard error every few seconds."""
+
+    def __init__(self) -> None:
+        self._printed = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Prints the text if the last line is old enough."""
+        if (now := time.monotonic()) - self._printed >= PROGRESS_SECONDS:
+            self._printed = now
+            print_status(text)
+
+
 def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSource:
     """Opens the model at a path.
 
     Raises:
       SourceError: there is no model, or it has no tokenizer.
-      ValueError: the model is damaged or unsupported (a subclass, e.g. `CheckpointError`, `HFError`).
+      ValueError: as `open_stored`.
     """
     if not os.path.isdir(path):  # unlike Path.is_dir, it accepts names of any length
         what = "not a folder" if os.path.exists(path) else "no such folder"
         raise SourceError(f"--model {path}: {what}{nearest_file(path)}")
-    if (path / CONFIG).is_file():
-        return _open_hf(path, options)
-    if finished_checkpoints(path):
-        return _open_run(path, options)
-    if (path / peft.CONFIG).is_file():
+    if not (path / CONFIG).is_file() and not finished_checkpoints(path):
+        if (path / peft.CONFIG).is_file():
+            raise SourceError(
+                f"--model {path}: adapters in PEFT's format, without a model; give the model by --model and these by "
+                f"--adapters {path}"
+            )
         raise SourceError(
-            f"--model {path}: adapters in PEFT's format, without a model; give the model by --model and these by "
-            f"--adapters {path}"
+            f"--model {path}: neither a run with a finished checkpoint nor a model in Hugging Face's format "
+            "(config.json)"
         )
-    raise SourceError(
-        f"--model {path}: neither a run with a finished checkpoint nor a model in Hugging Face's format (config.json)"
-    )
-
-
-def _open_hf(folder: Path, options: SourceConfig) -> ModelSource:
-    stored = read_config(folder, options.ignore_config)
-    config = _inference_config(stored, options.dtype or _default_dtype(stored_dtype(folder)))
-    adapters = _open_adapters(options, stored, read_attributes(folder).get("model_type"))
-    if options.tokenizer is None and not (folder / TOKENIZER).is_file():
-        raise SourceError(f"{folder} has no {TOKENIZER}; give one by --tokenizer PATH")
-    tokenizer = open_tokenizer(options.tokenizer or folder, special_tokens=options.special_tokens)
-
-    def load(mesh: Mesh) -> Decoder:
-        with jax.set_mesh(mesh):
-            precision = config.precision if adapters is None else None
-            model = load_hf(folder, precision=precision, ignore_config=options.ignore_config)
-            return model if adapters is None else merge_peft(model, adapters, config, mesh)
-
+    stored = open_stored(path, options)
+    corpus, data = stored.info.get("corpus", {}), stored.info.get("config", {}).get("data", {})
+    hf_files: Path | None = path
+    dtype: str | None
+    if stored.is_run:
+        name, dtype = f"{path}, step {stored.folder.name}", stored.config.precision.compute
+        hf_files = hf_files_of(stored.folder)
+        paths = (options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None), hf_files)
+        location = next((expand(Path(each)) for each in paths if each is not None), None)
+        tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
+        folders = [each for each in (location, hf_files) if each is not None and each.is_dir()]
+        ends, prefix = tokenizer.info.end_ids.union(*map(_end_ids, folders)), tuple(corpus.get(PREFIX, ()))
+    else:
+        name, folders, dtype = str(path), [path], stored_dtype(path)
+        if options.tokenizer is None and not (path / TOKENIZER).is_file():
+            raise SourceError(f"{path} has no {TOKENIZER}; give one by --tokenizer PATH")
+        tokenizer = open_tokenizer(options.tokenizer or path, special_tokens=options.special_tokens)
+        ends, prefix = _end_ids(path) or tokenizer.info.end_ids, getattr(tokenizer, "prefix", ())
+    config = _inference_config(stored.config, options.dtype or _default_dtype(dtype))
+    folder = next((each for each in folders if chat_template(each) is not None), next(iter(folders), None))
     return ModelSource(
-        name=str(folder) if adapters is None else f"{folder} with {adapters.path}",
+        name=name if stored.adapters is None else f"{name} with {stored.adapters.path}",
         config=config,
         tokenizer=tokenizer,
-        load=load,
-        end_ids=_end_ids(folder) or tokenizer.info.end_ids,
-        prefix=tokenizer.prefix if isinstance(tokenizer, HuggingFaceTokenizer) else (),
-        template=chat_template(folder),
-        special_tokens=special_tokens(folder),
-        context=_context([folder], config),
-    )
-
-
-def _open_run(path: Path, options: SourceConfig) -> ModelSource:
-    if options.ignore_config:
-        raise SourceError(f"--ignore-config is for models in Hugging Face's format, and {path} is a run")
-    checkpoint = open_checkpoint(path)
-    folder, info = checkpoint.folder, checkpoint.info
-    trained = run_model_config(folder, info)
-    config = _inference_config(trained, options.dtype)
-    if trained.lora.rank and options.adapters is not None:
-        raise SourceError(
-            f"--adapters {options.adapters}: {path} has adapters already; merge them first by `jaxtp "
-            f"convert export {path} DIR --merged`, and give DIR by --model"
-        )
-    adapters = _open_adapters(options, trained, family_of_run(folder))
-
-    def load(mesh: Mesh) -> Decoder:
-        if adapters is None:
-            return load_merged(folder, info, config, mesh, options.base)
-        return merge_peft(load_merged(folder, info, trained, mesh), adapters, config, mesh)
-
-    data, hf_files, corpus = info["config"].get("data", {}), hf_files_of(folder), info.get("corpus", {})
-    paths = (options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None), hf_files)
-    location = next((expand(Path(each)) for each in paths if each is not None), None)
-    tokenizer = _tokenizer_of_run(folder, corpus.get("tokenizer"), location, options)
-    folders = [each for each in (location, hf_files) if each is not None and each.is_dir()]
-    with_template = next((each for each in folders if chat_template(each) is not None), None)
-    name = f"{path}, step {folder.name}"
-    return ModelSource(
-        name=name if adapters is None else f"{name} with {adapters.path}",
-        config=config,
-        tokenizer=tokenizer,
-        load=load,
-        end_ids=tokenizer.info.end_ids.union(*map(_end_ids, folders)),
-        prefix=tuple(corpus.get(PREFIX, ())),
-        template=None if with_template is None else chat_template(with_template),
-        special_tokens={} if with_template is None else special_tokens(with_template),
+        load=partial(stored.load, config),
+        end_ids=ends,
+        prefix=prefix,
+        template=None if folder is None else chat_template(folder),
+        special_tokens={} if folder is None else special_tokens(folder),
         context=_context(folders, config),
         trained_length=data.get("sequence_length") if hf_files is None else None,
     )
-
-
-def _open_adapters(options: SourceConfig, model: ModelConfig, family: str | None) -> PeftFolder | None:
-    return None if options.adapters is None else open_peft(options.adapters, model, family)
 
 
 def _default_dtype(stored: str | None) -> DType:
@@ -276,9 +312,8 @@ def _default_dtype(stored: str | None) -> DType:
     return next((dtype for dtype in get_args(DType) if dtype == stored), "float32")
 
 
-def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:
+def _inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
     """Drops training-only settings and stores weights in the compute dtype, which layers cast to anyway."""
-    compute = dtype or _default_dtype(config.precision.compute)
     return replace(
         config,
         attention="auto",  # the run's kernels may be for another device

@@ -1,7 +1,7 @@
 """A generator's compiled programs: one reads prompt tokens, the other decodes several tokens per call.
 
 Both end by sampling, so logits never leave the devices. Each program updates its donated KV cache in place. A call
-returns its state before its tokens are computed, so an interrupt while waiting for them loses nothing. No other call
+returns the cache before its tokens are computed, so an interrupt while waiting for them loses nothing. No other call
 may run before then: virtual CPU devices can deadlock with several programs in flight.
 
 A decode call runs until all rows have ended, or the first if a prompt is waiting.
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain
-from jaxtp.generate.decode_model import DecodeModel, mesh_context
+from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.generate.sampling import GenerationSettings, sample
 from jaxtp.layers.cache import KVCaches, NewTokens
 
@@ -42,17 +42,6 @@ class Shape:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class State:
-    """Arrays that stay on the devices between calls."""
-
-    caches: KVCaches
-    """The KV cache."""
-    seen: Array | None = None
-    """Whether a row has a token, `[rows, V]`; None without a repetition penalty."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class PackedTokens:
     """Prompt tokens to read, packed into one sequence for each of the P parts of the batch.
 
@@ -66,9 +55,9 @@ class PackedTokens:
     positions: Ints
     """Position of each token in its row, `[P, C]`."""
     last: Ints
-    """Index in the sequence of the last prompt token of each row, `[P, R]`; -1 if it is not there."""
+    """Index in the sequence of each row's last prompt token, `[P, R]`; -1 if another call reads it."""
     continued: bool = field(metadata={"static": True})
-    """Whether a sequence begins with tokens of a row that has others in the cache."""
+    """Whether a sequence begins with a row that has cached tokens."""
 
 
 @jax.tree_util.register_dataclass
@@ -83,27 +72,13 @@ class RowArrays:
     left: Ints
     """Number of tokens still to be generated; 0 for an idle row."""
     seeds: NDArray[np.uint32] | Array
+    seen: NDArray[np.bool_] | Array | None = None
+    """Whether a row has a token, `[rows, V]`; None without a repetition penalty."""
 
 
-StepTokens = tuple[list[list[int]], list[list[float]]]
-"""Tokens and their log-probabilities, of each row at each step."""
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """Pending tokens and log-probabilities, `[MAX_STEPS or 1, rows]`; only the first `steps` are valid."""
-
-    tokens: Array
-    logprobs: Array
-    steps: Array | int
-
-    def wait(self) -> StepTokens:
-        """Returns the tokens when they are computed."""
-        steps = int(self.steps)
-        return np.asarray(self.tokens)[:steps].tolist(), np.asarray(self.logprobs)[:steps].tolist()
-
-
-_Carry = tuple[Array, State, Array, Array, Array, Array, Array]
+Sampled = tuple[Array, Array, Array]
+"""Pending tokens and log-probabilities, `[MAX_STEPS or 1, rows]`, and the number of valid steps."""
+_Carry = tuple[Array, KVCaches, Array | None, Array, Array, Array, Array, Array]
 
 
 class Programs:
@@ -117,16 +92,15 @@ class Programs:
     def __init__(
         self,
         model: DecodeModel,
-        mesh: Mesh | None,
+        mesh: Mesh,
         shape: Shape,
         settings: GenerationSettings,
         num_ids: int,
         end_ids: frozenset[int],
     ):
         self.shape, self.compile_seconds = shape, 0.0
-        self._mesh, self._config = mesh, model.config
-        self._end_ids = sorted(end_ids)
-        self._penalises = settings.repetition_penalty != 1
+        self.vocab_size, self.penalises = model.config.vocab_size, settings.repetition_penalty != 1
+        self._mesh, self._end_ids = mesh, sorted(end_ids)
         self._sample = partial(sample, settings=settings, num_ids=num_ids)
         self._graph, self._weights = nnx.split(model)
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
@@ -136,69 +110,44 @@ class Programs:
         """Sequence lengths with a compiled read program."""
         return [key[1] for key in self._compiled if isinstance(key, tuple)]
 
-    def state(self, caches: KVCaches | None = None) -> State:
-        """Returns the state with `caches`, by default an empty KV cache."""
-        if caches is None:
-            caches = self._program("empty", self._empty)(self._weights)
-        if not self._penalises:
-            return State(caches)
-        seen = np.zeros((self.shape.rows, self._config.vocab_size), np.bool_)
-        return State(caches, jax.device_put(seen, self._sharding(batch_spec(None))))
+    def empty(self) -> KVCaches:
+        """Returns an empty KV cache."""
+        return self._program("empty", self._empty)(self._weights)
 
-    def add_prompts(self, state: State, prompts: dict[int, NDArray[np.int32]]) -> State:
-        """Marks prompt tokens, by row, as seen; only the repetition penalty needs it."""
-        if state.seen is None or not prompts:
-            return state
-        is_new, seen = np.zeros(self.shape.rows, np.bool_), np.zeros(state.seen.shape, np.bool_)
-        for row, ids in prompts.items():
-            is_new[row], seen[row, ids] = True, True
-        with mesh_context(self._mesh):
-            return State(state.caches, _replace_rows(state.seen, seen, is_new))
-
-    def read(self, state: State, packed: PackedTokens, rows: RowArrays) -> tuple[State, SampledTokens]:
-        """Reads prompt tokens; samples the first token of each row whose prompt ends.
-
-        The state is donated. The tokens of a row must be read in order.
-        """
+    def read(self, caches: KVCaches, packed: PackedTokens, rows: RowArrays) -> tuple[KVCaches, Sampled]:
+        """Reads prompt tokens, a row's in order, and samples the first token of each row whose prompt ends."""
         key = ("read", packed.ids.shape[1], packed.continued)
-        program = self._program(key, self._read, state, packed, rows)
-        state, tokens, logprobs = program(self._weights, state, packed, rows)
-        return state, SampledTokens(tokens, logprobs, 1)
+        return self._program(key, self._read, caches, packed, rows)(self._weights, caches, packed, rows)
 
-    def decode(self, state: State, rows: RowArrays, steps: int, *, waiting: bool) -> tuple[State, SampledTokens]:
-        """Decodes up to `steps` (at most `MAX_STEPS`) tokens of each row; donates the state.
+    def decode(self, caches: KVCaches, rows: RowArrays, steps: int, *, waiting: bool) -> tuple[KVCaches, Sampled]:
+        """Decodes up to `steps` (at most `MAX_STEPS`) tokens of each row.
 
         Args:
           waiting: return as soon as a row has ended, for a waiting prompt.
         """
-        limits = np.int32(steps), np.bool_(waiting)
-        program = self._program("decode", self._decode, state, rows, *limits)
-        state, *sampled = program(self._weights, state, rows, *limits)
-        return state, SampledTokens(*sampled)
+        arguments = caches, rows, np.int32(steps), np.bool_(waiting)
+        return self._program("decode", self._decode, *arguments)(self._weights, *arguments)
 
-    def compiled_decode(self, state: State) -> jax.stages.Compiled:
+    def compiled_decode(self, caches: KVCaches) -> jax.stages.Compiled:
         """Returns the compiled decode program; arrays may be abstract."""
         zeros = np.zeros(self.shape.rows, np.int32)
         rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32))
-        return self._program("decode", self._decode, state, rows, np.int32(1), np.bool_(False))
+        return self._program("decode", self._decode, caches, rows, np.int32(1), np.bool_(False))
 
     def _read(
-        self, model: DecodeModel, state: State, packed: PackedTokens, rows: RowArrays
-    ) -> tuple[State, Array, Array]:
-        last_PR = jnp.asarray(packed.last)
+        self, model: DecodeModel, caches: KVCaches, packed: PackedTokens, rows: RowArrays
+    ) -> tuple[KVCaches, Sampled]:
         new = NewTokens(jnp.asarray(packed.positions), jnp.asarray(packed.rows), packed.continued)
-        x_PCD, caches = model(jnp.asarray(packed.ids), state.caches, new)
-        logits_BV = constrain(model.logits_at(x_PCD, last_PR), batch_spec(None))
-        seeds_B, lengths_B = jnp.asarray(rows.seeds), jnp.asarray(rows.lengths)
-        tokens_B, logprobs_B, seen = self._sample(logits_BV, state.seen, seeds_B, lengths_B)
-        if state.seen is not None and seen is not None:  # only rows whose prompt has ended got a token
-            ended_B = last_PR.reshape(-1) >= 0
-            seen = constrain(jnp.where(ended_B[:, None], seen, state.seen), batch_spec(None))
-        return State(caches, seen), tokens_B[None], logprobs_B[None]
+        x_PCD, caches = model(jnp.asarray(packed.ids), caches, new)
+        logits_BV = constrain(model.logits_at(x_PCD, jnp.asarray(packed.last)), batch_spec(None))
+        tokens_B, logprobs_B, _ = self._sample(
+            logits_BV, _seen(rows), jnp.asarray(rows.seeds), jnp.asarray(rows.lengths)
+        )
+        return caches, (tokens_B[None], logprobs_B[None], jnp.int32(1))
 
     def _decode(
-        self, model: DecodeModel, state: State, rows: RowArrays, max_steps: Array, waiting: Array
-    ) -> tuple[State, Array, Array, Array]:
+        self, model: DecodeModel, caches: KVCaches, rows: RowArrays, max_steps: Array, waiting: Array
+    ) -> tuple[KVCaches, Sampled]:
         was_active_B, end_ids = rows.left > 0, jnp.array(self._end_ids, jnp.int32)
 
         def unfinished(carry: _Carry) -> Array:
@@ -207,24 +156,24 @@ class Programs:
             return (step < max_steps) & jnp.any(left_B > 0) & (none_ended | ~waiting)
 
         def decode_step(carry: _Carry) -> _Carry:
-            step, state, tokens_B, lengths_B, left_B, tokens, logprobs = carry
+            step, caches, seen_BV, tokens_B, lengths_B, left_B, tokens, logprobs = carry
             active_B = left_B > 0
             positions_B = jnp.where(active_B, lengths_B, self.shape.slots)  # out of range: inactive rows write nothing
             new = NewTokens(constrain(positions_B[:, None], batch_spec(None)))
-            x_B1D, caches = model(tokens_B[:, None], state.caches, new)
+            x_B1D, caches = model(tokens_B[:, None], caches, new)
             lengths_B = lengths_B + active_B
             logits_BV = constrain(model.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
-            tokens_B, logprobs_B, seen = self._sample(logits_BV, state.seen, jnp.asarray(rows.seeds), lengths_B)
+            tokens_B, logprobs_B, seen_BV = self._sample(logits_BV, seen_BV, jnp.asarray(rows.seeds), lengths_B)
             ended_B = jnp.any(tokens_B[:, None] == end_ids, axis=1)
             left_B = jnp.where(active_B & ~ended_B, left_B - 1, 0)
             tokens, logprobs = tokens.at[step].set(tokens_B), logprobs.at[step].set(logprobs_B)
-            return step + 1, State(caches, seen), tokens_B, lengths_B, left_B, tokens, logprobs
+            return step + 1, caches, seen_BV, tokens_B, lengths_B, left_B, tokens, logprobs
 
         tokens = jnp.zeros((MAX_STEPS, self.shape.rows), jnp.int32)
         tokens_B, lengths_B, left_B = (jnp.asarray(x) for x in (rows.tokens, rows.lengths, rows.left))
-        carry = (jnp.int32(0), state, tokens_B, lengths_B, left_B, tokens, tokens.astype(jnp.float32))
-        steps, state, *_, tokens, logprobs = lax.while_loop(unfinished, decode_step, carry)
-        return state, tokens, logprobs, steps
+        carry = jnp.int32(0), caches, _seen(rows), tokens_B, lengths_B, left_B, tokens, tokens.astype(jnp.float32)
+        steps, caches, *_, tokens, logprobs = lax.while_loop(unfinished, decode_step, carry)
+        return caches, (tokens, logprobs, steps)
 
     def _empty(self, model: DecodeModel) -> KVCaches:
         return model.empty(self.shape.rows, self.shape.slots)
@@ -235,8 +184,8 @@ class Programs:
 
         if key not in self._compiled:
             started, types = time.perf_counter(), jax.tree.map(self._abstract, arguments)
-            with mesh_context(self._mesh):
-                jitted = jax.jit(program, donate_argnums=1 if arguments else ())  # donates the state
+            with jax.set_mesh(self._mesh):
+                jitted = jax.jit(program, donate_argnums=1 if arguments else ())  # donates the KV cache
                 self._compiled[key] = jitted.lower(self._weights, *types).compile()
             self.compile_seconds += time.perf_counter() - started
         return self._compiled[key]
@@ -244,12 +193,8 @@ class Programs:
     def _abstract(self, array: Array | jax.ShapeDtypeStruct | NDArray[np.generic]) -> jax.ShapeDtypeStruct:
         if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-        return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=self._sharding(P()))
-
-    def _sharding(self, spec: P) -> NamedSharding | None:
-        return None if self._mesh is None else NamedSharding(self._mesh, spec)
+        return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=NamedSharding(self._mesh, P()))
 
 
-@partial(jax.jit, donate_argnums=0)
-def _replace_rows(old: Array, new: Array, is_new: Array) -> Array:
-    return constrain(jnp.where(is_new[:, None], new, old), batch_spec(None))
+def _seen(rows: RowArrays) -> Array | None:
+    return None if rows.seen is None else constrain(jnp.asarray(rows.seen), batch_spec(None))

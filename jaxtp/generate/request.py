@@ -1,7 +1,7 @@
-"""One prompt and its generated text: tokens become whole characters, and stop texts end them."""
+"""Prompts and their generated texts: tokens become whole characters, and stop texts end them."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,18 +11,106 @@ from numpy.typing import NDArray
 from jaxtp.config.entry import UserError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.generate.sampling import GenerationSettings
+from jaxtp.models.config import ModelConfig
 
+Ids = NDArray[np.int32]
+Prompt = str | Sequence[int] | Ids
 Finish = Literal["end", "stop", "length", "context"]
 
 _CONTEXT_TOKENS = 8
 """Prompt tokens decoded together with the first new token, whose spelling may depend on them."""
 _MAX_PENDING = 3
-"""Tokens held back for an unfinished character: UTF-8 has up to four bytes, one in each token."""
+"""Maximum number of pending tokens of an unfinished character: UTF-8 has up to four bytes, one in each token."""
 _REPLACEMENT = "\ufffd".encode()
 
 
 class GenerationError(UserError):
     """A prompt or model is unusable for generation."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The token ids and lengths that a model accepts."""
+
+    vocab_size: int
+    context: int | None
+    """Maximum number of tokens of prompt and text together; None for no limit."""
+    learned: bool
+    """Whether the limit is the number of learned positions."""
+
+    def problem(self, ids: Sequence[int] | Ids, way_out: str = "") -> str:
+        """Returns why the model cannot read a prompt, to follow its name; empty if it can.
+
+        Args:
+          way_out: a remedy for too many tokens, besides a shorter prompt.
+        """
+        array = np.asarray(ids)
+        if not array.size:
+            return "is empty; the model needs at least one token"
+        wrong = array[(array < 0) | (array >= self.vocab_size)]
+        if wrong.size:
+            return (
+                f"has the token {wrong[0]}, but the model's tokens are 0 to {self.vocab_size - 1}: this is not the "
+                "model's tokenizer; give the right one by --tokenizer PATH"
+            )
+        if self.context is None or array.size < self.context:
+            return ""
+        why = " (max_position_embeddings in its config.json)"
+        if self.learned:
+            why = ", the number of its learned positions (model.learned_positions)"
+        elif not way_out:
+            way_out = "allow it by --beyond-context"
+        return (
+            f"has {array.size:,} tokens, and the model's context is {self.context:,}, generated text included{why}; "
+            f"shorten it by {array.size - self.context + 1:,}{', or ' if way_out else ''}{way_out}"
+        )
+
+
+def limits_of(model: ModelConfig, context: int | None) -> Limits:
+    """Returns a model's limits; `context` is its limit or the user's."""
+    learned = model.learned_positions
+    limit = min((limit for limit in (context, learned) if limit is not None), default=None)
+    return Limits(model.vocab_size, limit, limit is not None and limit == learned)
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt | None],
+    tokenizer: Tokenizer,
+    prefix: Sequence[int],
+    limits: Limits,
+    name: Callable[[int], str] = "prompt {}".format,
+) -> list[Ids | None]:
+    """Returns the ids of each prompt; None stays None.
+
+    Args:
+      prompts: texts, or ids, used unchanged.
+      prefix: ids to put before each text.
+      name: names a prompt in messages, by its index.
+
+    Raises:
+      GenerationError: the model cannot read a prompt.
+      TokenizerError: the tokenizer cannot encode part of a prompt.
+    """
+    present = {index: prompt for index, prompt in enumerate(prompts) if prompt is not None}
+    for index, prompt in present.items():
+        if not _is_prompt(prompt):
+            raise GenerationError(f"{name(index)} is {prompt!r:.40}, not text or ids")
+        if isinstance(prompt, str) and prompt != prompt.encode(errors="replace").decode():  # half a surrogate pair
+            raise GenerationError(f"{name(index)} is not UTF-8")
+    texts = {index: prompt for index, prompt in present.items() if isinstance(prompt, str)}
+    encoded = dict(zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True))
+    ids: dict[int, Ids] = {}
+    for index, prompt in present.items():
+        array = np.asarray(prompt if index not in encoded else [*prefix, *encoded[index].tolist()])
+        if problem := limits.problem(array):
+            raise GenerationError(f"{name(index)} {problem}")
+        ids[index] = array.astype(np.int32)
+    return [ids.get(index) for index in range(len(prompts))]
+
+
+def _is_prompt(prompt: object) -> bool:
+    array = np.asarray(prompt)
+    return isinstance(prompt, str) or (array.ndim == 1 and array.dtype.kind in "iuf")  # [] is an array of floats
 
 
 @dataclass(frozen=True)
@@ -67,7 +155,7 @@ class Request:
     def __init__(
         self,
         index: int,
-        prompt: NDArray[np.int32],
+        prompt: Ids,
         tokenizer: Tokenizer,
         settings: GenerationSettings,
         end_ids: frozenset[int],
@@ -78,10 +166,9 @@ class Request:
         """The prompt, then the generated tokens without an end token."""
         self.seed = (settings.seed + index) % 2**32
         self.finish: Finish | None = None
-        self._text, self._logprobs = "", list[float]()
+        self._text, self._pending, self._logprobs = "", "", list[float]()
         self._detokenizer = Detokenizer(tokenizer, self.tokens)
-        self._stops = StopTexts(settings.stop)
-        self._end_ids = end_ids
+        self._stops, self._end_ids = settings.stop, end_ids
         room = settings.max_tokens if context is None else context - len(prompt)
         self._limit = len(prompt) + min(settings.max_tokens, room)
         self._limit_reason: Finish = "length" if room >= settings.max_tokens else "context"
@@ -97,21 +184,19 @@ class Request:
         if not ended:
             self.tokens.append(token)
             self._logprobs.append(logprob)
-            text, stopped = self._stops.feed(self._detokenizer.feed(token))
+            text, self._pending, stopped = cut_at_stop(self._pending + self._detokenizer.feed(token), self._stops)
         if not stopped and (ended or self.tokens_left == 0):
             self.finish = "end" if ended else self._limit_reason
-            rest, stopped = self._stops.feed(self._detokenizer.finish())
-            text += rest + self._stops.finish()
+            rest, pending, stopped = cut_at_stop(self._pending + self._detokenizer.finish(), self._stops)
+            text += rest + pending
         if stopped:
             self.finish = "stop"
         self._text += text
-        return Piece(self.index, None if ended else token, text, self._result())
-
-    def _result(self) -> Result | None:
-        if self.finish is None:
-            return None
-        ids, logprobs = tuple(self.tokens[self.num_prompt :]), tuple(self._logprobs)
-        return Result(self.index, self._text, ids, logprobs, self.finish, self.num_prompt)
+        result = None
+        if self.finish is not None:
+            ids, logprobs = tuple(self.tokens[self.num_prompt :]), tuple(self._logprobs)
+            result = Result(self.index, self._text, ids, logprobs, self.finish, self.num_prompt)
+        return Piece(self.index, None if ended else token, text, result)
 
 
 class Detokenizer:
@@ -146,28 +231,16 @@ class Detokenizer:
         return now[len(before) :]
 
 
-class StopTexts:
-    """Cuts a text before the first stop text to complete, independent of the split into pieces."""
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
+    """Cuts a text before the first stop text to complete.
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
-        self._pending = ""
-
-    def feed(self, piece: str) -> tuple[str, bool]:
-        """Returns text that cannot be part of a stop text, and whether a stop text is complete (the last call)."""
-        text = self._pending + piece
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._pending = ""
-            return text[: min(found)[1]], True
-        end = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._pending = text[end:]
-        return text[:end], False
-
-    def finish(self) -> str:
-        """Returns the pending text."""
-        pending, self._pending = self._pending, ""
-        return pending
+    Returns:
+      the text before it, or all that cannot be part of a stop text; the pending rest; and whether one is complete.
+    """
+    if found := [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]:
+        return text[: min(found)[1]], "", True
+    end = len(text) - max((_overlap(text, stop) for stop in stops), default=0)
+    return text[:end], text[end:], False
 
 
 def _overlap(text: str, stop: str) -> int:

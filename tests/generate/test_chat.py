@@ -14,8 +14,7 @@ from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jaxtp.generate.chat import Chat, ConversationEncoder
 from jaxtp.generate.engine import Speed
-from jaxtp.generate.prompts import Limits
-from jaxtp.generate.request import GenerationError, Piece, Result
+from jaxtp.generate.request import GenerationError, Limits, Piece, Result
 
 LIBRARY = Tokenizer.from_str(begins_texts().decode())
 TOKENIZER = HuggingFaceTokenizer(begins_texts(), "t", has_eos=False)
@@ -88,8 +87,8 @@ SETTINGS = jaxtp.GenerationSettings(max_tokens=4)
 def talk(monkeypatch, stdin, *answers, system=None, generator=None):
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin)
     generator = generator or Answers(*answers)
-    encoder = encoder_of("{% for m in messages %}[{{ m.content }}]{% endfor %}", ByteTokenizer())
-    Chat(generator, encoder, SETTINGS, system).run()
+    encoder = encoder_of("{% for m in messages %}[{{ m.content }}]{% endfor %}", ByteTokenizer(), system=system)
+    Chat(generator, encoder, SETTINGS).run()
     return generator.asked
 
 

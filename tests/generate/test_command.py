@@ -162,7 +162,7 @@ def test_texts_are_written_whole_in_the_order_of_their_prompts(form, places, tmp
     """However much longer than what is buffered; meanwhile standard error says how far it is."""
     prompts = ["line 1" * count for count in (1, 50, 2)]
     (tmp_path / "p.txt").write_text("\n".join(prompts))
-    monkeypatch.setattr("jaxtp.generate.__main__.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("jaxtp.generate.loading.PROGRESS_SECONDS", 0.0)
     writes = Writes()
     stdout = io.TextIOWrapper(io.BufferedWriter(writes, 64))
     stdout._CHUNK_SIZE = 64
@@ -389,7 +389,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, places, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxtp.generate.prompts.MAX_BYTES", 2**20)
+    monkeypatch.setattr("jaxtp.generate.__main__.MAX_BYTES", 2**20)
     flags, message = REFUSED[name]
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "bad.jinja").write_text("{% for %}")

@@ -17,8 +17,9 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.manifest import BYTES, TokenizerInfo
 from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.generate import engine
 from jaxtp.generate.decode_model import model_mesh, weight_bytes
-from jaxtp.generate.programs import Programs, SampledTokens, Shape
+from jaxtp.generate.programs import Programs, Shape
 from jaxtp.generate.request import GenerationError
 from jaxtp.mesh import mesh_shape, mesh_sizes
 
@@ -73,7 +74,8 @@ def one():
 @cache
 def greedy(prompt):
     """The likeliest bytes after a prompt, one at a time, each from reading everything again; plainly computed."""
-    logits = jax.jit(lambda ids: reference.decoder_logits(weights(), CONFIG, ids[None])[0])
+    values = weights()  # outside of the trace, which would be cached with them
+    logits = jax.jit(lambda ids: reference.decoder_logits(values, CONFIG, ids[None])[0])
     ids = list(prompt.encode())
     for _ in range(TOKENS):
         padded = np.zeros(LENGTH, np.int32)
@@ -164,7 +166,7 @@ def test_a_conversation_is_read_on_from_what_the_cache_has(monkeypatch):
         kept = 0 if turn is turns[-1] else kept  # a larger cache starts empty
         timing = generator.speed.timing
         assert (timing.kept_tokens, timing.prefill_tokens) == (kept, len(turn) - kept)
-        known.append([*turn, *(piece.token for piece in begun)][: len(generator._cached[0])])
+        known.append([*turn, *(piece.token for piece in begun)][: len(generator._cache.tokens[0])])
     assert generator.speed.shape == Shape(rows=1, slots=128)
     (result,) = generator.generate([turns[-1]], SETTINGS)
     assert generator.speed.timing.kept_tokens == 0, "nothing is kept unless it is asked for"
@@ -190,18 +192,18 @@ def test_what_failed_is_not_gone_on_from(monkeypatch):
 
 @pytest.mark.wide
 def test_an_interrupt_while_tokens_are_made_loses_none_that_were_read(monkeypatch):
-    generator, wait = generator_on(None), SampledTokens.wait
+    generator, wait = generator_on(None), engine.wait
     expected = one().generate(PROMPTS[2:3], SETTINGS)
     calls = iter(range(100))
 
-    def interrupted(chosen):
+    def interrupted(*sampled):
         if next(calls) == 5:  # three parts of the prompt, and two tokens
             raise KeyboardInterrupt
-        return wait(chosen)
+        return wait(*sampled)
 
     monkeypatch.setattr("jaxtp.generate.engine.CHAT_SLOTS", 64)
     with monkeypatch.context() as patch:
-        patch.setattr(SampledTokens, "wait", interrupted)
+        patch.setattr(engine, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(generator.stream(PROMPTS[2:3], SETTINGS, keep=True))
     found = [piece.result for piece in generator.stream(PROMPTS[2:3], SETTINGS, keep=True) if piece.result]
@@ -213,7 +215,7 @@ def test_an_interrupt_while_tokens_are_made_loses_none_that_were_read(monkeypatc
 @pytest.mark.parametrize(("seconds", "calls"), [(0.0, TOKENS - 1), (1e6, 4)])  # 1, 2, 4, and the rest
 def test_several_tokens_in_a_call_are_those_of_one_in_each(seconds, calls, monkeypatch):
     expected, made, decode = one().generate(PROMPTS, SAMPLED), [], Programs.decode
-    monkeypatch.setattr("jaxtp.generate.scheduler.SECONDS_PER_CALL", seconds)
+    monkeypatch.setattr("jaxtp.generate.engine.SECONDS_PER_CALL", seconds)
     monkeypatch.setattr(Programs, "decode", lambda *a, **k: made.append(1) or decode(*a, **k))
     assert one().generate(PROMPTS, SAMPLED) == expected
     assert len(made) == calls
@@ -243,7 +245,7 @@ def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
     generator = jaxtp.Generator(model, ByteTokenizer(), batch_size=rows)
     generator.generate(["a" * 50] * rows, dataclasses.replace(SETTINGS, max_tokens=2))
     (programs,) = generator._programs.values()
-    compiled = programs.compiled_decode(generator._cache[1])
+    compiled = programs.compiled_decode(generator._cache.arrays)
     held = weight_bytes(model, mesh_sizes(generator._mesh)) + generator.speed.cache_bytes
     assert compiled.memory_analysis().alias_size_in_bytes >= generator.speed.cache_bytes
     read, rearranged = accounts.bytes_of_a_turn(compiled.as_text(), least=2**13)
@@ -365,7 +367,7 @@ def test_a_mesh_with_cp_is_refused():
 
 
 def test_programs_are_of_the_mesh_of_the_model():
-    assert model_mesh(model_on(None)) is None
+    assert mesh_sizes(model_mesh(model_on(None))) == mesh_shape()
     assert mesh_sizes(model_mesh(model_on((2, 2, 2)))) == mesh_shape(dp=2, fsdp=2, tp=2)
 
 

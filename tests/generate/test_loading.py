@@ -153,7 +153,7 @@ def test_the_dtype_is_the_models_on_gpus_and_float32_on_cpus(said, backend, dtyp
 
 def test_prompts_are_checked_before_the_weights_are_read(folder, tmp_path, monkeypatch, capsys):
     """None of these reads them; the messages name the first such prompt, and what would fit."""
-    monkeypatch.setattr("jaxtp.generate.loading.load_hf", lambda *_, **__: pytest.fail("weights are read"))
+    monkeypatch.setattr("jaxtp.generate.loading.load_folder", lambda *_, **__: pytest.fail("weights are read"))
     config = json.loads((folder / "config.json").read_text())
     write(folder, "config.json", config | {"max_position_embeddings": 16})
     (tmp_path / "p.txt").write_text("\n".join(["", "to", *["t" * 20] * 7]))

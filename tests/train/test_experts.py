@@ -239,7 +239,7 @@ def test_a_kernel_that_the_devices_lack_is_one_message():
 def test_a_run_generates_and_goes_on_where_its_kernel_is_not(tmp_path):
     """Trained on GPUs by a kernel of theirs, and opened on a CPU."""
     model = dataclasses.replace(MODEL, grouped="pallas")
-    assert _inference_config(model, None).grouped == "auto"
+    assert _inference_config(model, "float32").grouped == "auto"
     stored = {"config": to_plain(dataclasses.replace(RUN, model=model)), "corpus": {}}
     (changed,) = check_resumable(RUN, {}, stored)
     assert changed == "changed since, without effect on the numbers: model.grouped: pallas -> auto"

@@ -1,23 +1,36 @@
-"""`jaxtp bench`."""
+"""`jaxtp bench`: times collectives along each mesh axis, and the matrix products of a transformer block.
+
+A collective is timed in a loop within one program: starting a program from Python takes longer than a small message.
+All groups along an axis communicate at once. For an H100 the loop adds nothing to an all-reduce, a copy of 1/n of the
+message to an all-gather and a reduce-scatter, and a copy of the message to a permute.
+"""
 
 import contextlib
-import dataclasses
 import io
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tyro
-from jax.sharding import Mesh
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.analysis.hardware import TABLE, Hardware, of_kind
+from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Collective
+from jaxtp.analysis.hardware import TABLE, Hardware, inside_domain, link_of, of_kind
 from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.step_costs import step_costs
 from jaxtp.analysis.tables import columns
+from jaxtp.collectives import all_gather, all_reduce, all_to_all, axis_size, device_view, permute, reduce_scatter, vary
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command, choose
@@ -28,26 +41,17 @@ from jaxtp.distributed.devices import build_mesh
 from jaxtp.distributed.environment import keep_programs
 from jaxtp.distributed.failures import run_and_report, watch
 from jaxtp.distributed.joining import join_processes
-from jaxtp.mesh import CONTEXT, TP, batch_parts, describe_mesh, mesh_shape, mesh_sizes, parts
+from jaxtp.mesh import AXES, CONTEXT, TP, batch_parts, describe_mesh, mesh_shape, mesh_sizes, parts
 from jaxtp.models.config import ModelConfig, padded_sizes, violations
-from jaxtp.tools.bench.measure import (
-    Line,
-    Message,
-    Repeats,
-    TimedProduct,
-    fit_line,
-    measure_messages,
-    measure_products,
-    measured_fields,
-)
 from jaxtp.train.config import IGNORED_BY_COST, TrainConfig, training_of
 from jaxtp.train.defaults import resolve_defaults
 
 KIB = 2**10
 SIZES = tuple(KIB * 4**i for i in range(2, 10))
 """Bytes, 16 KiB to 256 MiB: from one token's activations to a gathered weight."""
-CPU_SIZES = tuple(KIB * 4**i for i in range(2, 6))
+CPU_SIZES = SIZES[:4]
 """Bytes, up to 1 MiB."""
+WARM_UP = 2  # calls before the first timed call
 VIRTUAL = "virtual CPU devices share one processor: their times mean nothing for hardware"
 
 PROGRAM = "jaxtp bench"
@@ -60,8 +64,8 @@ configs/), for its mesh and sizes; dotted flags override it. --out writes a hard
   jaxtp bench comm --config configs/llama3_8b.yaml --out h100.yaml
   jaxtp estimate --config configs/llama3_8b.yaml --hardware h100.yamlx8
 
-Without GPUs it measures virtual CPU devices: that tries the command, and says nothing about hardware. Of several
-processes, started as those of jaxtp train, the first one prints and writes.
+Without GPUs it measures virtual CPU devices: that tries the command, and says nothing about hardware. Several
+processes, started as for jaxtp train, measure together; the first prints and writes.
 """
 
 
@@ -82,8 +86,8 @@ class CommConfig(TrainConfig):
     """Write a hardware file, for jaxtp estimate --hardware FILE.yamlx8."""
 
     like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
-    """Hardware of the table to compare products with, and to take the rest of the file from; by default the devices'
-    own."""
+    """Hardware of the table to compare products with, and to take the rest of the file from; by default the row of
+    the devices."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Write every number to this file."""
@@ -105,100 +109,126 @@ def main(argv: Sequence[str]) -> int:
     return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _bench(argv)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The measured devices."""
+class Message(NamedTuple):
+    """A collective along one axis, and its median time."""
 
-    kind: str
-    platform: str
+    axis: str
     devices: int
-    processes: int
-    sizes: dict[str, int]
-    dtype: str
-    """Dtype of messages and products."""
-    hardware: Hardware | None
-    """The row of the hardware table to compare with."""
+    kind: str
+    bytes: int
+    """Size of a device's larger array: the result, or a reduce-scatter's input."""
+    bytes_sent: float
+    """Bytes that each device sends."""
+    seconds: float
+
+
+class TimedProduct(NamedTuple):
+    """A block's product `[m, k] x [k, n]` on one of `tp` devices, and its median time."""
+
+    tp: int
+    name: str
+    m: int
+    k: int
+    n: int
+    seconds: float
 
     @property
-    def peak(self) -> float | None:
-        """FLOP/s of the hardware in the dtype; float32 has half of bfloat16's."""
-        if self.hardware is None:
-            return None
-        return self.hardware.flops * jnp.dtype("bfloat16").itemsize / jnp.dtype(self.dtype).itemsize
+    def flops(self) -> float:
+        """Floating-point operations."""
+        return 2.0 * self.m * self.k * self.n
 
-    @property
-    def virtual(self) -> bool:
-        """Whether these are virtual CPU devices."""
-        return self.platform == "cpu"
 
-    def __str__(self) -> str:
-        """Formats number and kind: `8 x NVIDIA H100 80GB HBM3`."""
-        return f"{self.devices} virtual CPU devices" if self.virtual else f"{self.devices} x {self.kind}"
+class Line(NamedTuple):
+    """Seconds of collectives along an axis, as `latency + bytes sent / speed`."""
+
+    axis: str
+    devices: int
+    latency: float
+    speed: float
+    """Bytes/s that each device sends."""
+    error: float
+    """Median relative error of the line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Results."""
+    """Results on the devices of a mesh."""
 
-    place: Place
+    kind: str
+    platform: str
+    sizes: Mapping[str, int]
+    dtype: str
+    """Dtype of messages and products."""
+    hardware: Hardware | None
+    """The row of the hardware table to compare with."""
     messages: Sequence[Message]
     products: Sequence[TimedProduct]
 
     @property
+    def peak(self) -> float | None:
+        """FLOP/s of the hardware in the dtype; float32 has half of bfloat16's."""
+        return None if self.hardware is None else self.hardware.flops * 2 / jnp.dtype(self.dtype).itemsize
+
+    @property
     def lines(self) -> list[Line]:
-        """One for each axis whose times grow with the bytes."""
+        """A line for each axis whose times grow with the bytes."""
         by_axis = itertools.groupby(self.messages, key=lambda message: message.axis)
         return [line for _, group in by_axis if (line := fit_line(list(group))) is not None]
 
     @property
     def matmul_efficiency(self) -> float | None:
         """The products' share of the peak, at the nearest tp; None if the peak is unknown."""
-        if self.place.peak is None:
+        if self.peak is None:
             return None
-        tp = min({product.tp for product in self.products}, key=lambda tp: abs(tp - self.place.sizes[TP]))
+        tp = min({product.tp for product in self.products}, key=lambda tp: abs(tp - self.sizes[TP]))
         chosen = [product for product in self.products if product.tp == tp]
-        return sum(one.flops for one in chosen) / sum(one.seconds for one in chosen) / self.place.peak
+        return sum(one.flops for one in chosen) / sum(one.seconds for one in chosen) / self.peak
 
     def table(self) -> str:
         """Formats a line per collective and size, and per product and tp."""
         rows = []
-        for message in self.messages:
-            one, speed = message.collective, f"{digits(message.speed / 1e9)} GB/s"
-            size = f"{digits(one.bytes / KIB)} KiB"
-            rows.append((one.kind, f"{message.axis} {one.group}", size, f"{message.seconds * 1e6:,.1f}", speed))
+        for axis, devices, kind, size, sent, seconds in self.messages:
+            speed = f"{digits(sent / seconds / 1e9)} GB/s"
+            rows.append((kind, f"{axis} {devices}", f"{digits(size / KIB)} KiB", f"{seconds * 1e6:,.1f}", speed))
         for product in self.products:
             rate = product.flops / product.seconds
-            of_peak = "" if self.place.peak is None else f", {rate / self.place.peak:.1%} of the peak"
+            of_peak = "" if self.peak is None else f", {rate / self.peak:.1%} of the peak"
             shape = f"{product.m:,} x {product.k:,} x {product.n:,}"
             speed = f"{digits(rate / 1e12)} TFLOP/s{of_peak}"
             rows.append((product.name, f"tp {product.tp}", shape, f"{product.seconds * 1e6:,.1f}", speed))
         return columns(("measured", "over", "size", "us", "speed of a device"), rows)
 
     def hardware_file(self) -> str:
-        """Returns the measured fields as YAML; needs `place.hardware`."""
-        if without := {message.axis for message in self.messages} - {line.axis for line in self.lines}:
+        """Returns the measured fields as YAML; needs `hardware`."""
+        lines, hardware, efficiency = self.lines, self.hardware, self.matmul_efficiency
+        if without := {message.axis for message in self.messages} - {line.axis for line in lines}:
             raise ConfigError(
                 f"--out: over {' and '.join(sorted(without))} times do not grow with messages, so there is no "
                 "bandwidth to write; give a wider range of --message-bytes, or more --rounds"
             )
-        hardware, efficiency = self.place.hardware, self.matmul_efficiency
         assert hardware is not None
         assert efficiency is not None
-        fields = measured_fields(hardware, self.place.sizes, self.lines, efficiency)
-        lines = [f"# jaxtp bench comm on {self.place}, jax {jax.__version__}"]
-        if self.place.virtual:
-            lines.append(f"# {VIRTUAL}")
-        lines += [f"like: {hardware.name} # for all other keys", *(f"{name}: {x:.3e}" for name, x in fields.items())]
-        return "\n".join(lines) + "\n"
+        virtual = [f"# {VIRTUAL}"] if self.platform == "cpu" else []
+        fields = measured_fields(hardware, self.sizes, lines, efficiency)
+        return "\n".join(
+            (
+                f"# jaxtp bench comm on {devices_text(self.platform, self.kind, self.sizes)}, jax {jax.__version__}",
+                *virtual,
+                f"like: {hardware.name} # for all other keys",
+                *(f"{name}: {value:.3e}" for name, value in fields.items()),
+                "",
+            )
+        )
 
     def record(self) -> dict[str, object]:
         """Returns every number for JSON."""
-        plain = dataclasses.asdict(self) | {
-            "messages": [message.record() for message in self.messages],
-            "lines": [dataclasses.asdict(line) for line in self.lines],
-        }
-        note = {"note": VIRTUAL} if self.place.virtual else {}
-        return {"jax": jax.__version__, **note, **plain, "matmul_efficiency": self.matmul_efficiency}
+        place = {name: getattr(self, name) for name in ("kind", "platform", "sizes", "dtype")}
+        hardware = None if self.hardware is None else asdict(self.hardware)
+        counts = {"devices": math.prod(self.sizes.values()), "processes": jax.process_count()}
+        rows = {name: [one._asdict() for one in getattr(self, name)] for name in ("messages", "products", "lines")}
+        note = {"note": VIRTUAL} if self.platform == "cpu" else {}
+        place |= counts | {"hardware": hardware}
+        return {"jax": jax.__version__, **note, "place": place, **rows, "matmul_efficiency": self.matmul_efficiency}
 
 
 def _bench(argv: Sequence[str]) -> None:
@@ -224,32 +254,31 @@ def _bench(argv: Sequence[str]) -> None:
     if options.out is not None:
         with writing("--out", options.out):
             options.out.write_text(measured.hardware_file())
-        print(f"\n{options.out}: for jaxtp estimate --hardware {options.out}x{measured.place.devices}")
+        print(f"\n{options.out}: for jaxtp estimate --hardware {options.out}x{mesh.size}")
 
 
 def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
-    device = mesh.devices.flat[0]
-    place = Place(
+    device, sizes, dtype = mesh.devices.flat[0], mesh_sizes(mesh), config.model.precision.compute
+    hardware, virtual = _hardware_of(options, device), device.platform == "cpu"
+    tps = usable_tps(config.model, mesh.size)
+    rows = max(1, config.data.global_batch_size // (batch_parts(sizes) * config.train.accumulation))
+    length = max(1, config.data.sequence_length // parts(sizes, CONTEXT))
+    devices = devices_text(device.platform, device.device_kind, sizes)
+    print(f"on      {devices}, processes: {jax.process_count()}, jaxtp {jaxtp.__version__} with jax {jax.__version__}")
+    print(f"mesh    {describe_mesh(sizes)}, {dtype}")
+    print(f"block   {config.model.describe_block()}; {rows * length:,} tokens on a device: {rows} of {length:,}")
+    print(f"times   medians of {options.rounds} rounds, {options.in_a_row} runs in each, after a warm-up; random data")
+    print(f"beware  {VIRTUAL}\n" if virtual else "", flush=True)
+    message_bytes = options.message_bytes or (CPU_SIZES if virtual else SIZES)
+    measured = Measured(
         kind=device.device_kind,
         platform=device.platform,
-        devices=mesh.size,
-        processes=jax.process_count(),
-        sizes=mesh_sizes(mesh),
-        dtype=config.model.precision.compute,
-        hardware=_hardware_of(options, device),
+        sizes=sizes,
+        dtype=dtype,
+        hardware=hardware,
+        messages=list(measure_messages(mesh, dtype, message_bytes, options.rounds, options.in_a_row)),
+        products=list(measure_products(config.model, tps, rows, length, options.rounds, options.in_a_row)),
     )
-    repeats, tps = Repeats(options.rounds, options.in_a_row), usable_tps(config.model, place.devices)
-    rows = max(1, config.data.global_batch_size // (batch_parts(place.sizes) * config.train.accumulation))
-    length = max(1, config.data.sequence_length // parts(place.sizes, CONTEXT))
-    print(f"on      {place}, processes: {place.processes}, jaxtp {jaxtp.__version__} with jax {jax.__version__}")
-    print(f"mesh    {describe_mesh(place.sizes)}, {place.dtype}")
-    print(f"block   {config.model.describe_block()}; {rows * length:,} tokens on a device: {rows} of {length:,}")
-    print(f"times   medians of {repeats.rounds} rounds, {repeats.in_a_row} runs in each, after a warm-up; random data")
-    print(f"beware  {VIRTUAL}\n" if place.virtual else "", flush=True)
-    sizes = options.message_bytes or (CPU_SIZES if place.virtual else SIZES)
-    messages = list(measure_messages(mesh, place.dtype, sizes, repeats))
-    products = list(measure_products(config.model, tps, rows, length, repeats))
-    measured = Measured(place=place, messages=messages, products=products)
     print(measured.table(), flush=True)
     for line in measured.lines:
         print(
@@ -257,6 +286,12 @@ def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
             f"the times are within {line.error:.0%} of that"
         )
     return measured
+
+
+def devices_text(platform: str, kind: str, sizes: Mapping[str, int]) -> str:
+    """Formats number and kind: `8 x NVIDIA H100 80GB HBM3`."""
+    count = math.prod(sizes.values())
+    return f"{count} virtual CPU devices" if platform == "cpu" else f"{count} x {kind}"
 
 
 def usable_tps(model: ModelConfig, devices: int) -> list[int]:
@@ -285,6 +320,127 @@ def digits(value: float) -> str:
     if value == 0 or value >= 100:
         return f"{value:,.0f}"
     return f"{value:.{2 - math.floor(math.log10(value))}f}" if value >= 1e-6 else f"{value:.2e}"
+
+
+KINDS: Mapping[str, Callable[[Array, str], Array]] = {
+    ALL_REDUCE: lambda x, axis: vary(all_reduce(x, axis), axis),
+    ALL_GATHER: lambda x, axis: all_gather(x[: x.shape[0] // axis_size(axis)], axis),
+    REDUCE_SCATTER: lambda x, axis: lax.dynamic_update_slice_in_dim(x, reduce_scatter(x, axis), 0, 0),
+    ALL_TO_ALL: lambda x, axis: all_to_all(x, axis, split=0, join=0),
+    PERMUTE: permute,
+}
+"""Collectives whose result has the shape of their argument, so that a loop can repeat them."""
+
+
+def measure_messages(mesh: Mesh, dtype: str, sizes: Sequence[int], rounds: int, in_a_row: int) -> Iterator[Message]:
+    """Times every kind of collective along every axis larger than 1, on messages of `sizes` bytes."""
+    make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES)))
+    for axis, size in itertools.product((axis for axis in AXES if mesh.shape[axis] > 1), sizes):
+        each = max(1, size // (jnp.dtype(dtype).itemsize * mesh.shape[axis])) * mesh.shape[axis]
+        x = make(jax.random.key(0), (mesh.size * each,), dtype)
+        with jax.set_mesh(mesh):
+            programs = {kind: partial(jax.jit(repeated(kind, axis, in_a_row)).lower(x).compile(), x) for kind in KINDS}
+        for kind, seconds in medians(programs, rounds).items():
+            one = Collective(kind, (axis,), mesh.shape[axis], each * jnp.dtype(dtype).itemsize)
+            yield Message(axis, one.group, kind, int(one.bytes), one.bytes_sent, seconds / in_a_row)
+
+
+def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
+    """Returns a function that runs a collective `times` times on an array split over all devices."""
+
+    def body(x: Array) -> Array:
+        return lax.scan(lambda x, _: (KINDS[kind](x, axis), None), x, length=times)[0]
+
+    return device_view(body, f"bench_{kind}", (P(AXES),), P(AXES))
+
+
+def measure_products(
+    model: ModelConfig, tps: Sequence[int], rows: int, length: int, rounds: int, in_a_row: int
+) -> Iterator[TimedProduct]:
+    """Times a block's products on one device, for `rows` sequences of `length`, at every tp."""
+    for tp in tps:
+        costs = step_costs(model, mesh_shape(tp=tp), batch_size=rows, sequence_length=length)
+        shapes = {product.name: (product.m, product.k, product.n) for product in costs.products}
+        del shapes["head"]  # not in a block
+        left, right = jax.random.split(jax.random.key(0))
+        dtype, product = model.precision.compute, jax.jit(jnp.matmul)
+        programs = {
+            name: partial(product, jax.random.normal(left, (m, k), dtype), jax.random.normal(right, (k, n), dtype))
+            for name, (m, k, n) in shapes.items()
+        }
+        seconds = medians(programs, rounds, calls=in_a_row)
+        for name, shape in shapes.items():
+            yield TimedProduct(tp, name, *shape, seconds[name])
+
+
+def medians(
+    programs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    calls: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Returns the median seconds of a call of each program.
+
+    A program returns arrays. Rounds run all programs in turn, so that all see the same machine. A measurement starts
+    `calls` calls, then waits.
+    """
+    for program in programs.values():
+        for _ in range(WARM_UP):
+            jax.block_until_ready(program())
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, program in programs.items():
+            started = clock()
+            for _ in range(calls - 1):
+                program()
+            jax.block_until_ready(program())  # a device runs its programs in order, so the last ends last
+            times[name].append((clock() - started) / calls)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def fit_line(messages: Sequence[Message]) -> Line | None:
+    """Fits one axis's ring collectives; None if times do not grow with bytes.
+
+    Errors are relative, so that short messages decide the latency and long messages the speed.
+    """
+    ring = [message for message in messages if message.kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)]
+    seconds = np.array([message.seconds for message in ring])
+    sent = np.array([message.bytes_sent for message in ring])
+    per_byte = sent / seconds
+    (latency, slope), *_ = np.linalg.lstsq(np.stack([1 / seconds, per_byte], axis=1), np.ones(len(ring)))
+    if latency < 0:
+        latency, slope = 0.0, per_byte.sum() / (per_byte**2).sum()
+    if slope <= 0:
+        return None
+    error = float(np.median(np.abs(latency + slope * sent - seconds) / seconds))
+    return Line(ring[0].axis, ring[0].devices, float(latency), float(1 / slope), error)
+
+
+def measured_fields(
+    hardware: Hardware, sizes: Mapping[str, int], lines: Sequence[Line], matmul_efficiency: float
+) -> dict[str, float]:
+    """Returns the measured fields of a hardware file.
+
+    The latency includes a ring's steps, so `hop` is 0. An axis inside a domain of fast links measures `link`, others
+    the network; the axis with the most devices counts. Measured speeds need no efficiency, so `link_efficiency` is 1;
+    the table's efficiency reduces an unmeasured network.
+    """
+    inside = {line.axis: inside_domain(hardware, sizes, (line.axis,)) for line in lines}
+    by_size = sorted(lines, key=lambda line: line.devices)
+    fast = [line for line in by_size if inside[line.axis] == line.devices]
+    slow = [line for line in by_size if inside[line.axis] < line.devices]
+    efficiency = 1.0 if fast else hardware.link_efficiency
+    fields = {"matmul_efficiency": matmul_efficiency}
+    if fast:
+        network = hardware.network * hardware.link_efficiency
+        share = link_of(hardware, fast[-1].devices) / hardware.link
+        fields |= {"link": fast[-1].speed / share, "link_efficiency": efficiency, "network": network}
+    if slow:
+        fields["network"] = slow[-1].speed / inside[slow[-1].axis] / efficiency
+    if lines:
+        fields |= {"latency": (fast or slow)[-1].latency, "hop" if fast else "network_hop": 0.0}
+    return fields
 
 
 if __name__ == "__main__":

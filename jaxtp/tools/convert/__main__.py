@@ -1,27 +1,41 @@
 """`jaxtp convert`: imports, exports, and compares the tp plans of models in Hugging Face format."""
 
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import jax
+import tyro
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, choose
-from jaxtp.config.schema import Keys
-from jaxtp.hf.config_json import family_of, model_config
-from jaxtp.hf.families.family import LAYER, Family, Tensor
-from jaxtp.hf.model_folder import CONFIG, HFError, read_attributes
+from jaxtp.config.console import Display
+from jaxtp.config.schema import Keys, Switch, UserPath, expand, to_yaml
+from jaxtp.data.tokenizer_files import LONGEST
+from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
+from jaxtp.hf.config_json import dtype_of, family_of, model_config
+from jaxtp.hf.families.family import LAYER, Family, Layout, Tensor
+from jaxtp.hf.load import Progress, import_config, load_folder
+from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
+from jaxtp.hf.peft import save_peft
+from jaxtp.hf.runs import BASE, copy_hf_files, hf_files_of, load_adapted, load_adapters
+from jaxtp.hf.save import SaveOptions, atomic_folder, carried_attributes, has_tokenizer, save_hf
 from jaxtp.hf.tensor_map import HEAD, TABLE, split_path
-from jaxtp.layers.parameter import spec_of
-from jaxtp.mesh import TP, axes_of
-from jaxtp.models.decoder import abstract_decoder
-from jaxtp.tools.convert.transfer import Export, HFDir, Import, export_run, import_run
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.parameter import DType, Precision, spec_of
+from jaxtp.mesh import TP, axes_of, mesh_of, mesh_shape, mesh_sizes
+from jaxtp.models.decoder import Decoder, abstract_decoder
+from jaxtp.train import run_folder
+from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
 
 PROGRAM = "jaxtp convert"
 IMPORT_HELP = """Reads a folder in Hugging Face format into a new run: config.yaml and a checkpoint at step 0.
@@ -54,15 +68,86 @@ _SAME = {
 """Styles of transformers equivalent to ours up to gathering the output."""
 
 
+IMPORTED = "imported"
+"""Key of a checkpoint's info: folder and dtype of the imported model."""
+HFDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
+RunDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+OptionalDir = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshFlags:
+    """Devices that hold the model during the conversion; without GPUs they are virtual devices of this host."""
+
+    fsdp: int = 1
+    """Shards of each parameter."""
+    tp: int = 1
+    """Shards of each matrix product."""
+
+    def make(self) -> Mesh:
+        """Returns the mesh; raises `MeshError` if there are too few devices."""
+        return mesh_of(mesh_shape(**asdict(self)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Flags of `jaxtp convert import`."""
+
+    source: HFDir
+    """config.json and safetensors, in one file or several with an index."""
+    run: RunDir
+    """New folder. The tokenizer files are copied to its hf/, where export finds them."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the parameters in the run; by default the dtype of the safetensors (float16 becomes float32)."""
+    ignore_config: Keys = ()
+    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs. Repeatable."""
+    mesh: MeshFlags = MeshFlags()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Flags of `jaxtp convert export`."""
+
+    run: RunDir
+    """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model in Hugging Face
+    format."""
+    out: HFDir
+    """New folder; it appears when it is complete."""
+    family: str | None = None
+    """model_type, such as qwen3 or gemma2; by default the family of the model that the run started from, or the first
+    family that fits."""
+    tokenizer_from: OptionalDir = None
+    """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
+    merged: Switch = False
+    """Writes the whole model of a run that trained adapters, merged into the kernels."""
+    adapters: OptionalDir = None
+    """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
+    base: OptionalDir = None
+    """Base model of a run that trained adapters, if it has moved."""
+    dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
+    """Dtype of the written tensors: by default the dtype of an imported model's files, and for other runs the dtype of
+    the parameters (model.precision.param)."""
+    experts: Layout = "separate"
+    """Tensors of a mixture of experts: separate has one for each expert, as on the Hub; stacked has one for all experts
+    of a layer, as transformers 5 has in memory."""
+    max_shard_size: str = "5GB"
+    """Maximum size of a file; a tensor is never split."""
+    allow_non_finite: Switch = False
+    """Also writes weights that are not finite."""
+    ignore_config: Keys = ()
+    """Unknown attributes of config.json to ignore, as in an import. Repeatable."""
+    mesh: MeshFlags = MeshFlags()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Flags of `jaxtp convert plan`."""
 
     source: HFDir
-    """Folder with a config.json; weights are not read. A plan in it takes precedence over the one of transformers."""
+    """Folder with a config.json; weights are not read. A plan in config.json overrides the plan of transformers."""
 
     ignore_config: Keys = ()
-    """Unknown attributes of config.json to ignore, because they do not affect what the model computes. Repeatable."""
+    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs. Repeatable."""
 
 
 COMMANDS: dict[str, Command[Any]] = {
@@ -73,7 +158,7 @@ COMMANDS: dict[str, Command[Any]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0, 2 for a user's mistake, 3 for weights that are not finite, 130 for Ctrl-C."""
+    """Runs the command; returns 0, 2 for a user's mistake, 130 for Ctrl-C."""
     silence_orbax()
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|flax")
     return entry.attempt(PROGRAM, lambda: _run(argv))
@@ -88,6 +173,95 @@ def _run(argv: Sequence[str]) -> None:
         print(export_run(command))
     else:
         print("\n".join(plan_lines(command.source, command.ignore_config)))
+
+
+@contextmanager
+def _progress(verb: str) -> Iterator[Progress]:
+    with Display(f"{{task.percentage:.0f}}% {verb}", stream=sys.stderr) as display:
+        display.begin(0, 100)
+        yield lambda done, total: display.move(100 * done // max(total, 1), "")
+
+
+def import_run(command: Import) -> str:
+    """Makes a run of an imported model, which appears when complete; returns a message."""
+    target = command.run
+    with atomic_folder(target) as partial:
+        source = open_folder(command.source)
+        precision = None if command.dtype is None else Precision(param=command.dtype)
+        config = import_config(source, precision, {}, command.ignore_config)
+        mesh = command.mesh.make()
+        with jax.set_mesh(mesh), _progress("read") as progress:
+            model = load_folder(source, config, mesh, progress)
+        run = TrainConfig(run=RunConfig(dir=target), mesh=MeshConfig(**asdict(command.mesh)), model=config)
+        _save(partial, run, model, mesh, {"from": str(source.path), "dtype": dtype_of(source)})
+        copy_hf_files(source.path, partial)
+        (partial / run_folder.CONFIG).write_text(to_yaml(run), encoding="utf-8")
+    return f"{source.path} ({source.attributes['model_type']}) is in {target}, parameters in {config.precision.param}"
+
+
+def _save(folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, imported: dict[str, str]) -> None:
+    checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS)
+    info = run_folder.checkpoint_info(config, {IMPORTED: imported["from"]}, 0, mesh_sizes(mesh))
+    state: nnx.State = nnx.State({"model": nnx.state(model)})
+    checkpoints.save(0, state, mesh, {**info, IMPORTED: imported})
+    checkpoints.close()
+
+
+def export_run(command: Export) -> str:
+    """Writes a checkpoint, or a model with adapters, as a folder in Hugging Face format; returns a message."""
+    settings = SourceConfig(adapters=command.adapters, base=command.base, ignore_config=command.ignore_config)
+    source = open_stored(command.run, settings)
+    stored, name, only_adapters = source.config, str(source.folder), source.config.lora.rank and not command.merged
+    if not source.is_run and source.adapters is None:
+        raise HFError(f"{name} is in Hugging Face format already; --adapters DIR adds adapters to it")
+    if not stored.lora.rank and (command.base is not None or (command.merged and source.adapters is None)):
+        raise HFError(f"{name} has no adapters; leave {'--base' if command.base is not None else '--merged'} out")
+    if only_adapters and command.experts != "separate":
+        raise HFError(f"--experts {command.experts} is for a whole model, and adapters are exported; add --merged")
+    attributes, tokenizer = _run_files(source) if source.is_run else (carried_attributes(command.run), command.run)
+    options: SaveOptions = {
+        "family": command.family or source.family,
+        "tokenizer_from": command.tokenizer_from or (tokenizer if tokenizer and has_tokenizer(tokenizer) else None),
+        "dtype": command.dtype,
+        "allow_non_finite": command.allow_non_finite,
+    }
+    mesh = command.mesh.make()
+    if only_adapters:
+        return _export_adapters(command, source, mesh, options)
+    dtype: DType = command.dtype or source.info.get(IMPORTED, {}).get("dtype") or source.dtype
+    # In the exported dtype, so that merging rounds only once.
+    config = replace(stored, lora=LoraConfig(), precision=replace(stored.precision, param=dtype))
+    with nullcontext() if source.is_run else _progress("read") as progress:
+        model = source.load(config, mesh, progress)
+    layout, size, options["dtype"] = command.experts, command.max_shard_size, dtype
+    with _progress("written") as options["progress"]:
+        save_hf(model, command.out, attributes=attributes, experts=layout, max_shard_size=size, **options)
+    return f"{name}{'' if source.adapters is None else f' with {source.adapters.path}'} is in {command.out}"
+
+
+def _export_adapters(command: Export, source: StoredModel, mesh: Mesh, options: SaveOptions) -> str:
+    checkpoint, config, base = source.folder, source.config, command.base
+    if base is None:
+        model = load_adapters(checkpoint, config, mesh)
+    else:
+        model = load_adapted(checkpoint, source.info, mesh, base)
+    recorded = source.info[BASE]["from"] if config.from_hf is not None else None
+    with _progress("written") as options["progress"]:
+        save_peft(model, command.out, base=base or recorded, **options)
+    return f"the adapters of {checkpoint} are in {command.out}"
+
+
+def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
+    """Returns config.json attributes that describe no computation, and the folder of the tokenizer."""
+    hf_files, data = hf_files_of(source.folder), source.info["config"].get("data", {})
+    trained, path = data.get("sequence_length"), data.get("path")
+    folders = (hf_files, None if path is None else expand(Path(path)))
+    tokenizer = next((folder for folder in folders if folder is not None and has_tokenizer(folder)), None)
+    attributes = carried_attributes(hf_files)
+    longest = attributes.get(LONGEST)
+    if hf_files is None or (trained and type(longest) is int and longest < trained):
+        attributes[LONGEST] = trained  # it was trained on longer sequences
+    return attributes, tokenizer
 
 
 def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:

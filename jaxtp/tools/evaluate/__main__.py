@@ -19,9 +19,17 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.failures import report_failure, run_and_report, watch
 from jaxtp.distributed.joining import join_processes
-from jaxtp.generate.loading import ModelSource, inference_mesh, load_model, open_source, print_status, request_devices
+from jaxtp.generate.loading import (
+    ModelSource,
+    Status,
+    inference_mesh,
+    load_model,
+    open_source,
+    print_status,
+    request_devices,
+)
 from jaxtp.mesh import mesh_sizes
-from jaxtp.tools.evaluate.evaluation_settings import SHOWN_FIRST, EvaluateConfig, check, window_length
+from jaxtp.tools.evaluate.evaluation_settings import SHOWN_FIRST, EvaluateConfig, conflicts, window_length
 from jaxtp.tools.evaluate.inputs import Input, open_inputs
 from jaxtp.tools.evaluate.measure import Measured, Scorer, measure
 
@@ -40,8 +48,7 @@ JSON; everything else goes to standard error.
 COMMAND = Command(program=PROGRAM, schema=EvaluateConfig, description=DESCRIPTION, first=SHOWN_FIRST)
 STDOUT = Path("-")
 """Value of --json for standard output."""
-PROGRESS_SECONDS = 5.0
-_COUNTS = {"documents": ",", "tokens": ",", "bytes": ","}
+_COUNTS = dict.fromkeys(("documents", "tokens", "bytes"), ",")
 _FORMATS = {**_COUNTS, "loss": ".6f", "perplexity": ".5g", "bits_per_byte": ".5f", "accuracy": ".2%"}
 """Columns of the table."""
 
@@ -64,7 +71,8 @@ def _evaluate(argv: Sequence[str]) -> None:
     join_processes()
     with raise_everywhere(watch):
         config, _ = COMMAND.load(argv)
-        check(config)
+        if problems := list(conflicts(config)):
+            raise ConfigError("; ".join(problems))
         request_devices(config.mesh)
     try:
         _run_tasks(config) if config.tasks else _measure_models(config)
@@ -98,17 +106,14 @@ def _measure_models(config: EvaluateConfig) -> None:
 def _measure(config: EvaluateConfig, source: ModelSource, inputs: Sequence[Input], mesh: Mesh, length: int) -> Measured:
     """Frees the weights before the next model loads."""
     scorer = Scorer(load_model(source, mesh), config.batch_size)
-    total, started = sum(each.num_documents for each in inputs), time.monotonic()
+    total, started, status = sum(each.num_documents for each in inputs), time.monotonic(), Status()
     stride = f" that start {config.stride:,} apart" if config.stride not in (None, length) else ""
     print_status(f"data    {total:,} document{'s' * (total != 1)}; windows of {length:,} tokens{stride}")
-    printed = started
 
     def progress(measured: Measured) -> None:
-        nonlocal printed
-        now, whole = time.monotonic(), measured.whole()
-        if now - printed >= PROGRESS_SECONDS and whole.tokens:
-            printed, rate = now, whole.tokens / (now - started)
-            print_status(f"{measured.documents_scored() / total:.0%}  loss {whole.loss:.4f}  {rate:,.0f} tokens/s")
+        if (whole := measured.whole()).tokens:
+            rate = whole.tokens / (time.monotonic() - started)
+            status(f"{measured.documents_scored() / total:.0%}  loss {whole.loss:.4f}  {rate:,.0f} tokens/s")
 
     return measure(scorer, inputs, length, config.stride or length, progress)
 
@@ -126,9 +131,8 @@ def _run_tasks(config: EvaluateConfig) -> None:
         raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
     length, mesh = window_length(config, [source]), inference_mesh(config.mesh, source.config)
     tasks = harness.open_tasks(config.tasks, config.task_folder)
-    results = harness.run(load_model(source, mesh), source, tasks, config, length)
-    record = {**_describe(source, mesh, length), **harness.plain_results(results)}
-    _report(harness.results_table(results), config.json, record)
+    table, results = harness.run(load_model(source, mesh), source, tasks, config, length)
+    _report(table, config.json, {**_describe(source, mesh, length), **results})
 
 
 def _describe(source: ModelSource, mesh: Mesh, length: int) -> Record:

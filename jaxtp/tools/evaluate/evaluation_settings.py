@@ -10,7 +10,7 @@ from jaxtp.config.hints import nearest_multiples
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, DataPath, Switch, UserPath
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
 from jaxtp.generate.loading import InferenceMeshConfig, ModelSource, SourceConfig
-from jaxtp.generate.prompts import limits_of
+from jaxtp.generate.request import limits_of
 from jaxtp.mesh import CP
 
 MAX_DEFAULT_LENGTH = 2048
@@ -75,7 +75,7 @@ class EvaluateConfig(SourceConfig):
     """A folder of your own tasks, in the harness's YAML. Can be given several times."""
 
     num_fewshot: CountOrZero | None = None
-    """Examples shown before each question; by default what the task says."""
+    """Examples shown before each question; by default the number in the task."""
 
     chat: Switch = False
     """Ask tasks' questions as chat messages, with the model's chat template."""
@@ -103,17 +103,8 @@ SHOWN_FIRST = (
 )
 
 
-def check(config: EvaluateConfig) -> None:
-    """Checks the settings against each other.
-
-    Raises:
-      ConfigError: lists every conflict.
-    """
-    if problems := list(_conflicts(config)):
-        raise ConfigError("; ".join(problems))
-
-
-def _conflicts(config: EvaluateConfig) -> Iterator[str]:
+def conflicts(config: EvaluateConfig) -> Iterator[str]:
+    """Yields a message for each conflict between the settings."""
     default = EvaluateConfig()
     changed = [name for name in vars(config) if getattr(config, name) != getattr(default, name)]
     if not config.model:
@@ -150,11 +141,23 @@ def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int
       ConfigError: it exceeds a model's context, is not divisible by cp, or is less than the stride.
     """
     cp, length = max(config.mesh.cp, 1), config.sequence_length
+    limits = [(source, limits_of(source.config, source.context).context) for source in sources]
     if length is None:
-        length = min(_default_length(config, source) for source in sources)
+        length = min(_default_length(config, source, context) for source, context in limits)
         length = max(length // cp, 1) * cp
-    for source in sources:
-        _require_within_context(config, source)
+    for source, context in limits:
+        if context is None or length <= context:
+            continue
+        if (learned := source.config.learned_positions) is not None and length > learned:
+            raise ConfigError(
+                f"--sequence-length {length}: the model has {learned:,} learned positions (model.learned_positions); "
+                f"give at most {context}"
+            )
+        if not config.beyond_context:
+            raise ConfigError(
+                f"--sequence-length {length}: the model's context is {context:,} tokens (max_position_embeddings in "
+                f"its config.json); give at most {context}, or allow it by --beyond-context"
+            )
     if length % cp:
         nearest = " or ".join(map(str, nearest_multiples(length, cp)))
         raise ConfigError(f"--sequence-length {length} is not divisible by --mesh.{CP} {cp}; nearest: {nearest}")
@@ -166,26 +169,8 @@ def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int
     return length
 
 
-def _default_length(config: EvaluateConfig, source: ModelSource) -> int:
-    context = limits_of(source.config, source.context).context
+def _default_length(config: EvaluateConfig, source: ModelSource, context: int | None) -> int:
     if config.tasks and context is not None:
         return context
     length = source.trained_length or MAX_DEFAULT_LENGTH
     return length if context is None else min(length, context)
-
-
-def _require_within_context(config: EvaluateConfig, source: ModelSource) -> None:
-    length, limits = config.sequence_length, limits_of(source.config, source.context)
-    if length is None or limits.context is None or length <= limits.context:
-        return
-    learned = source.config.learned_positions
-    if learned is not None and length > learned:
-        raise ConfigError(
-            f"--sequence-length {length}: the model has {learned:,} learned positions (model.learned_positions); give "
-            f"at most {limits.context}"
-        )
-    if not config.beyond_context:
-        raise ConfigError(
-            f"--sequence-length {length}: the model's context is {limits.context:,} tokens (max_position_embeddings "
-            f"in its config.json); give at most {limits.context}, or allow it by --beyond-context"
-        )

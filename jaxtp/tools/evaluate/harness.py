@@ -39,8 +39,7 @@ from jaxtp.generate.loading import ModelSource
 from jaxtp.generate.sampling import GenerationSettings
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
-from jaxtp.tools.evaluate.measure import Scorer
-from jaxtp.tools.evaluate.windows import row_length
+from jaxtp.tools.evaluate.measure import Scorer, row_length
 
 MAX_NEW_TOKENS = 256
 """Default of a task's max_gen_toks, as in the harness's own models."""
@@ -69,6 +68,8 @@ class JaxtpLM(TemplateLM):
       interrupt: checked after each batch.
     """
 
+    tokenizer_name = ""  # a key of cached requests, which are off
+
     def __init__(self, model: Decoder, source: ModelSource, *, batch_size: int, max_length: int, interrupt: Interrupt):
         super().__init__()
         self.source, self.max_length = source, max_length
@@ -93,13 +94,8 @@ class JaxtpLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token of an empty context: a text's first, or the end of the text before."""
+        """The token of an empty context: the first token of a text, or the end token."""
         return _special_token(self.source, "bos_token", next(iter(self.source.prefix), self.eot_token_id))
-
-    @property
-    def tokenizer_name(self) -> str:
-        """A unique tokenizer name."""
-        return self.source.tokenizer.info.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """Returns a text's tokens after the model's prefix."""
@@ -160,10 +156,6 @@ class JaxtpLM(TemplateLM):
             return text
         last = chat_history[-1]["content"].strip()  # the model continues it
         return text[: text.rindex(last) + len(last)]
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Returns the template, if chat is on."""
-        return self.source.template if chat_template else None
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **ignored: object
@@ -261,7 +253,7 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     tasks = TaskManager(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
     if missing := [name for name in names if name not in tasks.all_tasks]:
         close = difflib.get_close_matches(missing[0], tasks.all_tasks, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists those of the harness"
+        hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists the tasks of the harness"
         raise HarnessError(f"--tasks {missing[0]}: no such task; {hint}")
     try:
         loaded = tasks.load(list(names))
@@ -274,15 +266,18 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
 
 def run(
     model: Decoder, source: ModelSource, tasks: TaskManager, config: EvaluateConfig, length: int
-) -> dict[str, object]:
-    """Returns the harness's results; `length` is the maximum tokens of a request.
+) -> tuple[str, dict[str, object]]:
+    """Runs tasks; `length` is the maximum tokens of a request.
+
+    Returns:
+      the table of the harness's command, and the results for JSON.
 
     Raises:
       HarnessError: a task exceeds the model's abilities.
     """
     cache = None if config.cache is None else str(config.cache / _cache_key(config, source, length))
     with Interrupt(signal.SIGINT) as interrupt:  # waits for the batch
-        results: dict[str, object] | None = simple_evaluate(
+        results = simple_evaluate(
             JaxtpLM(model, source, batch_size=config.batch_size, max_length=length, interrupt=interrupt),
             tasks=list(config.tasks),
             task_manager=tasks,
@@ -293,22 +288,10 @@ def run(
             log_samples=False,
             batch_size=config.batch_size,
         )
-    assert results is not None
-    return results
-
-
-def results_table(results: Mapping[str, object]) -> str:
-    """Formats the table of the harness's command."""
-    groups = [make_table(results, "groups")] if results.get("groups") else []
-    return "\n".join([make_table(results), *groups]).rstrip()
-
-
-def plain_results(results: Mapping[str, object]) -> dict[str, object]:
-    """Returns the results for JSON."""
+    tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else ())]
     names = ("results", "groups", "n-shot", "n-samples", "versions")
     chosen = {name: results[name] for name in names if name in results}
-    plain: dict[str, object] = json.loads(json.dumps(chosen, default=handle_non_serializable))
-    return plain
+    return "\n".join(tables).rstrip(), json.loads(json.dumps(chosen, default=handle_non_serializable))
 
 
 def _cache_key(config: EvaluateConfig, source: ModelSource, length: int) -> str:

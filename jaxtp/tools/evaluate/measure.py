@@ -1,5 +1,11 @@
-"""Sums a model's losses over documents: float32 losses of tokens, added in float64 on the host."""
+"""Sums a model's losses over documents: float32 losses of tokens, added in float64 on the host.
 
+Documents are cut into windows, and windows share rows. A window is at most T + 1 consecutive tokens: all but the last
+are read, and all but the first are predicted from earlier tokens in the window. A token that overlapping windows
+predict twice counts the first time. So every token counts once, except a document's first, or its prompt.
+"""
+
+import itertools
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,15 +23,85 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec
 from jaxtp.config.entry import Interrupt, NumericsError
-from jaxtp.data.rows import SEGMENTS, Row
-from jaxtp.generate.decode_model import mesh_context, model_mesh
+from jaxtp.data.packing import pack
+from jaxtp.data.rows import SEGMENTS, Row, empty_row
+from jaxtp.generate.decode_model import model_mesh
 from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.inputs import Input, InputError
-from jaxtp.tools.evaluate.windows import GROUPS, Window, batches, rows, spans
 
 MAX_EXPONENT = 700.0
 """`math.exp` overflows a little above."""
+GROUPS = "groups"
+"""Key of a row: the group of documents of each counted label, `[T]`; -1 for none."""
+POOL_TOKENS = 2**20
+"""Number of tokens whose windows are packed together. Independent of the batch size, so packing is reproducible."""
+MIN_ROW = 64
+"""Shortest length of a row."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Consecutive tokens of a document."""
+
+    tokens: NDArray[np.int32]
+    """2 to T + 1 tokens."""
+    counted: int
+    """Number of counted tokens, which are the last ones; never the first token."""
+    group: int
+    """Index of the document's group."""
+
+
+def spans(num_tokens: int, first: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yields a document's windows: begin, end, and the number of counted tokens, at the end.
+
+    Args:
+      first: index of the first counted token, at least 1.
+      length: T.
+      stride: tokens between the starts of two windows, at most T.
+    """
+    done, begin = max(first, 1), 0
+    while done < num_tokens:
+        end = min(begin + length + 1, num_tokens)
+        if end > done:
+            yield begin, end, end - done
+            done = end
+        begin += stride
+
+
+def rows(windows: Iterable[Window], length: int, multiple: int = 1) -> Iterator[Row]:
+    """Yields rows `[T]` of `inputs`, `labels`, `GROUPS` and `SEGMENTS`, which windows share.
+
+    A row is shorter if it holds everything; `multiple` divides its length, as it divides T.
+    """
+    for pool in _pools(windows):
+        sizes = np.array([len(window.tokens) - 1 for window in pool], np.int64)
+        room = row_length(int(sizes.sum()), length, multiple)
+        order, _, counts = pack(np.arange(len(pool))[:, None], sizes, room)
+        ends = np.cumsum(counts)
+        for first, last in zip(ends - counts, ends, strict=True):
+            yield _row([pool[index] for index in order[first:last, 0]], room)
+
+
+def row_length(size: int, length: int, multiple: int = 1) -> int:
+    """Returns the row length for `size` tokens: a power of two, rounded up to `multiple`, at most T."""
+    power = max(MIN_ROW, 1 << (size - 1).bit_length())
+    return min(-(-power // multiple) * multiple, length)
+
+
+def batches(rows: Iterable[Row], size: int, multiple: int = 1) -> Iterator[Row]:
+    """Yields batches `[B, T]` of successive rows of equal length; ignored rows fill up the last.
+
+    Args:
+      size: B; a length with fewer rows gets a smaller batch, also a single shape.
+      multiple: divides B.
+    """
+    for _, same_length in itertools.groupby(rows, lambda row: len(row["inputs"])):
+        count = 0
+        while batch := list(itertools.islice(same_length, size)):
+            count = count or math.ceil(len(batch) / multiple) * multiple
+            batch += [_empty_row(len(batch[0]["inputs"]))] * (count - len(batch))
+            yield {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 
 
 class Scores(NamedTuple):
@@ -63,18 +139,18 @@ class Scorer:
             losses = Scores(*merged.token_losses_of_hidden(x_BTD, batch["labels"]))
             return losses, jax.nn.log_softmax(logits_BV, axis=-1)
 
-        replicated = None if self._mesh is None else NamedSharding(self._mesh, P())  # every process reads all
+        replicated = NamedSharding(self._mesh, P())  # every process reads all
         self._scores = jax.jit(scores, out_shardings=replicated)
         self._next_token_logprobs = jax.jit(next_token_logprobs, out_shardings=replicated)
 
     def __call__(self, batch: Row) -> Scores:
         """Returns the scores of `inputs` and `labels` `[B, T]`, with `SEGMENTS` if rows are packed."""
-        with mesh_context(self._mesh):
+        with jax.set_mesh(self._mesh):
             return self._scores(self._state, self._put_batch(batch))
 
     def next_token_logprobs(self, batch: Row, last_B: NDArray[np.int32]) -> tuple[Scores, Array]:
         """Returns scores, and next-token log-probabilities `[B, V]` at each row's `last_B`; needs cp=1."""
-        with mesh_context(self._mesh):
+        with jax.set_mesh(self._mesh):
             return self._next_token_logprobs(self._state, self._put_batch(batch), self._put(last_B, batch_spec()))
 
     def _put_batch(self, batch: Row) -> dict[str, Array]:
@@ -82,15 +158,12 @@ class Scorer:
         return {name: self._put(batch[name], batch_spec(None)) for name in names}
 
     def _put(self, array: NDArray[np.generic], spec: P) -> Array:
-        if self._mesh is None:
-            return jnp.asarray(array)
         sharding = NamedSharding(self._mesh, spec)
         # Every process has the whole array.
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-@dataclass
-class Totals:
+class Totals(NamedTuple):
     """Sums over documents."""
 
     documents: int = 0
@@ -102,6 +175,11 @@ class Totals:
     """Sum of cross-entropies."""
     num_correct: int = 0
     """Tokens predicted correctly: the label is the argmax."""
+
+    @classmethod
+    def sum(cls, parts: Iterable["Totals"]) -> "Totals":
+        """Returns the sums of several groups of documents."""
+        return cls(*map(sum, zip(*parts, strict=True)))
 
     @property
     def loss(self) -> float:
@@ -118,14 +196,13 @@ class Totals:
             numbers["accuracy"] = self.num_correct / self.tokens
         return {"documents": self.documents, "tokens": self.tokens, "bytes": self.num_bytes, **numbers}
 
-    def add(self, other: "Totals") -> None:
-        """Adds other documents' sums."""
-        for name in vars(self):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
+class Group(NamedTuple):
+    """Documents that are summed together."""
 
-Group = tuple[str, int]
-"""A source, and the document's number of tokens rounded down to a power of two."""
+    source: str
+    length: int
+    """Number of tokens, rounded down to a power of two."""
 
 
 class Measured:
@@ -145,46 +222,47 @@ class Measured:
 
     def whole(self) -> Totals:
         """Returns the sums of all documents."""
-        return _sum(self.totals.values())
+        return Totals.sum(self.totals.values())
 
     def by_source(self) -> dict[str, Totals]:
         """Returns each source's sums, in reading order."""
-        names = dict.fromkeys(source for source, _ in self.totals)
-        return {name: _sum(t for (source, _), t in self.totals.items() if source == name) for name in names}
+        names = dict.fromkeys(group.source for group in self.totals)
+        return {name: Totals.sum(t for group, t in self.totals.items() if group.source == name) for name in names}
 
     def by_length(self) -> dict[int, Totals]:
         """Returns the sums of documents of n to 2n - 1 tokens, by n, ascending."""
-        lengths = sorted({length for _, length in self.totals})
-        return {each: _sum(t for (_, length), t in self.totals.items() if length == each) for each in lengths}
+        lengths = sorted({group.length for group in self.totals})
+        return {n: Totals.sum(t for group, t in self.totals.items() if group.length == n) for n in lengths}
 
     def windows(self, inputs: Iterable[Input], length: int, stride: int) -> Iterator[Window]:
         """Yields the windows of documents, and counts the documents."""
-        groups: dict[Group, int] = {}
         for source in inputs:
             for document in source.documents():
-                key = source.name, power_of_two(len(document.tokens))
-                group = groups.setdefault(key, len(groups))
-                self.totals.setdefault(key, Totals()).add(Totals(documents=1, num_bytes=document.num_bytes))
+                group = Group(source.name, power_of_two(len(document.tokens)))
+                self._add(group, Totals(documents=1, num_bytes=document.num_bytes))
+                index = list(self.totals).index(group)
                 for begin, end, counted in spans(len(document.tokens), document.first, length, stride):
                     self._tokens_read += counted
-                    yield Window(document.tokens[begin:end], counted, group)
+                    yield Window(document.tokens[begin:end], counted, index)
 
     def add_scores(self, batch: Row, scores: Scores) -> None:
         """Adds the losses of a batch; raises `NumericsError` if one is not finite."""
         losses, correct = (np.asarray(each) for each in scores)
         counted = batch[GROUPS] >= 0
-        groups, losses = batch[GROUPS][counted], losses[counted]
+        indices, losses = batch[GROUPS][counted], losses[counted]
+        groups = list(self.totals)
         if not np.isfinite(losses).all():
-            source, _ = list(self.totals)[int(groups[~np.isfinite(losses)][0])]
+            source, _ = groups[int(indices[~np.isfinite(losses)][0])]
             raise NumericsError(
                 f"{source}: the loss of a token is not finite: the weights are damaged, or --dtype float32 is needed"
             )
-        tokens, num_correct = (np.bincount(groups, weights, len(self.totals)) for weights in (None, correct[counted]))
-        nats = np.bincount(groups, losses.astype(np.float64), len(self.totals))
-        for group, totals in enumerate(self.totals.values()):
-            totals.add(
-                Totals(tokens=int(tokens[group]), nats=float(nats[group]), num_correct=round(num_correct[group]))
-            )
+        weights = None, losses.astype(np.float64), correct[counted]
+        sums = (np.bincount(indices, each, len(groups)).tolist() for each in weights)
+        for group, tokens, nats, num_correct in zip(groups, *sums, strict=True):
+            self._add(group, Totals(tokens=tokens, nats=nats, num_correct=round(num_correct)))
+
+    def _add(self, group: Group, totals: Totals) -> None:
+        self.totals[group] = Totals.sum((self.totals.get(group, Totals()), totals))
 
 
 def measure(
@@ -232,8 +310,32 @@ def power_of_two(number: int) -> int:
     return 1 << (number.bit_length() - 1) if number else 0
 
 
-def _sum(totals: Iterable[Totals]) -> Totals:
-    whole = Totals()
-    for each in totals:
-        whole.add(each)
-    return whole
+def _pools(windows: Iterable[Window]) -> Iterator[list[Window]]:
+    pool: list[Window] = []
+    tokens = 0
+    for window in windows:
+        pool.append(window)
+        tokens += len(window.tokens)
+        if tokens >= POOL_TOKENS:
+            yield pool
+            pool, tokens = [], 0
+    if pool:
+        yield pool
+
+
+def _empty_row(length: int) -> Row:
+    return {**empty_row(length), GROUPS: np.full(length, -1, np.int32), SEGMENTS: np.zeros(length, np.int32)}
+
+
+def _row(windows: Iterable[Window], length: int) -> Row:
+    row = _empty_row(length)
+    start = 0
+    for segment, window in enumerate(windows, start=1):
+        end = start + len(window.tokens) - 1
+        row["inputs"][start:end] = window.tokens[:-1]
+        row[SEGMENTS][start:end] = segment
+        counted = slice(end - window.counted, end)
+        row["labels"][counted] = window.tokens[-window.counted :]
+        row[GROUPS][counted] = window.group
+        start = end
+    return row

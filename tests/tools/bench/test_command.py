@@ -7,8 +7,7 @@ import pytest
 import jaxtp
 from jaxtp.analysis.hardware_file import find, read
 from jaxtp.mesh import mesh_shape
-from jaxtp.tools.bench.__main__ import digits, main, usable_tps
-from jaxtp.tools.bench.measure import KINDS
+from jaxtp.tools.bench.__main__ import KINDS, digits, main, usable_tps
 from jaxtp.tools.estimate.__main__ import main as estimate
 
 QUICK = ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"]

@@ -6,12 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.hardware_file import find, read
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import mesh_shape
-from jaxtp.tools.bench.__main__ import Measured, Place
-from jaxtp.tools.bench.measure import Message, TimedProduct, fit_line
+from jaxtp.tools.bench.__main__ import Measured, Message, TimedProduct, fit_line
 from jaxtp.tools.estimate.roofline import leaves_domain, link_speed
 
 SHARES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
@@ -24,8 +22,8 @@ def messages(axis, devices, latency, speed, noise=lambda i: 1.0, permute=1.0):
     for i, size in enumerate(SIZES):
         for kind, share in SHARES.items():
             sent = share * (devices - 1) / devices * size
-            found.append(Message(Collective(kind, (axis,), devices, size), (latency + sent / speed) * noise(i)))
-        found.append(Message(Collective("permute", (axis,), devices, size), permute))
+            found.append(Message(axis, devices, kind, size, sent, (latency + sent / speed) * noise(i)))
+        found.append(Message(axis, devices, "permute", size, size, permute))
     return found
 
 
@@ -55,13 +53,9 @@ def test_times_that_shrink_have_no_line():
 
 
 def measured(sizes, found, like="h100", **changes):
-    place = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "devices": 8, "processes": 1, "dtype": "bfloat16"}
+    place = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "dtype": "bfloat16"}
     products = [TimedProduct(tp, "down", 1000, 1000, 1000, 1e-5 * tp) for tp in (1, 2, 4)]
-    return Measured(
-        place=Place(**(place | changes), sizes=sizes, hardware=find(like)),
-        messages=found,
-        products=products,
-    )
+    return Measured(**(place | changes), sizes=sizes, hardware=find(like), messages=found, products=products)
 
 
 NOTHING = messages("tp", 4, 2e-5, 1e15, lambda i: 1 / (i + 1))
@@ -106,7 +100,7 @@ def test_links_between_pairs_are_measured_as_those_that_a_ring_has(tmp_path):
 
 def test_float32_has_half_of_the_peak():
     one = measured(mesh_shape(), [])
-    half = dataclasses.replace(one, place=dataclasses.replace(one.place, dtype="float32"))
+    half = dataclasses.replace(one, dtype="float32")
     assert half.matmul_efficiency == pytest.approx(2 * one.matmul_efficiency)
 
 

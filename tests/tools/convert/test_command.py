@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,9 +13,13 @@ from hf_reference import FOLDER
 import jaxtp
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.hf.safetensors import read_header
-from jaxtp.tools.convert import transfer
+from jaxtp.tools.convert import __main__ as transfer
 from jaxtp.tools.convert.__main__ import main
 from jaxtp.train.__main__ import main as train
+
+
+def attributes_of(checkpoint, info):
+    return transfer._run_files(SimpleNamespace(folder=checkpoint, info=info))[0]
 
 
 def weights(folder):
@@ -75,7 +80,7 @@ def test_what_was_trained_on_longer_sequences_is_made_for_them(tmp_path):
     (kept / "config.json").write_text('{"eos_token_id": 2, "max_position_embeddings": 64}')
     for trained, longest in ((128, 128), (32, 64)):
         info = {"config": {"data": {"sequence_length": trained}}}
-        attributes = transfer._attributes(tmp_path / "run/checkpoints/1", info)
+        attributes = attributes_of(tmp_path / "run/checkpoints/1", info)
         model = jaxtp.Decoder(jaxtp.ModelConfig(vocab_size=8, d_model=4, num_layers=1, d_ff=4), rngs=nnx.Rngs(0))
         jaxtp.save_hf(model, tmp_path / str(trained), attributes=attributes, tokenizer_from=kept)
         written = json.loads((tmp_path / str(trained) / "config.json").read_text())
@@ -88,9 +93,9 @@ def test_what_says_nothing_of_the_computation_goes_out_again(imported, tmp_path)
     info = {"config": {"data": {"sequence_length": 96}}}
     (tmp_path / "run/hf").mkdir(parents=True)
     shutil.copy(FOLDER / "qwen3/config.json", tmp_path / "run/hf")
-    kept = transfer._attributes(tmp_path / "run/checkpoints/1", info)
+    kept = attributes_of(tmp_path / "run/checkpoints/1", info)
     assert (kept["eos_token_id"], kept["max_position_embeddings"]) == (2, 512)
-    assert transfer._attributes(tmp_path / "other/checkpoints/1", info) == {"max_position_embeddings": 96}
+    assert attributes_of(tmp_path / "other/checkpoints/1", info) == {"max_position_embeddings": 96}
     model = jaxtp.Decoder(jaxtp.ModelConfig(vocab_size=8, d_model=4, num_layers=1, d_ff=4), rngs=nnx.Rngs(0))
     jaxtp.save_hf(model, tmp_path / "out", attributes=kept)
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 512

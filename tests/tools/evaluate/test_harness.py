@@ -204,7 +204,7 @@ class TestTheCommand:
         def unread(*_, **__):
             raise AssertionError("the weights are read")
 
-        monkeypatch.setattr("jaxtp.generate.loading.load_hf", unread)
+        monkeypatch.setattr("jaxtp.generate.loading.load_folder", unread)
         assert main(["--model", str(model), "--task-folder", str(tasks), *flags]) == 2
         assert message in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jaxtp.data.corpus import _in_memory
 from jaxtp.data.packing import Packed
 from jaxtp.data.rows import IGNORE, SEGMENTS
-from jaxtp.tools.evaluate.windows import GROUPS, Window, batches, row_length, rows, spans
+from jaxtp.tools.evaluate.measure import GROUPS, Window, batches, row_length, rows, spans
 
 LENGTHS = st.integers(1, 40).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length)))
 DOCUMENTS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
