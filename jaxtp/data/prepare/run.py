@@ -61,7 +61,7 @@ class PrepareDisplay(Display):
     """A progress bar, or lines without a terminal; `total` is the input bytes."""
 
     def __init__(self, total: int) -> None:
-        super().__init__("{task.percentage:3.0f}%")
+        super().__init__("{done:,} of {total:,} bytes")
         self._total = max(total, 1)
         self._num_shown = 0
         self._last_line = time.monotonic()

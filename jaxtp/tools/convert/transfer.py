@@ -115,7 +115,7 @@ class Export:
 
 @contextmanager
 def _progress(verb: str) -> Iterator[Progress]:
-    with Display(f"{{task.completed:,.0f}} of {{task.total:,.0f}} MB {verb}", stream=sys.stderr) as display:
+    with Display(f"{{done:,}} of {{total:,}} MB {verb}", stream=sys.stderr) as display:
         started = False
 
         def show(done: int, total: int) -> None:
