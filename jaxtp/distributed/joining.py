@@ -42,7 +42,6 @@ from jaxtp.distributed.environment import (
 from jaxtp.distributed.links import (
     HELLO_SECONDS,
     Link,
-    Message,
     accept_links,
     connect,
     format_address,
@@ -310,12 +309,11 @@ def meet(waiting: Wait, bind: str | None, token: str) -> None:
       LaunchError: processes are missing, share an id, or expect different numbers.
     """
     assert waiting.address is not None
-    host, port = waiting.address
-    address = listen_address(bind, host)
+    address = listen_address(bind, waiting.address[0])
     if waiting.process:
         _visit(waiting, token)
     elif waiting.count > 1:
-        with listening(address, port) as server:
+        with listening(address, waiting.address[1]) as server:
             _hold_meeting(server, waiting, token)
 
 
@@ -326,11 +324,12 @@ def _this_process() -> str:
 def _hold_meeting(server: socket.socket, waiting: Wait, token: str) -> None:
     present: dict[int, tuple[Link, str]] = {}
     rejected: Counter[str] = Counter()
-    verdict: str | None = None
+    problem: str | None = None
 
     def time_left() -> float:
-        for process in [each for each, (link, _) in present.items() if not link.is_open()]:
-            present.pop(process)[0].close()  # it has ended, and may start again
+        for process, (link, _) in list(present.items()):
+            if link.receive() is None and not link.is_open:
+                present.pop(process)[0].close()  # it has ended, and may start again
         if rejected:
             addresses = ", ".join(truncate(address) for address, _ in rejected.most_common(_MAX_ADDRESSES))
             waiting.problem = (
@@ -338,35 +337,31 @@ def _hold_meeting(server: socket.socket, waiting: Wait, token: str) -> None:
             )
         return 0.0 if len(present) == waiting.count - 1 else waiting.time_left()
 
-    def admit(link: Link, hello: Message) -> None:
+    for link, hello in accept_links(server, token, time_left, rejected):
         process, count, host = (hello.get(name) for name in ("process", "count", "host"))
         if type(process) is not int or type(count) is not int or type(host) is not str:
             link.close()
-            return
+            continue
         time_left()  # forgets processes that have ended
         hosts = {0: _this_process()} | {other: there for other, (_, there) in present.items()}
         if problem := _conflict(process, count, truncate(host), waiting.count, hosts):
             link.send({"error": problem})
             link.close()
-            raise LaunchError(problem)
+            break
         present[process] = link, truncate(host)
-
-    try:
-        accept_links(server, token, admit, time_left, rejected)
+    else:
         if missing := [process for process in range(1, waiting.count) if process not in present]:
             listed = ", ".join(map(str, missing[:_MAX_IDS])) + (", ..." if missing[_MAX_IDS:] else "")
-            dropped = f"; {waiting.problem}" if waiting.problem else ""
-            raise LaunchError(
+            problem = (
                 f"process {listed} of {waiting.count} did not come within {waiting.seconds:g} s: does it run, with the "
-                f"address {waiting.where} and JAX_PROCESS_ID={missing[0]}? {_SECONDS_HINT}{dropped}"
+                f"address {waiting.where} and JAX_PROCESS_ID={missing[0]}? {_SECONDS_HINT}"
+                + (f"; {waiting.problem}" if waiting.problem else "")
             )
-    except LaunchError as error:
-        verdict = str(error)
-        raise
-    finally:
-        for link, _ in present.values():
-            link.send({"error": verdict})
-            link.close()
+    for link, _ in present.values():
+        link.send({"error": problem})
+        link.close()
+    if problem is not None:
+        raise LaunchError(problem)
 
 
 def _conflict(process: int, count: int, host: str, expected: int, hosts: Mapping[int, str]) -> str | None:
@@ -391,8 +386,8 @@ def _visit(waiting: Wait, token: str) -> None:
             waiting.report(f"what answers there does not prove {_THE_TOKEN}")
         else:
             verdict = None
-            while verdict is None and link.is_open() and waiting.time_left() > -HELLO_SECONDS:
-                verdict = link.receive_within(1.0)  # sent when all are there or process 0 waits no longer
+            while verdict is None and link.is_open and waiting.time_left() > -HELLO_SECONDS:
+                verdict = link.receive(1.0)  # sent when all are there or process 0 waits no longer
             link.close()
             if verdict is not None and "error" in verdict:
                 if verdict["error"] is not None:

@@ -104,8 +104,7 @@ class Peers:
                     self._exit_without(process, f"has given no sign of life for {SILENCE:g} s")
 
     def _read(self, process: int, link: Link) -> None:
-        messages = link.receive()
-        for message in messages or []:
+        while (message := link.receive()) is not None:
             if "how" in message:
                 self._exit_without(**message)
             elif "process" in message:  # it leaves, and sees by the link when this process has ended
@@ -113,7 +112,7 @@ class Peers:
                 if message["failure"] is not None:
                     code = message["code"] if message["code"] in (MISTAKE, WRONG) else PASSING
                     self._exit_without(process, f"failed: {message['failure']}", _GRACE, code)
-        if messages is None and process in self._links:
+        if not link.is_open and process in self._links:
             self._exit_without(process, "has ended without a word")
 
     def _exit_without(self, process: int, how: str, grace: float = 0.0, code: int = PASSING) -> None:
@@ -175,16 +174,14 @@ def _accept(names: list[str], bind: str | None) -> dict[int, Link]:
     token, links, rejected = secrets.token_hex(32), dict[int, Link](), Counter[str]()
     until = time.monotonic() + 2 * _CONNECT
 
-    def admit(link: Link, hello: Message) -> None:
-        links[hello["process"]] = link
-
     def time_left() -> float:
         return until - time.monotonic() if len(links) < len(names) - 1 else 0.0
 
     host = coordinator_host() or ("localhost" if len(set(names)) == 1 else "")
     with listening(listen_address(bind, host)) as server:
         all_gather_json([server.getsockname()[1], token])
-        accept_links(server, token, admit, time_left, rejected)
+        for link, hello in accept_links(server, token, time_left, rejected):
+            links[hello["process"]] = link
     if rejected:
         say(f"dropped {rejected.total()} connections that did not come from processes of this run")
     return links

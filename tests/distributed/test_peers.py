@@ -59,7 +59,7 @@ def message(link, seconds=5.0):
     """What comes first besides signs of life."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if found := link.receive_within(0.5):
+        if found := link.receive(0.5):
             return found
     return None
 
@@ -155,7 +155,8 @@ def test_signs_of_life_come_by_the_clock(process, monkeypatch):
         others[1].send({})
         time.sleep(0.01)
     time.sleep(0.2)
-    assert len(others[1].receive()) <= 3 + (time.monotonic() - began) / 0.5
+    received = sum(1 for _ in iter(others[1].receive, None))
+    assert received <= 3 + (time.monotonic() - began) / 0.5
     assert codes == []
 
 
