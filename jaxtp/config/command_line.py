@@ -104,7 +104,7 @@ class Command(Generic[T]):
     without: tuple[str, ...] = ()
     """Dotted names of settings and sections that a --config file may have but the command ignores."""
 
-    printed: Callable[[T], Any] = lambda config: config
+    printed: Callable[[T], object] = lambda config: config
     """Selects what --print-config prints of the configuration."""
 
     def load(
@@ -132,7 +132,7 @@ class Command(Generic[T]):
             axes = [name for name, kind in kinds.items() if int in (kind, *get_args(kind))]
             sizes = parse_mesh(str(mesh), axes, allow_rest=True)
             flags = {("mesh", axis): size for axis, size in sizes.items()} | flags
-        in_file = {} if path is None else read_values(Path(str(path)))
+        in_file: dict[str, object] = {} if path is None else read_values(Path(str(path)))
         if path is not None:
             validate(self.schema, in_file, source=str(path))
         given = merged(in_file, nested(flags.items()))
@@ -155,7 +155,7 @@ class Command(Generic[T]):
 
     def help_schema(self, settings: Iterable[Setting], *, short: bool = True) -> type:
         """Returns a flat dataclass of settings for tyro; if `short`, with the first clause of each text."""
-        fields: list[tuple[str, object, dataclasses.Field[Any]]] = []
+        fields: list[tuple[str, object, Any]] = []
         for setting in settings:
             default, text = setting.default, _docstrings(setting.owner).get(setting.path[-1], "")
             argument = tyro.conf.arg(
@@ -165,7 +165,7 @@ class Command(Generic[T]):
                 help_behavior_hint="" if default is None or default is False or default == () else None,
             )
             made: Any = default if default is dataclasses.MISSING else partial(copy.copy, default)
-            field: Any = dataclasses.field(default_factory=made)
+            field: object = dataclasses.field(default_factory=made)
             fields.append(("__".join(setting.path), Annotated[(setting.kind, *setting.marks, argument)], field))
         return dataclasses.make_dataclass("Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""})
 
@@ -265,7 +265,7 @@ class Command(Generic[T]):
         return f"{_place(setting) if setting else keys[0]} {truncate(value, 300) or repr(value)}"
 
 
-def leaf_settings(schema: Any) -> list[Setting]:
+def leaf_settings(schema: object) -> list[Setting]:
     """Returns the settings of a schema, without its sections."""
     return [setting for setting in settings_of(schema).values() if not setting.is_section]
 
@@ -343,7 +343,7 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
     kinds = [_subcommand(*item) for item in command.items()]
     if len(kinds) == 1:  # tyro would mistake it for the family, and complete its flags without its name
         kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
-    inner: Any = Union[tuple(kinds)]  # noqa: UP007
+    inner: object = Union[tuple(kinds)]  # noqa: UP007
     return Annotated[dataclasses.make_dataclass(name, [("command", inner)]), tyro.conf.subcommand(name=name)]
 
 
@@ -407,7 +407,7 @@ def _negated(key: str) -> str:
     return f"{section}{dot}no_{last}"
 
 
-def _metavar(kind: Any) -> str | None:
+def _metavar(kind: object) -> str | None:
     others = [part for part in get_args(kind) if part is not type(None)]
     return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0]) if len(others) == 1 else None
 

@@ -96,7 +96,7 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
     return found
 
 
-def parse_yaml(content: bytes) -> Any:
+def parse_yaml(content: bytes) -> object:
     """Parses a YAML document, or raises a `ValueError` with the place; None if empty."""
     try:
         found = yaml.load(content, Loader=_Strict)  # a SafeLoader
@@ -114,7 +114,7 @@ def parse_yaml(content: bytes) -> Any:
     return found
 
 
-def truncate(value: Any, most: int = 100) -> str:
+def truncate(value: object, most: int = 100) -> str:
     """Returns the start of a value on one line without control characters."""
     text = str(value)
     cut = text[:most] + ("..." if len(text) > most else "")
@@ -124,13 +124,13 @@ def truncate(value: Any, most: int = 100) -> str:
 class _Strict(yaml.SafeLoader):
     """Refuses aliases, by which a few lines stand for billions of values, and duplicate keys: PyYAML keeps the last."""
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, "an alias (*name); write the value out", mark)
         return super().compose_node(parent, index)
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
@@ -142,7 +142,7 @@ class _Strict(yaml.SafeLoader):
             seen.add(key.value)
         return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         kind, text = node.tag.rpartition(":")[2], node.value if isinstance(node, yaml.ScalarNode) else ""
         if kind in ("int", "float") and len(text) > _MAX_DIGITS:
             problem = f"a number of {len(text):,} digits; {_MAX_DIGITS} are the most"
@@ -169,7 +169,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _require_printable(value: Any) -> None:
+def _require_printable(value: object) -> None:
     # Python cannot compare or print values that are too deep.
     left = [(value, 0)]
     while left:
