@@ -219,7 +219,7 @@ class Command(Generic[T]):
             while words and not equals and (many or not found) and not _is_flag(words[0]) and words[0] != "--":
                 found.append(words.popleft())
             if not found or (setting.owner is _Common and found == [""]):
-                raise ConfigError(f"{spelled} needs a value; one that begins with - is given as {spelled}=-...")
+                raise ConfigError(f"{spelled} needs a value; a value that begins with - is written {spelled}=-...")
             values[setting] = (*values.get(setting, ()), *found) if setting.is_list else _value(setting, found[0])
         for setting in leaf_settings(self.schema):
             if _is_positional(setting) and rest:
@@ -228,24 +228,21 @@ class Command(Generic[T]):
             if setting.is_required and setting not in values:
                 raise ConfigError(f"{self.program} needs {_place(setting)}; see {self.program} {HELP}")
         if rest:
-            raise ConfigError(f"{truncate(rest[0], 300) or repr('')}: no flag takes this; see {self.program} {HELP}")
+            raise ConfigError(f"{truncate(rest[0], 300) or repr('')}: unexpected argument; see {self.program} {HELP}")
         return values
 
     def _find(self, spelled: str) -> Setting:
         name = _key(spelled)
         known = {other: setting for setting in self.offered() for other in spellings(setting)}
         if name not in known:
-            unused = next((each for each in leaf_settings(self.schema) if name in spellings(each)), None)
-            if unused is not None:
-                raise ConfigError(
-                    f"{spelled}: {self.program} does not use it; leave it out (a --config file may have it)"
-                )
             raise ConfigError(f"{truncate(spelled)}: {self._suggestion(name, list(known))}")
         if not spelled.startswith("--"):
             raise ConfigError(f"{spelled}: flags begin with two dashes; did you mean -{spelled}?")
         return known[name]
 
     def _suggestion(self, name: str, known: Sequence[str]) -> str:
+        if any(name in spellings(setting) for setting in leaf_settings(self.schema)):
+            return f"{self.program} does not use it; leave it out (a --config file may have it)"
         setting = find_setting(self.schema, name)
         if setting is not None and _is_positional(setting):
             return f"give {_place(setting)} without a flag"

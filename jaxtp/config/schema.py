@@ -60,25 +60,25 @@ Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16), allowed("0 or more")]
 def expand(path: Path) -> Path:
     """Expands ~ in a path; refuses unknown users, null bytes, and URLs of object stores."""
     if "\0" in str(path):
-        raise ConfigError("should be a path, and holds a null byte")
+        raise ConfigError("should be a path, but contains a null byte")
     # Orbax could write checkpoints to gs:// or s3://, but the rest of a run needs a file system: it locks its folder,
     # appends to files, renames them into place, and moves damaged files aside.
     if url := re.match(r"([a-z][a-z0-9+.-]+):/+(.*)", str(path)):
         raise ConfigError(
-            f"should be a path, and {url[1]}://{url[2]} is an address. A run needs a folder that all hosts mount, on a "
+            f"should be a path, but {url[1]}://{url[2]} is an address. A run needs a folder that all hosts mount, on a "
             "file system that locks, appends and renames (NFS, Lustre); what is only read may also lie in a mounted "
             "bucket (gcsfuse, Mountpoint for S3)"
         )
     try:
         return path.expanduser()
     except RuntimeError:
-        raise ConfigError(f"should be a path, and {path.parts[0]} is nobody's home") from None
+        raise ConfigError(f"should be a path, but there is no user {path.parts[0][1:]}") from None
 
 
 def _not_empty(path: object) -> object:
     # An empty path, as from an unset variable, would mean the current folder.
     if path == "":
-        raise ConfigError("should be a path, and is empty; . is the current folder")
+        raise ConfigError("should be a path, but is empty; . is the current folder")
     return path
 
 
@@ -130,9 +130,9 @@ def read_values(path: Path, including: tuple[str, ...] = ()) -> dict[str, object
     values = read_yaml(path, f" (the base of {including[-1]})" if including else "")
     real = os.path.realpath(path)
     if real in including:
-        raise ConfigError(f"{path}: includes itself by way of base")
+        raise ConfigError(f"{path}: includes itself through base")
     if len(including) == _MAX_BASES:
-        raise ConfigError(f"{path}: more than {_MAX_BASES} files include each other by way of base")
+        raise ConfigError(f"{path}: more than {_MAX_BASES} files include each other through base")
     if not isinstance(values, Mapping | None):
         raise ConfigError(f"{path}: expected a mapping of sections such as 'model:', found {truncate(repr(values))}")
     own = dict(values or {})
@@ -260,7 +260,7 @@ def nearest_file(path: Path) -> str:
 _COMPLAINTS = {
     "tuple_type": "should be a list, such as [a, b]",
     "dict_type": "should be a mapping, such as {{a: 1}}",
-    "too_long": "has {actual_length:,} values, and at most {max_length:,} are taken",
+    "too_long": "has {actual_length:,} values; at most {max_length:,} are allowed",
     "path_type": "should be a path",
     "dataclass_type": "should be a section: keys and their values",
 }

@@ -100,7 +100,7 @@ def test_one_that_is_silent_is_lost(me, process, monkeypatch, capsys):
                 connection.send({})
         time.sleep(0.05)
     assert codes == [PASSING]
-    assert f"process {silent} (on n{silent}) has given no sign of life for 2 s" in capsys.readouterr().err
+    assert f"process {silent} (on n{silent}) has sent no heartbeat for 2 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("said", "code"), [(MISTAKE, MISTAKE), (WRONG, WRONG), (1, PASSING), (PASSING, PASSING)])
@@ -264,7 +264,7 @@ sys.exit(agreement.run_and_report(lambda: entry.attempt("program", act)))
             [PASSING, -signal.SIGKILL, PASSING],
             "process 1 (on {host}) has ended without a word",
         ),
-        ("nobody", signal.SIGSTOP, [PASSING, None, PASSING], "process 1 (on {host}) has given no sign of life for 4 s"),
+        ("nobody", signal.SIGSTOP, [PASSING, None, PASSING], "process 1 (on {host}) has sent no heartbeat for 4 s"),
         ("1", None, [PASSING, 1, PASSING], "process 1 (on {host}) failed: RuntimeError: the disk is gone"),
         ("0", None, [1, PASSING, PASSING], "process 0 (on {host}) failed: RuntimeError: the disk is gone"),
         ("mistake", None, [2, 2, 2], "program: error: a mistake of all"),

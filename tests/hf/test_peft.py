@@ -218,7 +218,7 @@ REFUSED = {
     "a link out of the folder": (link(SETTINGS, "/etc/passwd"), "is a link to /etc/passwd, outside of the folder"),
     "weights out of the folder": (link(WEIGHTS, "../elsewhere"), "outside of the folder"),
     "a device": (link(WEIGHTS, "/dev/zero"), "outside of the folder"),
-    "a link to nothing": (link(WEIGHTS, "nothing"), "leads nowhere"),
+    "a link to nothing": (link(WEIGHTS, "nothing"), "is a broken link"),
     "cut off": (raw(WEIGHTS, lambda content: content[:-8]), "cut off"),
     "no header": (raw(WEIGHTS, lambda content: b"\xff" * 8 + content[8:]), "cut off, or not safetensors"),
     "not finite": (poisoned, r"q_proj.lora_B.weight has elements that are not finite"),
