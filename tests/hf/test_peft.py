@@ -222,7 +222,7 @@ REFUSED = {
     "cut off": (raw(WEIGHTS, lambda content: content[:-8]), "cut off"),
     "no header": (raw(WEIGHTS, lambda content: b"\xff" * 8 + content[8:]), "cut off, or not safetensors"),
     "not finite": (poisoned, r"q_proj.lora_B.weight has elements that are not finite"),
-    "key twice": (raw(SETTINGS, lambda content: content.replace(b'"r": 2', b'"r": 2, "r": 2')), "there twice"),
+    "key twice": (raw(SETTINGS, lambda content: content.replace(b'"r": 2', b'"r": 2, "r": 2')), "'r' occurs twice"),
     "deep": (raw(SETTINGS, lambda _: b'{"a":' + b"[" * 10**5), "nested too deeply|not JSON"),
     "no object": (raw(SETTINGS, lambda _: b"[]"), "is a list, not an object"),
     "rank 0": (attributes(r=0), "r = 0: should be a whole number from 1"),
