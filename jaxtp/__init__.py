@@ -4,6 +4,7 @@ Each name of `__all__` is imported when it is first used: `import jaxtp` itself 
 script that needs the layers alone, does not wait for Orbax or pydantic.
 """
 
+import re
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -76,98 +77,10 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_NAMES = {
-    "jaxtp.analysis.audit": (
-        "Audit",
-        "AuditError",
-        "audit",
-    ),
-    "jaxtp.generate.engine": ("Generator",),
-    "jaxtp.generate.loading": ("open_tokenizer",),
-    "jaxtp.generate.request": ("Result",),
-    "jaxtp.generate.sampling": ("GenerationSettings",),
-    "jaxtp.hf.adapters": (
-        "add_adapters",
-        "merge_adapters",
-    ),
-    "jaxtp.hf.config_json": ("read_config",),
-    "jaxtp.hf.model_folder": ("HFError",),
-    "jaxtp.hf.load": ("load_hf",),
-    "jaxtp.hf.peft": ("load_peft", "save_peft"),
-    "jaxtp.hf.runs": ("load_run",),
-    "jaxtp.hf.save": ("save_hf",),
-    "jaxtp.layers.attention": (
-        "AttentionConfig",
-        "CausalSelfAttention",
-    ),
-    "jaxtp.layers.branch": (
-        "Branch",
-        "BranchConfig",
-        "PositionwiseBranch",
-    ),
-    "jaxtp.layers.embedding": (
-        "HeadConfig",
-        "VocabParallelEmbedding",
-        "VocabParallelHead",
-        "vocab_parallel_logits",
-    ),
-    "jaxtp.layers.experts": (
-        "ExpertsConfig",
-        "MixtureOfExperts",
-    ),
-    "jaxtp.layers.linear": (
-        "ColumnParallelLinear",
-        "RowParallelLinear",
-    ),
-    "jaxtp.layers.lora": ("LayerContext", "LoraConfig"),
-    "jaxtp.layers.loss": ("vocab_parallel_cross_entropy",),
-    "jaxtp.layers.mlp": (
-        "MLP",
-        "MLPConfig",
-    ),
-    "jaxtp.layers.norm": (
-        "Norm",
-        "NormConfig",
-    ),
-    "jaxtp.layers.parameter": (
-        "FrozenParam",
-        "Precision",
-    ),
-    "jaxtp.mesh": (
-        "DP",
-        "FSDP",
-        "TP",
-        "MeshError",
-        "make_mesh",
-    ),
-    "jaxtp.models.config": (
-        "BlockConfig",
-        "ModelConfig",
-    ),
-    "jaxtp.models.decoder": (
-        "Decoder",
-        "DecoderBlock",
-    ),
-    "jaxtp.parallelize.layouts": (
-        "Replicate",
-        "Shard",
-    ),
-    "jaxtp.parallelize.parallelize": ("parallelize",),
-    "jaxtp.parallelize.plan": ("PlanError",),
-    "jaxtp.parallelize.styles": (
-        "Colwise",
-        "ContextParallel",
-        "PrepareInput",
-        "PrepareInputOutput",
-        "PrepareOutput",
-        "Rowwise",
-        "SequenceParallel",
-    ),
-    "jaxtp.tools.explain.explanation": ("explain",),
-    "jaxtp.tools.explain.propose": ("Proposal", "propose_plan"),
-}
-"""The public names of each module; the imports above are the same for type checkers (`tests/test_lazy.py`)."""
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+with open(__file__, encoding="utf-8") as _source:
+    _IMPORTS = re.findall(r"(?m)^    from (.+) import (\w+) as \2$", _source.read())
+_MODULE_OF = {name: module for module, name in _IMPORTS}
+"""The module of each public name, from the imports above: type checkers see them, and Python does not run them."""
 
 __all__ = sorted(_MODULE_OF)
 
@@ -175,7 +88,7 @@ __all__ = sorted(_MODULE_OF)
 class _Package(ModuleType):
     """Keeps `jaxtp.parallelize` the function: importing the package of that name would replace it."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name not in _MODULE_OF or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
@@ -186,7 +99,7 @@ sys.modules[__name__].__class__ = _Package
 class _InitSignature:
     """Gives a class the signature of its `__init__`, where the metaclass (NNX's, for one) defines `__call__`."""
 
-    def __get__(self, instance: object, owner: Any) -> Any:
+    def __get__(self, instance: object, owner: Any) -> object:
         if instance is not None:  # `inspect` then reads the instance's `__call__`
             return None
         inspect = import_module("inspect")

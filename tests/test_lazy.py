@@ -14,7 +14,7 @@ import pytest
 import jaxtp
 from jaxtp.config.schema import ConfigError, validate
 
-HEAVY = ("jax", "flax", "optax", "orbax", "grain", "pydantic", "tyro", "rich", "numpy")
+HEAVY = ("jax", "flax", "optax", "orbax", "grain", "pydantic", "tyro", "numpy")
 
 
 @pytest.mark.journey

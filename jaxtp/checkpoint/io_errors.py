@@ -15,7 +15,7 @@ from typing import TypeVar
 import jax
 
 from jaxtp.config.entry import FILES, UserError
-from jaxtp.distributed.agreement import call_everywhere, first_disagreeing
+from jaxtp.distributed.agreement import first_disagreeing, raise_everywhere
 
 T = TypeVar("T")
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -111,7 +111,8 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 def read_on_all(attempt: Callable[[], T]) -> T:
     """Calls `attempt` in every process; if any fails, all raise its error, a `DamagedError` first."""
-    return call_everywhere(attempt, (DamagedError, CheckpointError))
+    with raise_everywhere(kinds=(DamagedError, CheckpointError)):
+        return attempt()
 
 
 def require_shared(folder: Path, look: Callable[[], object]) -> None:

@@ -32,7 +32,7 @@ from jaxtp.checkpoint.checksum import (
 )
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, UnwritableError, read_on_all, require_shared
 from jaxtp.checkpoint.logical import Arrays, abstract_logical, from_logical, named_variables, to_logical
-from jaxtp.distributed.agreement import all_gather_json, call_everywhere, host_names, is_multiprocess
+from jaxtp.distributed.agreement import all_gather_json, host_names, is_multiprocess, raise_everywhere
 from jaxtp.layers.parameter import spec_of
 
 BARRIER_SECONDS = 1200
@@ -190,7 +190,8 @@ class Checkpoints:
         sealed = storage.seal(
             {**info, "eval_loss": eval_loss, "specs": specs, **storage.describe_arrays(arrays, summed)}
         )
-        call_everywhere(self._require_writable, (UnwritableError,))
+        with raise_everywhere(kinds=(UnwritableError,)):
+            self._require_writable()
         self.wait()
         self._barriers.start(step)
         if eval_loss is not None:
@@ -205,14 +206,11 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until the last save is on disk; if it failed, all processes raise the failed process's error."""
-
-        def finish() -> None:
+        with raise_everywhere(kinds=(UnwritableError, PeerUnwritableError)):
             try:
                 self._manager.wait_until_finished()
             except Exception as error:
                 raise self._unwritable(error) from error
-
-        call_everywhere(finish, (UnwritableError, PeerUnwritableError))
 
     def _require_writable(self) -> None:
         try:

@@ -53,7 +53,7 @@ class Setting:
     """Its place in a file: the names, or their aliases."""
     flag: str
     """`--mesh.tp`."""
-    kind: Any
+    kind: object
     """Type, without annotations."""
     marks: tuple[object, ...]
     """Annotations."""

@@ -104,7 +104,7 @@ class Command(Generic[T]):
     without: tuple[str, ...] = ()
     """Dotted names of settings and sections that a --config file may have but the command ignores."""
 
-    printed: Callable[[T], Any] = lambda config: config
+    printed: Callable[[T], object] = lambda config: config
     """Selects what --print-config prints of the configuration."""
 
     def load(
@@ -132,7 +132,7 @@ class Command(Generic[T]):
             axes = [name for name, kind in kinds.items() if int in (kind, *get_args(kind))]
             sizes = parse_mesh(str(mesh), axes, allow_rest=True)
             flags = {("mesh", axis): size for axis, size in sizes.items()} | flags
-        in_file = {} if path is None else read_values(Path(str(path)))
+        in_file: dict[str, object] = {} if path is None else read_values(Path(str(path)))
         if path is not None:
             validate(self.schema, in_file, source=str(path))
         given = merged(in_file, nested(flags.items()))
@@ -155,7 +155,7 @@ class Command(Generic[T]):
 
     def help_schema(self, settings: Iterable[Setting], *, short: bool = True) -> type:
         """Returns a flat dataclass of settings for tyro; if `short`, with the first clause of each text."""
-        fields: list[tuple[str, object, dataclasses.Field[Any]]] = []
+        fields: list[tuple[str, object, Any]] = []
         for setting in settings:
             default, text = setting.default, _docstrings(setting.owner).get(setting.path[-1], "")
             argument = tyro.conf.arg(
@@ -165,7 +165,7 @@ class Command(Generic[T]):
                 help_behavior_hint="" if default is None or default is False or default == () else None,
             )
             made: Any = default if default is dataclasses.MISSING else partial(copy.copy, default)
-            field: Any = dataclasses.field(default_factory=made)
+            field: object = dataclasses.field(default_factory=made)
             fields.append(("__".join(setting.path), Annotated[(setting.kind, *setting.marks, argument)], field))
         return dataclasses.make_dataclass("Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""})
 
@@ -219,7 +219,7 @@ class Command(Generic[T]):
             while words and not equals and (many or not found) and not _is_flag(words[0]) and words[0] != "--":
                 found.append(words.popleft())
             if not found or (setting.owner is _Common and found == [""]):
-                raise ConfigError(f"{spelled} needs a value; one that begins with - is given as {spelled}=-...")
+                raise ConfigError(f"{spelled} needs a value; a value that begins with - is written {spelled}=-...")
             values[setting] = (*values.get(setting, ()), *found) if setting.is_list else _value(setting, found[0])
         for setting in leaf_settings(self.schema):
             if _is_positional(setting) and rest:
@@ -228,24 +228,21 @@ class Command(Generic[T]):
             if setting.is_required and setting not in values:
                 raise ConfigError(f"{self.program} needs {_place(setting)}; see {self.program} {HELP}")
         if rest:
-            raise ConfigError(f"{truncate(rest[0], 300) or repr('')}: no flag takes this; see {self.program} {HELP}")
+            raise ConfigError(f"{truncate(rest[0], 300) or repr('')}: unexpected argument; see {self.program} {HELP}")
         return values
 
     def _find(self, spelled: str) -> Setting:
         name = _key(spelled)
         known = {other: setting for setting in self.offered() for other in spellings(setting)}
         if name not in known:
-            unused = next((each for each in leaf_settings(self.schema) if name in spellings(each)), None)
-            if unused is not None:
-                raise ConfigError(
-                    f"{spelled}: {self.program} does not use it; leave it out (a --config file may have it)"
-                )
             raise ConfigError(f"{truncate(spelled)}: {self._suggestion(name, list(known))}")
         if not spelled.startswith("--"):
             raise ConfigError(f"{spelled}: flags begin with two dashes; did you mean -{spelled}?")
         return known[name]
 
     def _suggestion(self, name: str, known: Sequence[str]) -> str:
+        if any(name in spellings(setting) for setting in leaf_settings(self.schema)):
+            return f"{self.program} does not use it; leave it out (a --config file may have it)"
         setting = find_setting(self.schema, name)
         if setting is not None and _is_positional(setting):
             return f"give {_place(setting)} without a flag"
@@ -265,7 +262,7 @@ class Command(Generic[T]):
         return f"{_place(setting) if setting else keys[0]} {truncate(value, 300) or repr(value)}"
 
 
-def leaf_settings(schema: Any) -> list[Setting]:
+def leaf_settings(schema: object) -> list[Setting]:
     """Returns the settings of a schema, without its sections."""
     return [setting for setting in settings_of(schema).values() if not setting.is_section]
 
@@ -343,7 +340,7 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
     kinds = [_subcommand(*item) for item in command.items()]
     if len(kinds) == 1:  # tyro would mistake it for the family, and complete its flags without its name
         kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
-    inner: Any = Union[tuple(kinds)]  # noqa: UP007
+    inner: object = Union[tuple(kinds)]  # noqa: UP007
     return Annotated[dataclasses.make_dataclass(name, [("command", inner)]), tyro.conf.subcommand(name=name)]
 
 
@@ -407,7 +404,7 @@ def _negated(key: str) -> str:
     return f"{section}{dot}no_{last}"
 
 
-def _metavar(kind: Any) -> str | None:
+def _metavar(kind: object) -> str | None:
     others = [part for part in get_args(kind) if part is not type(None)]
     return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0]) if len(others) == 1 else None
 

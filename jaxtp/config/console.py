@@ -1,19 +1,21 @@
 """Output of long commands: lines, and a progress bar in a terminal."""
 
 import contextlib
-import io
 import os
 import sys
+import time
 from collections.abc import Callable
-from typing import IO, Self, TextIO, cast
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from datetime import timedelta
+from typing import Self, TextIO
 
 from jaxtp.config.entry import end_by_closed_pipe, silence
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
 """Variables of processes that a scheduler started. `mpirun` and `srun --pty` give them terminals that are logs."""
+_CLEAR, _CUT = "\r\x1b[2K", "\x1b[?7l{}\x1b[?7h"
+"""Escape sequences that clear the current line, and cut a text at the right edge of the terminal."""
+_CELLS = 30
+_REDRAW_SECONDS = 0.1
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -27,14 +29,13 @@ def is_terminal(stream: TextIO | None) -> bool:
 class Display:
     """Prints lines, above a progress bar in a terminal.
 
-    If the stream fails (a closed terminal), the display goes silent and the command continues.
+    If the stream fails (a closed terminal, a full disk), the display goes silent and the command continues.
 
     Args:
-      counter: the bar's label in rich's markup (`step {task.completed:.0f}`).
+      counter: format of the bar's label (`step {done}/{total}`).
       quiet: prints nothing.
       stream: standard output by default.
-      unread: called, in any thread, when a pipe loses its reader (`| head`); by default ends the process, as SIGPIPE
-        does.
+      unread: called when a pipe loses its reader (`| head`); by default ends the process, as SIGPIPE does.
     """
 
     def __init__(
@@ -45,76 +46,53 @@ class Display:
         stream: TextIO | None = None,
         unread: Callable[[], object] = end_by_closed_pipe,
     ) -> None:
-        output = cast(IO[str], _Output(stream or sys.stdout, unread))
-        self._console = Console(file=output, soft_wrap=True, highlight=False, quiet=quiet)
-        self._progress = Progress(
-            TextColumn(counter),
-            BarColumn(),
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task: TaskID | None = None
+        stream = stream or sys.stdout
+        self.has_bar = is_terminal(stream) and os.environ.get("TERM") != "dumb"
+        self._counter, self._unread = counter, unread
+        self._stream = None if quiet else stream
+        self._bar = ""
+        self._first = self._total = 0
+        self._start = self._drawn = 0.0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    @property
-    def has_bar(self) -> bool:
-        """Whether the output is a terminal."""
-        return self._console.is_terminal
+        if self._bar:
+            self._write("\n")
+        self._bar, self._total = "", 0
 
     def line(self, text: str) -> None:
         """Prints a line, above any progress bar."""
-        self._console.print(text, markup=False)
+        self._write(f"{_CLEAR}{text}\n{self._bar}" if self._bar else f"{text}\n")
 
     def begin(self, done: int, total: int) -> None:
         """Starts the progress bar."""
-        self._task = self._progress.add_task("", completed=done, total=total)
-        self._progress.start()
+        self._first, self._total, self._start = done, total, time.monotonic()
+        self.move(done, "")
 
     def move(self, done: int, text: str) -> None:
         """Updates the progress bar and its text."""
-        if self._task is not None:
-            self._progress.update(self._task, completed=done, description=text)
+        now = time.monotonic()
+        if not (self.has_bar and self._total) or (done < self._total and now < self._drawn + _REDRAW_SECONDS):
+            return
+        seconds = (now - self._start) * (self._total - done) / (done - self._first) if done > self._first else None
+        left = "" if seconds is None else f"  {timedelta(seconds=round(seconds))} left"
+        filled = "#" * (_CELLS * done // self._total)
+        label = self._counter.format(done=done, total=self._total)
+        self._bar, self._drawn = _CUT.format(f"{label} [{filled:.<{_CELLS}}] {text}{left}"), now
+        self._write(_CLEAR + self._bar)
 
-
-class _Output(io.TextIOBase):
-    """Drops text after the first error: a closed terminal or pipe, a full disk."""
-
-    def __init__(self, stream: TextIO | None, unread: Callable[[], object]) -> None:
-        self._stream = stream
-        self._unread = unread
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        # rich draws an ASCII bar if the encoding requires it.
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def isatty(self) -> bool:
-        return is_terminal(self._stream)
-
-    def write(self, text: str) -> int:
-        # rich also writes from a thread of its own, so only here can every error be caught.
-        if self._stream is not None:
-            self._try(self._stream.write, text.encode(self.encoding, "backslashreplace").decode(self.encoding))
-        return len(text)
-
-    def flush(self) -> None:
-        if self._stream is not None:
-            self._try(self._stream.flush)
-
-    def _try(self, action: Callable[..., object], *arguments: str) -> None:
+    def _write(self, text: str) -> None:
+        if self._stream is None:
+            return
         try:
-            action(*arguments)
+            encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self._stream.flush()
         except (OSError, ValueError) as error:  # a ValueError if it is closed
-            stream, self._stream = self._stream, None  # another thread may fail as well
-            if stream is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    silence(stream.fileno())
+            stream, self._stream = self._stream, None
+            with contextlib.suppress(OSError, ValueError):
+                silence(stream.fileno())
             if isinstance(error, BrokenPipeError):
                 self._unread()

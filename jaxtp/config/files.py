@@ -20,7 +20,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint(value: Any) -> str:
+def fingerprint(value: object) -> str:
     """Returns the hex sha256 of a JSON value, independent of key order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
@@ -78,7 +78,7 @@ def writing(flag: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{flag} {path}: {error.strerror}; name another file") from None
 
 
-def write_json(flag: str, path: Path | None, record: Mapping[str, Any]) -> None:
+def write_json(flag: str, path: Path | None, record: Mapping[str, object]) -> None:
     """Writes a record to a flag's file, if any; errors as in `writing`."""
     if path is not None:
         with writing(flag, path):

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,7 +45,7 @@ def open_regular(path: Path) -> BinaryIO:
         file.close()
         size = f" of {int(pointer[1]):,} bytes" if pointer[1] else ""
         fetch = shlex.join(["git", "-C", str(path.parent), "lfs", "pull", "--include", path.name])
-        problem = f"Git LFS's pointer to a file{size} that has not been fetched; fetch it by `{fetch}`"
+        problem = f"a Git LFS pointer to a file{size} that has not been fetched; fetch it with `{fetch}`"
         raise OSError(errno.EINVAL, problem, str(path))
     file.seek(0)
     return file
@@ -55,7 +56,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EFBIG, f"more than {most:,} bytes, too many to be what its name says", str(path))
+        raise OSError(errno.EFBIG, f"more than {most:,} bytes, too many for a file of this name", str(path))
     return content
 
 
@@ -74,7 +75,7 @@ def inside(folder: Path, name: str) -> Path:
         problem = f"is a link to {real}, outside of the folder; copy the file into it"
         raise PermissionError(errno.EPERM, problem, str(path))
     if path.is_symlink() and not path.exists():
-        raise FileNotFoundError(errno.ENOENT, "is a link that leads nowhere", str(path))
+        raise FileNotFoundError(errno.ENOENT, "is a broken link", str(path))
     return path
 
 
@@ -96,7 +97,7 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
     return found
 
 
-def parse_yaml(content: bytes) -> Any:
+def parse_yaml(content: bytes) -> object:
     """Parses a YAML document, or raises a `ValueError` with the place; None if empty."""
     try:
         found = yaml.load(content, Loader=_Strict)  # a SafeLoader
@@ -106,7 +107,7 @@ def parse_yaml(content: bytes) -> Any:
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise ValueError(f"{where}{error.problem or error.context}") from None
     except yaml.reader.ReaderError as error:
-        raise ValueError(f"byte {error.position + 1} is no text in UTF-8: {error.reason}") from None
+        raise ValueError(f"byte {error.position + 1} is not UTF-8 text: {error.reason}") from None
     except RecursionError:
         raise ValueError("nested too deeply to be real") from None
     except _BAD_VALUE as error:
@@ -114,7 +115,7 @@ def parse_yaml(content: bytes) -> Any:
     return found
 
 
-def truncate(value: Any, most: int = 100) -> str:
+def truncate(value: object, most: int = 100) -> str:
     """Returns the start of a value on one line without control characters."""
     text = str(value)
     cut = text[:most] + ("..." if len(text) > most else "")
@@ -124,52 +125,51 @@ def truncate(value: Any, most: int = 100) -> str:
 class _Strict(yaml.SafeLoader):
     """Refuses aliases, by which a few lines stand for billions of values, and duplicate keys: PyYAML keeps the last."""
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, "an alias (*name); write the value out", mark)
         return super().compose_node(parent, index)
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: dict[str, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.composer.ComposerError(None, None, "a key that is not a word", key.start_mark)
             if key.value in seen:
-                problem = f"the key {truncate(key.value)!r} is there twice"
+                problem = f"the key {truncate(key.value)!r} occurs twice"
                 raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
             seen.add(key.value)
         return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         kind, text = node.tag.rpartition(":")[2], node.value if isinstance(node, yaml.ScalarNode) else ""
         if kind in ("int", "float") and len(text) > _MAX_DIGITS:
-            problem = f"a number of {len(text):,} digits; {_MAX_DIGITS} are the most"
+            problem = f"a number of {len(text):,} digits; at most {_MAX_DIGITS} are allowed"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         try:
             return super().construct_object(node, deep)
         except _BAD_VALUE:
-            problem = f"{truncate(text)!r} looks like a {kind}, and is none; quotes make it text"
+            problem = f"{truncate(text)!r} is not a valid {kind}; in quotes it is text"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"is no file of its kind: the key {truncate(twice)!r} is there twice")
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"is not valid: the key {truncate(twice)!r} occurs twice")
     return found
 
 
 def _integer(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
-        raise ValueError(f"is no file of its kind: an integer of {len(digits):,} digits is in it")
+        raise ValueError(f"is not valid: it has an integer of {len(digits):,} digits")
     return int(digits)
 
 
-def _require_printable(value: Any) -> None:
+def _require_printable(value: object) -> None:
     # Python cannot compare or print values that are too deep.
     left = [(value, 0)]
     while left:
@@ -180,7 +180,7 @@ def _require_printable(value: Any) -> None:
             try:
                 item.encode()
             except UnicodeEncodeError:
-                raise ValueError("holds half of a surrogate pair, which is no character") from None
+                raise ValueError("contains half of a surrogate pair, which is not a character") from None
         if isinstance(item, Mapping):
             left += [(inner, depth + 1) for inner in (*item.keys(), *item.values())]
         elif isinstance(item, list | tuple | set):

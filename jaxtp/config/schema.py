@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import pydantic
 import tyro
 import yaml
+from pydantic_core import ErrorDetails
 
 from jaxtp.config.affects import find_setting, settings_of
 from jaxtp.config.entry import UserError
@@ -43,7 +44,7 @@ class ConfigError(UserError):
     """A user's mistake; the message has the problem, the value, and the nearest that works."""
 
 
-def allowed(values: str) -> Any:
+def allowed(values: str) -> object:
     """Annotation that shows a field's range in `--help`: `allowed("1 or more")`."""
     return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
 
@@ -59,25 +60,25 @@ Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16), allowed("0 or more")]
 def expand(path: Path) -> Path:
     """Expands ~ in a path; refuses unknown users, null bytes, and URLs of object stores."""
     if "\0" in str(path):
-        raise ConfigError("should be a path, and holds a null byte")
+        raise ConfigError("should be a path, but contains a null byte")
     # Orbax could write checkpoints to gs:// or s3://, but the rest of a run needs a file system: it locks its folder,
     # appends to files, renames them into place, and moves damaged files aside.
     if url := re.match(r"([a-z][a-z0-9+.-]+):/+(.*)", str(path)):
         raise ConfigError(
-            f"should be a path, and {url[1]}://{url[2]} is an address. A run needs a folder that all hosts mount, on a "
+            f"should be a path, but {url[1]}://{url[2]} is an address. A run needs a folder that all hosts mount, on a "
             "file system that locks, appends and renames (NFS, Lustre); what is only read may also lie in a mounted "
             "bucket (gcsfuse, Mountpoint for S3)"
         )
     try:
         return path.expanduser()
     except RuntimeError:
-        raise ConfigError(f"should be a path, and {path.parts[0]} is nobody's home") from None
+        raise ConfigError(f"should be a path, but there is no user {path.parts[0][1:]}") from None
 
 
-def _not_empty(path: Any) -> Any:
+def _not_empty(path: object) -> object:
     # An empty path, as from an unset variable, would mean the current folder.
     if path == "":
-        raise ConfigError("should be a path, and is empty; . is the current folder")
+        raise ConfigError("should be a path, but is empty; . is the current folder")
     return path
 
 
@@ -113,7 +114,7 @@ def from_yaml(schema: type[T], path: str | Path) -> T:
     return validate(schema, read_values(Path(path)), source=str(path))
 
 
-def read_yaml(path: Path, asked_by: str = "") -> Any:
+def read_yaml(path: Path, asked_by: str = "") -> object:
     """Returns the values in a YAML file; None if empty. `asked_by` follows the path in errors."""
     try:
         return parse_yaml(read_bytes(path, MAX_YAML))
@@ -124,43 +125,51 @@ def read_yaml(path: Path, asked_by: str = "") -> Any:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
 
 
-def read_values(path: Path, including: tuple[str, ...] = ()) -> Any:
+def read_values(path: Path, including: tuple[str, ...] = ()) -> dict[str, object]:
     """Returns the values in a YAML file, which `including` files include, merged over its `base` files."""
     values = read_yaml(path, f" (the base of {including[-1]})" if including else "")
     real = os.path.realpath(path)
     if real in including:
-        raise ConfigError(f"{path}: includes itself by way of base")
+        raise ConfigError(f"{path}: includes itself through base")
     if len(including) == _MAX_BASES:
-        raise ConfigError(f"{path}: more than {_MAX_BASES} files include each other by way of base")
-    if not isinstance(values, Mapping) or BASE not in values:
-        return {} if values is None else values
-    own = dict(values)
+        raise ConfigError(f"{path}: more than {_MAX_BASES} files include each other through base")
+    if not isinstance(values, Mapping | None):
+        raise ConfigError(f"{path}: expected a mapping of sections such as 'model:', found {truncate(repr(values))}")
+    own = dict(values or {})
+    if BASE not in own:
+        return own
     if not isinstance(base := own.pop(BASE), str):
         raise ConfigError(f"{path}: base = {truncate(repr(base))}: should be the name of a YAML file")
     return merged(read_values(path.parent / base, (*including, real)), own)
 
 
-def merged(below: Any, above: Any, prefix: str = "") -> Any:
+def merged(below: Mapping[str, object], above: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Merges nested mappings key by key; `above` wins, and removes keys of `below` that it excludes (`_INSTEAD`)."""
-    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
-        return above
-    below = {key: value for key, value in below.items() if above.get(_INSTEAD.get(f"{prefix}{key}")) is None}
-    shared = {key: merged(below[key], above[key], f"{prefix}{key}.") for key in below.keys() & above.keys()}
-    return {**below, **above, **shared}
+    result = {key: value for key, value in below.items() if above.get(_INSTEAD.get(f"{prefix}{key}", "")) is None}
+    for key, value in above.items():
+        was = result.get(key)
+        if isinstance(was, Mapping) and isinstance(value, Mapping):
+            value = merged(was, value, f"{prefix}{key}.")
+        result[key] = value
+    return result
 
 
-def flag(schema: Any, keys: Sequence[Any]) -> str:
+def flag(schema: type, keys: Sequence[object]) -> str:
     """Returns the flag of a value (`--mesh.tp`)."""
     setting = find_setting(schema, ".".join(map(str, keys)))
     return f"--{keys[0]}" if setting is None else setting.flag
 
 
-def _assignment(keys: Sequence[Any], value: Any) -> str:
+def _assignment(keys: Sequence[object], value: object) -> str:
     return f"{truncate('.'.join(map(str, keys)))} = {truncate(repr(value))}"
 
 
 def validate(
-    schema: type[T], values: Any, *, source: str, spelled: Callable[[Sequence[Any], Any], str] = _assignment
+    schema: type[T],
+    values: Mapping[str, object],
+    *,
+    source: str,
+    spelled: Callable[[Sequence[object], object], str] = _assignment,
 ) -> T:
     """Builds the schema from plain values, and reports all problems at once.
 
@@ -168,8 +177,6 @@ def validate(
       source: origin of the values, for messages.
       spelled: formats keys and a value as the source writes them.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{source}: expected a mapping of sections such as 'model:', found {truncate(repr(values))}")
     problems = list(_unknown_keys(schema, values, ""))
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
@@ -181,7 +188,7 @@ def validate(
     return config
 
 
-def replace_nested(config: T, values: Mapping[str, Any]) -> T:
+def replace_nested(config: T, values: Mapping[str, object]) -> T:
     """Returns a copy with new values by dotted name: `replace_nested(config, {"mesh.tp": 4})`."""
     sections: dict[str, Any] = {}
     for name, value in values.items():
@@ -191,19 +198,19 @@ def replace_nested(config: T, values: Mapping[str, Any]) -> T:
     return dataclasses.replace(config, **sections) if sections else config  # type: ignore[type-var]
 
 
-def to_plain(config: Any) -> dict[str, Any]:
+def to_plain(config: object) -> dict[str, Any]:
     """Returns plain dicts, lists, strings and numbers; each section by its actual class."""
     plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
     inner = {name: to_plain(value) for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
     return plain | inner
 
 
-def to_yaml(config: Any) -> str:
+def to_yaml(config: object) -> str:
     """Returns YAML for `from_yaml`."""
     return yaml.safe_dump(to_plain(config), sort_keys=False)
 
 
-def to_short_yaml(config: Any, always: Set[str]) -> str:
+def to_short_yaml(config: object, always: Set[str]) -> str:
     """Returns YAML for `from_yaml`: non-default values and the settings in `always`."""
     defaults = dict(leaves(to_plain(type(config)())))
     values = leaves(to_plain(config))
@@ -211,7 +218,7 @@ def to_short_yaml(config: Any, always: Set[str]) -> str:
     return yaml.safe_dump(nested(differing), sort_keys=False)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> list[str]:
     """Returns the leaves that differ: `model.d_model: 128 -> 256`."""
     before, after = dict(leaves(old)), dict(leaves(new))
     names = {at: f"{prefix}{'.'.join(map(str, at))}" for at in {**before, **after}}
@@ -220,7 +227,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     ]
 
 
-def leaves(values: Mapping[str, Any], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(values: Mapping[str, object], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
     """Yields each value in nested mappings, below its keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -229,7 +236,7 @@ def leaves(values: Mapping[str, Any], keys: tuple[str, ...] = ()) -> Iterator[tu
             yield (*keys, key), value
 
 
-def nested(values: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
+def nested(values: Iterable[tuple[Sequence[str], object]]) -> dict[str, object]:
     """Returns nested mappings of leaves."""
     outer: dict[str, Any] = {}
     for (*sections, key), value in values:
@@ -253,19 +260,19 @@ def nearest_file(path: Path) -> str:
 _COMPLAINTS = {
     "tuple_type": "should be a list, such as [a, b]",
     "dict_type": "should be a mapping, such as {{a: 1}}",
-    "too_long": "has {actual_length:,} values, and at most {max_length:,} are taken",
+    "too_long": "has {actual_length:,} values; at most {max_length:,} are allowed",
     "path_type": "should be a path",
     "dataclass_type": "should be a section: keys and their values",
 }
 
 
-def _complaint(item: Mapping[str, Any]) -> str:
+def _complaint(item: ErrorDetails) -> str:
     if text := _COMPLAINTS.get(item["type"]):
         return text.format(**item.get("ctx", {}))
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
 
 
-def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+def _unknown_keys(schema: Any, values: Mapping[str, object], prefix: str) -> Iterator[str]:
     fields = [setting for setting in settings_of(schema).values() if len(setting.keys) == 1]
     known = {key: field.kind for field in fields for key in (*field.keys, *field.path)}
     for key, value in values.items():

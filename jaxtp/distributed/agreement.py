@@ -1,26 +1,29 @@
-"""Exchange of values and errors between a run's processes, and their hosts.
+"""Exchange of values and errors between a run's processes.
 
 If a process raises while others wait in a collective, they wait for ever. So local errors, for example a missing file,
-are raised in all processes.
+are raised in all processes, and other failures are reported to all by `peers`.
 """
 
 import json
+import os
 import socket
+import sys
 import time
-from collections import Counter
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 from jaxtp.config.entry import MISTAKE, UserError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from jaxtp.distributed.peers import Peers
+
 PAUSES = (0.5, 1.0, 1.5, 3.0, 4.0)
 """Seconds between attempts to see a file of another process: network file systems cache listings."""
 
@@ -55,58 +58,41 @@ def process_name(process: int, host: str) -> str:
 
 
 @contextmanager
-def raise_everywhere(cleanup: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Runs code that each process runs alone; if it raises in one process, the others raise `OtherProcessError`.
+def raise_everywhere(
+    cleanup: Callable[[], None] = lambda: None, kinds: Sequence[type[UserError]] = ()
+) -> Iterator[None]:
+    """Runs code that each process runs alone; if it raises in one process, all raise.
+
+    The code must not wait for other processes without a limit. Where the error's class is in `kinds`, all raise this
+    class, of several the first in `kinds`; else the other processes raise `OtherProcessError`.
 
     `cleanup` is called after the code, or its error, before the processes exchange results.
     """
     if not is_multiprocess():
         yield
         return
-    host = socket.gethostname()
+    error: Exception | SystemExit | None = None
     try:
         yield
-    except (Exception, SystemExit) as error:
-        try:
-            cleanup()
-        except UserError as later:
-            raise (error if isinstance(error, (UserError, SystemExit)) else later) from None
-        text = "its command line is refused, see its output" if isinstance(error, SystemExit) else str(error)
-        if not isinstance(error, SystemExit) or error.code:  # --help ends all processes
-            all_gather_json({"host": host, "error": text, "code": getattr(error, "exit_code", MISTAKE)})
-        raise
-    cleanup()
-    for process, other in enumerate(all_gather_json({"host": host, "error": None})):
-        if other["error"] is not None:
-            raise OtherProcessError(
-                f"{process_name(process, other['host'])} cannot go on: {other['error']}", other["code"]
-            )
-
-
-def call_everywhere(function: Callable[[], T], kinds: Sequence[type[UserError]]) -> T:
-    """Calls a function in every process; if it raises in one process, all raise the same error.
-
-    All processes must call it. `function` must not wait for other processes without a limit. Errors of `kinds` are
-    raised everywhere, with the process's name; the first of `kinds` counts, then the first process. Of other errors the
-    other processes raise an `OtherProcessError`.
-    """
-    if not is_multiprocess():
-        return function()
-    error, result = None, None
-    try:
-        result = function()
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:
         error = raised
-    kind = kinds.index(type(error)) if type(error) in kinds else -1
-    report = None if error is None else [kind, socket.gethostname(), str(error)]
+    try:
+        cleanup()
+    except UserError as later:
+        raise (error if isinstance(error, UserError | SystemExit) else later) from None
+    if isinstance(error, SystemExit) and not error.code:  # --help ends all processes
+        raise error
+    text = "its command line is refused, see its output" if isinstance(error, SystemExit) else str(error)
+    kind = next((index for index, kind in enumerate(kinds) if type(error) is kind), -1)
+    report = error and [kind, socket.gethostname(), text, getattr(error, "exit_code", MISTAKE)]
     failed = [(other[0], process, *other[1:]) for process, other in enumerate(all_gather_json(report)) if other]
     if not failed:
-        return result  # type: ignore[return-value]
-    kind, process, host, why = min(failed)
-    if error is not None and type(error) not in kinds:
+        return
+    if error is not None and kind < 0:
         raise error
+    kind, process, host, why, code = min(failed)
     if kind < 0:
-        raise OtherProcessError(f"{process_name(process, host)} cannot go on: {why}") from error
+        raise OtherProcessError(f"{process_name(process, host)} cannot go on: {why}", code) from error
     raise kinds[kind](f"{process_name(process, host)}: {why}") from error
 
 
@@ -132,31 +118,51 @@ def host_names() -> list[str]:
     return all_gather_json(socket.gethostname())
 
 
-def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Device]:
-    """Sorts devices by host, even if a scheduler deals processes out over the hosts.
+_current: "Peers | None" = None
 
-    The last mesh axes then stay inside a host as far as they fit. JAX's `create_hybrid_device_mesh` has this order too,
-    but knows processes and TPU slices, not hosts.
+
+def watch(bind: str | None = None) -> None:
+    """Starts to watch the other processes, if any. All processes must call it.
+
+    Process 0 listens at `bind`, by default on loopback if all are on one host, else at all addresses.
     """
-    first = {host: process for process, host in reversed(list(enumerate(hosts)))}
-    return sorted(devices, key=lambda each: (first[hosts[each.process_index]], each.process_index, each.id))
+    global _current
+    if is_multiprocess() and _current is None:
+        from jaxtp.distributed.peers import connect_peers
+
+        _current = connect_peers(bind)
 
 
-def draw_hosts(mesh: Mesh, hosts: Sequence[str], most: int = 8) -> list[str]:
-    """Returns a line for each of the first `most` hosts: its devices (1.3: the third of process 1) by coordinates."""
-    lines: dict[str, list[str]] = {}
-    number: Counter[int] = Counter()
-    names = {}
-    for device in sorted(mesh.devices.flat, key=lambda each: each.id):
-        names[device] = f"{device.process_index}.{number[device.process_index]}"
-        number[device.process_index] += 1
-    *outer, _ = mesh.devices.shape
-    for index in np.ndindex(*outer):
-        coordinates = " ".join(f"{axis} {i}" for axis, i in zip(mesh.axis_names, index, strict=False))
-        rows: dict[str, list[str]] = {}
-        for device in mesh.devices[index]:
-            rows.setdefault(hosts[device.process_index], []).append(names[device])
-        for host, ids in rows.items():
-            lines.setdefault(host, []).append(f"{coordinates}: {' '.join(ids)}")
-    drawn = [f"{host}   {' | '.join(rows)}" for host, rows in lines.items()]
-    return drawn if len(drawn) <= most else [*drawn[:most], f"... {len(drawn) - most} more hosts"]
+def working_on(what: str) -> None:
+    """Records the current activity, for the message of a forced end."""
+    if _current is not None:
+        _current.activity = what
+
+
+def report_failure(error: BaseException) -> None:
+    """Reports this process's failure, before anything that may wait for the others is closed."""
+    if _current is not None:
+        _current.fail(error)
+
+
+def run_and_report(command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit code; after a failure ends at once, where JAX would wait for the others."""
+    try:
+        code = command()
+    except SystemExit as error:
+        if _current is None:
+            raise
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception as error:
+        if _current is None:
+            raise
+        report_failure(error)
+        traceback.print_exc()
+        code = 1
+    if _current is not None:
+        _current.leave(f"exit code {code}" if code else None, code)
+        if code:
+            sys.stdout.flush()
+            _current.wait_for_peers()
+            os._exit(code)
+    return code

@@ -59,19 +59,16 @@ def choose_allocator(
     if isinstance(given, str):
         given = dict(option.split(":", 1) for option in given.split(";") if ":" in option)
     options: dict[str, object] = {**given, "allocator": allocator}
-    if allocator == "cuda_async" and not _fraction_of(environment):
-        options.setdefault("memory_fraction", MEMORY_FRACTION[allocator])
+    if allocator == "cuda_async":
+        options.setdefault("memory_fraction", memory_fraction(allocator, environment))
     jax.config.update(_OPTIONS, options)
-
-
-def _fraction_of(environment: Mapping[str, str]) -> str:
-    return environment.get("XLA_CLIENT_MEM_FRACTION") or environment.get(FRACTION, "")
 
 
 def memory_fraction(allocator: Allocator, environment: Mapping[str, str] = os.environ) -> float:
     """Returns the share of a GPU's memory for an allocator."""
+    fraction = environment.get("XLA_CLIENT_MEM_FRACTION") or environment.get(FRACTION)
     try:
-        return float(_fraction_of(environment) or MEMORY_FRACTION[allocator])
+        return float(fraction or MEMORY_FRACTION[allocator])
     except ValueError:  # JAX reports it
         return MEMORY_FRACTION[allocator]
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtp import mesh as meshes
-from jaxtp.distributed.agreement import by_host, host_names, is_multiprocess
+from jaxtp.distributed.agreement import host_names, is_multiprocess
 from jaxtp.distributed.environment import accept_absent_gpus, num_processes, sharing
 from jaxtp.mesh import MeshError, check_sizes, describe_mesh, mesh_of
 
@@ -65,3 +65,13 @@ def _check_processes(sizes: Mapping[str, int], devices: Sequence[jax.Device]) ->
             f"whose size is a multiple of {processes}"
         )
     raise MeshError(f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)}; {hint}")
+
+
+def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Device]:
+    """Sorts devices by host, even if a scheduler deals processes out over the hosts.
+
+    The last mesh axes then stay inside a host as far as they fit. JAX's `create_hybrid_device_mesh` has this order too,
+    but knows processes and TPU slices, not hosts.
+    """
+    first = {host: process for process, host in reversed(list(enumerate(hosts)))}
+    return sorted(devices, key=lambda each: (first[hosts[each.process_index]], each.process_index, each.id))

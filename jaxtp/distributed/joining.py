@@ -3,17 +3,24 @@
 Slurm and Open MPI (`srun jaxtp train ...`), an indexed Job of Kubernetes, `jaxtp launch` and users by hand set the
 variables that this file reads (see README.md). GPUs are selected before JAX starts, which would give each Slurm or Open
 MPI process one GPU, even a host's only process. Processes that see the same GPUs share them evenly.
+
+Processes started by hand first meet at the address of JAX's coordinator: they send process 0 their ids and counts, and
+get its verdict. JAX would abort if two processes share an id, and would not name missing processes.
 """
 
 import os
 import re
+import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
 
 from jaxtp.config.entry import MISTAKE, say
+from jaxtp.config.reading import truncate
 from jaxtp.distributed.environment import (
     ADDRESS,
     BY_HAND,
@@ -21,6 +28,7 @@ from jaxtp.distributed.environment import (
     OPEN_MPI,
     PROCESS,
     SLURM,
+    TOKEN,
     LaunchError,
     accept_absent_gpus,
     gpus_present,
@@ -31,26 +39,94 @@ from jaxtp.distributed.environment import (
     sharing,
     token,
 )
-from jaxtp.distributed.links import format_address, listen_address, listening
-from jaxtp.distributed.rendezvous import JOIN_SECONDS_HINT, JOIN_SECONDS_VARIABLE, Wait, meet
+from jaxtp.distributed.links import (
+    HELLO_SECONDS,
+    Link,
+    accept_links,
+    connect,
+    format_address,
+    listen_address,
+    listening,
+)
 
 _POD = "JOB_COMPLETION_INDEX"
 """Index of a pod in an indexed Job of Kubernetes."""
 JOIN_SECONDS = 60
 """Default of JAXTP_JOIN_SECONDS."""
+_SECONDS_VARIABLE = "JAXTP_JOIN_SECONDS"
+_SECONDS_HINT = f"({_SECONDS_VARIABLE} is how long they wait)"
+_THE_TOKEN = f"the token of this run (the same command line on all hosts, or {TOKEN})"
+PATIENCE = 20.0
+"""Seconds after which a waiting process prints a line."""
 _HEARTBEAT = 80
 """Seconds without a heartbeat after which JAX ends the other processes, at the earliest after half of them; `peers`
 notices it before, if its processes can connect."""
 _MARGIN = 20
 """Seconds that JAX waits longer than JAXTP_JOIN_SECONDS."""
 _MAX_SECONDS = 24 * 60 * 60
-_CHECK_SECONDS = 1.0
-"""Seconds between attempts to reach process 0."""
+_PAUSE, _CHECK_SECONDS = 0.3, 1.0
+"""Seconds between attempts to reach process 0, at the meeting and while JAX connects."""
+_MAX_IDS, _MAX_ADDRESSES, _MAX_ERROR_CHARS = 20, 3, 1000
 _PORT = "JAX_COORDINATOR_PORT"
 _NUM_PORTS = 2**12
 """JAX chooses a port among this many, the highest."""
 
 Variables = Mapping[str, str]
+
+
+@dataclass
+class Wait:
+    """A wait of up to `seconds` for `count` processes; `address` is process 0's, None if only JAX knows it."""
+
+    process: int
+    count: int
+    address: tuple[str, int] | None
+    seconds: int
+    problem: str = field(default="", init=False)
+    """Why the address cannot be reached."""
+    _start: float = field(default_factory=time.monotonic, init=False)
+    _reported: bool = field(default=False, init=False)
+
+    def __str__(self) -> str:
+        return f"process {self.process} of {self.count}" + (f" at {self.where}" if self.address else "")
+
+    @property
+    def where(self) -> str:
+        """The address of process 0."""
+        return format_address(*self.address) if self.address else ""
+
+    def time_left(self) -> float:
+        """Returns the remaining seconds; prints a line once if the wait is long."""
+        waited = time.monotonic() - self._start
+        if waited > PATIENCE and self.seconds > 2 * PATIENCE and not self._reported:
+            self._reported = True
+            because = f" ({self.problem})" if self.problem else ""
+            self.print(f"still waiting for all to start, up to {self.seconds:g} s{because}")
+        return self.seconds - waited
+
+    def reach(self) -> socket.socket | None:
+        """Returns a connection to process 0, or None; reports an unreachable address."""
+        assert self.address is not None
+        try:
+            return socket.create_connection(self.address, timeout=max(0.1, min(HELLO_SECONDS, self.time_left())))
+        except (socket.gaierror, UnicodeError) as error:
+            why = getattr(error, "strerror", "not a valid host name")
+            self.report(f"the host has no address ({why})")
+        except ConnectionError:  # it may not have started yet
+            self.problem = "nothing answers there"
+        except OSError as error:
+            self.report(f"the address cannot be reached ({error.strerror or error})")
+        return None
+
+    def report(self, problem: str) -> None:
+        """Prints a problem, unless it repeats the last."""
+        if problem != self.problem:
+            self.print(f"{problem}; still trying")
+        self.problem = problem
+
+    def print(self, text: str) -> None:
+        """Prints a line on stderr."""
+        say(f"{self}: {text}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +153,14 @@ def join_processes(environment: Variables = os.environ, gpus: int | None = None,
     """
     accept_absent_gpus()
     if count := scheduled_count(environment):
-        task = _TASKS[count](environment)
-        _join_scheduled(task, number(environment, count), environment, gpus_present() if gpus is None else gpus, bind)
+        task, total = _TASKS[count](environment), number(environment, count)
+        waiting = Wait(task.process, total, _scheduled_address(task, total, environment), _join_seconds(environment))
+        present = gpus_present() if gpus is None else gpus
+        _join(waiting, gpus_of_process(environment, task.tasks, task.index, present), bind)
     elif names := [name for name in BY_HAND if name in environment]:
-        _join_by_hand(environment, names, bind)
+        waiting = _wait_by_hand(environment, names)
+        meet(waiting, bind, token(environment))
+        _join(replace(waiting), None, bind)
 
 
 def _slurm_task(variables: Variables) -> _Task:
@@ -120,24 +200,19 @@ def _open_mpi_task(variables: Variables) -> _Task:
 _TASKS: Mapping[str, Callable[[Variables], _Task]] = {SLURM: _slurm_task, OPEN_MPI: _open_mpi_task}
 
 
-def _join_scheduled(task: _Task, count: int, variables: Variables, present: int, bind: str | None) -> None:
-    """Joins at JAX_COORDINATOR_ADDRESS, else at JAX's address, derived here to report it if unreachable.
+def _scheduled_address(task: _Task, count: int, variables: Variables) -> tuple[str, int] | None:
+    """Returns JAX_COORDINATOR_ADDRESS, else JAX's address, derived here to report it if unreachable.
 
     Processes of one host meet on loopback.
     """
-    address: tuple[str, int] | None = None
     if ADDRESS in variables:
-        address = _parse_address(variables)
-    else:
-        host = "127.0.0.1" if task.tasks == count else task.host
-        port = None
-        if _PORT in variables:
-            port = number(variables, _PORT)
-        elif re.fullmatch(r"\d{1,19}", task.job):
-            port = 2**16 - _NUM_PORTS + int(task.job) % _NUM_PORTS
-        address = None if host is None or port is None else (host, port)
-    waiting = Wait(task.process, count, address, _join_seconds(variables))
-    _join(waiting, gpus_of_process(variables, task.tasks, task.index, present), bind)
+        return _parse_address(variables)
+    host = "127.0.0.1" if task.tasks == count else task.host
+    if host and _PORT in variables:
+        return host, number(variables, _PORT)
+    if host and re.fullmatch(r"\d{1,19}", task.job):
+        return host, 2**16 - _NUM_PORTS + int(task.job) % _NUM_PORTS
+    return None
 
 
 def _parse_address(variables: Variables) -> tuple[str, int]:
@@ -167,7 +242,7 @@ def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) 
     return list(shared(range(visible), tasks, index))
 
 
-def _join_by_hand(variables: Variables, names: list[str], bind: str | None) -> None:
+def _wait_by_hand(variables: Variables, names: list[str]) -> Wait:
     pod = PROCESS if PROCESS in variables else _POD
     missing = [name for name in BY_HAND if name not in names and not (name == PROCESS and pod in variables)]
     if missing:
@@ -175,17 +250,13 @@ def _join_by_hand(variables: Variables, names: list[str], bind: str | None) -> N
     count, process = number(variables, COUNT), number(variables, pod)
     if not process < count:
         raise LaunchError(f"{pod}={process} of {COUNT}={count}: processes count from 0 to {count - 1}")
-    host, port = _parse_address(variables)
-    arguments = process, count, (host, port), _join_seconds(variables)
-    meet(Wait(*arguments), listen_address(bind, host), token(variables))
-    _join(Wait(*arguments), None, bind)
+    return Wait(process, count, _parse_address(variables), _join_seconds(variables))
 
 
 def _join_seconds(variables: Variables) -> int:
-    name = JOIN_SECONDS_VARIABLE
-    seconds = number(variables, name) if name in variables else JOIN_SECONDS
+    seconds = number(variables, _SECONDS_VARIABLE) if _SECONDS_VARIABLE in variables else JOIN_SECONDS
     if not 0 < seconds <= _MAX_SECONDS:
-        raise LaunchError(f"{name}={seconds}: should be a number of seconds from 1 to {_MAX_SECONDS}")
+        raise LaunchError(f"{_SECONDS_VARIABLE}={seconds}: should be a number of seconds from 1 to {_MAX_SECONDS}")
     return seconds
 
 
@@ -226,6 +297,105 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
         if joined.wait(min(_CHECK_SECONDS, left)):
             return
     problem = f"{waiting.problem}; {ADDRESS}=HOST:PORT names another" if waiting.problem else "does each of them run?"
-    reason = f"not all came within {waiting.seconds:g} s: {problem} {JOIN_SECONDS_HINT}"
+    reason = f"not all came within {waiting.seconds:g} s: {problem} {_SECONDS_HINT}"
     say(f"error: {waiting}: {reason}")
     os._exit(MISTAKE)
+
+
+def meet(waiting: Wait, bind: str | None, token: str) -> None:
+    """Waits until all processes are there, each with a different id; process 0 listens as in `listen_address`.
+
+    Raises:
+      LaunchError: processes are missing, share an id, or expect different numbers.
+    """
+    assert waiting.address is not None
+    address = listen_address(bind, waiting.address[0])
+    if waiting.process:
+        _visit(waiting, token)
+    elif waiting.count > 1:
+        with listening(address, waiting.address[1]) as server:
+            _hold_meeting(server, waiting, token)
+
+
+def _this_process() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"
+
+
+def _hold_meeting(server: socket.socket, waiting: Wait, token: str) -> None:
+    present: dict[int, tuple[Link, str]] = {}
+    rejected: Counter[str] = Counter()
+    problem: str | None = None
+
+    def time_left() -> float:
+        for process, (link, _) in list(present.items()):
+            if link.receive() is None and not link.is_open:
+                present.pop(process)[0].close()  # it has ended, and may start again
+        if rejected:
+            addresses = ", ".join(truncate(address) for address, _ in rejected.most_common(_MAX_ADDRESSES))
+            waiting.problem = (
+                f"dropped {rejected.total()} connections that did not prove {_THE_TOKEN}, from {addresses}"
+            )
+        return 0.0 if len(present) == waiting.count - 1 else waiting.time_left()
+
+    for link, hello in accept_links(server, token, time_left, rejected):
+        process, count, host = (hello.get(name) for name in ("process", "count", "host"))
+        if type(process) is not int or type(count) is not int or type(host) is not str:
+            link.close()
+            continue
+        time_left()  # forgets processes that have ended
+        hosts = {0: _this_process()} | {other: there for other, (_, there) in present.items()}
+        if problem := _conflict(process, count, truncate(host), waiting.count, hosts):
+            link.send({"error": problem})
+            link.close()
+            break
+        present[process] = link, truncate(host)
+    else:
+        if missing := [process for process in range(1, waiting.count) if process not in present]:
+            listed = ", ".join(map(str, missing[:_MAX_IDS])) + (", ..." if missing[_MAX_IDS:] else "")
+            problem = (
+                f"process {listed} of {waiting.count} did not come within {waiting.seconds:g} s: does it run, with the "
+                f"address {waiting.where} and JAX_PROCESS_ID={missing[0]}? {_SECONDS_HINT}"
+                + (f"; {waiting.problem}" if waiting.problem else "")
+            )
+    for link, _ in present.values():
+        link.send({"error": problem})
+        link.close()
+    if problem is not None:
+        raise LaunchError(problem)
+
+
+def _conflict(process: int, count: int, host: str, expected: int, hosts: Mapping[int, str]) -> str | None:
+    if count != expected:
+        return f"process {process} (on {host}) expects {count} processes, and process 0 {expected}"
+    if not 0 <= process < count:
+        return f"process {process} (on {host}) is none of {count}, which count from 0"
+    if process in hosts:
+        return (
+            f"two processes have the id {process}, one on {hosts[process]} and one on {host}: set JAX_PROCESS_ID to 0 "
+            f"to {count - 1}, each once"
+        )
+    return None
+
+
+def _visit(waiting: Wait, token: str) -> None:
+    hello = {"process": waiting.process, "count": waiting.count, "host": _this_process()}
+    while waiting.time_left() > 0:
+        if (connection := waiting.reach()) is None:
+            pass
+        elif (link := connect(connection, token, hello, HELLO_SECONDS)) is None:
+            waiting.report(f"what answers there does not prove {_THE_TOKEN}")
+        else:
+            verdict = None
+            while verdict is None and link.is_open and waiting.time_left() > -HELLO_SECONDS:
+                verdict = link.receive(1.0)  # sent when all are there or process 0 waits no longer
+            link.close()
+            if verdict is not None and "error" in verdict:
+                if verdict["error"] is not None:
+                    raise LaunchError(truncate(verdict["error"], _MAX_ERROR_CHARS))
+                return
+            waiting.problem = "process 0 has ended"
+        time.sleep(_PAUSE)  # it may be started again, or its name become known
+    raise LaunchError(
+        f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 has to run on that host, and its port to "
+        f"be open {_SECONDS_HINT}"
+    )

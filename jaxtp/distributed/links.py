@@ -47,7 +47,9 @@ class Link:
         self._socket = connection
         self._socket.setblocking(False)
         self._buffer = b""
-        self._received: list[Message] = []
+        self._messages: list[Message] = []
+        self.is_open = True
+        """False after an end has closed the link, or the other has sent invalid data, as far as `receive` knows."""
         self.opened = time.monotonic()
         self.challenge = secrets.token_hex(16)
         """Random text that the other end has to sign."""
@@ -65,45 +67,24 @@ class Link:
                     return
                 data = data[self._socket.send(data) :]
 
-    def receive(self) -> list[Message] | None:
-        """Returns new messages without waiting; None if the link is closed or got invalid data."""
-        try:
-            data = self._socket.recv(_MAX_MESSAGE_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        try:
-            messages = [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError, RecursionError):
-            return None
-        if not data or len(self._buffer) > _MAX_MESSAGE_BYTES:
-            return None
-        messages, self._received = self._received + messages, []
-        return messages
-
-    def receive_within(self, seconds: float) -> Message | None:
+    def receive(self, seconds: float = 0.0) -> Message | None:
         """Returns the next message within `seconds`, else None."""
         until = time.monotonic() + seconds
-        while not self._received and (left := until - time.monotonic()) > 0:
-            if ready([self], left):
-                if (messages := self.receive()) is None:
-                    return None
-                self._received = messages
-        return self._received.pop(0) if self._received else None
-
-    def is_open(self) -> bool:
-        """Returns whether the other end is connected, or a message is left."""
-        try:
-            return bool(self._received) or self._socket.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        while not self._messages and self.is_open and ready([self], max(0.0, until - time.monotonic())):
+            try:
+                data = self._socket.recv(_MAX_MESSAGE_BYTES)
+                *lines, self._buffer = (self._buffer + data).split(b"\n")
+                self._messages += [dict(json.loads(line)) for line in lines]
+                self.is_open = bool(data) and len(self._buffer) <= _MAX_MESSAGE_BYTES
+            except BlockingIOError:
+                pass
+            except (OSError, ValueError, TypeError, RecursionError):
+                self.is_open = False
+        return self._messages.pop(0) if self._messages else None
 
     def close(self) -> None:
         """Closes it."""
+        self.is_open = False
         self._socket.close()
 
 
@@ -113,9 +94,9 @@ def connect(connection: socket.socket, token: str, hello: Message, seconds: floa
     The other end has `seconds` for each answer.
     """
     link = Link(connection)
-    if (first := link.receive_within(seconds)) and isinstance(first.get(_CHALLENGE), str):
+    if (first := link.receive(seconds)) and isinstance(first.get(_CHALLENGE), str):
         link.send({**hello, _CHALLENGE: link.challenge, _PROOF: _proof(token, "hello", first[_CHALLENGE], hello)})
-        answer = link.receive_within(seconds) or {}
+        answer = link.receive(seconds) or {}
         if _is_proof(answer.get(_PROOF), token, "welcome", link.challenge):
             return link
     link.close()
@@ -167,18 +148,13 @@ def listen_address(bind: str | None, host: str) -> str:
 
 
 def accept_links(
-    server: socket.socket,
-    token: str,
-    admit: Callable[[Link, Message], None],
-    time_left: Callable[[], float],
-    rejected: Counter[str],
-) -> None:
-    """Accepts connections, all at once, until no time is left.
+    server: socket.socket, token: str, time_left: Callable[[], float], rejected: Counter[str]
+) -> Iterator[tuple[Link, Message]]:
+    """Accepts connections, all at once, until no time is left; yields authenticated links and their first messages.
 
     Args:
       token: the secret that the other ends must prove.
-      admit: called with each authenticated link and its first message.
-      time_left: returns the remaining seconds; also called after each `admit`.
+      time_left: returns the remaining seconds.
       rejected: counts connections without the token, by address.
     """
     pending: dict[Link, str] = {}
@@ -189,22 +165,23 @@ def accept_links(
 
     try:
         while (seconds := time_left()) > 0:
-            readable = ready([server, *pending], min(1.0, seconds))
-            if server in readable:
+            if server in ready([server, *pending], min(1.0, seconds)):
                 with contextlib.suppress(OSError):
                     connection, (address, *_) = server.accept()
                     link = Link(connection)
                     link.send({_CHALLENGE: link.challenge})
                     pending[link] = address.removeprefix("::ffff:")
             for link in list(pending):
-                messages = link.receive() if link in readable else []
-                hello = messages[0] if messages else {}
+                hello = link.receive()
+                if hello is None and link.is_open and time.monotonic() - link.opened <= HELLO_SECONDS:
+                    continue
+                hello = hello or {}
                 challenge, proof = hello.pop(_CHALLENGE, None), hello.pop(_PROOF, None)
-                if messages and _is_proof(proof, token, "hello", link.challenge, hello):
+                if _is_proof(proof, token, "hello", link.challenge, hello):
                     del pending[link]
                     link.send({_PROOF: _proof(token, "welcome", challenge)})
-                    admit(link, hello)
-                elif messages or messages is None or time.monotonic() - link.opened > HELLO_SECONDS:
+                    yield link, hello
+                else:
                     reject(link)
             for link in list(pending)[:-_MAX_UNAUTHENTICATED]:
                 reject(link)

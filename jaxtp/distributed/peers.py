@@ -28,7 +28,7 @@ _CONNECT = 5.0
 """Seconds to connect to process 0."""
 _GRACE = 4.0
 """Seconds that a process has to end by itself after another reports a failure: it may fail for the same reason."""
-MAX_ERROR_CHARS = 1000
+_MAX_ERROR_CHARS = 1000
 _MAX_MESSAGE_CHARS = 4000
 
 
@@ -55,28 +55,23 @@ class Peers:
             self._thread.join()  # it ends the process
         if not self._leaving.is_set():
             self._leaving.set()
-            self._broadcast({"process": self._process, "failure": failure and failure[:MAX_ERROR_CHARS], "code": code})
+            self._broadcast({"process": self._process, "failure": failure, "code": code})
 
     def fail(self, error: BaseException) -> None:
-        """Announces a failure, unless another process's failure explains it and ends this process."""
-        self.wait_for_cause(error)
-        self.leave(_first_line(error), getattr(error, "exit_code", 1))
+        """Announces a failure, unless another process's failure may have caused it: that ends this process.
+
+        A user error explains itself, and so does an error that both report, such as a loss that is not finite.
+        """
+        failure = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0][:_MAX_ERROR_CHARS]
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            self._peer_failed.wait(3 * _BEAT)
+        if self._peer_failed.is_set() and not isinstance(error, UserError) and failure not in self._problem:
+            self._thread.join(_GRACE + 2 * _BEAT)
+        self.leave(failure, getattr(error, "exit_code", 1))
 
     def wait_for_peers(self) -> None:
         """In process 0, waits briefly for the others: its end stops JAX's coordinator, which aborts them."""
         if self._process == 0:
-            self._thread.join(_GRACE + 2 * _BEAT)
-
-    def wait_for_cause(self, error: BaseException) -> None:
-        """Waits for another process's failure that may have caused `error`, and that ends this process.
-
-        A user error explains itself, and so does an error that both report, such as a loss that is not finite.
-        """
-        if isinstance(error, UserError):
-            return
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            self._peer_failed.wait(3 * _BEAT)
-        if self._peer_failed.is_set() and _first_line(error)[:MAX_ERROR_CHARS] not in self._problem:
             self._thread.join(_GRACE + 2 * _BEAT)
 
     def _broadcast(self, message: Message) -> None:
@@ -101,11 +96,10 @@ class Peers:
                     last_seen[process] = now
                     self._read(process, link)
                 elif now - last_seen[process] > SILENCE:
-                    self._exit_without(process, f"has given no sign of life for {SILENCE:g} s")
+                    self._exit_without(process, f"has sent no heartbeat for {SILENCE:g} s")
 
     def _read(self, process: int, link: Link) -> None:
-        messages = link.receive()
-        for message in messages or []:
+        while (message := link.receive()) is not None:
             if "how" in message:
                 self._exit_without(**message)
             elif "process" in message:  # it leaves, and sees by the link when this process has ended
@@ -113,7 +107,7 @@ class Peers:
                 if message["failure"] is not None:
                     code = message["code"] if message["code"] in (MISTAKE, WRONG) else PASSING
                     self._exit_without(process, f"failed: {message['failure']}", _GRACE, code)
-        if messages is None and process in self._links:
+        if not link.is_open and process in self._links:
             self._exit_without(process, "has ended without a word")
 
     def _exit_without(self, process: int, how: str, grace: float = 0.0, code: int = PASSING) -> None:
@@ -175,16 +169,14 @@ def _accept(names: list[str], bind: str | None) -> dict[int, Link]:
     token, links, rejected = secrets.token_hex(32), dict[int, Link](), Counter[str]()
     until = time.monotonic() + 2 * _CONNECT
 
-    def admit(link: Link, hello: Message) -> None:
-        links[hello["process"]] = link
-
     def time_left() -> float:
         return until - time.monotonic() if len(links) < len(names) - 1 else 0.0
 
     host = coordinator_host() or ("localhost" if len(set(names)) == 1 else "")
     with listening(listen_address(bind, host)) as server:
         all_gather_json([server.getsockname()[1], token])
-        accept_links(server, token, admit, time_left, rejected)
+        for link, hello in accept_links(server, token, time_left, rejected):
+            links[hello["process"]] = link
     if rejected:
         say(f"dropped {rejected.total()} connections that did not come from processes of this run")
     return links
@@ -201,7 +193,3 @@ def _connect(names: list[str]) -> dict[int, Link]:
         if link := connect(connection, token, {"process": jax.process_index()}, _CONNECT):
             return {0: link}
     return {}
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0]

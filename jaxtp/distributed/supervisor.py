@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import BinaryIO
 
 from jaxtp.config.entry import MISTAKE, PASSING, WRONG, say, signal_name
 from jaxtp.distributed.environment import (
@@ -107,19 +107,16 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
     with _locked(group.logs):
         for turn in range(1, restarts + 2):
             say(f"logs: {group.log(0)}" + (f" to {group.log(group.count - 1).name}" if group.count > 1 else ""))
-            with _Running(group, again=turn > 1) as running:
-                failure = running.wait()
+            failure, is_stopped = _run(group, again=turn > 1)
             if failure is None:
                 return 0
             index, code = failure
-            log, how = (
-                group.log(index),
-                f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}",
-            )
+            how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            log = group.log(index)
             say(f"process {index} {how}; " + (f"the end of {log}:" if index else f"see {log}"))
             if index and (tail := _tail(log)):  # the output of process 0 is shown already
                 say(tail)
-            if turn > restarts or running.stop_requested or code in (MISTAKE, WRONG):  # it would fail again
+            if turn > restarts or is_stopped or code in (MISTAKE, WRONG):  # it would fail again
                 break
             left = group.shrunk_to_visible_gpus()
             if left is None:
@@ -143,93 +140,94 @@ def _locked(logs: Path) -> Iterator[None]:
         yield
 
 
-class _Running:
-    def __init__(self, group: Group, *, again: bool):
-        self.stop_requested = False  # by a signal
-        self._group = group
-        self._again = again
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._stack = ExitStack()
+def _run(group: Group, *, again: bool) -> tuple[tuple[int, int] | None, bool]:
+    """Runs the processes until all succeed or one fails, then ends the others.
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for number in _FORWARDED:
-                if (before := signal.getsignal(number)) != signal.SIG_IGN:  # as SIGHUP under nohup
-                    signal.signal(number, self._forward)
-                    stack.callback(signal.signal, number, before)
-            log = self._group.log(0)
-            log.open("ab" if self._again else "wb").close()
-            self._shown = stack.enter_context(log.open("rb"))
-            self._shown.seek(0, os.SEEK_END)
-            stack.callback(self._show)
-            stack.callback(self._end)
-            self._start()
-            self._stack = stack.pop_all()
-        return self
+    Returns:
+      Index and exit code of the first process that failed, minus N after signal N, or None; and whether this process
+      received a signal.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    signals: list[int] = []
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def forward(number: int, _: FrameType | None) -> None:
+        signals.append(number)
+        _send(processes, number)
 
-    def _start(self) -> None:
-        cluster = {}
-        if self._group.count > 1:
-            with listening("127.0.0.1") as server:
-                address = format_address(*server.getsockname())
-            cluster = {ADDRESS: address, COUNT: str(self._group.count), TOKEN: secrets.token_hex(32)}
-        for index, variables in enumerate(self._group.environments):
-            process = {PROCESS: str(index)} if cluster else {}
-            with self._group.log(index).open("ab" if self._again or index == 0 else "wb") as log:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *self._group.arguments],
-                        env=child_environment(**cluster, **process, **variables, PYTHONUNBUFFERED="1"),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # this process forwards signals of the terminal
-                    )
-                )
+    with ExitStack() as stack:
+        for number in _FORWARDED:
+            if (before := signal.getsignal(number)) != signal.SIG_IGN:  # as SIGHUP under nohup
+                signal.signal(number, forward)
+                stack.callback(signal.signal, number, before)
+        log = group.log(0)
+        log.open("ab" if again else "wb").close()
+        shown = stack.enter_context(log.open("rb"))
+        shown.seek(0, os.SEEK_END)
+        stack.callback(_show, shown)
+        stack.callback(_end, processes)
+        for process in _started(group, again=again):
+            processes.append(process)  # at once: an error or signal ends it
+        failure = _first_failure(processes, shown)
+    return failure, bool(signals)
 
-    def wait(self) -> tuple[int, int] | None:
-        """Returns index and exit code of the first process that failed, or None; minus N after signal N."""
-        waited = 0.0
-        while True:
-            self._show()
-            codes = [process.poll() for process in self._processes]
-            failed = [(index, code) for index, code in enumerate(codes) if code]
-            causes = [each for each in failed if each[1] != PASSING]  # the others lost one of these
-            if causes or waited > _CAUSE_SECONDS:
-                return (causes or failed)[0]
-            if all(code == 0 for code in codes):
-                return None
-            waited += _POLL if failed else 0.0
-            time.sleep(_POLL)
 
-    def _end(self) -> None:
-        """Sends SIGTERM to all, then SIGKILL to their process groups."""
-        until = time.monotonic() + GRACE
-        self._send(signal.SIGTERM)
-        while any(process.poll() is None for process in self._processes) and time.monotonic() < until:
-            time.sleep(_POLL)
-        for process in self._processes:
-            _kill(process, signal.SIGKILL)
-            process.wait()
+def _started(group: Group, *, again: bool) -> Iterator[subprocess.Popen[bytes]]:
+    cluster = {}
+    if group.count > 1:
+        with listening("127.0.0.1") as server:
+            address = format_address(*server.getsockname())
+        cluster = {ADDRESS: address, COUNT: str(group.count), TOKEN: secrets.token_hex(32)}
+    for index, variables in enumerate(group.environments):
+        process = {PROCESS: str(index)} if cluster else {}
+        with group.log(index).open("ab" if again or index == 0 else "wb") as log:
+            yield subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *group.arguments],
+                env=child_environment(**cluster, **process, **variables, PYTHONUNBUFFERED="1"),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # this process forwards signals of the terminal
+            )
 
-    def _forward(self, number: int, _: FrameType | None) -> None:
-        self.stop_requested = True
-        self._send(number)
 
-    def _send(self, number: int) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                _kill(process, number)
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]], shown: BinaryIO) -> tuple[int, int] | None:
+    waited = 0.0
+    while True:
+        _show(shown)
+        codes = [process.poll() for process in processes]
+        failed = [(index, code) for index, code in enumerate(codes) if code]
+        causes = [each for each in failed if each[1] != PASSING]  # the others lost one of these
+        if causes or waited > _CAUSE_SECONDS:
+            return (causes or failed)[0]
+        if all(code == 0 for code in codes):
+            return None
+        waited += _POLL if failed else 0.0
+        time.sleep(_POLL)
 
-    def _show(self) -> None:
-        while line := self._shown.readline():
-            if not _NOISE.search(line):
-                encoding = sys.stdout.encoding or "utf-8"
-                sys.stdout.write(line.decode(errors="replace").encode(encoding, "replace").decode(encoding))
-                sys.stdout.flush()
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Sends SIGTERM to all, then SIGKILL to their process groups."""
+    until = time.monotonic() + GRACE
+    _send(processes, signal.SIGTERM)
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        time.sleep(_POLL)
+    for process in processes:
+        _kill(process, signal.SIGKILL)
+        process.wait()
+
+
+def _send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        if process.poll() is None:
+            _kill(process, number)
+
+
+def _show(log: BinaryIO) -> None:
+    while line := log.readline():
+        if not _NOISE.search(line):
+            encoding = sys.stdout.encoding or "utf-8"
+            sys.stdout.write(line.decode(errors="replace").encode(encoding, "replace").decode(encoding))
+            sys.stdout.flush()
 
 
 def _kill(process: subprocess.Popen[bytes], number: int) -> None:

@@ -19,10 +19,9 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture
 from jaxtp.config.schema import UserPath, to_plain
-from jaxtp.distributed.agreement import raise_everywhere
+from jaxtp.distributed.agreement import raise_everywhere, report_failure, run_and_report, watch
 from jaxtp.distributed.allocator import choose_allocator, describe_out_of_memory
 from jaxtp.distributed.environment import is_launched
-from jaxtp.distributed.failures import report_failure, run_and_report, watch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train import metrics
 from jaxtp.train.config import TrainConfig, training_of

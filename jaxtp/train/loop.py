@@ -15,8 +15,7 @@ from jaxtp.config.entry import STANDARD_OUTPUT
 from jaxtp.config.reading import truncate
 from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
-from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
-from jaxtp.distributed.failures import working_on
+from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, working_on
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import run_folder
 from jaxtp.train.metrics import MEAN_LOSS, Trackers

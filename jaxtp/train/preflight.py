@@ -19,7 +19,6 @@ from jaxtp.config.hints import divisors
 from jaxtp.config.schema import ConfigError, differences, to_plain
 from jaxtp.distributed.agreement import (
     all_gather_json,
-    draw_hosts,
     first_disagreeing,
     host_names,
     is_multiprocess,
@@ -78,7 +77,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     counts = ", ".join(f"{count * times} x {first['kind']} on {host}" for host, times in Counter(hosts).items())
     return [
         f"hosts   {len(records)} processes of {count} device{'s' if count != 1 else ''}: {counts}",
-        "devices " + ("\n" + 8 * " ").join(draw_hosts(mesh, hosts)),
+        f"axes    between hosts: {', '.join(axes_between_hosts(mesh, hosts)) or 'none'}",
         f"versions {', '.join(f'{name} {version}' for name, version in first['versions'].items())}",
         f"equal   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), data, clocks and run "
         "folder; collectives over every axis are right",
@@ -150,6 +149,13 @@ def check_hosts_of_tp(host_names: Sequence[str], mesh: Mesh) -> None:
     )
 
 
+def axes_between_hosts(mesh: Mesh, host_names: Sequence[str]) -> list[str]:
+    """Returns the axes along which devices lie on several hosts; `host_names` is by process."""
+    places = np.vectorize(lambda device: host_names[device.process_index])(mesh.devices)
+    firsts = [places.take([0], axis=at) for at in range(places.ndim)]
+    return [axis for axis, first in zip(mesh.axis_names, firsts, strict=True) if (places != first).any()]
+
+
 def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
     """Raises ConfigError if a clock differs too much from process 0's."""
     for process, seconds in enumerate(times):
@@ -181,8 +187,7 @@ def check_folder(folder: Path) -> None:
 def measure_axes(mesh: Mesh) -> list[str]:
     """Returns the all-gather bandwidth of each axis, one line each."""
     each = _GATHERED_ON_CPU if mesh.devices.flat[0].platform == "cpu" else _GATHERED
-    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    hosts = np.array(host_names() if is_multiprocess() else [""])[processes]
+    between = axes_between_hosts(mesh, host_names()) if is_multiprocess() else ()
     lines = []
     for axis, size in mesh_sizes(mesh).items():
         if size == 1:
@@ -197,8 +202,7 @@ def measure_axes(mesh: Mesh) -> list[str]:
             jax.block_until_ready(gather(parts))
             times.append(time.perf_counter() - started)
         rate = (size - 1) * each / statistics.median(times)
-        along = np.moveaxis(hosts, mesh.axis_names.index(axis), 0)
-        over = " (over hosts)" if (along != along[0]).any() else ""
+        over = " (over hosts)" if axis in between else ""
         received = f"{rate / 1e9:.3g} GB/s of an all-gather of {each / 2**20:g} MiB from each"
         lines.append(f"axis    {axis} {size}{over}: each device receives {received}")
     return lines

@@ -34,8 +34,8 @@ class Report(Display):
     """
 
     def __init__(self) -> None:
-        counter, quiet = "step {task.completed:.0f}/{task.total:.0f}", jax.process_index() != 0
-        super().__init__(counter, quiet=quiet, unread=partial(signal.raise_signal, signal.SIGTERM))
+        unread = partial(signal.raise_signal, signal.SIGTERM)
+        super().__init__("step {done}/{total}", quiet=jax.process_index() != 0, unread=unread)
 
     def step(self, step: int, values: Mapping[str, float], tokens_per_second: float) -> None:
         """Updates the progress bar."""

@@ -179,7 +179,7 @@ def test_a_file_that_is_like_nothing(tmp_path):
         ),
         ("name: mine", "mine.yaml: memory, .* missing; give them, or"),
         (WHOLE.replace("domain: 4", ""), "mine.yaml: domain missing; give it, or the name of a device"),
-        (f"{WHOLE}link: 2.0e+11", "mine.yaml: not a YAML file: line 7, column 1: the key 'link' is there twice"),
+        (f"{WHOLE}link: 2.0e+11", "mine.yaml: not a YAML file: line 7, column 1: the key 'link' occurs twice"),
         (
             "like: h100\nreserved: 2.0e+11",
             "reserved = 2e.11 is not less than memory = 8.49.*e.10 bytes: nothing is left",

@@ -266,12 +266,12 @@ def test_a_file_can_include_another(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("base: a.yaml\n", "a.yaml: includes itself by way of base"),
+        ("base: a.yaml\n", "a.yaml: includes itself through base"),
         ("mesh: {tp: yes}\n", "mesh.tp = True: should be a number"),
         ("train: 10\n", "train = 10: should be a section: keys and their values"),
         ("base: 3\n", "base = 3: should be the name of a YAML file"),
         ("base: other.yaml\n", r"other.yaml \(the base of .*\): No such file"),
-        ("model: {d_model: 64}\nmodel: {d_ff: 64}\n", "the key 'model' is there twice"),
+        ("model: {d_model: 64}\nmodel: {d_ff: 64}\n", "the key 'model' occurs twice"),
         (
             "optimizer: {groups: {head: {learning_rate_scal: 2}}}\n",
             "did you mean optimizer.groups.head.learning_rate_scale",

@@ -47,7 +47,7 @@ def test_the_terminal_of_a_scheduler_gets_lines(variable, monkeypatch):
     if variable:
         monkeypatch.setenv(variable, "0")
     monkeypatch.setattr(sys, "stdout", Failing(None, 1000))
-    display = Display("step {task.completed}")
+    display = Display("step {done}")
     show(display)
     assert display.has_bar == (variable is None)
     assert ("\x1b" in sys.stdout.getvalue()) == (variable is None)
@@ -56,7 +56,7 @@ def test_the_terminal_of_a_scheduler_gets_lines(variable, monkeypatch):
 @pytest.mark.journey
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 def test_the_log_of_mpirun_has_lines():
-    code = "import sys, test_console as t; assert sys.stdout.isatty(); t.show(t.Display('step {task.completed}'))"
+    code = "import sys, test_console as t; assert sys.stdout.isatty(); t.show(t.Display('step {done}'))"
     command = ["mpirun", "-n", "1", "--allow-run-as-root", "--oversubscribe", sys.executable, "-c", code]
     done = subprocess.run(command, cwd=os.path.dirname(__file__), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -68,19 +68,19 @@ def test_the_log_of_mpirun_has_lines():
 def test_an_error_while_displaying_silences_the_display(monkeypatch, error, takes):
     unread = []
     monkeypatch.setattr(sys, "stdout", Failing(error, takes))
-    show(Display("step {task.completed}", unread=lambda: unread.append(error)))
+    show(Display("step {done}", unread=lambda: unread.append(error)))
     assert unread == [error] * isinstance(error, BrokenPipeError)
 
 
 def test_a_standard_output_that_was_never_there(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    show(Display("step {task.completed}"))
+    show(Display("step {done}"))
 
 
 def test_what_the_encoding_lacks_is_escaped(monkeypatch):
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
-    Display("step {task.completed}").line("runs/é \ud800")
+    Display("step {done}").line("runs/é \ud800")
     assert out.getvalue() == b"runs/\\xe9 \\ud800\n"
 
 
@@ -88,14 +88,14 @@ def test_a_full_device_fails_once_and_not_at_the_end(monkeypatch):
     """Python flushes what is left over when it ends: that would be an error of its own, with exit code 120."""
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        show(Display("step {task.completed}"))
+        show(Display("step {done}"))
         full.write("at the end")
 
 
 RESIZED = """
 import sys, termios
 from jaxtp.config.console import Display
-with Display("step {task.completed}") as display:
+with Display("step {done}") as display:
     display.begin(0, 9)
     for size in [(24, 80), (0, 0), (1, 1), (1, 0), (0, 1), (60000, 60000)]:
         termios.tcsetwinsize(1, size)

@@ -1,7 +1,6 @@
 """Which device is on which host, whatever the order in which a scheduler dealt out the processes."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 
-from jaxtp.distributed.agreement import by_host, draw_hosts
-from jaxtp.mesh import AXES
+from jaxtp.distributed.devices import by_host
 
 
 @dataclass(frozen=True)
@@ -59,15 +57,3 @@ def test_a_mesh_is_the_hybrid_one_of_jax(inside, across):
     ordered = by_host(there, [f"n{process}" for process in range(len(there))])
     actual = np.array(ordered, object).reshape(np.multiply(inside, across))
     assert (actual == expected).all()
-
-
-def test_hosts_are_drawn_with_the_coordinates_of_their_devices():
-    ordered = by_host(devices(4, 2), ["a", "b", "a", "b"])
-    mesh = SimpleNamespace(devices=np.array(ordered, object).reshape(2, 1, 1, 4), axis_names=AXES)
-    assert draw_hosts(mesh, ["a", "b", "a", "b"]) == [
-        "a   dp 0 fsdp 0 cp 0: 0.0 0.1 2.0 2.1",
-        "b   dp 1 fsdp 0 cp 0: 1.0 1.1 3.0 3.1",
-    ]
-    assert draw_hosts(mesh, ["a", "b", "a", "b"], most=1)[1] == "... 1 more hosts"
-    spread = draw_hosts(mesh, ["a", "b", "c", "d"])
-    assert spread[:2] == ["a   dp 0 fsdp 0 cp 0: 0.0 0.1", "c   dp 0 fsdp 0 cp 0: 2.0 2.1"]

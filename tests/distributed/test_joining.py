@@ -10,7 +10,7 @@ import jax
 import pytest
 from runs import free_address
 
-from jaxtp.distributed import joining, rendezvous
+from jaxtp.distributed import joining
 from jaxtp.distributed.environment import LaunchError, num_processes
 from jaxtp.distributed.joining import gpus_of_process, join_processes
 from jaxtp.train import __main__ as train
@@ -58,7 +58,7 @@ BY_HAND = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "2", "JAX_P
 @pytest.fixture
 def alone(monkeypatch):
     """Nobody looks for the names of these hosts."""
-    monkeypatch.setattr(rendezvous.Wait, "reach", lambda self: None)
+    monkeypatch.setattr(joining.Wait, "reach", lambda self: None)
 
 
 @pytest.fixture
@@ -181,11 +181,11 @@ def test_an_address_that_is_not_of_this_host_is_an_error(joined):
 def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
     """And that it does not reach a node: at once, since JAX would not say it."""
     said = threading.Event()
-    say = rendezvous.Wait.print
+    say = joining.Wait.print
     monkeypatch.setattr(joining, "_CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(rendezvous, "PATIENCE", 0.1)
+    monkeypatch.setattr(joining, "PATIENCE", 0.1)
     monkeypatch.setattr(
-        rendezvous.Wait, "print", lambda self, text: (say(self, text), "waiting for all" in text and said.set())
+        joining.Wait, "print", lambda self, text: (say(self, text), "waiting for all" in text and said.set())
     )
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: said.wait(60))
     nowhere = {"SLURM_STEP_NODELIST": "no-such-host.invalid", "JAXTP_JOIN_SECONDS": "70"}

@@ -95,7 +95,7 @@ def test_hosts_are_told_apart_and_a_coordinator_may_be_late_or_start_again(start
     wait_until(lambda: "still waiting for all to start" in start.said(1))
     assert [start(0, *flags).wait(180), other.wait(180)] == [0, 0]
     said = start.said(0)
-    assert f"devices {HOSTS[0]}   dp 0 fsdp 0 cp 0: 0.0 0.1\n        {HOSTS[1]}   dp 0 fsdp 1 cp 0: 1.0 1.1\n" in said
+    assert "axes    between hosts: fsdp\n" in said
     assert said.count("GB/s of an all-gather") == 2
     assert len(records(tmp_path / "run")) == 3
 
@@ -121,6 +121,4 @@ def test_when_the_cable_is_cut_both_end(start):
     assert all(process.wait(60) != 0 for process in processes)
     assert time.monotonic() - began < 60
     for process in range(2):
-        assert f"process {1 - process} (on {HOSTS[1 - process]}) has given no sign of life for 25 s" in start.said(
-            process
-        )
+        assert f"process {1 - process} (on {HOSTS[1 - process]}) has sent no heartbeat for 25 s" in start.said(process)

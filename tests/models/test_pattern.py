@@ -151,7 +151,7 @@ def test_it_is_written_as_mappings_and_read_back(tmp_path):
             "attention=cudnn: it has no model.att",
         ),
         ("{num_layers: 2, first_blocks: [{}, {}, {}]}", "3 in model.first_blocks and 0 in model.pattern; at least 3"),
-        (f"pattern: [{'{}, ' * 200}]", "has 200 values, and at most 128 are taken"),
+        (f"pattern: [{'{}, ' * 200}]", "has 200 values; at most 128 are allowed"),
     ],
 )
 def test_a_pattern_that_cannot_be_is_one_error(model, message, tmp_path, capsys):

@@ -157,3 +157,13 @@ def test_all_processes_end_with_the_mistake_of_one(lie, message, tmp_path, monke
         assert "error" in (said := (tmp_path / f"logs/process-{index}.log").read_text()) or "nonsense" in said
     assert message.format(host=preflight.socket.gethostname()) in (tmp_path / "logs/process-0.log").read_text()
     assert "checkpoints" not in {path.name for path in tmp_path.glob("run/*")}
+
+
+@pytest.mark.parametrize(
+    ("places", "axes"),
+    [("aaaa", []), ("aabb", ["dp"]), ("abab", ["tp"]), ("abcd", ["dp", "tp"])],
+)
+def test_axes_between_hosts(places, axes):
+    there = np.array([SimpleNamespace(process_index=process) for process in range(4)]).reshape(2, 1, 1, 2)
+    made = SimpleNamespace(devices=there, axis_names=AXES)
+    assert preflight.axes_between_hosts(made, list(places)) == axes

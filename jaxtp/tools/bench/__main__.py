@@ -36,10 +36,9 @@ from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json, writing
 from jaxtp.config.schema import ConfigError, Count, UserPath, replace_nested
-from jaxtp.distributed.agreement import raise_everywhere
+from jaxtp.distributed.agreement import raise_everywhere, run_and_report, watch
 from jaxtp.distributed.devices import build_mesh
 from jaxtp.distributed.environment import keep_programs
-from jaxtp.distributed.failures import run_and_report, watch
 from jaxtp.distributed.joining import join_processes
 from jaxtp.mesh import AXES, CONTEXT, TP, batch_parts, describe_mesh, mesh_shape, mesh_sizes, parts
 from jaxtp.models.config import ModelConfig, padded_sizes, violations

@@ -177,7 +177,7 @@ def _run(argv: Sequence[str]) -> None:
 
 @contextmanager
 def _progress(verb: str) -> Iterator[Progress]:
-    with Display(f"{{task.percentage:.0f}}% {verb}", stream=sys.stderr) as display:
+    with Display(f"{{done}}% {verb}", stream=sys.stderr) as display:
         display.begin(0, 100)
         yield lambda done, total: display.move(100 * done // max(total, 1), "")
 

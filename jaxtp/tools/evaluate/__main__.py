@@ -16,8 +16,7 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
-from jaxtp.distributed.failures import report_failure, run_and_report, watch
+from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, report_failure, run_and_report, watch
 from jaxtp.distributed.joining import join_processes
 from jaxtp.generate.loading import (
     ModelSource,

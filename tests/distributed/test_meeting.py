@@ -9,10 +9,10 @@ import time
 import pytest
 from runs import free_address
 
-from jaxtp.distributed import links, rendezvous
+from jaxtp.distributed import joining, links
 from jaxtp.distributed.environment import LaunchError
+from jaxtp.distributed.joining import Wait, meet
 from jaxtp.distributed.links import connect
-from jaxtp.distributed.rendezvous import Wait, meet
 
 TOKEN = "the token"
 STRANGER = b'{"process": 1, "count": 99, "host": "x"}\n'
@@ -159,7 +159,7 @@ def test_strangers_hold_up_nobody(monkeypatch):
 
 
 def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
-    monkeypatch.setattr(rendezvous, "PATIENCE", 0.1)
+    monkeypatch.setattr(joining, "PATIENCE", 0.1)
     began = time.monotonic()
     with pytest.raises(LaunchError, match="nothing answers there after 1 s: process 0 has to run on that host"):
         come(int(free_address().rpartition(":")[2]), 1, 2, 1)
@@ -178,7 +178,7 @@ def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
 def test_an_address_that_cannot_be_reached_is_named_at_once_and_at_the_end(host, problem, monkeypatch, capsys):
     said = []
     monkeypatch.setattr(
-        rendezvous.time, "sleep", lambda _: said.append(capsys.readouterr().err) or threading.Event().wait(0.2)
+        joining.time, "sleep", lambda _: said.append(capsys.readouterr().err) or threading.Event().wait(0.2)
     )
     with pytest.raises(LaunchError) as error:
         come(99, 1, 2, 1, host=host)
