@@ -1,20 +1,32 @@
 """Counts collectives in a jaxpr: the program's own, before compilation.
 
-Loops count each iteration (`loops`); conditionals count every branch, an upper bound.
+Conditionals count every branch, an upper bound. Scans count each iteration, as does a `while` that counts an integer up
+to a constant. Other loops count one iteration, and are a problem unless the caller allows them by name. HLO is counted
+by the same rules (`hlo.py`).
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Literal as Constant
 
 from jaxtp.analysis.collective import PRIMITIVES, Collective
-from jaxtp.analysis.loops import AT_MOST, Counted, runs, turns_in_jaxpr
 from jaxtp.mesh import parts
+
+Counted = Literal["", "at most", "a turn"]
+"""Meaning of a count: exact, or one of these two."""
+
+AT_MOST: Final = "at most"
+"""A collective in a branch of a conditional: it runs as often as that branch is taken, and all are counted."""
+
+A_TURN: Final = "a turn"
+"""A collective in a loop with an unknown trip count: its count is that of one iteration."""
 
 _MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
 
@@ -61,7 +73,7 @@ def _walk(
 def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, Counted]]:
     name, params = equation.primitive.name, equation.params
     if name == "while":
-        bodies, conditions, meant = runs(turns_in_jaxpr(equation), counted)
+        bodies, conditions, meant = runs(trip_count(equation), counted)
         yield params["body_jaxpr"].jaxpr, bodies, meant
         yield params["cond_jaxpr"].jaxpr, conditions, meant
         return
@@ -105,3 +117,46 @@ def arrays(*variables: Any) -> list[ShapedArray]:
 def message_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Returns the bytes of an array."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def turns(first: int | None, limit: int | None, step: int | None) -> int | None:
+    """Returns the iterations of `while first < limit: first += step`; None if any is unknown."""
+    if first is None or limit is None or step is None or step < 1:
+        return None
+    return max(0, -((first - limit) // step))
+
+
+def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
+    """Returns how often a loop runs its body and its condition, and the counts' meaning.
+
+    Args:
+      turns: trip count; None if unknown.
+      counted: meaning of the loop's own count.
+    """
+    return (1, 1, A_TURN) if turns is None else (turns, turns + 1, counted)
+
+
+def trip_count(loop: JaxprEqn) -> int | None:
+    """Returns the iterations of a `while` equation; None if unknown."""
+    condition, body = loop.params["cond_jaxpr"].jaxpr, loop.params["body_jaxpr"].jaxpr
+    test = _maker(condition, condition.outvars[0])
+    if test is None or test.primitive.name != "lt" or test.invars[0] not in condition.invars:
+        return None
+    carried = condition.invars.index(test.invars[0]) - loop.params["cond_nconsts"]
+    at = carried + loop.params["body_nconsts"]
+    after = _maker(body, body.outvars[carried])
+    if carried < 0 or after is None or after.primitive.name != "add" or after.invars[0] is not body.invars[at]:
+        return None
+    first = loop.invars[at + loop.params["cond_nconsts"]]
+    return turns(_integer(first), _integer(test.invars[1]), _integer(after.invars[1]))
+
+
+def _maker(jaxpr: Jaxpr, variable: Any) -> JaxprEqn | None:
+    return next((e for e in jaxpr.eqns if any(made is variable for made in e.outvars)), None)
+
+
+def _integer(operand: Any) -> int | None:
+    if not isinstance(operand, Constant):
+        return None
+    kind: Any = operand.aval
+    return int(operand.val) if kind.shape == () and kind.dtype in (np.int32, np.int64) else None

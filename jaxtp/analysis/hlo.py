@@ -1,7 +1,7 @@
-"""Counts collectives in HLO text, as XLA dumps it after SPMD partitioning.
+"""Counts collectives and products in HLO text, as XLA dumps it after SPMD partitioning.
 
-The text precedes backend-specific passes, which merge, split and schedule collectives. Loops count each iteration
-(`loops`).
+The text precedes backend-specific passes, which merge, split and schedule collectives. It begins with tables of file
+names, locations, and stack frames; older XLA writes file and line into each instruction.
 """
 
 import dataclasses
@@ -9,13 +9,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from jaxtp.analysis.census import message_bytes
+from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, message_bytes, runs, turns
 from jaxtp.analysis.collective import PERMUTE, Collective
-from jaxtp.analysis.loops import A_TURN, AT_MOST, Counted, runs, turns_in_hlo
-from jaxtp.analysis.text import HloError, Instruction, Module, parse_module, read_frames, source_line
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -27,6 +27,132 @@ _DTYPES = {"pred": "bool", "bf16": "bfloat16"} | {
     for bits in (8, 16, 32, 64, 128)
 }
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(
+    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+)
+_CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_WRITTEN_OUT = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
+_LIBRARIES = ("/site-packages/", "/dist-packages/")
+
+Operand = tuple[str, int | None]
+"""The name of what an instruction reads; with a number, that part of a tuple (`%p#1`)."""
+
+
+class HloError(ValueError):
+    """Unknown spelling, probably of a newer XLA."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of a computation."""
+
+    root: str | None
+    """Mark of the instruction whose value the computation returns; None for others."""
+
+    name: str
+    type: str
+    opcode: str
+    rest: str
+    """Text after the opening parenthesis: operands, attributes, metadata."""
+
+    @property
+    def op_name(self) -> str:
+        """The program's operation; empty if missing."""
+        return self.attribute("op_name") or ""
+
+    @property
+    def callees(self) -> list[str]:
+        """Computations that it runs once; excludes `condition` and `body` of a `while`."""
+        branches = _BRANCHES.search(self.rest)
+        return _CALLEE.findall(self.rest) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+
+    @cached_property
+    def operands(self) -> list[Operand]:
+        """Instructions that it reads, in order."""
+        found = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.rest.split(")")[0])
+        return [(name, int(part) if part else None) for name, part in found]
+
+    def attribute(self, name: str) -> str | None:
+        """Returns the word after `name=`, without quotes; None if missing."""
+        found = re.search(rf'\b{name}=(?:"([^"]*)"|%?([\w.\-]+))', self.rest)
+        return None if found is None else (found[1] if found[1] is not None else found[2])
+
+
+Module = Mapping[str, Sequence[Instruction]]
+"""Instructions by computation; in the text of a compiled program, in the order of its schedule."""
+
+
+def parse_module(text: str) -> tuple[Module, str]:
+    """Returns the computations, and the entry's name.
+
+    Raises:
+      HloError: not the text of a module.
+    """
+    module: dict[str, list[Instruction]] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            current = header["name"]
+            module[current] = []
+            entry = current if header["entry"] else entry
+        elif current and (found := _INSTRUCTION.match(line)):
+            module[current].append(Instruction(**found.groupdict()))
+    if not entry:
+        raise HloError("no ENTRY computation: not the text of an HLO module")
+    return module, entry
+
+
+def root_of(computation: Sequence[Instruction]) -> Instruction | None:
+    """Returns the computation's root."""
+    return next((instruction for instruction in computation if instruction.root), None)
+
+
+def named(computation: Sequence[Instruction], name: str) -> Instruction | None:
+    """Returns the instruction with that name."""
+    return next((instruction for instruction in computation if instruction.name == name), None)
+
+
+def read_frames(text: str) -> dict[int, str]:
+    """Returns `file:line` by frame id, of the innermost frame outside of installed libraries."""
+    files = {int(i): name for i, name in re.findall(r'^(\d+) "(.+)"$', _table(text, "FileNames"), re.MULTILINE)}
+    places = {
+        int(i): f"{files.get(int(file), '?')}:{line}"
+        for i, file, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _table(text, "FileLocations"), re.MULTILINE
+        )
+    }
+    frames = {
+        int(i): (places.get(int(place), "?"), int(parent or i))
+        for i, place, parent in re.findall(
+            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(text, "StackFrames"), re.MULTILINE
+        )
+    }
+    return {frame: _outside_libraries(frame, frames) for frame in frames}
+
+
+def source_line(metadata: str, frames: Mapping[int, str]) -> str:
+    """Returns the `file:line` in an instruction's metadata; empty if missing."""
+    if found := _FRAME.search(metadata):
+        return frames.get(int(found[1]), "")
+    written = _WRITTEN_OUT.search(metadata)
+    return f"{written[1]}:{written[2]}" if written else ""
+
+
+def _table(text: str, name: str) -> str:
+    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    return found[1] if found else ""
+
+
+def _outside_libraries(frame: int, frames: Mapping[int, tuple[str, int]]) -> str:
+    place, caller = frames[frame]
+    seen = {frame}
+    while any(library in place for library in _LIBRARIES) and caller in frames and caller not in seen:
+        seen.add(caller)
+        place, caller = frames[caller]
+    return place
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
@@ -84,13 +210,58 @@ def walk(
         here = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
         yield name, instruction, here, times, counted
         if instruction.opcode == "while":
-            bodies, conditions, meant = runs(turns_in_hlo(module, module[name], instruction), counted)
+            bodies, conditions, meant = runs(_trip_count(module, module[name], instruction), counted)
             yield from walk(module, instruction.attribute("body") or "", here, times * bodies, meant)
             yield from walk(module, instruction.attribute("condition") or "", here, times * conditions, meant)
         elif instruction.opcode in ("call", "conditional", "fusion"):
             branches = instruction.opcode == "conditional" and not counted
             for callee in instruction.callees:
                 yield from walk(module, callee, here, times, AT_MOST if branches else counted)
+
+
+def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
+    """Returns a `while`'s iterations, from the compiler's note or the condition; None if unknown.
+
+    Args:
+      around: the computation that contains the loop.
+    """
+    if known := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.rest):
+        return int(known[1])
+    condition, body = (module[loop.attribute(name) or ""] for name in ("condition", "body"))
+    test, init, result = root_of(condition), named(around, loop.operands[0][0]), root_of(body)
+    if test is None or (test.opcode, test.attribute("direction")) != ("compare", "LT"):
+        return None
+    counter = _part(condition, test.operands[0])
+    if counter is None or init is None or result is None or {init.opcode, result.opcode} != {"tuple"}:
+        return None
+    after, _ = _resolve(body, result.operands[counter])
+    if after is None or after.opcode != "add" or _part(body, after.operands[0]) != counter:
+        return None
+    first, limit = _constant(around, init.operands[counter]), _constant(condition, test.operands[1])
+    return turns(first, limit, _constant(body, after.operands[1]))
+
+
+def _resolve(computation: Sequence[Instruction], operand: Operand) -> tuple[Instruction | None, int | None]:
+    # The instruction behind copies, and the part of its tuple.
+    made = named(computation, operand[0])
+    if made is not None and made.opcode == "copy":
+        return _resolve(computation, made.operands[0])
+    if made is not None and made.opcode == "get-tuple-element":
+        return named(computation, made.operands[0][0]), int(made.attribute("index") or 0)
+    return made, operand[1]
+
+
+def _part(computation: Sequence[Instruction], operand: Operand) -> int | None:
+    made, part = _resolve(computation, operand)
+    return part if made is not None and made.opcode == "parameter" else None
+
+
+def _constant(computation: Sequence[Instruction], operand: Operand) -> int | None:
+    made, _ = _resolve(computation, operand)
+    if made is None or made.opcode != "constant" or not made.type.startswith(("s32[]", "s64[]")):
+        return None
+    number = re.match(r"-?\d+(?=\))", made.rest)
+    return int(number[0]) if number else None
 
 
 def check_counted(instruction: Instruction, counted: Counted) -> None:

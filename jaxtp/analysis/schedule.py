@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtp.analysis.collective import Axes, Collective
-from jaxtp.analysis.hlo import KINDS, check_counted, collectives_of, walk
-from jaxtp.analysis.text import Instruction, Module, parse_module
+from jaxtp.analysis.hlo import KINDS, Instruction, Module, check_counted, collectives_of, parse_module, walk
 
 START = "-start"
 _COMPUTES = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "sort", "reduce"}

@@ -4,44 +4,34 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from jaxtp.analysis.collective import Collective, Place, bytes_by_place
-from jaxtp.analysis.costs import (
+from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place
+from jaxtp.analysis.layer_costs import (
     FLOAT32,
     RECOMPUTE_POLICIES,
     REGATHER_POLICIES,
     Bytes,
-    CachedBytes,
+    CollectiveCost,
     Cost,
-    ElementwiseTraffic,
-    LogitTraffic,
     Product,
-    SavedActivations,
-    ScoreTraffic,
     Weight,
     Workload,
-    Workspace,
-    collectives_of,
-    enter,
-    itemsize,
-    sums_over,
-    within,
-)
-from jaxtp.analysis.layer_costs import (
     branch_costs,
+    collectives_of,
     embedding_costs,
+    enter,
     has_formulas,
+    itemsize,
     norm_costs,
     positions_costs,
-    table_weight,
+    run,
 )
 from jaxtp.analysis.traced_costs import traced_costs
-from jaxtp.layers.activations import Context
 from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.loss import LOSS
@@ -53,8 +43,6 @@ from jaxtp.models.decoder import Decoder, DecoderBlock
 LOGIT_PASSES = 6
 """Times that float32 logits go through memory outside of products: maximum, exponentials, label; backward again, and
 the difference. An estimate."""
-
-C = TypeVar("C")
 
 MUCH_PADDING = 0.25  # of a block's weights: from here on it is warned of
 _FURTHEST = 1024  # size of tp that is proposed
@@ -127,9 +115,7 @@ def step_costs(
     batch_size: int,
     sequence_length: int,
     accumulation: int = 1,
-    packed: bool = False,
-    platform: str = "cpu",
-    context: Context = "auto",
+    **shape: Any,
 ) -> StepCosts:
     """Returns each device's work in a training step.
 
@@ -137,23 +123,11 @@ def step_costs(
 
     Args:
       batch_size: sequences per step, over all devices and micro-batches.
-      packed: sequences hold several documents.
-      platform: decides the kernels.
-      context: method of attention over cp.
+      **shape: other fields of `LocalShape`: packed, platform, context.
     """
     rows = batch_size // (batch_parts(mesh) * accumulation)
-    work = Workload(
-        sizes=mesh,
-        rows=rows,
-        length=sequence_length,
-        remat=config.remat,
-        frozen=config.lora.rank > 0,
-        packed=packed,
-        platform=platform,
-        accumulation=accumulation,
-        context=context,
-    )
-    return costs_of(config, work)
+    work = Workload(sizes=mesh, rows=rows, length=sequence_length, accumulation=accumulation, **shape)
+    return costs_of(config, replace(work, remat=config.remat, frozen=config.lora.rank > 0))
 
 
 def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
@@ -164,26 +138,25 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         model = described(config, work.tp)  # its arrays are padded for tp, as a trace needs them
     blocks = [(stack.repeats, list(block_costs(block, work))) for stack, kinds in model.stacked() for block in kinds]
     outside = [(1, cost) for cost in decoder_costs(model, work)]
-    inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
-    every = inside + outside
-    products = list(_merged((n * work.accumulation, product) for n, product in _of(Product, every)))
-    weights = _of(Weight, inside)
+    every = [(repeats, cost) for repeats, costs in blocks for cost in costs] + outside
+    weights = [(n, cost) for n, cost in every[: -len(outside)] if isinstance(cost, Weight)]
+    products = _products(every, work)
 
     return StepCosts(
         traffic=_traffic(every, work),
         products=tuple(product for product in products if not product.attention),
         attention=tuple(product for product in products if product.attention),
-        elementwise=work.accumulation * _passes(work) * _bytes(_of(ElementwiseTraffic, every)),
-        scores=work.accumulation * _bytes(_of(ScoreTraffic, every)),
-        logits=work.accumulation * _bytes(_of(LogitTraffic, every)),
+        elementwise=work.accumulation * _passes(work) * _bytes("elementwise", every),
+        scores=work.accumulation * _bytes("scores", every),
+        logits=work.accumulation * _bytes("logits", every),
         itemsize=itemsize(config.precision.compute),
         param_itemsize=itemsize(config.trained_dtype),
-        kept=int(_bytes(_of(SavedActivations, every))),
-        working=int(max(sum(cost.bytes for cost in costs if isinstance(cost, Workspace)) for _, costs in blocks)),
+        kept=int(_bytes("saved", every)),
+        working=int(max(_bytes("workspace", ((1, cost) for cost in costs)) for _, costs in blocks)),
         weights=int(max(sum(c.loaded_bytes(work) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
         transposed=int(sum(n * weight.stored_bytes(work.sizes) for n, weight in weights if weight.transposed)),
-        loss=int(_bytes(_of(Workspace, outside))),
-        cached=int(_bytes(_of(CachedBytes, every))),
+        loss=int(_bytes("workspace", outside)),
+        cached=int(_bytes("cached", every)),
         adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
         unused=sum(n * w.over_tp(work.sizes) * (1 - w.used_by(work.tokens)) for n, w in weights),
         padding=sum(n * w.padded(work.tp) for n, w in weights) / sum(n * w.size for n, w in weights) - 1,
@@ -194,20 +167,29 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     """Yields the costs of branches, norms, residual sums and saved input."""
     residual = work.between(block.config.sequence_parallel) * block.config.d_model
     size, last = residual * itemsize(block.config.precision.compute), block.names[-1]
-    yield SavedActivations(size * {"none": len(block.names), "offload": 0}.get(work.remat, 1))
+    yield Bytes("saved", size * {"none": len(block.names), "offload": 0}.get(work.remat, 1))
     for name, branch, before, after in block.branches():
         if before is not None:
-            yield from within(name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES))
+            yield from _within(name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES))
         if after is not None:  # the next norm reads the sum to which its result is added
             recomputed = name != last and work.remat != "none"
-            yield from within(name, norm_costs(after, work, recomputed=recomputed))
+            yield from _within(name, norm_costs(after, work, recomputed=recomputed))
         read = name != last or after is not None
         if has_formulas(branch):
-            yield from within(name, branch_costs(branch, work, read=read))
+            costs = branch_costs(branch, work, read=read)
         else:
-            config = block.config
-            yield from within(name, traced_costs(_unstacked(branch), work, config.d_model, config.precision, read=read))
-        yield ElementwiseTraffic(3 * size)
+            costs = traced_costs(_unstacked(branch), work, block.config.d_model, block.config.precision, read=read)
+        yield from _within(name, costs)
+        yield Bytes("elementwise", 3 * size)
+
+
+def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
+    """Nests the costs' module names in `name`."""
+    for cost in costs:
+        if isinstance(cost, CollectiveCost):
+            yield replace(cost, collective=replace(cost.collective, scope=f"{name}/{cost.collective.scope}"))
+        else:
+            yield replace(cost, module=f"{name}/{cost.module}") if isinstance(cost, Weight) else cost
 
 
 def _unstacked(branch: Branch) -> Branch:
@@ -226,29 +208,30 @@ def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
     num_experts = [block.num_experts for block in config.layers() if block.num_experts]
     if num_experts and work.training:
         of_rows = sum(2 * experts + 3 for experts in num_experts) * work.rows
-        yield sums_over(BALANCE, SEQUENCE, work.sizes, FLOAT32 * of_rows)
-        yield sums_over(BALANCE, BATCH, work.sizes, FLOAT32 * (sum(num_experts) + 4))
+        yield run(ALL_REDUCE, SEQUENCE, BALANCE, work, FLOAT32 * of_rows)
+        yield run(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (sum(num_experts) + 4))
 
 
 def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     """Yields the costs of head and loss. Over tp: a column layer's input, and three floats per token."""
     compute, tokens, features = itemsize(config.precision.compute), work.tokens, config.d_model
-    local = PaddedDim((config.vocab_size,)).padded(work.tp) // work.tp
-    yield replace(table_weight(LOSS, config.vocab_size, features, config.precision), tied=config.tie_embeddings)
+    size, vocab = config.vocab_size * features, PaddedDim((config.vocab_size,))
+    local, tied = vocab.padded(work.tp) // work.tp, config.tie_embeddings
+    yield Weight(module=LOSS, size=size, split=vocab, precision=config.precision, again=False, tied=tied)
     hidden = tokens * features * compute
     yield from enter(LOSS, work, hidden, split=work.is_split(config.sequence_parallel), again=False)
     chunks = -(-tokens // config.loss_chunk)
     for floats in (1, 2):  # the maximum; the sum of exponentials and the label's logit
-        yield sums_over(LOSS, (TP,), work.sizes, floats * tokens * FLOAT32 / chunks, chunks)
-    yield sums_over(LOSS, TOKENS, work.sizes, 2 * FLOAT32)
+        yield run(ALL_REDUCE, (TP,), LOSS, work, floats * tokens * FLOAT32 / chunks, chunks)
+    yield run(ALL_REDUCE, TOKENS, LOSS, work, 2 * FLOAT32)
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
-    yield LogitTraffic(tokens * local * FLOAT32 * LOGIT_PASSES)
+    yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
     # Two float32 arrays of the table's size: its summed gradient, and a chunk's contribution. A frozen table has no
     # gradient, and exists in float32 only if it is gathered.
     tables = int(parts(work.sizes, STORAGE) > 1) if work.frozen else 2
     logits = min(config.loss_chunk, tokens) * local  # and their gradient
-    yield Workspace((tables * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
+    yield Bytes("workspace", (tables * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
 
 
 def active_parameters(config: ModelConfig, parameters: int) -> int:
@@ -262,12 +245,8 @@ def describe_active(config: ModelConfig, parameters: int) -> str:
     return "" if active == parameters else f", {active:,} active for each token"
 
 
-def _of(kind: type[C], costs: Iterable[tuple[int, Cost]]) -> list[tuple[int, C]]:
-    return [(times, cost) for times, cost in costs if isinstance(cost, kind)]
-
-
-def _bytes(costs: Iterable[tuple[int, Bytes]]) -> float:
-    return sum(times * cost.bytes for times, cost in costs)
+def _bytes(kind: str, costs: Iterable[tuple[int, Cost]]) -> float:
+    return sum(times * cost.bytes for times, cost in costs if isinstance(cost, Bytes) and cost.kind == kind)
 
 
 def _passes(work: Workload) -> float:
@@ -302,12 +281,12 @@ def _traffic(costs: Iterable[tuple[int, Cost]], work: Workload) -> dict[Collecti
     return dict(found)
 
 
-def _merged(products: Iterable[tuple[int, Product]]) -> Iterator[Product]:
+def _products(costs: Iterable[tuple[int, Cost]], work: Workload) -> list[Product]:
     found: Counter[Product] = Counter()
-    for times, product in products:
-        found[replace(product, count=0)] += times * product.count
-    for product, count in found.items():
-        yield replace(product, count=count)
+    for times, cost in costs:
+        if isinstance(cost, Product):
+            found[replace(cost, count=0)] += times * work.accumulation * cost.count
+    return [replace(product, count=count) for product, count in found.items()]
 
 
 def described(config: ModelConfig, tp: int = 1) -> Decoder:

@@ -16,18 +16,7 @@ from jax.sharding import AbstractMesh
 
 from jaxtp.analysis.census import arrays, count_collectives, equations
 from jaxtp.analysis.collective import Collective
-from jaxtp.analysis.costs import (
-    CachedBytes,
-    CollectiveCost,
-    Cost,
-    ElementwiseTraffic,
-    Product,
-    SavedActivations,
-    Weight,
-    Workload,
-    Workspace,
-    itemsize,
-)
+from jaxtp.analysis.layer_costs import Bytes, CollectiveCost, Cost, Product, Weight, Workload, itemsize
 from jaxtp.layers import remat
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import Sequences
@@ -84,10 +73,10 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
         saved, everything = residuals(work.remat), residuals("none")
         cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length))
     cached = sum(array.size * array.dtype.itemsize for array in cache)
-    yield CachedBytes(cached / math.prod(sizes.values()))
-    yield SavedActivations(saved)
-    yield Workspace(everything)
-    yield ElementwiseTraffic(everything)
+    yield Bytes("cached", cached / math.prod(sizes.values()))
+    yield Bytes("saved", saved)
+    yield Bytes("workspace", everything)
+    yield Bytes("elementwise", everything)
     for one, times in count_collectives(jaxpr, sizes).items():
         yield CollectiveCost(Collective(one.kind, one.axes, one.group, one.bytes, one.module), times)
     yield from _products(jaxpr.jaxpr)

@@ -107,7 +107,7 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
     parameters count 4 instead of 6. Kaplan et al., arXiv 2001.08361; attention as in Megatron-LM, arXiv 2104.04473,
     halved for causality.
     """
-    from jaxtp.analysis.costs import Workload
+    from jaxtp.analysis.layer_costs import Workload
     from jaxtp.analysis.step_costs import active_parameters, costs_of
 
     lookup = 0 if config.tie_embeddings else config.vocab_size * config.d_model

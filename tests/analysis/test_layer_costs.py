@@ -10,12 +10,16 @@ from hypothesis import strategies as st
 
 import jaxtp
 from jaxtp.analysis import step_costs
-from jaxtp.analysis.costs import Workload, bytes_sent
-from jaxtp.analysis.layer_costs import context_costs, lookup_costs
+from jaxtp.analysis.layer_costs import Workload, collectives_of, context_costs, lookup_costs
 from jaxtp.layers.context import Attended
 from jaxtp.layers.kernels import select
 from jaxtp.mesh import mesh_shape
 from jaxtp.models import config as decoder_config
+
+
+def bytes_sent(costs, work):
+    return sum(one.count * one.collective.bytes_sent for cost in costs for one in collectives_of(cost, work))
+
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
 

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxtp.analysis.collective import Collective
+from jaxtp.analysis.hlo import HloError
 from jaxtp.analysis.schedule import Scheduled, read_schedule
-from jaxtp.analysis.text import HloError
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 TP, FSDP = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups={{0,4},{1,5},{2,6},{3,7}}"

@@ -15,8 +15,7 @@ import tyro
 from jax.sharding import Mesh
 
 import jaxtp
-from jaxtp.analysis.hardware import TABLE, Hardware, of_kind
-from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.hardware import TABLE, Hardware, find, of_kind
 from jaxtp.analysis.tables import columns
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help

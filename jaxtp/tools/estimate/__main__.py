@@ -11,8 +11,7 @@ import jax
 import tyro
 from pydantic import Field
 
-from jaxtp.analysis.hardware import GB, RANGES, TABLE
-from jaxtp.analysis.hardware_file import MAX_DEVICES, parse
+from jaxtp.analysis.hardware import GB, MAX_DEVICES, RANGES, TABLE, parse
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command, parse_mesh

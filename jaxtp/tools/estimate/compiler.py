@@ -18,9 +18,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxtp.analysis.hlo import count_flops_in_hlo
+from jaxtp.analysis.hlo import HloError, count_flops_in_hlo
 from jaxtp.analysis.schedule import read_schedule
-from jaxtp.analysis.text import HloError
 from jaxtp.config.schema import validate
 from jaxtp.mesh import mesh_of
 from jaxtp.train import optimizer as optimizers

@@ -16,8 +16,7 @@ import optax
 import tyro
 from pydantic import Field
 
-from jaxtp.analysis.hardware import GB, Hardware
-from jaxtp.analysis.hardware_file import parse
+from jaxtp.analysis.hardware import GB, Hardware, parse
 from jaxtp.analysis.tables import columns
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, parse_mesh

@@ -8,8 +8,8 @@ once, and waits for each layer's collectives. With E experts, n rows that choose
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtp.analysis.costs import Workload
 from jaxtp.analysis.hardware import GB
+from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import costs_of
 from jaxtp.analysis.tables import columns
 from jaxtp.config.schema import ConfigError

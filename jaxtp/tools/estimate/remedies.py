@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxtp.analysis.hardware import GB
-from jaxtp.analysis.hardware_file import MAX_DEVICES
+from jaxtp.analysis.hardware import GB, MAX_DEVICES
 from jaxtp.config.schema import replace_nested
 from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import adaptable

@@ -40,8 +40,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxtp.analysis.collective import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Axes, Collective
-from jaxtp.analysis.costs import Product
 from jaxtp.analysis.hardware import Hardware, inside_domain, link_of
+from jaxtp.analysis.layer_costs import Product
 from jaxtp.analysis.step_costs import StepCosts
 from jaxtp.mesh import parts
 from jaxtp.train.memory import Memory

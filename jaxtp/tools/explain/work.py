@@ -12,8 +12,7 @@ from jax.core import Atom
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal  # type: ignore[attr-defined] # jax 0.12: another name
 from jax.sharding import PartitionSpec
 
-from jaxtp.analysis.census import equations
-from jaxtp.analysis.loops import runs, turns_in_jaxpr
+from jaxtp.analysis.census import equations, runs, trip_count
 from jaxtp.mesh import TOKENS, TP, axes_of, parts
 from jaxtp.tools.explain.dataflow import inner_jaxpr, open_jaxpr, scan_arguments
 from jaxtp.tools.explain.propagation_rules import Blocked, pass_through, shape_of
@@ -75,7 +74,7 @@ class _Counter:
             branches = [self.run(open_jaxpr(branch), splits[1:], times) for branch in params["branches"]]
             return branches[0]
         if name == "while":
-            self.multiply(params["body_jaxpr"], times * runs(turns_in_jaxpr(equation), "")[0])
+            self.multiply(params["body_jaxpr"], times * runs(trip_count(equation), "")[0])
         elif body := inner_jaxpr(equation):
             return self.run(body, splits, times)
         return self.operation(equation, splits, times)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtp.analysis.collective import Collective
-from jaxtp.analysis.hardware_file import find, read
+from jaxtp.analysis.hardware import find, read
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.bench.__main__ import Measured, Place

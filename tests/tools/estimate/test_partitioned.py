@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support import sweep
 
 import jaxtp
-from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.hardware import find
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import AXES, TP, fitting_meshes, mesh_shape
 from jaxtp.models import decoder

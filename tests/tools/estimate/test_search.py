@@ -10,7 +10,7 @@ import pytest
 from support import sweep
 
 import jaxtp
-from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.hardware import find
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.mesh import fitting_meshes, make_mesh, mesh_shape
 from jaxtp.tools.estimate.remedies import Run, faster, remedies, with_fused_attention
