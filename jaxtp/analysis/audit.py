@@ -42,15 +42,12 @@ class AuditError(ValueError):
 class Holding:
     """An array of the state, as a compiled step holds it."""
 
-    name: str
-    """Dotted path."""
+    name: str  # dotted path
     shape: tuple[int, ...]
-    shard: tuple[int, ...]
-    """Shape of the part on one device."""
+    shard: tuple[int, ...]  # shape of the part on one device
     dtype: str
     declared: PartitionSpec | None
-    replicated_over: tuple[str, ...]
-    """The mesh axes, of more than one device, along which the compiled step holds copies."""
+    replicated_over: tuple[str, ...]  # mesh axes of more than one device along which the compiled step holds copies
 
     @property
     def bytes(self) -> int:
@@ -88,22 +85,14 @@ class Holding:
 class Audit:
     """Result of `audit`."""
 
-    holdings: tuple[Holding, ...]
-    """Every array of the state."""
-    written: Counter[Collective]
-    """Collectives that the program asks for, and how often each runs."""
-    realised: Counter[Collective]
-    """Collectives that the partitioner made of them."""
-    budget: Budget | None
-    """Bytes that the modules may send."""
-    sizes: Mapping[str, int]
-    """Devices along each axis of the mesh."""
-    global_view: tuple[str, ...]
-    """Modules that are written on global arrays: the compiler chooses their collectives."""
-    uncounted: tuple[str, ...]
-    """Modules in which a loop may turn as often as its data say: what it moves is counted for one turn."""
-    compiled: Compiled
-    """The program itself: it can be run, and has a `memory_analysis()`."""
+    holdings: tuple[Holding, ...]  # every array of the state
+    written: Counter[Collective]  # collectives that the program asks for, and how often each runs
+    realised: Counter[Collective]  # collectives that the partitioner made of them
+    budget: Budget | None  # bytes that the modules may send
+    sizes: Mapping[str, int]  # devices along each axis of the mesh
+    global_view: tuple[str, ...]  # modules that are written on global arrays: the compiler chooses their collectives
+    uncounted: tuple[str, ...]  # modules where a loop may turn any number of times: it counts one turn
+    compiled: Compiled  # the program itself: it can be run, and has a `memory_analysis()`
 
     @property
     def added(self) -> Counter[Collective]:

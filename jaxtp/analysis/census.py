@@ -7,7 +7,7 @@ by the same rules (`hlo.py`).
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
 import jax.numpy as jnp
@@ -31,43 +31,39 @@ A_TURN: Final = "a turn"
 _MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
 
 
-def count_collectives(jaxpr: Any, mesh_sizes: dict[str, int]) -> Counter[Collective]:
+def count_collectives(jaxpr: Any, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
     """Counts collectives in a closed jaxpr, except in groups of one device.
 
     `Collective.counted` marks inexact counts; `mesh_sizes` is in the mesh's order.
     """
     counts: Counter[Collective] = Counter()
-    for collective, times in _walk(jaxpr.jaxpr, 1, "", mesh_sizes, ""):
-        if collective.group > 1:
-            counts[collective] += times
+    for equation, times, counted, scope in equations(jaxpr.jaxpr):
+        axes, groups = _axes(equation, mesh_sizes), equation.params.get("axis_index_groups")
+        group = len(groups[0]) if groups else parts(mesh_sizes, axes)
+        kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
+        spanned = tuple(axis for axis in mesh_sizes if axis in axes and mesh_sizes[axis] > 1)
+        for pair in zip(equation.invars, equation.outvars, strict=False) if group > 1 else ():
+            largest = max(arrays(*pair), key=lambda array: math.prod(array.shape))
+            shape, dtype = tuple(largest.shape), str(largest.dtype)
+            size = message_bytes(shape, dtype)
+            counts[Collective(kind, spanned, group, size, scope, shape, dtype, counted)] += times
     return counts
 
 
-def equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Yields every equation that is needed, also nested but not in kernels, and how often it runs.
-
-    Unknown loops count once.
-    """
-    read = set(map(id, jaxpr.outvars))
+def equations(
+    jaxpr: Jaxpr, times: int = 1, counted: Counted = "", outer: str = ""
+) -> Iterator[tuple[JaxprEqn, int, Counted, str]]:
+    """Yields every equation that is needed, also nested but not in kernels: how often it runs, and in which scope."""
+    read, needed = set(map(id, jaxpr.outvars)), []
     for equation in reversed(jaxpr.eqns):
-        if read.isdisjoint(map(id, equation.outvars)) and not equation.effects:
-            continue  # XLA removes it: JAX keeps kernels in a recomputation that nothing reads
-        read.update(map(id, equation.invars))
-        yield equation, times
-        for inner, each, _ in _inside(equation, "") if equation.primitive.name != "pallas_call" else ():
-            yield from equations(inner, times * each)
-
-
-def _walk(
-    jaxpr: Jaxpr, times: int, counted: Counted, sizes: dict[str, int], outer: str
-) -> Iterator[tuple[Collective, int]]:
-    for equation in jaxpr.eqns:
+        if equation.effects or not read.isdisjoint(map(id, equation.outvars)):
+            read.update(map(id, equation.invars))
+            needed.append(equation)  # XLA removes others: JAX keeps kernels in a recomputation that nothing reads
+    for equation in reversed(needed):
         scope = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
-        if axes := _axes(equation, sizes):
-            for pair in zip(equation.invars, equation.outvars, strict=False):
-                yield _collective(equation, axes, arrays(*pair), sizes, scope, counted), times
-        for inner, each, meant in _inside(equation, counted):
-            yield from _walk(inner, times * each, meant, sizes, scope)
+        yield equation, times, counted, scope
+        for inner, each, meant in _inside(equation, counted) if equation.primitive.name != "pallas_call" else ():
+            yield from equations(inner, times * each, meant, scope)
 
 
 def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, Counted]]:
@@ -85,28 +81,11 @@ def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, 
                 yield closed, params["length"] if name == "scan" else 1, AT_MOST if branches else counted
 
 
-def _axes(equation: JaxprEqn, sizes: dict[str, int]) -> tuple[str, ...]:
+def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if equation.primitive.name in _MOVES_NOTHING:
         return ()
     named = equation.params.get("axes", equation.params.get("axis_name", ()))
     return tuple(axis for axis in (named if isinstance(named, (tuple, list)) else (named,)) if axis in sizes)
-
-
-def _collective(
-    equation: JaxprEqn,
-    axes: tuple[str, ...],
-    messages: list[ShapedArray],
-    sizes: dict[str, int],
-    scope: str,
-    counted: Counted,
-) -> Collective:
-    kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
-    groups = equation.params.get("axis_index_groups")
-    group = len(groups[0]) if groups else parts(sizes, axes)
-    largest = max(messages, key=lambda array: math.prod(array.shape))
-    spanned = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
-    shape, dtype = tuple(largest.shape), str(largest.dtype)
-    return Collective(kind, spanned, group, message_bytes(shape, dtype), scope, shape, dtype, counted)
 
 
 def arrays(*variables: Any) -> list[ShapedArray]:

@@ -30,49 +30,35 @@ class Hardware:
     """A kind of device, and its interconnect."""
 
     name: str = "custom"
-    like: str = ""
-    """In a file: the row of the table that has its missing keys, and that programs are compiled for."""
-    kinds: tuple[str, ...] = ()
-    """Values of `jax.Device.device_kind`, exactly: a near name is another device's."""
-    platform: str = "cuda"
-    """cuda, rocm or tpu."""
-    capability: str = ""
-    """Compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are."""
-    memory: Positive = 80 * GIB
-    """Bytes that a program can see."""
-    flops: Positive = 1e15
-    """Dense bfloat16 FLOP/s at their peak."""
-    bandwidth: Positive = 3e12
-    """Bytes/s to and from its memory."""
-    link: Positive = 450e9
-    """Bytes/s that it sends to the others of its domain, in one direction; to all of them together if `direct`."""
-    domain: Count = 8
-    """Devices that fast links join."""
-    direct: bool = False
-    """Links join each pair: of n devices each has the links to n - 1 others, and the rest of its `link` lies idle.
-    False: a switch, or a torus, gives a ring all of it."""
-    network: Positive = 50e9
-    """Bytes/s that it sends out of its domain, in one direction."""
-    reserved: NonNegative = 2.0 * GIB
-    """Bytes outside JAX's allocator: context, kernels, communication buffers. An assumption."""
-    matmul_efficiency: Positive = 0.7
-    """Share of the peak that a large matrix product reaches. An assumption, as the next two."""
+    like: str = ""  # in a file: the row of the table that has its missing keys, and that programs are compiled for
+    kinds: tuple[str, ...] = ()  # values of `jax.Device.device_kind`, exactly: a near name is another device's
+    platform: str = "cuda"  # cuda, rocm or tpu
+    capability: str = ""  # compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are
+    memory: Positive = 80 * GIB  # bytes that a program can see
+    flops: Positive = 1e15  # dense bfloat16 FLOP/s at their peak
+    bandwidth: Positive = 3e12  # bytes/s to and from its memory
+    link: Positive = 450e9  # bytes/s to the others of its domain, one way; to all of them together if `direct`
+    domain: Count = 8  # devices that fast links join
+    direct: bool = False  # links join each pair; else a switch or a torus gives a ring all of `link`
+    network: Positive = 50e9  # bytes/s that it sends out of its domain, in one direction
+    reserved: NonNegative = 2.0 * GIB  # assumed bytes outside JAX's allocator: context, kernels, communication buffers
+    matmul_efficiency: Positive = 0.7  # share of the peak that a large matrix product reaches, assumed as the next two
     bandwidth_efficiency: Positive = 0.85
-    link_efficiency: Positive = 0.8
-    """360 of 450 GB/s on an H100."""
-    latency: NonNegative = 8.4e-6
-    """Seconds that a collective takes to begin, as in NCCL (src/graph/tuning.cc: rings, its Simple protocol)."""
-    hop: NonNegative = 3.4e-6
-    """Seconds of each step of a collective in a domain, however little is sent; 0: a measured `latency` has it."""
-    network_hop: NonNegative = 14e-6
-    """The same between devices of different domains."""
-    source: str = ""
-    """Source of the numbers."""
+    link_efficiency: Positive = 0.8  # 360 of 450 GB/s on an H100
+    latency: NonNegative = 8.4e-6  # seconds until a collective starts, as in NCCL (src/graph/tuning.cc: Simple rings)
+    hop: NonNegative = 3.4e-6  # seconds of each step of a collective in a domain; 0: a measured `latency` has it
+    network_hop: NonNegative = 14e-6  # the same between devices of different domains
+    source: str = ""  # source of the numbers
 
     @property
     def compiled_as(self) -> str:
         """Name in the table that programs are compiled for."""
         return self.like or self.name
+
+    @property
+    def memory_speed(self) -> float:
+        """Bytes/s that programs reach to and from memory."""
+        return self.bandwidth * self.bandwidth_efficiency
 
     @property
     def architecture(self) -> str:
@@ -212,7 +198,10 @@ def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[s
 
 
 def link_of(hardware: Hardware, devices: int) -> float:
-    """Returns the bytes/s of `link` that each of `devices` in a domain has to the others."""
+    """Returns the bytes/s of `link` that each of `devices` in a domain has to the others.
+
+    If links are `direct`, each has the links to n - 1 others, and the rest of its `link` lies idle.
+    """
     if not hardware.direct or devices == 1:
         return hardware.link
     return hardware.link * (devices - 1) / (hardware.domain - 1)

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, message_bytes, runs, turns
 from jaxtp.analysis.collective import PERMUTE, Collective
+from jaxtp.mesh import parts
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -49,14 +50,12 @@ class HloError(ValueError):
 class Instruction:
     """A line of a computation."""
 
-    root: str | None
-    """Mark of the instruction whose value the computation returns; None for others."""
+    root: str | None  # mark of the instruction whose value the computation returns; None for others
 
     name: str
     type: str
     opcode: str
-    rest: str
-    """Text after the opening parenthesis: operands, attributes, metadata."""
+    rest: str  # text after the opening parenthesis: operands, attributes, metadata
 
     @property
     def op_name(self) -> str:
@@ -281,9 +280,8 @@ def _dot_flops(computation: Sequence[Instruction], dot: Instruction) -> int:
     if not operand or not types or not contracting:
         raise HloError(f"cannot tell what a product multiplies: {dot.rest[:200]}")
     _, lhs = types[0][int(operand[2] or 0)]
-    contracted = math.prod(int(lhs.split(",")[int(dim)]) for dim in contracting[1].split(",") if dim)
-    result = math.prod(int(dim) for _, dims in _SHAPE.findall(dot.type)[:1] for dim in dims.split(",") if dim)
-    return 2 * result * contracted
+    contracted = math.prod(_integers(lhs)[dim] for dim in _integers(contracting[1]))
+    return 2 * math.prod(_integers(_SHAPE.findall(dot.type)[0][1])) * contracted
 
 
 def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:
@@ -292,64 +290,51 @@ def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int
     Args:
       instruction: has an opcode in `KINDS` and its result's type.
     """
-    group = _first_group(instruction.rest, sizes)
-    axes = _axes(group, sizes)
+    kind = instruction.opcode.removeprefix("collective-")
+    ids = _partitions(instruction.rest, sizes)
+    positions = np.unravel_index(ids, tuple(sizes.values()))
+    axes = tuple(axis for axis, along in zip(sizes, positions, strict=True) if (along != along[:, :1]).any())
+    devices = parts(sizes, axes) if kind == PERMUTE else ids.shape[1]  # some may send nothing
     for dtype, dims in _SHAPE.findall(instruction.type):
-        shape = [int(dim) for dim in dims.split(",") if dim]
+        shape = _integers(dims)
         if instruction.opcode == "reduce-scatter":  # the operand is larger
             dimension = re.search(r"dimensions=\{(\d+)\}", instruction.rest)
-            shape[int(dimension[1]) if dimension else 0] *= len(group)
-        kind = instruction.opcode.removeprefix("collective-")
+            shape[int(dimension[1]) if dimension else 0] *= devices
         moved = _DTYPES.get(dtype, dtype)
-        devices = math.prod(sizes[axis] for axis in axes) if kind == PERMUTE else len(group)  # some may send nothing
         yield Collective(kind, axes, devices, message_bytes(tuple(shape), moved), scope, tuple(shape), moved)
 
 
-def _first_group(rest: str, sizes: Mapping[str, int]) -> Sequence[int]:
-    # Partition ids; the other groups are translations of the first.
+def _partitions(rest: str, sizes: Mapping[str, int]) -> np.ndarray:
+    # Ids of devices that exchange messages, a group in each row: the first group, of which others are translations, or
+    # all pairs of a permutation.
     if named := re.search(
         r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
     ):
         return _named_group(*named.groups())
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        return [int(i) for i in _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[0]]
+        return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[:1]
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
-        return [int(i) for i in listed[1].split(",")]
+        return np.array([_integers(listed[1])])
     if "replica_groups={}" in rest:
-        return range(math.prod(sizes.values()))
+        return np.arange(math.prod(sizes.values()))[None]
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
-        return _ring(re.findall(r"(\d+),(\d+)", pairs[1]))
+        return np.array([_integers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])])
     raise HloError(f"cannot tell which devices take part in a collective: {rest[:200]}")
 
 
-def _named_group(mesh: str, dims: str | None, permutation: str | None, names: str) -> list[int]:
+def _named_group(mesh: str, dims: str | None, permutation: str | None, names: str) -> np.ndarray:
     # `mesh['dp'=2,'tp'=4] {'tp'}` begins with ids 0 to 3; an iota may permute the devices.
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     ids = _iota(dims or str(math.prod(sizes.values())), permutation).reshape(tuple(sizes.values()))
     taking_part = re.findall(r"'([^']+)'", names)
-    return [int(i) for i in ids[tuple(slice(None) if name in taking_part else 0 for name in sizes)].reshape(-1)]
+    return ids[tuple(slice(None) if name in taking_part else 0 for name in sizes)].reshape(1, -1)
 
 
 def _iota(dims: str, permutation: str | None) -> np.ndarray:
     # `[2,4]T(1,0)` is 0 to 7 in that shape, transposed.
-    shape = [int(dim) for dim in dims.split(",")]
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    return ids.transpose([int(dim) for dim in permutation.split(",")]) if permutation else ids
+    ids = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
+    return ids.transpose(_integers(permutation)) if permutation else ids
 
 
-def _ring(pairs: Sequence[tuple[str, str]]) -> list[int]:
-    # The longest chain: some devices may send nothing.
-    target = {int(source): int(to) for source, to in pairs}
-    return max((_chain(first, target) for first in sorted(target)), key=len, default=[0])
-
-
-def _chain(first: int, target: Mapping[int, int]) -> list[int]:
-    chain = [first]
-    while (following := target.get(chain[-1])) is not None and following not in chain:
-        chain.append(following)
-    return chain
-
-
-def _axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    positions = np.array(np.unravel_index(np.array(group), tuple(sizes.values())))
-    return tuple(axis for axis, along in zip(sizes, positions, strict=True) if len(set(along.tolist())) > 1)
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]

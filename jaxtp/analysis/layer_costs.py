@@ -67,13 +67,9 @@ class Workload(LocalShape):
     """A micro-batch on one device, and how it is processed."""
 
     remat: RematPolicy = "none"
-    """Remat policy of the blocks."""
-    frozen: bool = False
-    """Only adapters are trained."""
-    training: bool = True
-    """There is a backward pass."""
-    accumulation: int = 1
-    """Micro-batches in a step, whose gradients are added up."""
+    frozen: bool = False  # only adapters are trained
+    training: bool = True  # there is a backward pass
+    accumulation: int = 1  # micro-batches in a step, whose gradients are added up
 
     @property
     def num_gradients(self) -> int:
@@ -91,48 +87,29 @@ class CollectiveCost:
 
     collective: Collective
     count: int
-    once: bool = False
-    """Runs once in a step, for all layers, instead of in each micro-batch and layer."""
+    once: bool = False  # runs once in a step, for all layers, instead of in each micro-batch and layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
     """A parameter, and how its layer loads it (`collectives.load_weight`)."""
 
-    module: str
-    """Name of the layer, as `Collective.module` has it."""
-    size: int
-    """Elements of the whole array, without padding."""
+    module: str  # name of the layer, as `Collective.module` has it
+    size: int  # elements of the whole array, without padding
     precision: Precision
-    split: PaddedDim | None = None
-    """The padding of the dim over tp."""
-    tp: bool = True
-    """It is split over tp; `fsdp` likewise."""
+    split: PaddedDim | None = None  # the padding of the dim over tp
+    tp: bool = True  # it is split over tp; `fsdp` likewise
     fsdp: bool = True
-    gathered: bool = True
-    """Its parts over fsdp are gathered; else each is used as it is, for the tokens of all devices along fsdp."""
-    group: int = 1
-    """Neighbours over tp that gather each other's parts."""
-    used_by_all_tp: bool = False
-    """Its gradient is summed over tp."""
-    again: bool = True
-    """It is loaded again for the backward pass."""
-    adapter: bool = False
-    """It is trained where there are adapters, and other weights are not."""
-    fixed: bool = False
-    """It is never trained."""
-    tied: bool = False
-    """Another layer has it too, which declares what is done once for both."""
-    active: float = 1.0
-    """Fraction of its elements that a token uses."""
-    transposed: bool = False
-    """It is gathered along its last dim, which XLA then brings to the front, for all layers at once."""
-    traced: bool = False
-    """Its collectives are counted in a traced program, except the sum over dp after the last micro-batch."""
-
-    def used_by(self, tokens: int) -> float:
-        """Returns the expected fraction that `tokens` tokens use under uniform routing."""
-        return 1 - (1 - self.active) ** tokens
+    gathered: bool = True  # parts over fsdp are gathered; else each is used for the tokens of all devices along fsdp
+    group: int = 1  # neighbours over tp that gather each other's parts
+    used_by_all_tp: bool = False  # its gradient is summed over tp
+    again: bool = True  # it is loaded again for the backward pass
+    adapter: bool = False  # it is trained where there are adapters, and other weights are not
+    fixed: bool = False  # it is never trained
+    tied: bool = False  # another layer has it too, which declares what is done once for both
+    active: float = 1.0  # fraction of its elements that a token uses
+    transposed: bool = False  # gathered along its last dim, which XLA brings to the front, for all layers at once
+    traced: bool = False  # its collectives are counted in a trace, except the last sum over dp
 
     def is_frozen(self, work: Workload) -> bool:
         """Returns whether it has no gradient."""
@@ -157,10 +134,6 @@ class Weight:
         """Returns the elements a device stores."""
         return self.over_tp(sizes) / (parts(sizes, STORAGE) if self.fsdp else 1)
 
-    def stored_bytes(self, sizes: Mapping[str, int]) -> float:
-        """Returns the bytes a device stores."""
-        return self.stored(sizes) * itemsize(self.precision.param)
-
     def collectives(self, work: Workload) -> Iterator[CollectiveCost]:
         """Yields gathers in the compute dtype, gradient reductions in the reduction dtype."""
         trained = work.training and not self.is_frozen(work)
@@ -170,10 +143,12 @@ class Weight:
             yield from self._loads(work, trained=trained)
         if trained and not self.traced:
             summed = copies(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
-            yield run(ALL_REDUCE, tuple(axis for axis in summed if axis not in last), self.module, work, gradient)
+            yield collective_cost(
+                ALL_REDUCE, tuple(axis for axis in summed if axis not in last), self.module, work, gradient
+            )
         has_gradient = work.training and (self.adapter or not work.frozen)  # zeros if fixed
         if has_gradient and not self.tied:
-            yield replace(run(ALL_REDUCE, last, GRADIENTS, work, gradient), once=True)
+            yield replace(collective_cost(ALL_REDUCE, last, GRADIENTS, work, gradient), once=True)
 
     def _loads(self, work: Workload, *, trained: bool) -> Iterator[CollectiveCost]:
         groups: list[tuple[Axes, int, float]] = [((TP,), self.group, self.stored(work.sizes) * self.group)]
@@ -196,14 +171,10 @@ class Product:
     k: int
     n: int
     count: int
-    bytes: float
-    """Bytes of operands and result of each, through memory."""
-    attention: bool = False
-    """It is a product of attention, without weights."""
-    counted: float = 1.0
-    """Fraction of it that counts as model FLOPs: about half in causal attention."""
-    in_kernel: bool = False
-    """A kernel of its own computes it, so that it is no product of the compiled program."""
+    bytes: float  # bytes of operands and result of each, through memory
+    attention: bool = False  # it is a product of attention, without weights
+    counted: float = 1.0  # fraction of it that counts as model FLOPs: about half in causal attention
+    in_kernel: bool = False  # a custom kernel computes it: it is no product of the compiled program
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, int, int], itemsize: int, count: int) -> "Product":
@@ -239,7 +210,7 @@ def collectives_of(cost: Cost, work: Workload) -> Iterator[CollectiveCost]:
         yield cost
 
 
-def run(kind: str, axes: Axes, module: str, work: Workload, size: float, count: int = 1) -> CollectiveCost:
+def collective_cost(kind: str, axes: Axes, module: str, work: Workload, size: float, count: int = 1) -> CollectiveCost:
     """Returns a collective of all devices along `axes`, with a message of `size` bytes."""
     return CollectiveCost(Collective(kind, axes, parts(work.sizes, axes), size, module), count)
 
@@ -251,19 +222,19 @@ def enter(module: str, work: Workload, size: float, *, split: bool, again: bool)
     """
     forward, backward = 1 + (again and work.training), int(work.training)
     counts = {ALL_GATHER: forward, REDUCE_SCATTER: backward} if split else {ALL_REDUCE: backward}
-    return [run(kind, (TP,), module, work, size, count) for kind, count in counts.items()]
+    return [collective_cost(kind, (TP,), module, work, size, count) for kind, count in counts.items()]
 
 
 def leave(module: str, work: Workload, size: float, *, split: bool, again: bool) -> list[CollectiveCost]:
     """Returns the collectives of `leave_parallel`; arguments as for `enter`."""
     forward, backward = 1 + (again and work.training), int(work.training)
     counts = {REDUCE_SCATTER: forward, ALL_GATHER: backward} if split else {ALL_REDUCE: forward}
-    return [run(kind, (TP,), module, work, size, count) for kind, count in counts.items()]
+    return [collective_cost(kind, (TP,), module, work, size, count) for kind, count in counts.items()]
 
 
 def ring(module: str, work: Workload, size: float, times: int) -> CollectiveCost:
     """Returns the permutes of `times` rings over tp (`layers/overlap.py`) for an activation of `size` bytes."""
-    return run(PERMUTE, (TP,), module, work, size / work.tp, times * (work.tp - 1))
+    return collective_cost(PERMUTE, (TP,), module, work, size / work.tp, times * (work.tp - 1))
 
 
 def itemsize(dtype: str) -> int:
@@ -378,7 +349,7 @@ def qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
         yield weight(size=norm.heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True)
         return
     # The mean square over tp: a float for each token, forward, recomputed and backward.
-    yield run(ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, 3 if work.training else 1)
+    yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, 3 if work.training else 1)
     yield weight(size=norm.heads.size, fsdp=False, group=norm.heads.shared_by(work.tp), split=norm.heads)
 
 
@@ -468,17 +439,17 @@ def context_costs(
     if method == "ulysses":
         shared = attended.shared(cp)
         for heads in (attended.queries, shared, shared):
-            yield run(ALL_TO_ALL, CONTEXT, ATTEND, work, heads * token, both)
+            yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, heads * token, both)
         count = work.num_evals(recomputed and result_read, 1)
-        yield run(ALL_TO_ALL, CONTEXT, ATTEND, work, attended.queries * token, count)
+        yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, attended.queries * token, count)
     elif reach is None:
         size = attended.keys * token * cp
-        yield run(ALL_GATHER, CONTEXT, ATTEND, work, size, 2 * work.num_evals(recomputed, 0))
-        yield run(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2 * int(work.training))
+        yield collective_cost(ALL_GATHER, CONTEXT, ATTEND, work, size, 2 * work.num_evals(recomputed, 0))
+        yield collective_cost(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2 * int(work.training))
     else:
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
             size = 2 * attended.keys * head_bytes * work.rows * tokens
-            yield run(PERMUTE, CONTEXT, ATTEND, work, size, num_routes(cp, hop, zigzag=work.zigzag) * both)
+            yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, size, num_routes(cp, hop, zigzag=work.zigzag) * both)
 
 
 @branch_costs.register
@@ -511,45 +482,37 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield from enter(EXPERTS, work, entered, split=split, again=work.remat in REGATHER_POLICIES)
     yield from leave(EXPERTS, work, hidden, split=split, again=read and work.remat in REREDUCE_POLICIES)
     if not split and work.training:  # gradients of scores and normalisers, which one device of a tp group sums up
-        yield run(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
-    yield from _expert_products(layer, work, read=read)
-    yield from _expert_memory(layer, work, read=read)
+        yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
+    yield from _expert_work(layer, work, read=read)
 
 
-def _expert_products(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
+def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
     # Each of the N * k choices by the tokens of a tp group is a row. Products compute the rows routed to the device's
     # experts, elementwise operations all rows. Dense products multiply all rows with all experts.
-    config, compute = layer.config, itemsize(layer.precision.compute)
+    config, compute, d_model = layer.config, itemsize(layer.precision.compute), layer.d_model
     tokens, choices = work.between(layer.sequence_parallel), work.tokens * config.experts_per_token
-    routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
-    yield Product.of("router", (tokens, layer.d_model, config.num_experts), FLOAT32, routed)
     local, width = layer.on_device(work.tp)
     rows = choices // work.tp if config.over_tp(work.tp) else choices
     method, _ = method_of(config.grouped, work.platform)
+    is_dense = dense(method, work.platform)
+    routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
+    yield Product.of("router", (tokens, d_model, config.num_experts), FLOAT32, routed)
     for name, inner, outer, recomputed in (
-        ("experts' gate, up", layer.d_model, 2 * width, work.remat in REPROJECT_POLICIES),
-        ("experts' down", width, layer.d_model, read and work.remat in REREDUCE_POLICIES),
+        ("experts' gate, up", d_model, 2 * width, work.remat in REPROJECT_POLICIES),
+        ("experts' down", width, d_model, read and work.remat in REREDUCE_POLICIES),
     ):
-        count, kernels = work.num_evals(recomputed, work.num_gradients), local * inner * outer
-        if dense(method, work.platform):
-            moved = (local * choices * inner + choices * outer + kernels) * compute
-            yield Product(name, local * choices, inner, outer, count, moved, counted=rows / (local * choices))
-        else:
-            moved = (rows * inner + choices * outer + kernels) * compute
-            yield Product(name, rows, inner, outer, count, moved, in_kernel=method == "pallas")
-    yield Bytes("elementwise", compute * (3 * choices * width + 2 * (choices + rows) * layer.d_model))
+        count, multiplied = work.num_evals(recomputed, work.num_gradients), local * choices if is_dense else rows
+        moved = (multiplied * inner + choices * outer + local * inner * outer) * compute
+        in_kernel = not is_dense and method == "pallas"
+        yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied, in_kernel=in_kernel)
+    yield Bytes("elementwise", compute * (3 * choices * width + 2 * (choices + rows) * d_model))
     if parts(work.sizes, STORAGE) > 1:  # reorders gathered kernels
-        yield Bytes("elementwise", compute * 2 * 3 * local * layer.d_model * width)
+        yield Bytes("elementwise", compute * 2 * 3 * local * d_model * width)
 
-
-def _expert_memory(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
-    config, compute = layer.config, itemsize(layer.precision.compute)
-    tokens, choices = work.between(layer.sequence_parallel), work.tokens * config.experts_per_token
-    hidden, (local, width) = work.tokens * layer.d_model * compute, layer.on_device(work.tp)
-    yield Bytes("workspace", compute * choices * (6 * width + 2 * layer.d_model))
-    if dense(method_of(config.grouped, work.platform)[0], work.platform):
-        # Rows repeated for each expert, in two products at a time.
-        yield Bytes("workspace", compute * 2 * local * choices * max(width, layer.d_model))
+    hidden = work.tokens * d_model * compute
+    yield Bytes("workspace", compute * choices * (6 * width + 2 * d_model))
+    if is_dense:  # rows repeated for each expert, in two products at a time
+        yield Bytes("workspace", compute * 2 * local * choices * max(width, d_model))
     yield Bytes("saved", INT32 * tokens * config.experts_per_token)
     if work.remat == "none":
         scores = 4 * FLOAT32 * tokens * config.num_experts
@@ -559,7 +522,7 @@ def _expert_memory(layer: MixtureOfExperts, work: Workload, *, read: bool) -> It
     if work.remat == "save_dots":
         yield Bytes("saved", compute * choices * 2 * width)
     if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
-        yield Bytes("saved", tokens * layer.d_model * compute)
+        yield Bytes("saved", tokens * d_model * compute)
 
 
 def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Iterator[Cost]:
@@ -577,8 +540,8 @@ def lookup_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bo
     if exchanges:
         rows = work.between(layer.sequence_parallel) * layer.features * itemsize(layer.precision.compute)
         ids = parts(work.sizes, STORAGE) * work.tokens * INT32
-        yield run(ALL_GATHER, STORAGE, EMBEDDING, work, ids)
-        yield run(ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, 1 + (work.training and not work.frozen))
+        yield collective_cost(ALL_GATHER, STORAGE, EMBEDDING, work, ids)
+        yield collective_cost(ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, 1 + (work.training and not work.frozen))
 
 
 def positions_costs(layer: LearnedPositions, work: Workload) -> Iterator[Cost]:

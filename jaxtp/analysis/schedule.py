@@ -7,42 +7,31 @@ between overlap.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxtp.analysis.collective import Axes, Collective
 from jaxtp.analysis.hlo import KINDS, Instruction, Module, check_counted, collectives_of, parse_module, walk
 
 START = "-start"
+_NUMBERS = ("count", "bytes", "overlapped", "computing", "hidden_bytes")
 _COMPUTES = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "sort", "reduce"}
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """Collectives of one kind over the same axes, and the overlapping computation."""
+@dataclass(frozen=True, kw_only=True)
+class Scheduled(Collective):
+    """Collectives of one kind over the same axes, with all their bytes of a step, and the overlapping computation."""
 
-    collective: Collective
-    """Sum of them: its bytes are those of all messages of a step, on one device."""
-    count: int
-    """Operations in a step; one may move several arrays."""
-    overlapped: int
-    """Operations that have something computed between their start and their done."""
-    computing: int
-    """Operations that compute between start and done, over all of them in a step."""
-    hidden_bytes: float = 0.0
-    """Bytes of the messages that have a matrix product between start and done: there is time to move them in."""
+    count: int  # operations in a step; one may move several arrays
+    overlapped: int  # operations that have something computed between their start and their done
+    computing: int  # operations that compute between start and done, over all of them in a step
+    hidden_bytes: float = 0.0  # bytes of messages with a matrix product between start and done
 
     def __add__(self, other: "Scheduled") -> "Scheduled":
         """Returns the total; kind and axes must match."""
-        both = replace(self.collective, bytes=self.collective.bytes + other.collective.bytes)
-        counts = (self.count + other.count, self.overlapped + other.overlapped, self.computing + other.computing)
-        return Scheduled(both, *counts, self.hidden_bytes + other.hidden_bytes)
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS})
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Returns the numbers as plain values."""
-        one = self.collective
-        moved = {"kind": one.kind, "axes": list(one.axes), "count": self.count, "bytes": int(one.bytes)}
-        beside = {"overlapped": self.overlapped, "computing": self.computing, "hidden_bytes": int(self.hidden_bytes)}
-        return moved | beside
+        return {name: getattr(self, name) for name in ("kind", "axes", *_NUMBERS)}
 
 
 def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
@@ -57,9 +46,9 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
     """
     totals: dict[tuple[str, Axes], Scheduled] = {}
     for one in _each(text, sizes):
-        place = one.collective.kind, one.collective.axes
+        place = one.kind, one.axes
         totals[place] = totals[place] + one if place in totals else one
-    return tuple(sorted(totals.values(), key=lambda one: -one.collective.bytes))
+    return tuple(sorted(totals.values(), key=lambda one: -one.bytes))
 
 
 def _each(text: str, sizes: Mapping[str, int]) -> Iterator[Scheduled]:
@@ -72,9 +61,14 @@ def _each(text: str, sizes: Mapping[str, int]) -> Iterator[Scheduled]:
             beside = _beside(instruction, module[computation])
             computing = times * sum(other.opcode in _COMPUTES for other in beside)
             size = times * sum(one.bytes for one in messages)
-            merged = replace(messages[0], bytes=size, shape=(), dtype="")
             hidden = size if any(_multiplies(other, module) for other in beside) else 0
-            yield Scheduled(merged, times, times if computing else 0, computing, hidden)
+            yield Scheduled(
+                *(messages[0].kind, messages[0].axes, messages[0].group, size),
+                count=times,
+                overlapped=times if computing else 0,
+                computing=computing,
+                hidden_bytes=hidden,
+            )
 
 
 def _operation(instruction: Instruction, module: Module) -> Instruction | None:

@@ -1,15 +1,23 @@
-"""Costs of a decoder's step on one device: sums over its layers (`layer_costs.py`)."""
+"""Costs of a decoder's step on one device: sums over its layers.
 
+A branch without formulas (`layer_costs.py`) is traced, forward and backward: a second instead of a millisecond. Its
+collectives are exact, and products that XLA computes. The memory estimate assumes residuals divided over all devices.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import jax
 from flax import nnx
+from jax import Array
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh
 
+from jaxtp.analysis.census import arrays, count_collectives, equations
 from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place
 from jaxtp.analysis.layer_costs import (
     FLOAT32,
@@ -22,6 +30,7 @@ from jaxtp.analysis.layer_costs import (
     Weight,
     Workload,
     branch_costs,
+    collective_cost,
     collectives_of,
     embedding_costs,
     enter,
@@ -29,14 +38,15 @@ from jaxtp.analysis.layer_costs import (
     itemsize,
     norm_costs,
     positions_costs,
-    run,
 )
-from jaxtp.analysis.traced_costs import traced_costs
+from jaxtp.layers import remat
 from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch
+from jaxtp.layers.context import Sequences
 from jaxtp.layers.loss import LOSS
-from jaxtp.layers.parameter import PaddedDim
-from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, batch_parts, mesh_shape, parts
+from jaxtp.layers.parameter import PARAMETERS, PaddedDim, Precision, logical_shape, mark_unreduced, padding_of, spec_of
+from jaxtp.layers.remat import RematPolicy
+from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, axes_of, batch_parts, mesh_shape, parts
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder, DecoderBlock
 
@@ -52,43 +62,25 @@ _FURTHEST = 1024  # size of tp that is proposed
 class StepCosts:
     """Traffic and products of a step on one device, and the memory of a micro-batch."""
 
-    traffic: Mapping[Collective, int]
-    """Collectives, and how often each runs."""
-    products: tuple[Product, ...]
-    """Matrix products with weights."""
-    attention: tuple[Product, ...]
-    """Scores, and the values weighted by them."""
-    elementwise: float
-    """Bytes through memory outside of products, but for `scores` and `logits`."""
-    scores: float
-    """Bytes of attention scores through memory outside of products; 0 for a kernel that never holds them."""
+    traffic: Mapping[Collective, int]  # collectives, and how often each runs
+    products: tuple[Product, ...]  # matrix products with weights
+    attention: tuple[Product, ...]  # scores, and the values weighted by them
+    elementwise: float  # bytes through memory outside of products, but for `scores` and `logits`
+    scores: float  # bytes of attention scores through memory outside of products; 0 for a kernel that never holds them
     logits: float
-    itemsize: int
-    """Bytes of an element of the compute dtype."""
-    param_itemsize: int
-    """Bytes of an element of the trained parameters' dtype."""
-    kept: int
-    """Bytes that all blocks keep for the backward pass."""
-    working: int
-    """Bytes of activations that the backward pass of the largest block works on."""
-    weights: int
-    """Bytes of the largest block's weights as its layers multiply with them, and of their unreduced gradients."""
-    transposed: int
-    """Bytes of stored weights that are gathered along their last dim, in all blocks."""
-    loss: int
-    """Bytes of the head, of the logits of a chunk, and of their gradients."""
-    cached: int
-    """Bytes that all blocks remember of the tokens of all rows."""
-    adapters: int
-    """Elements of all adapters."""
-    unused: float
-    """Elements of a device's weights that none of its tokens uses: experts that none chose, on average."""
-    update: tuple[Product, ...] = ()
-    """Matrix products of the optimizer's rule, in the parameters' dtype."""
-    owned: int = 0
-    """Bytes of whole matrices that the optimizer's rule works on."""
-    padding: float
-    """Elements that padding adds to the weights of all blocks, as a share of them."""
+    itemsize: int  # bytes of an element of the compute dtype
+    param_itemsize: int  # bytes of an element of the trained parameters' dtype
+    kept: int  # bytes that all blocks keep for the backward pass
+    working: int  # bytes of activations that the backward pass of the largest block works on
+    weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
+    transposed: int  # bytes of stored weights that are gathered along their last dim, in all blocks
+    loss: int  # bytes of the head, of the logits of a chunk, and of their gradients
+    cached: int  # bytes that all blocks remember of the tokens of all rows
+    adapters: int  # elements of all adapters
+    unused: float  # elements of a device's weights that none of its tokens uses: experts that none chose, on average
+    update: tuple[Product, ...] = ()  # matrix products of the optimizer's rule, in the parameters' dtype
+    owned: int = 0  # bytes of whole matrices that the optimizer's rule works on
+    padding: float  # elements that padding adds to the weights of all blocks, as a share of them
 
     @property
     def flops(self) -> float:
@@ -154,11 +146,11 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         kept=int(_bytes("saved", every)),
         working=int(max(_bytes("workspace", ((1, cost) for cost in costs)) for _, costs in blocks)),
         weights=int(max(sum(c.loaded_bytes(work) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
-        transposed=int(sum(n * weight.stored_bytes(work.sizes) for n, weight in weights if weight.transposed)),
+        transposed=int(sum(n * w.stored(work.sizes) * itemsize(w.precision.param) for n, w in weights if w.transposed)),
         loss=int(_bytes("workspace", outside)),
         cached=int(_bytes("cached", every)),
         adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
-        unused=sum(n * w.over_tp(work.sizes) * (1 - w.used_by(work.tokens)) for n, w in weights),
+        unused=sum(n * w.over_tp(work.sizes) * (1 - w.active) ** work.tokens for n, w in weights),  # uniform routing
         padding=sum(n * w.padded(work.tp) for n, w in weights) / sum(n * w.size for n, w in weights) - 1,
     )
 
@@ -208,8 +200,8 @@ def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
     num_experts = [block.num_experts for block in config.layers() if block.num_experts]
     if num_experts and work.training:
         of_rows = sum(2 * experts + 3 for experts in num_experts) * work.rows
-        yield run(ALL_REDUCE, SEQUENCE, BALANCE, work, FLOAT32 * of_rows)
-        yield run(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (sum(num_experts) + 4))
+        yield collective_cost(ALL_REDUCE, SEQUENCE, BALANCE, work, FLOAT32 * of_rows)
+        yield collective_cost(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (sum(num_experts) + 4))
 
 
 def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
@@ -222,8 +214,8 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     yield from enter(LOSS, work, hidden, split=work.is_split(config.sequence_parallel), again=False)
     chunks = -(-tokens // config.loss_chunk)
     for floats in (1, 2):  # the maximum; the sum of exponentials and the label's logit
-        yield run(ALL_REDUCE, (TP,), LOSS, work, floats * tokens * FLOAT32 / chunks, chunks)
-    yield run(ALL_REDUCE, TOKENS, LOSS, work, 2 * FLOAT32)
+        yield collective_cost(ALL_REDUCE, (TP,), LOSS, work, floats * tokens * FLOAT32 / chunks, chunks)
+    yield collective_cost(ALL_REDUCE, TOKENS, LOSS, work, 2 * FLOAT32)
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
     yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
@@ -300,3 +292,123 @@ def _described(config: ModelConfig, tp: int) -> Decoder:
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(own):
         model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return model
+
+
+def traced_costs(branch: Branch, work: Workload, features: int, precision: Precision, *, read: bool) -> Iterator[Cost]:
+    """Yields the costs of a branch.
+
+    Args:
+      branch: has abstract arrays, made for the workload's tp.
+      features: D.
+      read: as in `branch_costs`.
+    """
+    yield from _traced_weights(branch, precision)
+    sizes = dict(work.sizes)
+    rows = work.rows * batch_parts(sizes)
+    x = jax.ShapeDtypeStruct((rows, work.length, features), precision.compute)
+    graph, *states = nnx.split(branch, nnx.Param, ...)
+    trained, others = states
+    sequences = Sequences(context=work.context, zigzag=work.zigzag)
+
+    def forward(policy: RematPolicy) -> Any:
+        def run(x: Array, trained: nnx.State, others: nnx.State) -> Array:
+            y = nnx.merge(graph, trained, others)(x, sequences)
+            return y * y if read else y
+
+        # Offloading needs a device with pinned memory; it computes what full does.
+        return jax.checkpoint(run, policy=remat.policy("full" if policy == "offload" else policy))
+
+    def step(x: Array, trained: nnx.State, others: nnx.State) -> Any:
+        run = forward(work.remat)
+        if not work.training:
+            return run(x, trained, others)
+        if work.accumulation > 1:  # copies are summed after the last micro-batch, which `Weight.collectives` counts
+            trained = mark_unreduced(trained)
+        y, backward = jax.vjp(lambda x, trained: run(x, trained, others), x, trained)
+        return y, backward(y)
+
+    def residuals(policy: RematPolicy) -> float:
+        def save(x: Array, trained: nnx.State, others: nnx.State) -> list[Array]:
+            run = forward(policy)
+            return jax.tree.leaves(jax.vjp(lambda x, trained: run(x, trained, others), x, trained)[1])
+
+        jaxpr = jax.make_jaxpr(save)(x, trained, others).jaxpr
+        saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
+        return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / math.prod(sizes.values())
+
+    none, mesh = AbstractMesh((), ()), abstract_mesh(sizes)  # a context mesh cannot change its size directly
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(step)(x, trained, others)
+        saved, everything = residuals(work.remat), residuals("none")
+        cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length))
+    cached = sum(array.size * array.dtype.itemsize for array in cache)
+    yield Bytes("cached", cached / math.prod(sizes.values()))
+    yield Bytes("saved", saved)
+    yield Bytes("workspace", everything)
+    yield Bytes("elementwise", everything)
+    for one, times in count_collectives(jaxpr, sizes).items():
+        yield CollectiveCost(Collective(one.kind, one.axes, one.group, one.bytes, one.module), times)
+    yield from _traced_products(jaxpr.jaxpr)
+
+
+def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
+    for _, variable in nnx.to_flat_state(nnx.state(branch, PARAMETERS)):
+        axes = [axis for entry in spec_of(variable) for axis in axes_of(entry)]
+        split = next((split for _, split in padding_of(variable)), None)
+        yield Weight(
+            module=type(branch).__name__,
+            size=math.prod(logical_shape(variable)),
+            precision=precision,
+            split=split,
+            tp=TP in axes,
+            fsdp=bool({*STORAGE} & {*axes}),
+            adapter=isinstance(variable, nnx.LoRAParam),
+            traced=True,
+        )
+
+
+def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
+    for equation, times, *_ in equations(jaxpr):
+        if rule := _RULES.get(equation.primitive.name):
+            shape, each, in_kernel = rule(equation)
+            moved = sum(a.size * itemsize(str(a.dtype)) for a in arrays(*equation.invars, *equation.outvars))
+            yield Product("products", *shape, times * each, moved, in_kernel=in_kernel)
+
+
+Rule = Callable[[JaxprEqn], tuple[tuple[int, int, int], int, bool]]
+"""Returns `(m, k, n)` of an equation's products, their number, and whether a kernel of its own computes them."""
+
+
+def _dot(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left, result = arrays(equation.invars[0], equation.outvars[0])
+    k = math.prod(left.shape[dim] for dim in contracted)
+    m = left.size // k  # batch dims count as rows
+    return (m, k, result.size // m), 1, False
+
+
+def _ragged_dot(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+    # XLA multiplies every row with the matrix of every group, except on TPUs.
+    left, right, sizes = arrays(*equation.invars)
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    k = math.prod(left.shape[dim] for dim in contracted)
+    matrices = math.prod(right.shape[dim] for dim in numbers.rhs_group_dimensions)
+    return (sizes.size * left.size // k, k, right.size // (k * matrices)), 1, False
+
+
+def _kernel(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+    name = equation.params["name"]
+    *operands, result = arrays(*equation.invars, equation.outvars[0])
+    if name.startswith("grouped_"):  # each row with the matrix of its group, or its part of the matrix's gradient
+        return (*operands[-2].shape, result.shape[-1]), 1, True
+    if name not in _ATTENTION:
+        raise ValueError(f"the products of the kernel {name!r} are not known; add a rule to {__name__}")
+    rows, length, heads, width = operands[0].shape
+    return (rows * heads * length, width, operands[1].shape[1] // 2), _ATTENTION[name], True  # half: it is causal
+
+
+_ATTENTION = {"attention_forward": 2, "attention_queries": 2, "attention_keys": 3}
+"""Products of the kernels of attention; what both kernels of the backward pass compute counts once."""
+
+_RULES: Mapping[str, Rule] = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "pallas_call": _kernel}

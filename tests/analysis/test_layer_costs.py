@@ -137,9 +137,11 @@ class Ungated(jaxtp.MLP):
 
 
 def test_formulas_are_not_inherited_by_another_forward_pass(monkeypatch):
+    step_costs._described.cache_clear()
     monkeypatch.setattr(decoder_config, "MLP", Ungated)
     rows = {"batch_size": 8, "sequence_length": 16}
     costs = step_costs.step_costs(MODEL, mesh_shape(tp=2), **rows)
     monkeypatch.undo()
+    step_costs._described.cache_clear()
     plain = step_costs.step_costs(dataclasses.replace(MODEL, mlp="plain"), mesh_shape(tp=2), **rows)
     assert costs.flops == plain.flops

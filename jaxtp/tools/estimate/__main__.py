@@ -1,7 +1,6 @@
 """`jaxtp estimate`."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,10 +10,10 @@ import jax
 import tyro
 from pydantic import Field
 
-from jaxtp.analysis.hardware import GB, MAX_DEVICES, RANGES, TABLE, parse
+from jaxtp.analysis.hardware import GB, RANGES, TABLE, parse
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
-from jaxtp.config.command_line import Command, parse_mesh
+from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.config.schema import (
     ConfigError,
@@ -26,9 +25,16 @@ from jaxtp.config.schema import (
     replace_nested,
     to_short_yaml,
 )
-from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, mesh_shape
+from jaxtp.mesh import MeshError, fill, mesh_shape
 from jaxtp.tools.estimate import foreign, generation
-from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError, topology
+from jaxtp.tools.estimate.compiler import (
+    DoesNotFitError,
+    TargetError,
+    compile_for,
+    compile_partitioned,
+    request_devices,
+    topology,
+)
 from jaxtp.tools.estimate.remedies import faster, remedies
 from jaxtp.tools.estimate.search import (
     Model,
@@ -37,12 +43,12 @@ from jaxtp.tools.estimate.search import (
     describe_model,
     estimate,
     meshes_to_try,
+    parse_meshes,
     search,
     spans_hosts,
     target,
 )
 from jaxtp.tools.estimate.summary import draw, explained, heading, ranking, record, setting_record
-from jaxtp.tools.estimate.tiers import compile_for, compile_partitioned, request_devices
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, default_settings, resolve_defaults
 from jaxtp.train.devices import DeviceInfo
@@ -149,9 +155,13 @@ def _estimate(argv: Sequence[str]) -> int:
     config = training_of(options)
     where = target(*parse(options.hardware), options.memory_fraction, options.launch.allocator)
     if options.tier == 3:
-        _require_compiler(where)
+        try:
+            topology(where.hardware.compiled_as, **where.hosts)
+        except TargetError as error:
+            raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
     check_kernels(config, mesh_shape(), where.hardware.architecture)
-    meshes = _meshes(options, config, where)
+    meshes: Sequence[Mapping[str, int]] = parse_meshes(options.meshes, options.hardware, where.devices)
+    meshes = meshes or meshes_to_try(config, where.devices, where.hardware.domain)
     model = describe_model(config)
     print(heading(config, where, model), *chosen, sep="\n", end="\n\n", flush=True)
 
@@ -204,12 +214,8 @@ def _check_overwrite(options: EstimateConfig) -> None:
         return
     if options.json is not None and options.json.absolute() == options.write.absolute():
         raise ConfigError(f"--write and --json are both {options.write}: name two files")
-    if options.write.is_file():
-        with options.write.open("rb") as opened:
-            if not is_written(opened.read(4096).decode(errors="replace")):
-                raise ConfigError(
-                    f"--write {options.write}: it exists, and no earlier --write made it; name another file"
-                )
+    if options.write.is_file() and not is_written(options.write.read_text(errors="replace")):
+        raise ConfigError(f"--write {options.write}: it exists, and no earlier --write made it; name another file")
 
 
 def is_written(text: str) -> bool:
@@ -260,8 +266,8 @@ def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object])
         numbers["tier_2"], failed = {"error": str(error)}, error
     try:
         if options.tier >= 3:
-            hardware, hosts = best.target.hardware.compiled_as, _hosts(best.target)
-            compiled = compile_for(best.config, best.sizes, hardware, **hosts, timeout_s=options.timeout)
+            name, hosts = best.target.hardware.compiled_as, best.target.hosts
+            compiled = compile_for(best.config, best.sizes, name, **hosts, timeout_s=options.timeout)
             numbers["tier_3"], fits = compiled.record(best), fits and compiled.fits(best)
             print("", *compiled.lines(best), sep="\n", flush=True)
     except DoesNotFitError as error:
@@ -270,31 +276,6 @@ def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object])
     except TargetError as error:
         numbers["tier_3"], failed = {"error": str(error)}, error
     return fits, failed
-
-
-def _require_compiler(where: Target) -> None:
-    try:
-        topology(where.hardware.compiled_as, **_hosts(where))
-    except TargetError as error:
-        raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
-
-
-def _hosts(where: Target) -> dict[str, int]:
-    each = math.gcd(where.devices, where.hardware.domain)
-    return {"hosts": where.devices // each, "devices_per_host": each}
-
-
-def _meshes(options: EstimateConfig, config: TrainConfig, where: Target) -> Sequence[Mapping[str, int]]:
-    meshes = [parse_mesh(text, AXES) for text in options.meshes]
-    for text, sizes in zip(options.meshes, meshes, strict=True):
-        if (needed := math.prod(sizes.values())) != where.devices:
-            kind = re.sub(r"^\d+[xX](?=.+[xX])|\d+$", "", options.hardware)
-            instead = f"; {kind}{needed} has as many" if needed <= MAX_DEVICES else ""
-            raise ConfigError(
-                f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware {options.hardware} is "
-                f"{where.devices:,}{instead}"
-            )
-    return meshes or meshes_to_try(config, where.devices, where.hardware.domain)
 
 
 def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:

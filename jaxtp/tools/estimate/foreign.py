@@ -5,9 +5,8 @@ specs. Saved activations and seconds are modelled (`roofline.py`).
 """
 
 import dataclasses
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -19,12 +18,12 @@ from pydantic import Field
 from jaxtp.analysis.hardware import GB, Hardware, parse
 from jaxtp.analysis.tables import columns
 from jaxtp.config import entry
-from jaxtp.config.command_line import Command, parse_mesh
+from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import ConfigError, allowed
-from jaxtp.mesh import AXES, CP, FSDP, TP, describe_mesh, fitting_meshes
-from jaxtp.tools.estimate.roofline import StepTime, collective_seconds, leaves_domain
-from jaxtp.tools.estimate.search import MEMORY_ERROR, target
+from jaxtp.mesh import CP, FSDP, TP, describe_mesh, fitting_meshes
+from jaxtp.tools.estimate.roofline import StepTime, communication_seconds, leaves_domain, product_seconds
+from jaxtp.tools.estimate.search import MEMORY_ERROR, parse_meshes, target
 from jaxtp.tools.explain.explanation import Explanation, explain
 from jaxtp.tools.explain.propose import propose_plan
 from jaxtp.tools.explain.python_model import PythonModel, load
@@ -76,11 +75,9 @@ class Estimate:
     """A model's step on a mesh; bytes and seconds of a device."""
 
     explanation: Explanation
-    memory: Mapping[str, float]
-    """Bytes by kind."""
+    memory: Mapping[str, float]  # bytes by kind
     time: StepTime
-    spare: float
-    """Bytes left; negative if the step does not fit."""
+    spare: float  # bytes left; negative if the step does not fit
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -150,15 +147,10 @@ def _run(command: EstimateModel) -> int:
     return 0 if best.spare >= 0 else 1
 
 
-def _meshes(command: EstimateModel, count: int) -> Iterator[dict[str, int]]:
-    for text in command.meshes:
-        sizes = parse_mesh(text, AXES)
-        if (needed := math.prod(sizes.values())) != count:
-            raise ConfigError(f"--mesh {text} is {needed:,} devices, and --hardware {command.hardware} is {count:,}")
-        yield sizes
-    if not command.meshes:
-        splits = command.plan is not None or command.propose  # else tp and cp would only repeat work
-        yield from (sizes for sizes in fitting_meshes(count) if splits or sizes[TP] * sizes[CP] == 1)
+def _meshes(command: EstimateModel, count: int) -> Iterable[dict[str, int]]:
+    splits = command.plan is not None or command.propose  # else tp and cp would only repeat work
+    every = (sizes for sizes in fitting_meshes(count) if splits or sizes[TP] * sizes[CP] == 1)
+    return parse_meshes(command.meshes, command.hardware, count) or every
 
 
 def estimate(found: Explanation, optimizer: optax.GradientTransformation, hardware: Hardware, room: float) -> Estimate:
@@ -189,14 +181,9 @@ def _optimizer_bytes(found: Explanation, optimizer: optax.GradientTransformation
 
 
 def _step_time(hardware: Hardware, found: Explanation, memory: Mapping[str, float]) -> StepTime:
-    speed = hardware.bandwidth * hardware.bandwidth_efficiency
-    peak = 2 * hardware.flops * hardware.matmul_efficiency  # of elements of one byte
-    communication: dict[tuple[str, ...], float] = {}
-    for one, times in found.traffic.items():
-        seconds = times * collective_seconds(hardware, found.sizes, one)
-        communication[one.axes] = communication.get(one.axes, 0.0) + seconds
+    speed, communication = hardware.memory_speed, communication_seconds(hardware, found.sizes, found.traffic)
     return StepTime(
-        products=sum(max(one.flops * one.itemsize / peak, one.bytes / speed) for one in found.products),
+        products=sum(product_seconds(hardware, one.flops, one.bytes, one.itemsize) for one in found.products),
         attention=0.0,
         elementwise=PASSES * memory["activations"] / speed,
         update=2 * (memory["parameters"] + memory["optimizer"] + memory["gradients"]) / speed,

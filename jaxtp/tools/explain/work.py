@@ -104,7 +104,7 @@ class _Counter:
         return [*after[:carries], *(_shift(split, 1) for split in after[carries:])]
 
     def multiply(self, jaxpr: Jaxpr | ClosedJaxpr, times: int) -> None:
-        for equation, each in equations(open_jaxpr(jaxpr), times):
+        for equation, each, *_ in equations(open_jaxpr(jaxpr), times):
             self.count(equation, each, 1)
 
     def count(self, equation: JaxprEqn, times: int, among: int) -> None:
