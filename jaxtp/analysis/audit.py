@@ -124,7 +124,18 @@ class Audit:
 
     def __str__(self) -> str:
         """Returns tables of the state's arrays and of communication by module."""
-        return f"{_holdings_table(self.holdings)}\n\n{_collectives_table(self.realised, self.added)}"
+        held = [
+            (h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.declaration)
+            for h in self.holdings
+        ]
+        moved = [
+            (*place, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}")
+            for by, traffic in (("the compiler", self.added), ("the program", self.realised - self.added))
+            for (*place, counted), (count, sent) in sums(traffic, _row).items()
+        ]
+        arrays = columns(("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), held)
+        header = ("module", "collective", "over", "asked for by", "count", "bytes sent by a device")
+        return f"{arrays}\n\n{columns(header, moved)}"
 
     def _replicated_unasked(self, large: int) -> Iterator[str]:
         for holding in self.holdings:
@@ -236,23 +247,19 @@ def read_holdings(compiled: Compiled, state: Any, mesh: Mesh) -> tuple[Holding, 
       state: pytree of real or abstract arrays; its `nnx.Variable`s can declare a spec.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
-    shardings = jax.tree.leaves(_state_shardings(compiled, state))
-    return tuple(
-        _holding(jax.tree_util.keystr(path, simple=True, separator="."), leaf, sharding, mesh)
-        for (path, leaf), sharding in zip(leaves, shardings, strict=True)
-    )
-
-
-def _holding(name: str, leaf: Any, sharding: Sharding, mesh: Mesh) -> Holding:
-    spec = leaf.get_metadata().get("out_sharding") if _is_variable(leaf) else None
-    return Holding(
-        name=name,
-        shape=tuple(leaf.shape),
-        shard=tuple(sharding.shard_shape(leaf.shape)),
-        dtype=str(leaf.dtype),
-        declared=None if spec is None else PartitionSpec(*spec),
-        replicated_over=tuple(_replicated_over(sharding, leaf.shape, mesh)),
-    )
+    holdings = []
+    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(_state_shardings(compiled, state)), strict=True):
+        spec = leaf.get_metadata().get("out_sharding") if _is_variable(leaf) else None
+        holding = Holding(
+            name=jax.tree_util.keystr(path, simple=True, separator="."),
+            shape=tuple(leaf.shape),
+            shard=tuple(sharding.shard_shape(leaf.shape)),
+            dtype=str(leaf.dtype),
+            declared=None if spec is None else PartitionSpec(*spec),
+            replicated_over=tuple(_replicated_over(sharding, leaf.shape, mesh)),
+        )
+        holdings.append(holding)
+    return tuple(holdings)
 
 
 def _state_shardings(compiled: Compiled, state: Any) -> Any:
@@ -310,20 +317,6 @@ def _describe(collective: Collective) -> str:
     where += f", {collective.source}" if collective.source else ""
     what = f"{collective.dtype} {_by(collective.shape)} ({collective.bytes:,} bytes)"
     return f"{collective.kind} of {what} over {'+'.join(collective.axes)}{where}"
-
-
-def _holdings_table(holdings: tuple[Holding, ...]) -> str:
-    rows = [(h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.declaration) for h in holdings]
-    return columns(("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), rows)
-
-
-def _collectives_table(realised: Counter[Collective], added: Counter[Collective]) -> str:
-    rows = [
-        (*place, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}")
-        for by, moved in (("the compiler", added), ("the program", realised - added))
-        for (*place, counted), (count, sent) in sums(moved, _row).items()
-    ]
-    return columns(("module", "collective", "over", "asked for by", "count", "bytes sent by a device"), rows)
 
 
 def _row(collective: Collective) -> tuple[str, ...]:

@@ -116,20 +116,28 @@ def named(computation: Sequence[Instruction], name: str) -> Instruction | None:
 
 def read_frames(text: str) -> dict[int, str]:
     """Returns `file:line` by frame id, of the innermost frame outside of installed libraries."""
-    files = {int(i): name for i, name in re.findall(r'^(\d+) "(.+)"$', _table(text, "FileNames"), re.MULTILINE)}
-    places = {
-        int(i): f"{files.get(int(file), '?')}:{line}"
-        for i, file, line in re.findall(
-            r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _table(text, "FileLocations"), re.MULTILINE
+    files = _table(text, "FileNames", r'"(.+)"()')
+    places = _table(text, "FileLocations", r"\{file_name_id=(\d+) .*?\bline=(\d+)")
+    frames = _table(text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+
+    def source(frame: int, seen: tuple[int, ...] = ()) -> str:
+        location, parent = frames[frame]
+        file, line = places.get(int(location), ("0", "?"))
+        name, caller = files.get(int(file), "?")[0], int(parent or frame)
+        in_library = any(library in name for library in _LIBRARIES)
+        return (
+            source(caller, (*seen, frame))
+            if in_library and caller in frames.keys() - {*seen, frame}
+            else f"{name}:{line}"
         )
-    }
-    frames = {
-        int(i): (places.get(int(place), "?"), int(parent or i))
-        for i, place, parent in re.findall(
-            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(text, "StackFrames"), re.MULTILINE
-        )
-    }
-    return {frame: _outside_libraries(frame, frames) for frame in frames}
+
+    return {frame: source(frame) for frame in frames}
+
+
+def _table(text: str, name: str, pattern: str) -> dict[int, tuple[str, str]]:
+    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    rows = re.findall(rf"^(\d+) {pattern}", found[1] if found else "", re.MULTILINE)
+    return {int(i): (first, second) for i, first, second in rows}
 
 
 def source_line(metadata: str, frames: Mapping[int, str]) -> str:
@@ -138,20 +146,6 @@ def source_line(metadata: str, frames: Mapping[int, str]) -> str:
         return frames.get(int(found[1]), "")
     written = _WRITTEN_OUT.search(metadata)
     return f"{written[1]}:{written[2]}" if written else ""
-
-
-def _table(text: str, name: str) -> str:
-    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
-    return found[1] if found else ""
-
-
-def _outside_libraries(frame: int, frames: Mapping[int, tuple[str, int]]) -> str:
-    place, caller = frames[frame]
-    seen = {frame}
-    while any(library in place for library in _LIBRARIES) and caller in frames and caller not in seen:
-        seen.add(caller)
-        place, caller = frames[caller]
-    return place
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
