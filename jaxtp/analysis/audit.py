@@ -28,7 +28,7 @@ Budget = Mapping[Place, float]
 """Bytes that each device may send in a step, by place."""
 
 LARGE = 2**20
-"""Bytes from which an array that is replicated unasked is an error."""
+"""Bytes above which an unintended replication is an error."""
 
 ROUNDING = 1e-9
 """Relative error of a budget, which is a sum of fractions."""
@@ -60,7 +60,7 @@ class Holding:
         return math.prod(self.shard) * jnp.dtype(self.dtype).itemsize
 
     @property
-    def unasked(self) -> tuple[str, ...]:
+    def unintended(self) -> tuple[str, ...]:
         """Replicated axes that its spec names; all replicated axes if it declares no spec."""
         named = {axis for entry in self.declared or () for axis in axes_of(entry)}
         return tuple(axis for axis in self.replicated_over if self.declared is None or axis in named)
@@ -70,7 +70,7 @@ class Holding:
         """The declared spec, in words."""
         if self.declared is None:
             return "no spec declared"
-        if self.unasked:
+        if self.unintended:
             return f"{self.declared}, which the compiler did not keep"
         return str(self.declared)
 
@@ -106,9 +106,9 @@ class Audit:
           large: bytes above which an undeclared replication over fsdp or tp counts.
         """
         return [
-            *self._replicated_unasked(large),
+            *self._unintended_replication(large),
             *self._weights_over_tp(),
-            *self._unasked_collectives(),
+            *self._added_collectives(),
             *self._uncounted(),
             *self._over_budget(),
         ]
@@ -124,7 +124,7 @@ class Audit:
 
     def __str__(self) -> str:
         """Returns tables of the state's arrays and of communication by module."""
-        held = [
+        arrays = [
             (h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.declaration)
             for h in self.holdings
         ]
@@ -133,13 +133,13 @@ class Audit:
             for by, traffic in (("the compiler", self.added), ("the program", self.realised - self.added))
             for (*place, counted), (count, sent) in sums(traffic, _row).items()
         ]
-        arrays = columns(("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), held)
+        table = columns(("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), arrays)
         header = ("module", "collective", "over", "asked for by", "count", "bytes sent by a device")
-        return f"{arrays}\n\n{columns(header, moved)}"
+        return f"{table}\n\n{columns(header, moved)}"
 
-    def _replicated_unasked(self, large: int) -> Iterator[str]:
+    def _unintended_replication(self, large: int) -> Iterator[str]:
         for holding in self.holdings:
-            axes = [axis for axis in holding.unasked if axis not in REPLICAS]
+            axes = [axis for axis in holding.unintended if axis not in REPLICAS]
             if axes and holding.bytes > large:
                 yield (
                     f"{holding.name} {_by(holding.shape)} is replicated over {' and '.join(axes)}, each device holds "
@@ -157,7 +157,7 @@ class Audit:
                     f"over {TP} should stay where it is"
                 )
 
-    def _unasked_collectives(self) -> Iterator[str]:
+    def _added_collectives(self) -> Iterator[str]:
         for collective, times in self.added.items():
             if math.prod(collective.shape) <= 1 or _outermost(collective) in self.global_view:
                 continue  # global norms need sums of scalars
@@ -272,11 +272,11 @@ def _state_shardings(compiled: Compiled, state: Any) -> Any:
 
 def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
     # The axes along which the first two devices hold the same part.
-    held = sharding.devices_indices_map(tuple(shape))
+    indices = sharding.devices_indices_map(tuple(shape))
     origin = (0,) * mesh.devices.ndim
     for dim, (axis, size) in enumerate(mesh.shape.items()):
         neighbour = tuple(int(i == dim) for i in range(mesh.devices.ndim))
-        if size > 1 and held[mesh.devices[origin]] == held[mesh.devices[neighbour]]:
+        if size > 1 and indices[mesh.devices[origin]] == indices[mesh.devices[neighbour]]:
             yield axis
 
 
@@ -295,9 +295,9 @@ def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Colle
         left[_likeness(collective)] += times
     added: Counter[Collective] = Counter()
     for collective, times in realised.items():
-        asked = min(times, left[_likeness(collective)])
-        left[_likeness(collective)] -= asked
-        added[collective] = times - asked
+        expected = min(times, left[_likeness(collective)])
+        left[_likeness(collective)] -= expected
+        added[collective] = times - expected
     return +added
 
 

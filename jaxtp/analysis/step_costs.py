@@ -288,8 +288,11 @@ def described(config: ModelConfig, tp: int = 1) -> Decoder:
 
 @lru_cache(maxsize=32)
 def _described(config: ModelConfig, tp: int) -> Decoder:
-    none, own = AbstractMesh((), ()), abstract_mesh(mesh_shape(tp=tp))  # a context mesh cannot change its size directly
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(own):
+    none, mesh = (
+        AbstractMesh((), ()),
+        abstract_mesh(mesh_shape(tp=tp)),
+    )  # a context mesh cannot change its size directly
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
         model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return model
 
@@ -310,29 +313,26 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
     trained, others = states
     sequences = Sequences(context=work.context, zigzag=work.zigzag)
 
-    def forward(policy: RematPolicy) -> Any:
-        def run(x: Array, trained: nnx.State, others: nnx.State) -> Array:
-            y = nnx.merge(graph, trained, others)(x, sequences)
-            return y * y if read else y
+    def forward(x: Array, trained: nnx.State, others: nnx.State) -> Array:
+        y = nnx.merge(graph, trained, others)(x, sequences)
+        return y * y if read else y
 
+    def vjp(policy: RematPolicy, x: Array, trained: nnx.State, others: nnx.State) -> Any:
         # Offloading needs a device with pinned memory; it computes what full does.
-        return jax.checkpoint(run, policy=remat.policy("full" if policy == "offload" else policy))
+        saved = remat.policy("full" if policy == "offload" else policy)
+        run = jax.checkpoint(forward, policy=saved)
+        return jax.vjp(lambda x, trained: run(x, trained, others), x, trained)
 
     def step(x: Array, trained: nnx.State, others: nnx.State) -> Any:
-        run = forward(work.remat)
         if not work.training:
-            return run(x, trained, others)
+            return forward(x, trained, others)
         if work.accumulation > 1:  # copies are summed after the last micro-batch, which `Weight.collectives` counts
             trained = mark_unreduced(trained)
-        y, backward = jax.vjp(lambda x, trained: run(x, trained, others), x, trained)
+        y, backward = vjp(work.remat, x, trained, others)
         return y, backward(y)
 
     def residuals(policy: RematPolicy) -> float:
-        def save(x: Array, trained: nnx.State, others: nnx.State) -> list[Array]:
-            run = forward(policy)
-            return jax.tree.leaves(jax.vjp(lambda x, trained: run(x, trained, others), x, trained)[1])
-
-        jaxpr = jax.make_jaxpr(save)(x, trained, others).jaxpr
+        jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))(x, trained, others).jaxpr
         saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
         return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / math.prod(sizes.values())
 

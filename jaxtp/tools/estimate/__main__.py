@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 
 import jax
 import tyro
-from pydantic import Field
 
-from jaxtp.analysis.hardware import GB, RANGES, TABLE, parse
+from jaxtp.analysis.hardware import GB, RANGES, parse
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
@@ -21,7 +20,6 @@ from jaxtp.config.schema import (
     Positive,
     Switch,
     UserPath,
-    allowed,
     replace_nested,
     to_short_yaml,
 )
@@ -68,7 +66,6 @@ jaxtp estimate FILE.py:build --help.
   jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
 """.replace("KEYS", ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items()))
-HARDWARE = f"Kind and count: {', '.join(TABLE)}, or a YAML file, as in mine.yamlx8. 2xh100x8: two hosts of 8."
 
 OF_ALL_STEPS = ("data.path", "data.long_documents", "train.epochs")
 """Settings that decide the number of steps, and so the cost of a run."""
@@ -80,26 +77,16 @@ WRITTEN = "# The best of jaxtp estimate for"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateConfig(TrainConfig):
+class EstimateConfig(foreign.OnHardware, TrainConfig):
     """Command line of an estimate: a training configuration, and hardware."""
-
-    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8", help=HARDWARE)] = "h100x8"
-    """See `HARDWARE`."""
 
     tier: Literal[1, 2, 3] = 1
     """Depth; 2 and 3 compile the best mesh. 1: arithmetic, in seconds. 2: also compiles it for virtual CPU devices and
     compares what it moves. 3: also compiles it for the hardware, which need not be here (pip install
     'jaxtp[estimate-gpu]', with cuDNN's attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]')."""
 
-    meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
-    """Meshes to try; an axis that is left out is 1. By default all."""
-
     as_configured: Switch = False
     """Keep remat and accumulation as configured; by default the fastest are found."""
-
-    memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
-    """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts as in
-    scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
 
     price: Positive | None = None
     """Price of a device hour, for the cost of all steps."""
@@ -153,7 +140,7 @@ def _estimate(argv: Sequence[str]) -> int:
     _check_overwrite(options)
     require_picture("--plot", options.plot)
     config = training_of(options)
-    where = target(*parse(options.hardware), options.memory_fraction, options.launch.allocator)
+    where = _target(options)
     if options.tier == 3:
         try:
             topology(where.hardware.compiled_as, **where.hosts)
@@ -201,11 +188,15 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
             f"train.epochs={options.train.epochs:,.15g} needs a dataset to count its steps: add --data.path, or "
             "give --train.steps instead"
         )
-    hardware, count = parse(options.hardware)
-    room = target(hardware, count, options.memory_fraction, options.launch.allocator).room
-    place = DeviceInfo(count, min(count, hardware.domain), True, hardware.name, room, hardware.architecture)
+    where = _target(options)
+    hardware, per_process = where.hardware, min(where.devices, where.hardware.domain)
+    place = DeviceInfo(where.devices, per_process, True, hardware.name, where.room, hardware.architecture)
     config, notes = resolve_defaults(options, explicit, place)
     return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
+
+
+def _target(options: EstimateConfig) -> Target:
+    return target(*parse(options.hardware), options.memory_fraction, options.launch.allocator)
 
 
 def _check_overwrite(options: EstimateConfig) -> None:

@@ -15,7 +15,7 @@ import optax
 import tyro
 from pydantic import Field
 
-from jaxtp.analysis.hardware import GB, Hardware, parse
+from jaxtp.analysis.hardware import GB, TABLE, Hardware, parse
 from jaxtp.analysis.tables import columns
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
@@ -35,26 +35,33 @@ jaxtp estimate model.py:build --plan plan.py:PLAN --input 64x16x16x1 --hardware 
 
 A step on one global batch is traced as by jaxtp explain. Activations and times are modelled. Exit code 1: nothing fits.
 """
+HARDWARE = f"Kind and count: {', '.join(TABLE)}, or a YAML file, as in mine.yamlx8. 2xh100x8: two hosts of 8."
 MB = 1e6
 PASSES = 2.5
 """Passes over the saved activations by elementwise operations; a backward pass counts 1.5."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateModel(PythonModel):
-    """Flags of an estimate for a Flax model."""
+class OnHardware:
+    """Flags of the hardware and its meshes."""
 
-    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8")] = "h100x8"
-    """Kind and count, as in jaxtp estimate --help; also a YAML file, as in mine.yamlx8."""
+    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8", help=HARDWARE)] = "h100x8"
+    """See `HARDWARE`."""
 
     meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
-    """Meshes to try; an axis that is left out is 1. By default all that the plan can use."""
+    """Meshes to try; an axis that is left out is 1. By default all that can run."""
+
+    memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
+    """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts as in
+    scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateModel(OnHardware, PythonModel):
+    """Flags of an estimate for a Flax model."""
 
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """An optax.GradientTransformation. By default optax.adamw."""
-
-    memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
-    """Share of a GPU's memory that JAX takes; by default 0.75 on one host and 0.9 on several."""
 
 
 COMMAND = Command(program=PROGRAM, schema=EstimateModel, description=DESCRIPTION)

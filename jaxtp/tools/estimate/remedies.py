@@ -143,14 +143,14 @@ def _shorter(run: Run) -> list[Alternative]:
 
 
 def _other_training(run: Run) -> Iterator[Alternative]:
-    targets, own = adaptable(run.config.model), run.config.model.lora
+    targets, lora_config = adaptable(run.config.model), run.config.model.lora
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
     in_half: Change = {"model.precision.param": "bfloat16"}
     adapters: Change = {"model.lora.rank": LORA_RANK, "model.lora.targets": targets}
-    if targets != own.targets:
+    if targets != lora_config.targets:
         lora += f" --model.lora.targets {' '.join(targets)}"
     options = [(bits, in_half, "frozen weights in 16 bits")]
-    if not own.rank:
+    if not lora_config.rank:
         options = [
             (bits, in_half, "weights lose updates smaller than 1/256 of them"),
             (lora, adapters, "trains adapters only"),

@@ -1,6 +1,6 @@
 """Tries every mesh, micro-batch and remat policy that a configuration can run with, and ranks them.
 
-Costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a second; `tiers.py`
+Costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a second; `compiler.py`
 compiles the best one.
 
 Settings that fit even if the modelled memory is off by 20% rank first, then the middle of the time range decides. Among
