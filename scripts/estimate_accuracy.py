@@ -22,8 +22,7 @@ import jaxtp
 from jaxtp.analysis.tables import columns
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import DP, FSDP, TP, mesh_shape
-from jaxtp.tools.estimate.compiler import TargetError
-from jaxtp.tools.estimate.tiers import compile_for
+from jaxtp.tools.estimate.compiler import TargetError, compile_for
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 

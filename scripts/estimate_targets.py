@@ -19,7 +19,7 @@ from estimate_accuracy import GB, Point
 from jaxtp.analysis.tables import columns
 from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.mesh import describe_mesh
-from jaxtp.tools.estimate.tiers import Compiled, compile_for
+from jaxtp.tools.estimate.compiler import Compiled, compile_for
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import memory_per_device
 
@@ -64,8 +64,7 @@ def shipped() -> str:
         rows.append((name, tokens, gpus, describe_mesh(sizes), *took, *cells))
         for m in compiled.collectives:
             numbers = (f"{n:,}" for n in (m.count, m.overlapped, m.computing))
-            one = m.collective
-            moved.append((name, tokens, gpus, one.kind, "+".join(one.axes), *numbers, f"{one.bytes / GB:,.3f}"))
+            moved.append((name, tokens, gpus, m.kind, "+".join(m.axes), *numbers, f"{m.bytes / GB:,.3f}"))
     header = ("config", "tokens", "hardware", "mesh", "seconds", "compiler", "state", "compiled", "modelled")
     beside = ("config", "tokens", "hardware", "collective", "over", "count", "overlapped", "computing beside", "GB")
     return columns(header, rows) + "\n\n" + columns(beside, moved)

@@ -107,9 +107,7 @@ def row(
     sizes = sizes_of(mesh)
     opening = (name, describe_mesh(sizes), f"{length:,}", ", ".join(how))
     found = compiled(checkout, name, mesh, length, sequences, *how)
-    moved = [
-        (m.collective.bytes_sent, m.hidden_bytes / m.collective.bytes) for m in read_schedule(found["text"], sizes)
-    ]
+    moved = [(m.bytes_sent, m.hidden_bytes / m.bytes) for m in read_schedule(found["text"], sizes)]
     sent = sum(size for size, _ in moved)
     exposed = sum(size * (1 - hidden) for size, hidden in moved)
     square = "" if length == 4096 else "yes" if f"{length},{length}]" in found["text"] else "no"  # 4096 is d_model

@@ -11,9 +11,8 @@ import jaxtp
 from jaxtp.analysis.census import count_collectives
 from jaxtp.analysis.collective import bytes_by_place
 from jaxtp.analysis.compiling import compile_with_spmd_text
-from jaxtp.analysis.hlo import count_flops_in_hlo
+from jaxtp.analysis.hlo import count_flops_in_hlo, parse_module
 from jaxtp.analysis.step_costs import step_costs
-from jaxtp.analysis.text import parse_module
 from jaxtp.data.loader import abstract_batch
 from jaxtp.layers import remat
 from jaxtp.mesh import mesh_of

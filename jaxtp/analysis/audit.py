@@ -4,6 +4,7 @@ A layer that moves too much makes its budget (`layer_costs.py`) and the jaxpr di
 to repair makes the jaxpr and the HLO after SPMD partitioning differ.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,24 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.stages import Compiled
 
-from jaxtp.analysis.census import count_collectives
+from jaxtp.analysis.census import A_TURN, count_collectives
 from jaxtp.analysis.collective import Collective, Place, bytes_by_place, sums
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
-from jaxtp.analysis.holding import Holding, read_holdings
-from jaxtp.analysis.loops import A_TURN
 from jaxtp.analysis.tables import columns
-from jaxtp.mesh import REPLICAS, TP, mesh_sizes, parts
+from jaxtp.mesh import REPLICAS, TP, axes_of, mesh_sizes, parts
 
 Budget = Mapping[Place, float]
 """Bytes that each device may send in a step, by place."""
 
 LARGE = 2**20
-"""Bytes from which an array that is replicated unasked is an error."""
+"""Bytes above which an unintended replication is an error."""
 
 ROUNDING = 1e-9
 """Relative error of a budget, which is a sum of fractions."""
@@ -39,25 +39,60 @@ class AuditError(ValueError):
 
 
 @dataclass(frozen=True)
+class Holding:
+    """An array of the state, as a compiled step holds it."""
+
+    name: str  # dotted path
+    shape: tuple[int, ...]
+    shard: tuple[int, ...]  # shape of the part on one device
+    dtype: str
+    declared: PartitionSpec | None
+    replicated_over: tuple[str, ...]  # mesh axes of more than one device along which the compiled step holds copies
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of one shard."""
+        return math.prod(self.shard) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def unintended(self) -> tuple[str, ...]:
+        """Replicated axes that its spec names; all replicated axes if it declares no spec."""
+        named = {axis for entry in self.declared or () for axis in axes_of(entry)}
+        return tuple(axis for axis in self.replicated_over if self.declared is None or axis in named)
+
+    @property
+    def declaration(self) -> str:
+        """The declared spec, in words."""
+        if self.declared is None:
+            return "no spec declared"
+        if self.unintended:
+            return f"{self.declared}, which the compiler did not keep"
+        return str(self.declared)
+
+    def matrices(self) -> set[tuple[int, ...]]:
+        """Returns the shapes in which it may be sent: each dim whole or sharded; also one stacked layer."""
+        dims = [sorted({whole, part}) for whole, part in zip(self.shape, self.shard, strict=True)]
+        single = [dims[1:]] if len(dims) > 2 else []
+        return {shape for choices in [dims, *single] if len(choices) > 1 for shape in itertools.product(*choices)}
+
+
+@dataclass(frozen=True)
 class Audit:
     """Result of `audit`."""
 
-    holdings: tuple[Holding, ...]
-    """Every array of the state."""
-    written: Counter[Collective]
-    """Collectives that the program asks for, and how often each runs."""
-    realised: Counter[Collective]
-    """Collectives that the partitioner made of them."""
-    budget: Budget | None
-    """Bytes that the modules may send."""
-    sizes: Mapping[str, int]
-    """Devices along each axis of the mesh."""
-    global_view: tuple[str, ...]
-    """Modules that are written on global arrays: the compiler chooses their collectives."""
-    uncounted: tuple[str, ...]
-    """Modules in which a loop may turn as often as its data say: what it moves is counted for one turn."""
-    compiled: Compiled
-    """The program itself: it can be run, and has a `memory_analysis()`."""
+    holdings: tuple[Holding, ...]  # every array of the state
+    written: Counter[Collective]  # collectives that the program asks for, and how often each runs
+    realised: Counter[Collective]  # collectives that the partitioner made of them
+    budget: Budget | None  # bytes that the modules may send
+    sizes: Mapping[str, int]  # devices along each axis of the mesh
+    global_view: tuple[str, ...]  # modules that are written on global arrays: the compiler chooses their collectives
+    uncounted: tuple[str, ...]  # modules where a loop may turn any number of times: it counts one turn
+    compiled: Compiled  # the program itself: it can be run, and has a `memory_analysis()`
 
     @property
     def added(self) -> Counter[Collective]:
@@ -71,9 +106,9 @@ class Audit:
           large: bytes above which an undeclared replication over fsdp or tp counts.
         """
         return [
-            *self._replicated_unasked(large),
+            *self._unintended_replication(large),
             *self._weights_over_tp(),
-            *self._unasked_collectives(),
+            *self._added_collectives(),
             *self._uncounted(),
             *self._over_budget(),
         ]
@@ -89,11 +124,22 @@ class Audit:
 
     def __str__(self) -> str:
         """Returns tables of the state's arrays and of communication by module."""
-        return f"{_holdings_table(self.holdings)}\n\n{_collectives_table(self.realised, self.added)}"
+        arrays = [
+            (h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.declaration)
+            for h in self.holdings
+        ]
+        moved = [
+            (*place, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}")
+            for by, traffic in (("the compiler", self.added), ("the program", self.realised - self.added))
+            for (*place, counted), (count, sent) in sums(traffic, _row).items()
+        ]
+        table = columns(("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), arrays)
+        header = ("module", "collective", "over", "asked for by", "count", "bytes sent by a device")
+        return f"{table}\n\n{columns(header, moved)}"
 
-    def _replicated_unasked(self, large: int) -> Iterator[str]:
+    def _unintended_replication(self, large: int) -> Iterator[str]:
         for holding in self.holdings:
-            axes = [axis for axis in holding.unasked if axis not in REPLICAS]
+            axes = [axis for axis in holding.unintended if axis not in REPLICAS]
             if axes and holding.bytes > large:
                 yield (
                     f"{holding.name} {_by(holding.shape)} is replicated over {' and '.join(axes)}, each device holds "
@@ -111,7 +157,7 @@ class Audit:
                     f"over {TP} should stay where it is"
                 )
 
-    def _unasked_collectives(self) -> Iterator[str]:
+    def _added_collectives(self) -> Iterator[str]:
         for collective, times in self.added.items():
             if math.prod(collective.shape) <= 1 or _outermost(collective) in self.global_view:
                 continue  # global norms need sums of scalars
@@ -127,8 +173,8 @@ class Audit:
             if collective.counted == A_TURN and name not in self.uncounted:
                 allow = f'uncounted=("{name}",)' if name else 'jax.named_scope("name") and uncounted=("name",)'
                 yield (
-                    f"{times} x {_describe(collective)}, in each turn of a loop that turns as often as its data say: "
-                    f"how much moves is not known; {allow} allows it"
+                    f"{times} x {_describe(collective)}, in each turn of a loop that may turn any number of times; "
+                    f"{allow} allows it"
                 )
 
     def _weight_like(self, collective: Collective) -> str | None:
@@ -193,6 +239,55 @@ def audit(
     )
 
 
+def read_holdings(compiled: Compiled, state: Any, mesh: Mesh) -> tuple[Holding, ...]:
+    """Returns how a compiled step holds its state.
+
+    Args:
+      compiled: of `state, ... -> state` or `-> (state, ...)`; if it returns no state, reads the input's sharding.
+      state: pytree of real or abstract arrays; its `nnx.Variable`s can declare a spec.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
+    holdings = []
+    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(_state_shardings(compiled, state)), strict=True):
+        spec = leaf.get_metadata().get("out_sharding") if _is_variable(leaf) else None
+        holding = Holding(
+            name=jax.tree_util.keystr(path, simple=True, separator="."),
+            shape=tuple(leaf.shape),
+            shard=tuple(sharding.shard_shape(leaf.shape)),
+            dtype=str(leaf.dtype),
+            declared=None if spec is None else PartitionSpec(*spec),
+            replicated_over=tuple(_replicated_over(sharding, leaf.shape, mesh)),
+        )
+        holdings.append(holding)
+    return tuple(holdings)
+
+
+def _state_shardings(compiled: Compiled, state: Any) -> Any:
+    returned = compiled.output_shardings
+    for candidate in (returned, returned[0] if isinstance(returned, tuple) and returned else None):
+        if _paths(candidate) == _paths(state):
+            return candidate
+    return compiled.input_shardings[0][0]
+
+
+def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
+    # The axes along which the first two devices hold the same part.
+    indices = sharding.devices_indices_map(tuple(shape))
+    origin = (0,) * mesh.devices.ndim
+    for dim, (axis, size) in enumerate(mesh.shape.items()):
+        neighbour = tuple(int(i == dim) for i in range(mesh.devices.ndim))
+        if size > 1 and indices[mesh.devices[origin]] == indices[mesh.devices[neighbour]]:
+            yield axis
+
+
+def _paths(tree: Any) -> list[Any]:
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)]
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
 def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Collective, int]) -> Counter[Collective]:
     """Returns the collectives of partitioned HLO (`realised`) that the jaxpr (`written`) lacks."""
     left: Counter[Any] = Counter()
@@ -200,9 +295,9 @@ def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Colle
         left[_likeness(collective)] += times
     added: Counter[Collective] = Counter()
     for collective, times in realised.items():
-        asked = min(times, left[_likeness(collective)])
-        left[_likeness(collective)] -= asked
-        added[collective] = times - asked
+        expected = min(times, left[_likeness(collective)])
+        left[_likeness(collective)] -= expected
+        added[collective] = times - expected
     return +added
 
 
@@ -222,20 +317,6 @@ def _describe(collective: Collective) -> str:
     where += f", {collective.source}" if collective.source else ""
     what = f"{collective.dtype} {_by(collective.shape)} ({collective.bytes:,} bytes)"
     return f"{collective.kind} of {what} over {'+'.join(collective.axes)}{where}"
-
-
-def _holdings_table(holdings: tuple[Holding, ...]) -> str:
-    rows = [(h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.declaration) for h in holdings]
-    return columns(("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), rows)
-
-
-def _collectives_table(realised: Counter[Collective], added: Counter[Collective]) -> str:
-    rows = [
-        (*place, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}")
-        for by, moved in (("the compiler", added), ("the program", realised - added))
-        for (*place, counted), (count, sent) in sums(moved, _row).items()
-    ]
-    return columns(("module", "collective", "over", "asked for by", "count", "bytes sent by a device"), rows)
 
 
 def _row(collective: Collective) -> tuple[str, ...]:

@@ -1,67 +1,75 @@
 """Counts collectives in a jaxpr: the program's own, before compilation.
 
-Loops count each iteration (`loops`); conditionals count every branch, an upper bound.
+Conditionals count every branch, an upper bound. Scans count each iteration, as does a `while` that counts an integer up
+to a constant. Other loops count one iteration, and are a problem unless the caller allows them by name. HLO is counted
+by the same rules (`hlo.py`).
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Literal as Constant
 
 from jaxtp.analysis.collective import PRIMITIVES, Collective
-from jaxtp.analysis.loops import AT_MOST, Counted, runs, turns_in_jaxpr
 from jaxtp.mesh import parts
+
+Counted = Literal["", "at most", "a turn"]
+"""Meaning of a count: exact, or one of these two."""
+
+AT_MOST: Final = "at most"
+"""A collective in a branch of a conditional: it runs as often as that branch is taken, and all are counted."""
+
+A_TURN: Final = "a turn"
+"""A collective in a loop with an unknown trip count: its count is that of one iteration."""
 
 _MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
 
 
-def count_collectives(jaxpr: Any, mesh_sizes: dict[str, int]) -> Counter[Collective]:
+def count_collectives(jaxpr: Any, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
     """Counts collectives in a closed jaxpr, except in groups of one device.
 
     `Collective.counted` marks inexact counts; `mesh_sizes` is in the mesh's order.
     """
     counts: Counter[Collective] = Counter()
-    for collective, times in _walk(jaxpr.jaxpr, 1, "", mesh_sizes, ""):
-        if collective.group > 1:
-            counts[collective] += times
+    for equation, times, counted, scope in equations(jaxpr.jaxpr):
+        axes, groups = _axes(equation, mesh_sizes), equation.params.get("axis_index_groups")
+        group = len(groups[0]) if groups else parts(mesh_sizes, axes)
+        kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
+        spanned = tuple(axis for axis in mesh_sizes if axis in axes and mesh_sizes[axis] > 1)
+        for pair in zip(equation.invars, equation.outvars, strict=False) if group > 1 else ():
+            largest = max(arrays(*pair), key=lambda array: math.prod(array.shape))
+            shape, dtype = tuple(largest.shape), str(largest.dtype)
+            size = message_bytes(shape, dtype)
+            counts[Collective(kind, spanned, group, size, scope, shape, dtype, counted)] += times
     return counts
 
 
-def equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Yields every equation that is needed, also nested but not in kernels, and how often it runs.
-
-    Unknown loops count once.
-    """
-    read = set(map(id, jaxpr.outvars))
+def equations(
+    jaxpr: Jaxpr, times: int = 1, counted: Counted = "", outer: str = ""
+) -> Iterator[tuple[JaxprEqn, int, Counted, str]]:
+    """Yields every equation that is needed, also nested but not in kernels: how often it runs, and in which scope."""
+    read, needed = set(map(id, jaxpr.outvars)), []
     for equation in reversed(jaxpr.eqns):
-        if read.isdisjoint(map(id, equation.outvars)) and not equation.effects:
-            continue  # XLA removes it: JAX keeps kernels in a recomputation that nothing reads
-        read.update(map(id, equation.invars))
-        yield equation, times
-        for inner, each, _ in _inside(equation, "") if equation.primitive.name != "pallas_call" else ():
-            yield from equations(inner, times * each)
-
-
-def _walk(
-    jaxpr: Jaxpr, times: int, counted: Counted, sizes: dict[str, int], outer: str
-) -> Iterator[tuple[Collective, int]]:
-    for equation in jaxpr.eqns:
+        if equation.effects or not read.isdisjoint(map(id, equation.outvars)):
+            read.update(map(id, equation.invars))
+            needed.append(equation)  # XLA removes others: JAX keeps kernels in a recomputation that nothing reads
+    for equation in reversed(needed):
         scope = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
-        if axes := _axes(equation, sizes):
-            for pair in zip(equation.invars, equation.outvars, strict=False):
-                yield _collective(equation, axes, arrays(*pair), sizes, scope, counted), times
-        for inner, each, meant in _inside(equation, counted):
-            yield from _walk(inner, times * each, meant, sizes, scope)
+        yield equation, times, counted, scope
+        for inner, each, meant in _inside(equation, counted) if equation.primitive.name != "pallas_call" else ():
+            yield from equations(inner, times * each, meant, scope)
 
 
 def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, Counted]]:
     name, params = equation.primitive.name, equation.params
     if name == "while":
-        bodies, conditions, meant = runs(turns_in_jaxpr(equation), counted)
+        bodies, conditions, meant = runs(trip_count(equation), counted)
         yield params["body_jaxpr"].jaxpr, bodies, meant
         yield params["cond_jaxpr"].jaxpr, conditions, meant
         return
@@ -73,28 +81,11 @@ def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, 
                 yield closed, params["length"] if name == "scan" else 1, AT_MOST if branches else counted
 
 
-def _axes(equation: JaxprEqn, sizes: dict[str, int]) -> tuple[str, ...]:
+def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if equation.primitive.name in _MOVES_NOTHING:
         return ()
     named = equation.params.get("axes", equation.params.get("axis_name", ()))
     return tuple(axis for axis in (named if isinstance(named, (tuple, list)) else (named,)) if axis in sizes)
-
-
-def _collective(
-    equation: JaxprEqn,
-    axes: tuple[str, ...],
-    messages: list[ShapedArray],
-    sizes: dict[str, int],
-    scope: str,
-    counted: Counted,
-) -> Collective:
-    kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
-    groups = equation.params.get("axis_index_groups")
-    group = len(groups[0]) if groups else parts(sizes, axes)
-    largest = max(messages, key=lambda array: math.prod(array.shape))
-    spanned = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
-    shape, dtype = tuple(largest.shape), str(largest.dtype)
-    return Collective(kind, spanned, group, message_bytes(shape, dtype), scope, shape, dtype, counted)
 
 
 def arrays(*variables: Any) -> list[ShapedArray]:
@@ -105,3 +96,46 @@ def arrays(*variables: Any) -> list[ShapedArray]:
 def message_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Returns the bytes of an array."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def turns(first: int | None, limit: int | None, step: int | None) -> int | None:
+    """Returns the iterations of `while first < limit: first += step`; None if any is unknown."""
+    if first is None or limit is None or step is None or step < 1:
+        return None
+    return max(0, -((first - limit) // step))
+
+
+def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
+    """Returns how often a loop runs its body and its condition, and the counts' meaning.
+
+    Args:
+      turns: trip count; None if unknown.
+      counted: meaning of the loop's own count.
+    """
+    return (1, 1, A_TURN) if turns is None else (turns, turns + 1, counted)
+
+
+def trip_count(loop: JaxprEqn) -> int | None:
+    """Returns the iterations of a `while` equation; None if unknown."""
+    condition, body = loop.params["cond_jaxpr"].jaxpr, loop.params["body_jaxpr"].jaxpr
+    test = _maker(condition, condition.outvars[0])
+    if test is None or test.primitive.name != "lt" or test.invars[0] not in condition.invars:
+        return None
+    carried = condition.invars.index(test.invars[0]) - loop.params["cond_nconsts"]
+    at = carried + loop.params["body_nconsts"]
+    after = _maker(body, body.outvars[carried])
+    if carried < 0 or after is None or after.primitive.name != "add" or after.invars[0] is not body.invars[at]:
+        return None
+    first = loop.invars[at + loop.params["cond_nconsts"]]
+    return turns(_integer(first), _integer(test.invars[1]), _integer(after.invars[1]))
+
+
+def _maker(jaxpr: Jaxpr, variable: Any) -> JaxprEqn | None:
+    return next((e for e in jaxpr.eqns if any(made is variable for made in e.outvars)), None)
+
+
+def _integer(operand: Any) -> int | None:
+    if not isinstance(operand, Constant):
+        return None
+    kind: Any = operand.aval
+    return int(operand.val) if kind.shape == () and kind.dtype in (np.int32, np.int64) else None

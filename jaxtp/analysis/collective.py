@@ -44,23 +44,15 @@ _PLUMBING = set(PRIMITIVES) | {
 class Collective:
     """A collective, as one device sees it; `Traffic` has its count."""
 
-    kind: str
-    """all-reduce, all-gather, reduce-scatter, ..."""
-    axes: Axes
-    """Mesh axes along which the devices talk; those of a single device are left out."""
-    group: int
-    """Number of devices that take part."""
-    bytes: float
-    """Size of the whole message: the larger of operand and result on one device."""
-    scope: str = ""
-    """The `jax.named_scope` it was written in, as JAX spells it, or the name of its module."""
-    shape: tuple[int, ...] = ()
-    """Shape and dtype of the message, where it is read from a program."""
+    kind: str  # all-reduce, all-gather, ...
+    axes: Axes  # mesh axes along which the devices talk; those of a single device are left out
+    group: int  # number of devices that take part
+    bytes: float  # size of the whole message: the larger of operand and result on one device
+    scope: str = ""  # the `jax.named_scope` it was written in, as JAX spells it, or the name of its module
+    shape: tuple[int, ...] = ()  # shape and dtype of the message, where it is read from a program
     dtype: str = ""
-    counted: str = ""
-    """Meaning of its count; empty where the count is exact."""
-    source: str = field(default="", compare=False)
-    """`file:line` of Python that it comes from, where that is known."""
+    counted: str = ""  # meaning of its count; empty where the count is exact
+    source: str = field(default="", compare=False)  # `file:line` of Python that it comes from, where that is known
 
     @property
     def module(self) -> str:

@@ -31,9 +31,9 @@ def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tupl
     """
     place = _place_of_text(lowered, options)
     if place and place.exists():
-        kept = json.loads(place.read_text())
-        os.write(2, kept["printed"].encode())
-        return lowered.compile(compiler_options=dict(options or {})), kept["text"]
+        stored = json.loads(place.read_text())
+        os.write(2, stored["printed"].encode())
+        return lowered.compile(compiler_options=dict(options or {})), stored["text"]
     with captured_stderr() as printed:
         compiled, text = _compile_and_dump(lowered, options)
         if not text:  # the program came from the persistent cache, so the compiler printed no text
@@ -68,12 +68,9 @@ def _compile_and_dump(lowered: Any, options: Options | None) -> tuple[Compiled, 
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         compiled = lowered.compile(compiler_options={**(options or {}), **dump})
-        found = _find(folder, r"after_(tpu-)?spmd-partitioning\.") or _find(folder, r"\.before_optimizations\.txt$")
+        patterns = (r"after_(tpu-)?spmd-partitioning\.", r"\.before_optimizations\.txt$")
+        found = [path for pattern in patterns for path in Path(folder).iterdir() if re.search(pattern, path.name)]
         return compiled, found[0].read_text() if found else ""
-
-
-def _find(folder: str, pattern: str) -> list[Path]:
-    return [path for path in Path(folder).iterdir() if re.search(pattern, path.name)]
 
 
 def _place_of_text(lowered: Any, options: Options | None) -> Path | None:

@@ -2,15 +2,23 @@
 
 Links are one-way per device. Fast links join a domain (a host of GPUs, a slice of TPUs); between domains each device
 has its share of the network. Peaks and bandwidths come from data sheets; their reachable shares (`matmul_efficiency`
-etc.) are assumptions. `hardware_file` reads a user's own hardware.
+etc.) are assumptions. A user's own hardware is a YAML file, with units and ranges as in `RANGES`:
+
+    like: h100                # supplies missing keys; without it, all of `NEEDED` are required
+    matmul_efficiency: 0.73
+    network: 25.0e+9          # bytes/s
 """
 
+import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from jaxtp.config.schema import Count, NonNegative, Positive
+from jaxtp.config.reading import truncate
+from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
 from jaxtp.layers.kernels.select import CAPABILITIES
 from jaxtp.mesh import AXES
 
@@ -22,49 +30,35 @@ class Hardware:
     """A kind of device, and its interconnect."""
 
     name: str = "custom"
-    like: str = ""
-    """In a file: the row of the table that has its missing keys, and that programs are compiled for."""
-    kinds: tuple[str, ...] = ()
-    """Values of `jax.Device.device_kind`, exactly: a near name is another device's."""
-    platform: str = "cuda"
-    """cuda, rocm or tpu."""
-    capability: str = ""
-    """Compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are."""
-    memory: Positive = 80 * GIB
-    """Bytes that a program can see."""
-    flops: Positive = 1e15
-    """Dense bfloat16 FLOP/s at their peak."""
-    bandwidth: Positive = 3e12
-    """Bytes/s to and from its memory."""
-    link: Positive = 450e9
-    """Bytes/s that it sends to the others of its domain, in one direction; to all of them together if `direct`."""
-    domain: Count = 8
-    """Devices that fast links join."""
-    direct: bool = False
-    """Links join each pair: of n devices each has the links to n - 1 others, and the rest of its `link` lies idle.
-    False: a switch, or a torus, gives a ring all of it."""
-    network: Positive = 50e9
-    """Bytes/s that it sends out of its domain, in one direction."""
-    reserved: NonNegative = 2.0 * GIB
-    """Bytes outside JAX's allocator: context, kernels, communication buffers. An assumption."""
-    matmul_efficiency: Positive = 0.7
-    """Share of the peak that a large matrix product reaches. An assumption, as the next two."""
+    like: str = ""  # in a file: the row of the table that has its missing keys, and that programs are compiled for
+    kinds: tuple[str, ...] = ()  # values of `jax.Device.device_kind`, exactly: a near name is another device's
+    platform: str = "cuda"  # cuda, rocm or tpu
+    capability: str = ""  # compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are
+    memory: Positive = 80 * GIB  # bytes that a program can see
+    flops: Positive = 1e15  # dense bfloat16 FLOP/s at their peak
+    bandwidth: Positive = 3e12  # bytes/s to and from its memory
+    link: Positive = 450e9  # bytes/s to the others of its domain, one way; to all of them together if `direct`
+    domain: Count = 8  # devices that fast links join
+    direct: bool = False  # links join each pair; else a switch or a torus gives a ring all of `link`
+    network: Positive = 50e9  # bytes/s that it sends out of its domain, in one direction
+    reserved: NonNegative = 2.0 * GIB  # assumed bytes outside JAX's allocator: context, kernels, communication buffers
+    matmul_efficiency: Positive = 0.7  # share of the peak that a large matrix product reaches, assumed as the next two
     bandwidth_efficiency: Positive = 0.85
-    link_efficiency: Positive = 0.8
-    """360 of 450 GB/s on an H100."""
-    latency: NonNegative = 8.4e-6
-    """Seconds that a collective takes to begin, as in NCCL (src/graph/tuning.cc: rings, its Simple protocol)."""
-    hop: NonNegative = 3.4e-6
-    """Seconds of each step of a collective in a domain, however little is sent; 0: a measured `latency` has it."""
-    network_hop: NonNegative = 14e-6
-    """The same between devices of different domains."""
-    source: str = ""
-    """Source of the numbers."""
+    link_efficiency: Positive = 0.8  # 360 of 450 GB/s on an H100
+    latency: NonNegative = 8.4e-6  # seconds until a collective starts, as in NCCL (src/graph/tuning.cc: Simple rings)
+    hop: NonNegative = 3.4e-6  # seconds of each step of a collective in a domain; 0: a measured `latency` has it
+    network_hop: NonNegative = 14e-6  # the same between devices of different domains
+    source: str = ""  # source of the numbers
 
     @property
     def compiled_as(self) -> str:
         """Name in the table that programs are compiled for."""
         return self.like or self.name
+
+    @property
+    def memory_speed(self) -> float:
+        """Bytes/s that programs reach to and from memory."""
+        return self.bandwidth * self.bandwidth_efficiency
 
     @property
     def architecture(self) -> str:
@@ -88,6 +82,12 @@ RANGES = {
     "network_hop": (0, 0.1, "seconds"),
 }
 """Least, most and unit of the numbers in a file. 80 for memory is no device's: it was meant in GB."""
+
+MAX_DEVICES = 2**20
+PLATFORMS = ("cuda", "rocm", "tpu")
+
+NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
+"""Keys that a file without `like` has: no default of these is any device's."""
 
 _PCIE_HOP = 5.7e-6
 """Seconds, as NCCL has it for PCIe."""
@@ -198,7 +198,129 @@ def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[s
 
 
 def link_of(hardware: Hardware, devices: int) -> float:
-    """Returns the bytes/s of `link` that each of `devices` in a domain has to the others."""
+    """Returns the bytes/s of `link` that each of `devices` in a domain has to the others.
+
+    If links are `direct`, each has the links to n - 1 others, and the rest of its `link` lies idle.
+    """
     if not hardware.direct or devices == 1:
         return hardware.link
     return hardware.link * (devices - 1) / (hardware.domain - 1)
+
+
+def find(name: str) -> Hardware:
+    """Returns the hardware of a name (in any case) or YAML file.
+
+    Raises:
+      ConfigError: unknown name; suggests the nearest.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return read(Path(name))
+    return _of_table(name, ", or a YAML file of yours")
+
+
+def _of_table(name: str, besides: str = "") -> Hardware:
+    key = _key(name)
+    if key not in TABLE:
+        close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(close)}?" if close else "."
+        raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}")
+    return TABLE[key]
+
+
+def parse(text: str) -> tuple[Hardware, int]:
+    """Returns hardware and device count of `h100x8`, `mine.yamlx8` or, on two hosts, `2xh100x8`; X means x.
+
+    Raises:
+      ConfigError: malformed, or unknown hardware.
+    """
+    found = re.fullmatch(r"(?P<name>(?:(?P<hosts>\d+)[xX])?(?P<kind>.+?))[xX](?P<count>\d+)", text)
+    if found is None or _is_known(text):
+        raise _uncounted(text)
+    devices = _number(text, found["count"])
+    if not found["hosts"] or Path(found["name"]).is_file():
+        return find(found["name"]), devices
+    hardware = find(found["kind"])
+    count = _number(text, str(_number(text, found["hosts"]) * devices))
+    if devices > hardware.domain:
+        raise ConfigError(
+            f"--hardware {text}: fast links join at most {hardware.domain} of {hardware.name}; {found['kind']}x{count} "
+            "has as many devices on more hosts"
+        )
+    return replace(hardware, domain=devices), count
+
+
+def _number(text: str, digits: str) -> int:
+    digits = digits.lstrip("0")
+    if not digits or len(digits) > len(str(MAX_DEVICES)) or int(digits) > MAX_DEVICES:
+        raise ConfigError(f"--hardware {truncate(text, 25)}: from 1 to {MAX_DEVICES:,} devices")
+    return int(digits)
+
+
+def _uncounted(text: str) -> ConfigError:
+    # For `h100`, `h100x`, `h100x-3` or `h1000`.
+    at = text.lower().rfind("x")
+    name, count = text[: max(at, 0)], text[at + 1 :]
+    if _is_known(text):
+        name, count = text, ""
+    elif not _is_known(name):
+        find(text)
+    wrong = f"{count!r} is no number of devices; such as" if count else "how many devices? Such as"
+    return ConfigError(f"--hardware {text}: {wrong} {name}x8")
+
+
+def _is_known(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or _key(name) in TABLE
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def read(path: Path) -> Hardware:
+    """Reads a `Hardware` from YAML; the table row `like` supplies missing fields.
+
+    Raises:
+      ConfigError: unreadable, invalid or missing keys.
+    """
+    values = read_yaml(path)
+    if not isinstance(values, dict) or not values:
+        found = truncate(repr(values)) if values else "nothing"
+        raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
+    problems = [
+        f"  {key} = {truncate(repr(values[key]))}: {unit}, from {least:g} to {most:g}"
+        for key, (least, most, unit) in RANGES.items()
+        if key in values and not _is_between(values[key], least, most)
+    ]
+    if problems:
+        raise ConfigError("\n".join([f"{path}:", *problems]))
+    base: dict[str, Any] = {}
+    if values.get("like") is not None:
+        try:
+            base = asdict(_of_table(truncate(values["like"])))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: like: {error}") from None
+    keys = [str(key) for key in values if key not in ("like", "name", "kinds")]
+    others = f"as of {base['name']}" if base else "assumed"
+    source = f"{path}: {', '.join(keys)}; others {others}" if keys or not base else f"{path}: all {others}"
+    like = {"like": base["name"]} if base else {}
+    hardware = validate(Hardware, {**base, "name": path.stem, "source": source, **values, **like}, source=str(path))
+    if hardware.platform not in PLATFORMS:
+        raise ConfigError(f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}")
+    if not base and (missing := [key for key in NEEDED if key not in values]):
+        raise ConfigError(
+            f"{path}: {', '.join(missing)} missing; give {'it' if len(missing) == 1 else 'them'}, or the name of a "
+            "device that all that is left out is taken from, as in 'like: h100'"
+        )
+    if hardware.reserved >= hardware.memory:
+        raise ConfigError(
+            f"{path}: reserved = {hardware.reserved:g} is not less than memory = {hardware.memory:g} bytes: nothing is "
+            "left for JAX"
+        )
+    return hardware
+
+
+def _is_between(value: Any, least: float, most: float) -> bool:
+    try:
+        return least <= float(value) <= most
+    except (OverflowError, TypeError, ValueError):
+        return False

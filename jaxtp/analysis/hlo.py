@@ -1,7 +1,7 @@
-"""Counts collectives in HLO text, as XLA dumps it after SPMD partitioning.
+"""Counts collectives and products in HLO text, as XLA dumps it after SPMD partitioning.
 
-The text precedes backend-specific passes, which merge, split and schedule collectives. Loops count each iteration
-(`loops`).
+The text precedes backend-specific passes, which merge, split and schedule collectives. It begins with tables of file
+names, locations, and stack frames; older XLA writes file and line into each instruction.
 """
 
 import dataclasses
@@ -9,13 +9,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from jaxtp.analysis.census import message_bytes
+from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, message_bytes, runs, turns
 from jaxtp.analysis.collective import PERMUTE, Collective
-from jaxtp.analysis.loops import A_TURN, AT_MOST, Counted, runs, turns_in_hlo
-from jaxtp.analysis.text import HloError, Instruction, Module, parse_module, read_frames, source_line
+from jaxtp.mesh import parts
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -27,6 +28,124 @@ _DTYPES = {"pred": "bool", "bf16": "bfloat16"} | {
     for bits in (8, 16, 32, 64, 128)
 }
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(
+    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+)
+_CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_WRITTEN_OUT = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
+_LIBRARIES = ("/site-packages/", "/dist-packages/")
+
+Operand = tuple[str, int | None]
+"""The name of what an instruction reads; with a number, that part of a tuple (`%p#1`)."""
+
+
+class HloError(ValueError):
+    """Unknown spelling, probably of a newer XLA."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A line of a computation."""
+
+    root: str | None  # mark of the instruction whose value the computation returns; None for others
+
+    name: str
+    type: str
+    opcode: str
+    rest: str  # text after the opening parenthesis: operands, attributes, metadata
+
+    @property
+    def op_name(self) -> str:
+        """The program's operation; empty if missing."""
+        return self.attribute("op_name") or ""
+
+    @property
+    def callees(self) -> list[str]:
+        """Computations that it runs once; excludes `condition` and `body` of a `while`."""
+        branches = _BRANCHES.search(self.rest)
+        return _CALLEE.findall(self.rest) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+
+    @cached_property
+    def operands(self) -> list[Operand]:
+        """Instructions that it reads, in order."""
+        found = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.rest.split(")")[0])
+        return [(name, int(part) if part else None) for name, part in found]
+
+    def attribute(self, name: str) -> str | None:
+        """Returns the word after `name=`, without quotes; None if missing."""
+        found = re.search(rf'\b{name}=(?:"([^"]*)"|%?([\w.\-]+))', self.rest)
+        return None if found is None else (found[1] if found[1] is not None else found[2])
+
+
+Module = Mapping[str, Sequence[Instruction]]
+"""Instructions by computation; in the text of a compiled program, in the order of its schedule."""
+
+
+def parse_module(text: str) -> tuple[Module, str]:
+    """Returns the computations, and the entry's name.
+
+    Raises:
+      HloError: not the text of a module.
+    """
+    module: dict[str, list[Instruction]] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            current = header["name"]
+            module[current] = []
+            entry = current if header["entry"] else entry
+        elif current and (found := _INSTRUCTION.match(line)):
+            module[current].append(Instruction(**found.groupdict()))
+    if not entry:
+        raise HloError("no ENTRY computation: not the text of an HLO module")
+    return module, entry
+
+
+def root_of(computation: Sequence[Instruction]) -> Instruction | None:
+    """Returns the computation's root."""
+    return next((instruction for instruction in computation if instruction.root), None)
+
+
+def named(computation: Sequence[Instruction], name: str) -> Instruction | None:
+    """Returns the instruction with that name."""
+    return next((instruction for instruction in computation if instruction.name == name), None)
+
+
+def read_frames(text: str) -> dict[int, str]:
+    """Returns `file:line` by frame id, of the innermost frame outside of installed libraries."""
+    files = _table(text, "FileNames", r'"(.+)"()')
+    places = _table(text, "FileLocations", r"\{file_name_id=(\d+) .*?\bline=(\d+)")
+    frames = _table(text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+
+    def source(frame: int, seen: tuple[int, ...] = ()) -> str:
+        location, parent = frames[frame]
+        file, line = places.get(int(location), ("0", "?"))
+        name, caller = files.get(int(file), "?")[0], int(parent or frame)
+        in_library = any(library in name for library in _LIBRARIES)
+        return (
+            source(caller, (*seen, frame))
+            if in_library and caller in frames.keys() - {*seen, frame}
+            else f"{name}:{line}"
+        )
+
+    return {frame: source(frame) for frame in frames}
+
+
+def _table(text: str, name: str, pattern: str) -> dict[int, tuple[str, str]]:
+    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    rows = re.findall(rf"^(\d+) {pattern}", found[1] if found else "", re.MULTILINE)
+    return {int(i): (first, second) for i, first, second in rows}
+
+
+def source_line(metadata: str, frames: Mapping[int, str]) -> str:
+    """Returns the `file:line` in an instruction's metadata; empty if missing."""
+    if found := _FRAME.search(metadata):
+        return frames.get(int(found[1]), "")
+    written = _WRITTEN_OUT.search(metadata)
+    return f"{written[1]}:{written[2]}" if written else ""
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
@@ -84,13 +203,58 @@ def walk(
         here = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
         yield name, instruction, here, times, counted
         if instruction.opcode == "while":
-            bodies, conditions, meant = runs(turns_in_hlo(module, module[name], instruction), counted)
+            bodies, conditions, meant = runs(_trip_count(module, module[name], instruction), counted)
             yield from walk(module, instruction.attribute("body") or "", here, times * bodies, meant)
             yield from walk(module, instruction.attribute("condition") or "", here, times * conditions, meant)
         elif instruction.opcode in ("call", "conditional", "fusion"):
             branches = instruction.opcode == "conditional" and not counted
             for callee in instruction.callees:
                 yield from walk(module, callee, here, times, AT_MOST if branches else counted)
+
+
+def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
+    """Returns a `while`'s iterations, from the compiler's note or the condition; None if unknown.
+
+    Args:
+      around: the computation that contains the loop.
+    """
+    if known := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.rest):
+        return int(known[1])
+    condition, body = (module[loop.attribute(name) or ""] for name in ("condition", "body"))
+    test, init, result = root_of(condition), named(around, loop.operands[0][0]), root_of(body)
+    if test is None or (test.opcode, test.attribute("direction")) != ("compare", "LT"):
+        return None
+    counter = _part(condition, test.operands[0])
+    if counter is None or init is None or result is None or {init.opcode, result.opcode} != {"tuple"}:
+        return None
+    after, _ = _resolve(body, result.operands[counter])
+    if after is None or after.opcode != "add" or _part(body, after.operands[0]) != counter:
+        return None
+    first, limit = _constant(around, init.operands[counter]), _constant(condition, test.operands[1])
+    return turns(first, limit, _constant(body, after.operands[1]))
+
+
+def _resolve(computation: Sequence[Instruction], operand: Operand) -> tuple[Instruction | None, int | None]:
+    # The instruction behind copies, and the part of its tuple.
+    made = named(computation, operand[0])
+    if made is not None and made.opcode == "copy":
+        return _resolve(computation, made.operands[0])
+    if made is not None and made.opcode == "get-tuple-element":
+        return named(computation, made.operands[0][0]), int(made.attribute("index") or 0)
+    return made, operand[1]
+
+
+def _part(computation: Sequence[Instruction], operand: Operand) -> int | None:
+    made, part = _resolve(computation, operand)
+    return part if made is not None and made.opcode == "parameter" else None
+
+
+def _constant(computation: Sequence[Instruction], operand: Operand) -> int | None:
+    made, _ = _resolve(computation, operand)
+    if made is None or made.opcode != "constant" or not made.type.startswith(("s32[]", "s64[]")):
+        return None
+    number = re.match(r"-?\d+(?=\))", made.rest)
+    return int(number[0]) if number else None
 
 
 def check_counted(instruction: Instruction, counted: Counted) -> None:
@@ -110,9 +274,8 @@ def _dot_flops(computation: Sequence[Instruction], dot: Instruction) -> int:
     if not operand or not types or not contracting:
         raise HloError(f"cannot tell what a product multiplies: {dot.rest[:200]}")
     _, lhs = types[0][int(operand[2] or 0)]
-    contracted = math.prod(int(lhs.split(",")[int(dim)]) for dim in contracting[1].split(",") if dim)
-    result = math.prod(int(dim) for _, dims in _SHAPE.findall(dot.type)[:1] for dim in dims.split(",") if dim)
-    return 2 * result * contracted
+    contracted = math.prod(_integers(lhs)[dim] for dim in _integers(contracting[1]))
+    return 2 * math.prod(_integers(_SHAPE.findall(dot.type)[0][1])) * contracted
 
 
 def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:
@@ -121,64 +284,51 @@ def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int
     Args:
       instruction: has an opcode in `KINDS` and its result's type.
     """
-    group = _first_group(instruction.rest, sizes)
-    axes = _axes(group, sizes)
+    kind = instruction.opcode.removeprefix("collective-")
+    ids = _partitions(instruction.rest, sizes)
+    positions = np.unravel_index(ids, tuple(sizes.values()))
+    axes = tuple(axis for axis, along in zip(sizes, positions, strict=True) if (along != along[:, :1]).any())
+    devices = parts(sizes, axes) if kind == PERMUTE else ids.shape[1]  # some may send nothing
     for dtype, dims in _SHAPE.findall(instruction.type):
-        shape = [int(dim) for dim in dims.split(",") if dim]
+        shape = _integers(dims)
         if instruction.opcode == "reduce-scatter":  # the operand is larger
             dimension = re.search(r"dimensions=\{(\d+)\}", instruction.rest)
-            shape[int(dimension[1]) if dimension else 0] *= len(group)
-        kind = instruction.opcode.removeprefix("collective-")
+            shape[int(dimension[1]) if dimension else 0] *= devices
         moved = _DTYPES.get(dtype, dtype)
-        devices = math.prod(sizes[axis] for axis in axes) if kind == PERMUTE else len(group)  # some may send nothing
         yield Collective(kind, axes, devices, message_bytes(tuple(shape), moved), scope, tuple(shape), moved)
 
 
-def _first_group(rest: str, sizes: Mapping[str, int]) -> Sequence[int]:
-    # Partition ids; the other groups are translations of the first.
+def _partitions(rest: str, sizes: Mapping[str, int]) -> np.ndarray:
+    # Ids of devices that exchange messages, a group in each row: the first group, of which others are translations, or
+    # all pairs of a permutation.
     if named := re.search(
         r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
     ):
         return _named_group(*named.groups())
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        return [int(i) for i in _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[0]]
+        return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[:1]
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
-        return [int(i) for i in listed[1].split(",")]
+        return np.array([_integers(listed[1])])
     if "replica_groups={}" in rest:
-        return range(math.prod(sizes.values()))
+        return np.arange(math.prod(sizes.values()))[None]
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
-        return _ring(re.findall(r"(\d+),(\d+)", pairs[1]))
+        return np.array([_integers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])])
     raise HloError(f"cannot tell which devices take part in a collective: {rest[:200]}")
 
 
-def _named_group(mesh: str, dims: str | None, permutation: str | None, names: str) -> list[int]:
+def _named_group(mesh: str, dims: str | None, permutation: str | None, names: str) -> np.ndarray:
     # `mesh['dp'=2,'tp'=4] {'tp'}` begins with ids 0 to 3; an iota may permute the devices.
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     ids = _iota(dims or str(math.prod(sizes.values())), permutation).reshape(tuple(sizes.values()))
     taking_part = re.findall(r"'([^']+)'", names)
-    return [int(i) for i in ids[tuple(slice(None) if name in taking_part else 0 for name in sizes)].reshape(-1)]
+    return ids[tuple(slice(None) if name in taking_part else 0 for name in sizes)].reshape(1, -1)
 
 
 def _iota(dims: str, permutation: str | None) -> np.ndarray:
     # `[2,4]T(1,0)` is 0 to 7 in that shape, transposed.
-    shape = [int(dim) for dim in dims.split(",")]
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    return ids.transpose([int(dim) for dim in permutation.split(",")]) if permutation else ids
+    ids = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
+    return ids.transpose(_integers(permutation)) if permutation else ids
 
 
-def _ring(pairs: Sequence[tuple[str, str]]) -> list[int]:
-    # The longest chain: some devices may send nothing.
-    target = {int(source): int(to) for source, to in pairs}
-    return max((_chain(first, target) for first in sorted(target)), key=len, default=[0])
-
-
-def _chain(first: int, target: Mapping[int, int]) -> list[int]:
-    chain = [first]
-    while (following := target.get(chain[-1])) is not None and following not in chain:
-        chain.append(following)
-    return chain
-
-
-def _axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    positions = np.array(np.unravel_index(np.array(group), tuple(sizes.values())))
-    return tuple(axis for axis, along in zip(sizes, positions, strict=True) if len(set(along.tolist())) > 1)
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]

@@ -1,41 +1,36 @@
 """Costs of each layer on one device, as closed formulas: fast enough to search thousands of settings.
 
-`branch_costs` dispatches on the class of a branch: register a function for a new class, or it is traced
-(`traced_costs.py`). `tests/models/test_budget.py` and `test_work.py` compare formulas with jaxprs and compiled
-programs.
+A layer yields records: weights, collectives, products, and bytes of memory and of traffic through it; `step_costs.py`
+sums them. The formulas derive from a layer's sizes and one device's workload, not from the layer's code, so that
+`tests/models/test_budget.py` and `test_work.py`, which compare them with jaxprs and compiled programs, find mistakes in
+both. `branch_costs` dispatches on the class of a branch: register a function for a new class, or it is traced.
+
+Bytes that a device sends over tp for activations, in units of (t-1)/t * batch * sequence * d_model * itemsize:
+
+| layer            | all-reduce: forward, recomputed, backward | sequence-parallel: forward, recomputed, backward |
+|------------------|-------------------------------------------|--------------------------------------------------|
+| column           | 0, 0, 2                                   | 1, 1, 1                                          |
+| column, ring     |                                           | 1, 1, 2                                          |
+| row              | 2, 2, 0                                   | 1, 1, 1                                          |
+| row, ring        |                                           | 1, 1, 1                                          |
+| embedding        | 2, never, 0                               | 1, never, 1                                      |
+| head             | 0, never, 2                               | 1, never, 1                                      |
+
+The middle number applies if the backward pass reads values that the remat policy does not save (`layers/remat.py`); it
+never reads a block's last sum. Weights are gathered over fsdp in the compute dtype, for the forward pass and, in a
+block, again for the backward pass. Gradients are reduced in the reduction dtype: over fsdp per micro-batch, over dp
+once per step. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO stage 3 (arXiv 1910.02054).
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import singledispatch
-from typing import TypedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial, singledispatch
+from typing import Literal
 
-from jaxtp.analysis.collective import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Collective
-from jaxtp.analysis.costs import (
-    FLOAT32,
-    INT32,
-    RECOMPUTE_POLICIES,
-    REGATHER_POLICIES,
-    REPROJECT_POLICIES,
-    REREDUCE_POLICIES,
-    SAVED_RESULT_POLICIES,
-    CachedBytes,
-    CollectiveCost,
-    Cost,
-    ElementwiseTraffic,
-    Product,
-    SavedActivations,
-    ScoreTraffic,
-    Weight,
-    Workload,
-    Workspace,
-    enter,
-    itemsize,
-    leave,
-    ring,
-    sums_over,
-)
-from jaxtp.layers.activations import Method
+import jax.numpy as jnp
+
+from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Axes, Collective
+from jaxtp.layers.activations import LocalShape, Method
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import Attended, chunk_size, halo, hops, num_routes
@@ -48,19 +43,203 @@ from jaxtp.layers.lora import Lora
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import ATTEND, Norm, QKNorm
 from jaxtp.layers.overlap import is_ring
-from jaxtp.layers.parameter import PaddedDim, Precision
-from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, parts
+from jaxtp.layers.parameter import GRADIENTS, PaddedDim, Precision
+from jaxtp.layers.remat import RematPolicy
+from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, copies, parts
+
+FLOAT32 = INT32 = 4
+"""Bytes of an element."""
+
+# The remat policies that run again, for the backward pass: products of column layers; gathers of their inputs; sums of
+# row layers which the backward pass reads; everything but products with weights.
+REPROJECT_POLICIES: tuple[RematPolicy, ...] = ("save_gathered", "save_reduced", "full", "offload")
+REGATHER_POLICIES: tuple[RematPolicy, ...] = ("save_dots", "save_reduced", "full", "offload")
+REREDUCE_POLICIES: tuple[RematPolicy, ...] = ("full", "offload")
+RECOMPUTE_POLICIES: tuple[RematPolicy, ...] = ("save_dots", "save_gathered", "save_reduced", "full", "offload")
 
 SCORE_PASSES = 5
 """Times that float32 scores go through memory outside of products: mask and maximum, exponentials, division; backward
 the product with the probabilities, and the difference. An estimate."""
 
 
-class _Projection(TypedDict):
-    """Shared by the weights of one projection."""
+@dataclass(frozen=True, kw_only=True)
+class Workload(LocalShape):
+    """A micro-batch on one device, and how it is processed."""
 
-    module: str
+    remat: RematPolicy = "none"
+    frozen: bool = False  # only adapters are trained
+    training: bool = True  # there is a backward pass
+    accumulation: int = 1  # micro-batches in a step, whose gradients are added up
+
+    @property
+    def num_gradients(self) -> int:
+        """Products in the backward pass of a product with a weight: one if frozen."""
+        return 1 if self.frozen else 2
+
+    def num_evals(self, recomputed: bool, num_backward: int) -> int:
+        """Returns how often a product runs: forward, recomputed and backward."""
+        return 1 + recomputed + num_backward if self.training else 1
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """A collective, and how often it runs."""
+
+    collective: Collective
+    count: int
+    once: bool = False  # runs once in a step, for all layers, instead of in each micro-batch and layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter, and how its layer loads it (`collectives.load_weight`)."""
+
+    module: str  # name of the layer, as `Collective.module` has it
+    size: int  # elements of the whole array, without padding
     precision: Precision
+    split: PaddedDim | None = None  # the padding of the dim over tp
+    tp: bool = True  # it is split over tp; `fsdp` likewise
+    fsdp: bool = True
+    gathered: bool = True  # parts over fsdp are gathered; else each is used for the tokens of all devices along fsdp
+    group: int = 1  # neighbours over tp that gather each other's parts
+    used_by_all_tp: bool = False  # its gradient is summed over tp
+    again: bool = True  # it is loaded again for the backward pass
+    adapter: bool = False  # it is trained where there are adapters, and other weights are not
+    fixed: bool = False  # it is never trained
+    tied: bool = False  # another layer has it too, which declares what is done once for both
+    active: float = 1.0  # fraction of its elements that a token uses
+    transposed: bool = False  # gathered along its last dim, which XLA brings to the front, for all layers at once
+    traced: bool = False  # its collectives are counted in a trace, except the last sum over dp
+
+    def is_frozen(self, work: Workload) -> bool:
+        """Returns whether it has no gradient."""
+        return self.fixed or (work.frozen and not self.adapter)
+
+    def padded(self, tp: int) -> int:
+        """Returns the elements of the whole array, padded for `tp`."""
+        return self.size if self.split is None else self.size // self.split.size * self.split.padded(tp)
+
+    def over_tp(self, sizes: Mapping[str, int]) -> float:
+        """Returns the elements per device if fsdp were 1."""
+        return self.padded(sizes[TP]) / (sizes[TP] if self.tp else 1)
+
+    def loaded_bytes(self, work: Workload) -> float:
+        """Returns the bytes of the loaded weight, with its gradient before reduction over fsdp."""
+        shards = parts(work.sizes, STORAGE)
+        reduced = shards > 1 and self.gathered and not self.is_frozen(work)
+        each = itemsize(self.precision.compute) + (itemsize(self.precision.reduce) if reduced else 0)
+        return self.over_tp(work.sizes) * self.group * each / (1 if self.gathered else shards)
+
+    def stored(self, sizes: Mapping[str, int]) -> float:
+        """Returns the elements a device stores."""
+        return self.over_tp(sizes) / (parts(sizes, STORAGE) if self.fsdp else 1)
+
+    def collectives(self, work: Workload) -> Iterator[CollectiveCost]:
+        """Yields gathers in the compute dtype, gradient reductions in the reduction dtype."""
+        trained = work.training and not self.is_frozen(work)
+        gradient = self.stored(work.sizes) * itemsize(self.precision.reduce)
+        last = copies(stored_split=self.fsdp, used_by_all_tp=False) if work.accumulation > 1 else ()
+        if not self.traced:
+            yield from self._loads(work, trained=trained)
+        if trained and not self.traced:
+            summed = copies(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
+            yield collective_cost(
+                ALL_REDUCE, tuple(axis for axis in summed if axis not in last), self.module, work, gradient
+            )
+        has_gradient = work.training and (self.adapter or not work.frozen)  # zeros if fixed
+        if has_gradient and not self.tied:
+            yield replace(collective_cost(ALL_REDUCE, last, GRADIENTS, work, gradient), once=True)
+
+    def _loads(self, work: Workload, *, trained: bool) -> Iterator[CollectiveCost]:
+        groups: list[tuple[Axes, int, float]] = [((TP,), self.group, self.stored(work.sizes) * self.group)]
+        if self.fsdp and self.gathered:
+            groups.append((STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes) * self.group))
+        for axes, devices, elements in groups:
+            for kind, dtype, count in (
+                (ALL_GATHER, self.precision.compute, 1 + (self.again and work.training)),
+                (REDUCE_SCATTER, self.precision.reduce, int(trained)),
+            ):
+                yield CollectiveCost(Collective(kind, axes, devices, elements * itemsize(dtype), self.module), count)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrix products `[m, k] x [k, n]` of one shape on one device."""
+
+    name: str
+    m: int
+    k: int
+    n: int
+    count: int
+    bytes: float  # bytes of operands and result of each, through memory
+    attention: bool = False  # it is a product of attention, without weights
+    counted: float = 1.0  # fraction of it that counts as model FLOPs: about half in causal attention
+    in_kernel: bool = False  # a custom kernel computes it: it is no product of the compiled program
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, int, int], itemsize: int, count: int) -> "Product":
+        """Returns a product with a weight, all of one itemsize."""
+        m, k, n = shape
+        return cls(name, m, k, n, count, (m * (k + n) + k * n) * itemsize)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs: 2 per multiply-add."""
+        return 2.0 * self.m * self.k * self.n * self.count
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of memory, or of traffic through it."""
+
+    kind: Literal["elementwise", "scores", "logits", "saved", "workspace", "cached"]
+    """elementwise: traffic of a forward pass, each operation fused into one kernel; scores and logits: estimated
+    traffic outside of products, in all passes; saved: activations that the remat policy saves; workspace: activations
+    alive at once in the layer's backward pass; cached: KV cache for these tokens."""
+    bytes: float
+
+
+Cost = CollectiveCost | Weight | Product | Bytes
+
+
+def collectives_of(cost: Cost, work: Workload) -> Iterator[CollectiveCost]:
+    """Yields the collectives of a cost."""
+    if isinstance(cost, Weight):
+        yield from cost.collectives(work)
+    elif isinstance(cost, CollectiveCost):
+        yield cost
+
+
+def collective_cost(kind: str, axes: Axes, module: str, work: Workload, size: float, count: int = 1) -> CollectiveCost:
+    """Returns a collective of all devices along `axes`, with a message of `size` bytes."""
+    return CollectiveCost(Collective(kind, axes, parts(work.sizes, axes), size, module), count)
+
+
+def enter(module: str, work: Workload, size: float, *, split: bool, again: bool) -> list[CollectiveCost]:
+    """Returns the collectives of `enter_parallel` for an activation of `size` bytes, maybe split along the sequence.
+
+    `again`: the backward pass repeats the forward collective.
+    """
+    forward, backward = 1 + (again and work.training), int(work.training)
+    counts = {ALL_GATHER: forward, REDUCE_SCATTER: backward} if split else {ALL_REDUCE: backward}
+    return [collective_cost(kind, (TP,), module, work, size, count) for kind, count in counts.items()]
+
+
+def leave(module: str, work: Workload, size: float, *, split: bool, again: bool) -> list[CollectiveCost]:
+    """Returns the collectives of `leave_parallel`; arguments as for `enter`."""
+    forward, backward = 1 + (again and work.training), int(work.training)
+    counts = {REDUCE_SCATTER: forward, ALL_GATHER: backward} if split else {ALL_REDUCE: forward}
+    return [collective_cost(kind, (TP,), module, work, size, count) for kind, count in counts.items()]
+
+
+def ring(module: str, work: Workload, size: float, times: int) -> CollectiveCost:
+    """Returns the permutes of `times` rings over tp (`layers/overlap.py`) for an activation of `size` bytes."""
+    return collective_cost(PERMUTE, (TP,), module, work, size / work.tp, times * (work.tp - 1))
+
+
+def itemsize(dtype: str) -> int:
+    """Returns the bytes of an element."""
+    return jnp.dtype(dtype).itemsize
 
 
 @singledispatch
@@ -81,13 +260,13 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     tokens, compute = work.tokens, itemsize(layer.precision.compute)
     recomputed = work.remat in REPROJECT_POLICIES
     local = [f.local(work.tp) for f in layer.features]
-    shared: _Projection = {"module": COLUMN, "precision": layer.precision}
+    weight = partial(Weight, module=COLUMN, precision=layer.precision)
     for i, f in enumerate(layer.features):
         group = f.shared_by(work.tp)
-        yield Weight(size=layer.in_features * f.size, split=f, group=group, **shared)
+        yield weight(size=layer.in_features * f.size, split=f, group=group)
         if layer.biases:
             fixed = i in layer.fixed_biases
-            yield Weight(size=f.size, split=f, group=group, fsdp=False, again=recomputed, fixed=fixed, **shared)
+            yield weight(size=f.size, split=f, group=group, fsdp=False, again=recomputed, fixed=fixed)
     hidden = tokens * layer.in_features * compute
     split = work.is_split(layer.sequence_parallel)
     if is_ring(layer.overlap, work.tp, split=split):
@@ -99,14 +278,14 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
         yield from enter(COLUMN, work, hidden, split=split, again=work.remat in REGATHER_POLICIES)
     count = chunks * work.num_evals(recomputed, work.num_gradients)
     yield Product.of(name, (tokens // chunks, layer.in_features, sum(local)), compute, count)
-    yield Workspace(3 * hidden)
+    yield Bytes("workspace", 3 * hidden)
     outputs = tokens * sum(local) * compute
     saved = {"none": saved_input, "save_gathered": saved_input, "save_dots": outputs}
-    yield SavedActivations(saved.get(work.remat, 0))
+    yield Bytes("saved", saved.get(work.remat, 0))
     for i, lora in zip(layer.adapted, layer.loras, strict=True):
         f = layer.features[i]
-        a = Weight(size=layer.in_features * lora.rank, tp=False, used_by_all_tp=True, **shared)
-        b = Weight(size=lora.rank * f.size, split=f, fsdp=False, group=f.shared_by(work.tp), **shared)
+        a = weight(size=layer.in_features * lora.rank, tp=False, used_by_all_tp=True)
+        b = weight(size=lora.rank * f.size, split=f, fsdp=False, group=f.shared_by(work.tp))
         yield from lora_costs(lora, work, (layer.in_features, local[i]), (a, b), recomputed=recomputed)
 
 
@@ -116,11 +295,11 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     recomputed = read and work.remat in REREDUCE_POLICIES
     rows = layer.in_features
     local = rows.padded(work.tp) // work.tp
-    shared: _Projection = {"module": ROW, "precision": layer.precision}
-    yield Weight(size=rows.size * layer.features, split=rows, transposed=True, **shared)
+    weight = partial(Weight, module=ROW, precision=layer.precision)
+    yield weight(size=rows.size * layer.features, split=rows, transposed=True)
     if layer.bias is not None:
         again = read and work.remat != "none"
-        yield Weight(size=layer.features, tp=False, used_by_all_tp=split, again=again, **shared)
+        yield weight(size=layer.features, tp=False, used_by_all_tp=split, again=again)
     chunks, size = 1, work.tokens * layer.features * compute
     if is_ring(layer.overlap, work.tp, split=split):
         chunks = work.tp
@@ -130,10 +309,10 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     count = chunks * work.num_evals(recomputed, work.num_gradients)
     yield Product.of(name, (work.tokens // chunks, local, layer.features), compute, count)
     if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
-        yield SavedActivations(work.between(layer.sequence_parallel) * layer.features * compute)
+        yield Bytes("saved", work.between(layer.sequence_parallel) * layer.features * compute)
     for lora in layer.loras:
-        a = Weight(size=rows.size * lora.rank, split=rows, fsdp=False, **shared)
-        b = Weight(size=lora.rank * layer.features, tp=False, used_by_all_tp=True, **shared)
+        a = weight(size=rows.size * lora.rank, split=rows, fsdp=False)
+        b = weight(size=lora.rank * layer.features, tp=False, used_by_all_tp=True)
         yield from lora_costs(lora, work, (local, layer.features), (a, b), recomputed=recomputed)
 
 
@@ -147,31 +326,31 @@ def lora_costs(
     yield Product.of("adapter's A", (work.tokens, features[0], lora.rank), compute, inner)
     yield Product.of("adapter's B", (work.tokens, lora.rank, features[1]), compute, work.num_evals(recomputed, 2))
     if work.remat in ("none", "save_dots"):
-        yield SavedActivations(work.tokens * lora.rank * compute)
+        yield Bytes("saved", work.tokens * lora.rank * compute)
 
 
 def norm_costs(norm: Norm, work: Workload, *, inside: bool = True, recomputed: bool = False) -> Iterator[Cost]:
     """Yields the costs of a norm; a backward pass reloads scales inside of blocks, and biases if recomputed."""
-    shared: _Projection = {"module": norm.name, "precision": norm.precision}
+    weight = partial(Weight, module=norm.name, precision=norm.precision)
     used_by_all = work.is_split(norm.sequence_parallel)
     for again in (inside,) if norm.bias is None else (inside, recomputed):
-        yield Weight(size=norm.features, tp=False, used_by_all_tp=used_by_all, again=again, **shared)
+        yield weight(size=norm.features, tp=False, used_by_all_tp=used_by_all, again=again)
     if inside:
         residual = work.between(norm.sequence_parallel) * norm.features
-        yield ElementwiseTraffic(2 * residual * itemsize(norm.precision.compute))
+        yield Bytes("elementwise", 2 * residual * itemsize(norm.precision.compute))
         if work.remat == "none":  # the input, and the result for the gradient of the scale
-            yield SavedActivations(FLOAT32 * residual * (1 if work.frozen else 2))
+            yield Bytes("saved", FLOAT32 * residual * (1 if work.frozen else 2))
 
 
 def qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
     """Yields the costs of a norm of queries or keys."""
-    shared: _Projection = {"module": ATTEND, "precision": norm.precision}
+    weight = partial(Weight, module=ATTEND, precision=norm.precision)
     if norm.per_head:
-        yield Weight(size=norm.heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True, **shared)
+        yield weight(size=norm.heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True)
         return
     # The mean square over tp: a float for each token, forward, recomputed and backward.
-    yield sums_over(ATTEND, (TP,), work.sizes, work.tokens * FLOAT32, 3 if work.training else 1)
-    yield Weight(size=norm.heads.size, fsdp=False, group=norm.heads.shared_by(work.tp), split=norm.heads, **shared)
+    yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, 3 if work.training else 1)
+    yield weight(size=norm.heads.size, fsdp=False, group=norm.heads.shared_by(work.tp), split=norm.heads)
 
 
 @branch_costs.register
@@ -192,7 +371,7 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
     yield from context_costs(attended, method, head_bytes, work, result_read=not work.frozen or bool(layer.out.loras))
     chunks = query_chunks(method, work)
     number, m, n = kernel.blocks(chunks, config.sliding_window)
-    saved = kernel.keeps_result and work.remat in SAVED_RESULT_POLICIES
+    saved = kernel.keeps_result and work.remat == "save_dots"  # also the results of kernels
     recomputed = work.remat in RECOMPUTE_POLICIES and not saved
     runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
     through = 2 * m * config.head_dim * compute + (m * n * FLOAT32 if kernel.streams_scores else 0)
@@ -206,22 +385,22 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
         yield Product(name, m, k, columns, count, bytes=through, attention=True, counted=counted)
     scores = runs * m * n if kernel.holds_scores else 0
     if kernel.streams_scores:
-        yield ScoreTraffic(runs * m * n * FLOAT32 * SCORE_PASSES)
+        yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
-    yield ElementwiseTraffic(work.tokens * 2 * rotated * compute)
+    yield Bytes("elementwise", work.tokens * 2 * rotated * compute)
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask selects, which XLA
     # takes out of the loop over the blocks. Two in the compute dtype: the softmax, in the layouts of two products.
     remote = remote_bytes(attended, method, head_bytes, work)
-    yield Workspace(scores * 2 * (FLOAT32 + compute) + remote)
+    yield Bytes("workspace", scores * 2 * (FLOAT32 + compute) + remote)
     if work.remat == "none":
         # Scores before and after the softmax, and queries and keys before their rotation, in float32. With several kv
         # heads the backward loop reads the scores in another layout than the forward loop writes, and XLA copies them.
         copies = 2 + (kv_heads > 1)
-        yield SavedActivations(FLOAT32 * (copies * scores + queries + keys) + compute * (queries + keys))
-        yield SavedActivations(remote)
+        yield Bytes("saved", FLOAT32 * (copies * scores + queries + keys) + compute * (queries + keys))
+        yield Bytes("saved", remote)
     if saved:
-        yield SavedActivations(queries * compute + work.tokens * heads * FLOAT32)
-    yield CachedBytes(2 * keys * compute)
+        yield Bytes("saved", queries * compute + work.tokens * heads * FLOAT32)
+    yield Bytes("cached", 2 * keys * compute)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
 
@@ -260,18 +439,17 @@ def context_costs(
     if method == "ulysses":
         shared = attended.shared(cp)
         for heads in (attended.queries, shared, shared):
-            yield CollectiveCost(Collective(ALL_TO_ALL, CONTEXT, cp, heads * token, ATTEND), both)
-        result = Collective(ALL_TO_ALL, CONTEXT, cp, attended.queries * token, ATTEND)
-        yield CollectiveCost(result, work.num_evals(recomputed and result_read, 1))
+            yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, heads * token, both)
+        count = work.num_evals(recomputed and result_read, 1)
+        yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, attended.queries * token, count)
     elif reach is None:
         size = attended.keys * token * cp
-        yield CollectiveCost(Collective(ALL_GATHER, CONTEXT, cp, size, ATTEND), 2 * work.num_evals(recomputed, 0))
-        yield CollectiveCost(Collective(REDUCE_SCATTER, CONTEXT, cp, size, ATTEND), 2 * int(work.training))
+        yield collective_cost(ALL_GATHER, CONTEXT, ATTEND, work, size, 2 * work.num_evals(recomputed, 0))
+        yield collective_cost(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2 * int(work.training))
     else:
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
             size = 2 * attended.keys * head_bytes * work.rows * tokens
-            count = num_routes(cp, hop, zigzag=work.zigzag)
-            yield CollectiveCost(Collective(PERMUTE, CONTEXT, cp, size, ATTEND), count * both)
+            yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, size, num_routes(cp, hop, zigzag=work.zigzag) * both)
 
 
 @branch_costs.register
@@ -280,11 +458,11 @@ def mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
     gated = layer.config.mlp == "gated"
     features = work.tokens * (layer.hidden.padded(work.tp) // work.tp) * itemsize(layer.precision.compute)
     yield from column_costs(layer.gate_up, work, "gate, up") if gated else column_costs(layer.up, work, "up")
-    yield ElementwiseTraffic((3 if gated else 2) * features)
+    yield Bytes("elementwise", (3 if gated else 2) * features)
     saved = (6 if gated else 3) * features  # gate, up, sigmoid, silu, its derivative and the product
-    yield Workspace(saved)
+    yield Bytes("workspace", saved)
     if work.remat == "none":
-        yield SavedActivations(saved)
+        yield Bytes("saved", saved)
     yield from row_costs(layer.down, work, "down", read=read)
 
 
@@ -304,55 +482,47 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield from enter(EXPERTS, work, entered, split=split, again=work.remat in REGATHER_POLICIES)
     yield from leave(EXPERTS, work, hidden, split=split, again=read and work.remat in REREDUCE_POLICIES)
     if not split and work.training:  # gradients of scores and normalisers, which one device of a tp group sums up
-        yield sums_over(EXPERTS, (TP,), work.sizes, FLOAT32 * (experts + 1) * work.rows)
-    yield from _expert_products(layer, work, read=read)
-    yield from _expert_memory(layer, work, read=read)
+        yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
+    yield from _expert_work(layer, work, read=read)
 
 
-def _expert_products(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
+def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
     # Each of the N * k choices by the tokens of a tp group is a row. Products compute the rows routed to the device's
     # experts, elementwise operations all rows. Dense products multiply all rows with all experts.
-    config, compute = layer.config, itemsize(layer.precision.compute)
+    config, compute, d_model = layer.config, itemsize(layer.precision.compute), layer.d_model
     tokens, choices = work.between(layer.sequence_parallel), work.tokens * config.experts_per_token
-    routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
-    yield Product.of("router", (tokens, layer.d_model, config.num_experts), FLOAT32, routed)
     local, width = layer.on_device(work.tp)
     rows = choices // work.tp if config.over_tp(work.tp) else choices
     method, _ = method_of(config.grouped, work.platform)
+    is_dense = dense(method, work.platform)
+    routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
+    yield Product.of("router", (tokens, d_model, config.num_experts), FLOAT32, routed)
     for name, inner, outer, recomputed in (
-        ("experts' gate, up", layer.d_model, 2 * width, work.remat in REPROJECT_POLICIES),
-        ("experts' down", width, layer.d_model, read and work.remat in REREDUCE_POLICIES),
+        ("experts' gate, up", d_model, 2 * width, work.remat in REPROJECT_POLICIES),
+        ("experts' down", width, d_model, read and work.remat in REREDUCE_POLICIES),
     ):
-        count, kernels = work.num_evals(recomputed, work.num_gradients), local * inner * outer
-        if dense(method, work.platform):
-            moved = (local * choices * inner + choices * outer + kernels) * compute
-            yield Product(name, local * choices, inner, outer, count, moved, counted=rows / (local * choices))
-        else:
-            moved = (rows * inner + choices * outer + kernels) * compute
-            yield Product(name, rows, inner, outer, count, moved, in_kernel=method == "pallas")
-    yield ElementwiseTraffic(compute * (3 * choices * width + 2 * (choices + rows) * layer.d_model))
+        count, multiplied = work.num_evals(recomputed, work.num_gradients), local * choices if is_dense else rows
+        moved = (multiplied * inner + choices * outer + local * inner * outer) * compute
+        in_kernel = not is_dense and method == "pallas"
+        yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied, in_kernel=in_kernel)
+    yield Bytes("elementwise", compute * (3 * choices * width + 2 * (choices + rows) * d_model))
     if parts(work.sizes, STORAGE) > 1:  # reorders gathered kernels
-        yield ElementwiseTraffic(compute * 2 * 3 * local * layer.d_model * width)
+        yield Bytes("elementwise", compute * 2 * 3 * local * d_model * width)
 
-
-def _expert_memory(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
-    config, compute = layer.config, itemsize(layer.precision.compute)
-    tokens, choices = work.between(layer.sequence_parallel), work.tokens * config.experts_per_token
-    hidden, (local, width) = work.tokens * layer.d_model * compute, layer.on_device(work.tp)
-    yield Workspace(compute * choices * (6 * width + 2 * layer.d_model))
-    if dense(method_of(config.grouped, work.platform)[0], work.platform):
-        # Rows repeated for each expert, in two products at a time.
-        yield Workspace(compute * 2 * local * choices * max(width, layer.d_model))
-    yield SavedActivations(INT32 * tokens * config.experts_per_token)
+    hidden = work.tokens * d_model * compute
+    yield Bytes("workspace", compute * choices * (6 * width + 2 * d_model))
+    if is_dense:  # rows repeated for each expert, in two products at a time
+        yield Bytes("workspace", compute * 2 * local * choices * max(width, d_model))
+    yield Bytes("saved", INT32 * tokens * config.experts_per_token)
     if work.remat == "none":
         scores = 4 * FLOAT32 * tokens * config.num_experts
-        yield SavedActivations(choices * width * (6 * compute + FLOAT32) + hidden + scores)
+        yield Bytes("saved", choices * width * (6 * compute + FLOAT32) + hidden + scores)
     if work.remat == "save_gathered":
-        yield SavedActivations(hidden + 2 * FLOAT32 * choices)
+        yield Bytes("saved", hidden + 2 * FLOAT32 * choices)
     if work.remat == "save_dots":
-        yield SavedActivations(compute * choices * 2 * width)
+        yield Bytes("saved", compute * choices * 2 * width)
     if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
-        yield SavedActivations(tokens * layer.d_model * compute)
+        yield Bytes("saved", tokens * d_model * compute)
 
 
 def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Iterator[Cost]:
@@ -364,25 +534,18 @@ def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Iterator[C
 
 def lookup_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bool) -> Iterator[Cost]:
     """Yields the costs of gathering the table over fsdp, or exchanging looked-up rows."""
-    table = table_weight(EMBEDDING, layer.vocab_size, layer.features, layer.precision)
-    yield replace(table, gathered=not exchanges)
+    size, split = layer.vocab_size * layer.features, PaddedDim((layer.vocab_size,))
+    weight = partial(Weight, module=EMBEDDING, precision=layer.precision)
+    yield weight(size=size, split=split, again=False, gathered=not exchanges)
     if exchanges:
-        shards = parts(work.sizes, STORAGE)
-        ids = Collective(ALL_GATHER, STORAGE, shards, shards * work.tokens * INT32, EMBEDDING)
         rows = work.between(layer.sequence_parallel) * layer.features * itemsize(layer.precision.compute)
-        yield CollectiveCost(ids, 1)
-        backward = work.training and not work.frozen
-        yield CollectiveCost(Collective(ALL_TO_ALL, STORAGE, shards, rows, EMBEDDING), 1 + backward)
-
-
-def table_weight(module: str, vocab_size: int, features: int, precision: Precision) -> Weight:
-    """Returns a vocabulary table, loaded once."""
-    size, split = vocab_size * features, PaddedDim((vocab_size,))
-    return Weight(module=module, size=size, split=split, precision=precision, again=False)
+        ids = parts(work.sizes, STORAGE) * work.tokens * INT32
+        yield collective_cost(ALL_GATHER, STORAGE, EMBEDDING, work, ids)
+        yield collective_cost(ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, 1 + (work.training and not work.frozen))
 
 
 def positions_costs(layer: LearnedPositions, work: Workload) -> Iterator[Cost]:
     """Yields the costs of learned positions."""
-    shared: _Projection = {"module": "learned_positions", "precision": layer.precision}
+    weight = partial(Weight, module="learned_positions", precision=layer.precision)
     split = work.is_split(layer.sequence_parallel)
-    yield Weight(size=layer.num_positions * layer.features, tp=False, used_by_all_tp=split, again=False, **shared)
+    yield weight(size=layer.num_positions * layer.features, tp=False, used_by_all_tp=split, again=False)

@@ -5,45 +5,33 @@ between overlap.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxtp.analysis.collective import Axes, Collective
-from jaxtp.analysis.hlo import KINDS, check_counted, collectives_of, walk
-from jaxtp.analysis.text import Instruction, Module, parse_module
+from jaxtp.analysis.hlo import KINDS, Instruction, Module, check_counted, collectives_of, parse_module, walk
 
 START = "-start"
+_NUMBERS = ("count", "bytes", "overlapped", "computing", "hidden_bytes")
 _COMPUTES = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "sort", "reduce"}
 
 
-@dataclass(frozen=True)
-class Scheduled:
-    """Collectives of one kind over the same axes, and the overlapping computation."""
+@dataclass(frozen=True, kw_only=True)
+class Scheduled(Collective):
+    """Collectives of one kind over the same axes, with all their bytes of a step, and the overlapping computation."""
 
-    collective: Collective
-    """Sum of them: its bytes are those of all messages of a step, on one device."""
-    count: int
-    """Operations in a step; one may move several arrays."""
-    overlapped: int
-    """Operations that have something computed between their start and their done."""
-    computing: int
-    """Operations that compute between start and done, over all of them in a step."""
-    hidden_bytes: float = 0.0
-    """Bytes of the messages that have a matrix product between start and done: there is time to move them in."""
+    count: int  # operations in a step; one may move several arrays
+    overlapped: int  # operations that have something computed between their start and their done
+    computing: int  # operations that compute between start and done, over all of them in a step
+    hidden_bytes: float = 0.0  # bytes of messages with a matrix product between start and done
 
     def __add__(self, other: "Scheduled") -> "Scheduled":
         """Returns the total; kind and axes must match."""
-        both = replace(self.collective, bytes=self.collective.bytes + other.collective.bytes)
-        counts = (self.count + other.count, self.overlapped + other.overlapped, self.computing + other.computing)
-        return Scheduled(both, *counts, self.hidden_bytes + other.hidden_bytes)
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS})
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Returns the numbers as plain values."""
-        one = self.collective
-        moved = {"kind": one.kind, "axes": list(one.axes), "count": self.count, "bytes": int(one.bytes)}
-        beside = {"overlapped": self.overlapped, "computing": self.computing, "hidden_bytes": int(self.hidden_bytes)}
-        return moved | beside
+        return {name: getattr(self, name) for name in ("kind", "axes", *_NUMBERS)}
 
 
 def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
@@ -56,26 +44,27 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
     Raises:
       HloError: unknown spelling, or a data-dependent trip count.
     """
-    totals: dict[tuple[str, Axes], Scheduled] = {}
-    for one in _each(text, sizes):
-        place = one.collective.kind, one.collective.axes
-        totals[place] = totals[place] + one if place in totals else one
-    return tuple(sorted(totals.values(), key=lambda one: -one.collective.bytes))
-
-
-def _each(text: str, sizes: Mapping[str, int]) -> Iterator[Scheduled]:
     module, entry = parse_module(text)
+    totals: dict[tuple[str, Axes], Scheduled] = {}
     for computation, instruction, _, times, counted in walk(module, entry):
         operation = _operation(instruction, module)
         messages = [] if operation is None else [c for c in collectives_of(operation, "", sizes) if c.group > 1]
-        if messages:
-            check_counted(instruction, counted)
-            beside = _beside(instruction, module[computation])
-            computing = times * sum(other.opcode in _COMPUTES for other in beside)
-            size = times * sum(one.bytes for one in messages)
-            merged = replace(messages[0], bytes=size, shape=(), dtype="")
-            hidden = size if any(_multiplies(other, module) for other in beside) else 0
-            yield Scheduled(merged, times, times if computing else 0, computing, hidden)
+        if not messages:
+            continue
+        check_counted(instruction, counted)
+        beside = _beside(instruction, module[computation])
+        computing = times * sum(other.opcode in _COMPUTES for other in beside)
+        first, size = messages[0], times * sum(one.bytes for one in messages)
+        one = Scheduled(
+            *(first.kind, first.axes, first.group, size),
+            count=times,
+            overlapped=times if computing else 0,
+            computing=computing,
+            hidden_bytes=size if any(_multiplies(other, module) for other in beside) else 0,
+        )
+        place = one.kind, one.axes
+        totals[place] = totals[place] + one if place in totals else one
+    return tuple(sorted(totals.values(), key=lambda one: -one.bytes))
 
 
 def _operation(instruction: Instruction, module: Module) -> Instruction | None:
@@ -93,22 +82,16 @@ def _operation(instruction: Instruction, module: Module) -> Instruction | None:
 
 
 def _result_of_start(type_: str) -> str:
-    # The results of `(operands, results, ...)`: an array or a tuple.
-    parts, depth, begin = [], 0, 1
-    for at, character in enumerate(type_):
-        depth += character in "([{"
-        depth -= character in ")]}"
-        if (character == "," and depth == 1) or depth == 0:
-            parts.append(type_[begin:at])
-            begin = at + 1
-    return parts[1]
+    # The second half of `(operands, results)`, without the handles of a permute.
+    arrays = [array for array in re.findall(r"\b[a-z]+\d*\[[\d,]*\]", type_) if array != "u32[]"]
+    return " ".join(arrays[len(arrays) // 2 :])
 
 
 def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[Instruction]:
     # The instructions between start and done; none for a synchronous collective.
     if not start.opcode.endswith(START):
         return ()
-    at = next(i for i, instruction in enumerate(computation) if instruction is start) + 1
+    at = computation.index(start) + 1
     for end, instruction in enumerate(computation[at:], start=at):
         if instruction.opcode.endswith("-done") and re.match(rf"%?{re.escape(start.name)}[,)#]", instruction.rest):
             return computation[at:end]
@@ -118,7 +101,6 @@ def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[
 def _multiplies(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode == "custom-call":
         return "gemm" in (instruction.attribute("custom_call_target") or "")
-    fused = (
-        (inner for callee in instruction.callees for inner in module[callee]) if instruction.opcode == "fusion" else ()
-    )
-    return instruction.opcode == "dot" or any(_multiplies(inner, module) for inner in fused)
+    if instruction.opcode == "fusion":
+        return any(_multiplies(inner, module) for callee in instruction.callees for inner in module[callee])
+    return instruction.opcode == "dot"

@@ -1,60 +1,58 @@
-"""Costs of a decoder's step on one device: sums over its layers (`layer_costs.py`)."""
+"""Costs of a decoder's step on one device: sums over its layers.
 
+A branch without formulas (`layer_costs.py`) is traced, forward and backward: a second instead of a millisecond. Its
+collectives are exact, and products that XLA computes. The memory estimate assumes residuals divided over all devices.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any
 
 import jax
 from flax import nnx
+from jax import Array
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh
 
-from jaxtp.analysis.collective import Collective, Place, bytes_by_place
-from jaxtp.analysis.costs import (
+from jaxtp.analysis.census import arrays, count_collectives, equations
+from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place
+from jaxtp.analysis.layer_costs import (
     FLOAT32,
     RECOMPUTE_POLICIES,
     REGATHER_POLICIES,
     Bytes,
-    CachedBytes,
+    CollectiveCost,
     Cost,
-    ElementwiseTraffic,
-    LogitTraffic,
     Product,
-    SavedActivations,
-    ScoreTraffic,
     Weight,
     Workload,
-    Workspace,
-    collectives_of,
-    enter,
-    itemsize,
-    sums_over,
-    within,
-)
-from jaxtp.analysis.layer_costs import (
     branch_costs,
+    collective_cost,
+    collectives_of,
     embedding_costs,
+    enter,
     has_formulas,
+    itemsize,
     norm_costs,
     positions_costs,
-    table_weight,
 )
-from jaxtp.analysis.traced_costs import traced_costs
-from jaxtp.layers.activations import Context
+from jaxtp.layers import remat
 from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch
+from jaxtp.layers.context import Sequences
 from jaxtp.layers.loss import LOSS
-from jaxtp.layers.parameter import PaddedDim
-from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, batch_parts, mesh_shape, parts
+from jaxtp.layers.parameter import PARAMETERS, PaddedDim, Precision, logical_shape, mark_unreduced, padding_of, spec_of
+from jaxtp.layers.remat import RematPolicy
+from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, axes_of, batch_parts, mesh_shape, parts
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder, DecoderBlock
 
 LOGIT_PASSES = 6
 """Times that float32 logits go through memory outside of products: maximum, exponentials, label; backward again, and
 the difference. An estimate."""
-
-C = TypeVar("C")
 
 MUCH_PADDING = 0.25  # of a block's weights: from here on it is warned of
 _FURTHEST = 1024  # size of tp that is proposed
@@ -64,43 +62,25 @@ _FURTHEST = 1024  # size of tp that is proposed
 class StepCosts:
     """Traffic and products of a step on one device, and the memory of a micro-batch."""
 
-    traffic: Mapping[Collective, int]
-    """Collectives, and how often each runs."""
-    products: tuple[Product, ...]
-    """Matrix products with weights."""
-    attention: tuple[Product, ...]
-    """Scores, and the values weighted by them."""
-    elementwise: float
-    """Bytes through memory outside of products, but for `scores` and `logits`."""
-    scores: float
-    """Bytes of attention scores through memory outside of products; 0 for a kernel that never holds them."""
+    traffic: Mapping[Collective, int]  # collectives, and how often each runs
+    products: tuple[Product, ...]  # matrix products with weights
+    attention: tuple[Product, ...]  # scores, and the values weighted by them
+    elementwise: float  # bytes through memory outside of products, but for `scores` and `logits`
+    scores: float  # bytes of attention scores through memory outside of products; 0 for a kernel that never holds them
     logits: float
-    itemsize: int
-    """Bytes of an element of the compute dtype."""
-    param_itemsize: int
-    """Bytes of an element of the trained parameters' dtype."""
-    kept: int
-    """Bytes that all blocks keep for the backward pass."""
-    working: int
-    """Bytes of activations that the backward pass of the largest block works on."""
-    weights: int
-    """Bytes of the largest block's weights as its layers multiply with them, and of their unreduced gradients."""
-    transposed: int
-    """Bytes of stored weights that are gathered along their last dim, in all blocks."""
-    loss: int
-    """Bytes of the head, of the logits of a chunk, and of their gradients."""
-    cached: int
-    """Bytes that all blocks remember of the tokens of all rows."""
-    adapters: int
-    """Elements of all adapters."""
-    unused: float
-    """Elements of a device's weights that none of its tokens uses: experts that none chose, on average."""
-    update: tuple[Product, ...] = ()
-    """Matrix products of the optimizer's rule, in the parameters' dtype."""
-    owned: int = 0
-    """Bytes of whole matrices that the optimizer's rule works on."""
-    padding: float
-    """Elements that padding adds to the weights of all blocks, as a share of them."""
+    itemsize: int  # bytes of an element of the compute dtype
+    param_itemsize: int  # bytes of an element of the trained parameters' dtype
+    kept: int  # bytes that all blocks keep for the backward pass
+    working: int  # bytes of activations that the backward pass of the largest block works on
+    weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
+    transposed: int  # bytes of stored weights that are gathered along their last dim, in all blocks
+    loss: int  # bytes of the head, of the logits of a chunk, and of their gradients
+    cached: int  # bytes that all blocks remember of the tokens of all rows
+    adapters: int  # elements of all adapters
+    unused: float  # elements of a device's weights that none of its tokens uses: experts that none chose, on average
+    update: tuple[Product, ...] = ()  # matrix products of the optimizer's rule, in the parameters' dtype
+    owned: int = 0  # bytes of whole matrices that the optimizer's rule works on
+    padding: float  # elements that padding adds to the weights of all blocks, as a share of them
 
     @property
     def flops(self) -> float:
@@ -127,9 +107,7 @@ def step_costs(
     batch_size: int,
     sequence_length: int,
     accumulation: int = 1,
-    packed: bool = False,
-    platform: str = "cpu",
-    context: Context = "auto",
+    **shape: Any,
 ) -> StepCosts:
     """Returns each device's work in a training step.
 
@@ -137,23 +115,11 @@ def step_costs(
 
     Args:
       batch_size: sequences per step, over all devices and micro-batches.
-      packed: sequences hold several documents.
-      platform: decides the kernels.
-      context: method of attention over cp.
+      **shape: other fields of `LocalShape`: packed, platform, context.
     """
     rows = batch_size // (batch_parts(mesh) * accumulation)
-    work = Workload(
-        sizes=mesh,
-        rows=rows,
-        length=sequence_length,
-        remat=config.remat,
-        frozen=config.lora.rank > 0,
-        packed=packed,
-        platform=platform,
-        accumulation=accumulation,
-        context=context,
-    )
-    return costs_of(config, work)
+    work = Workload(sizes=mesh, rows=rows, length=sequence_length, accumulation=accumulation, **shape)
+    return costs_of(config, replace(work, remat=config.remat, frozen=config.lora.rank > 0))
 
 
 def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
@@ -164,28 +130,27 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         model = described(config, work.tp)  # its arrays are padded for tp, as a trace needs them
     blocks = [(stack.repeats, list(block_costs(block, work))) for stack, kinds in model.stacked() for block in kinds]
     outside = [(1, cost) for cost in decoder_costs(model, work)]
-    inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
-    every = inside + outside
-    products = list(_merged((n * work.accumulation, product) for n, product in _of(Product, every)))
-    weights = _of(Weight, inside)
+    every = [(repeats, cost) for repeats, costs in blocks for cost in costs] + outside
+    weights = [(n, cost) for n, cost in every[: -len(outside)] if isinstance(cost, Weight)]
+    products = _products(every, work)
 
     return StepCosts(
         traffic=_traffic(every, work),
         products=tuple(product for product in products if not product.attention),
         attention=tuple(product for product in products if product.attention),
-        elementwise=work.accumulation * _passes(work) * _bytes(_of(ElementwiseTraffic, every)),
-        scores=work.accumulation * _bytes(_of(ScoreTraffic, every)),
-        logits=work.accumulation * _bytes(_of(LogitTraffic, every)),
+        elementwise=work.accumulation * _passes(work) * _bytes("elementwise", every),
+        scores=work.accumulation * _bytes("scores", every),
+        logits=work.accumulation * _bytes("logits", every),
         itemsize=itemsize(config.precision.compute),
         param_itemsize=itemsize(config.trained_dtype),
-        kept=int(_bytes(_of(SavedActivations, every))),
-        working=int(max(sum(cost.bytes for cost in costs if isinstance(cost, Workspace)) for _, costs in blocks)),
+        kept=int(_bytes("saved", every)),
+        working=int(max(_bytes("workspace", ((1, cost) for cost in costs)) for _, costs in blocks)),
         weights=int(max(sum(c.loaded_bytes(work) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
-        transposed=int(sum(n * weight.stored_bytes(work.sizes) for n, weight in weights if weight.transposed)),
-        loss=int(_bytes(_of(Workspace, outside))),
-        cached=int(_bytes(_of(CachedBytes, every))),
+        transposed=int(sum(n * w.stored(work.sizes) * itemsize(w.precision.param) for n, w in weights if w.transposed)),
+        loss=int(_bytes("workspace", outside)),
+        cached=int(_bytes("cached", every)),
         adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
-        unused=sum(n * w.over_tp(work.sizes) * (1 - w.used_by(work.tokens)) for n, w in weights),
+        unused=sum(n * w.over_tp(work.sizes) * (1 - w.active) ** work.tokens for n, w in weights),  # uniform routing
         padding=sum(n * w.padded(work.tp) for n, w in weights) / sum(n * w.size for n, w in weights) - 1,
     )
 
@@ -194,20 +159,29 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     """Yields the costs of branches, norms, residual sums and saved input."""
     residual = work.between(block.config.sequence_parallel) * block.config.d_model
     size, last = residual * itemsize(block.config.precision.compute), block.names[-1]
-    yield SavedActivations(size * {"none": len(block.names), "offload": 0}.get(work.remat, 1))
+    yield Bytes("saved", size * {"none": len(block.names), "offload": 0}.get(work.remat, 1))
     for name, branch, before, after in block.branches():
         if before is not None:
-            yield from within(name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES))
+            yield from _within(name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES))
         if after is not None:  # the next norm reads the sum to which its result is added
             recomputed = name != last and work.remat != "none"
-            yield from within(name, norm_costs(after, work, recomputed=recomputed))
+            yield from _within(name, norm_costs(after, work, recomputed=recomputed))
         read = name != last or after is not None
         if has_formulas(branch):
-            yield from within(name, branch_costs(branch, work, read=read))
+            costs = branch_costs(branch, work, read=read)
         else:
-            config = block.config
-            yield from within(name, traced_costs(_unstacked(branch), work, config.d_model, config.precision, read=read))
-        yield ElementwiseTraffic(3 * size)
+            costs = traced_costs(_unstacked(branch), work, block.config.d_model, block.config.precision, read=read)
+        yield from _within(name, costs)
+        yield Bytes("elementwise", 3 * size)
+
+
+def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
+    """Nests the costs' module names in `name`."""
+    for cost in costs:
+        if isinstance(cost, CollectiveCost):
+            yield replace(cost, collective=replace(cost.collective, scope=f"{name}/{cost.collective.scope}"))
+        else:
+            yield replace(cost, module=f"{name}/{cost.module}") if isinstance(cost, Weight) else cost
 
 
 def _unstacked(branch: Branch) -> Branch:
@@ -226,29 +200,30 @@ def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
     num_experts = [block.num_experts for block in config.layers() if block.num_experts]
     if num_experts and work.training:
         of_rows = sum(2 * experts + 3 for experts in num_experts) * work.rows
-        yield sums_over(BALANCE, SEQUENCE, work.sizes, FLOAT32 * of_rows)
-        yield sums_over(BALANCE, BATCH, work.sizes, FLOAT32 * (sum(num_experts) + 4))
+        yield collective_cost(ALL_REDUCE, SEQUENCE, BALANCE, work, FLOAT32 * of_rows)
+        yield collective_cost(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (sum(num_experts) + 4))
 
 
 def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     """Yields the costs of head and loss. Over tp: a column layer's input, and three floats per token."""
     compute, tokens, features = itemsize(config.precision.compute), work.tokens, config.d_model
-    local = PaddedDim((config.vocab_size,)).padded(work.tp) // work.tp
-    yield replace(table_weight(LOSS, config.vocab_size, features, config.precision), tied=config.tie_embeddings)
+    size, vocab = config.vocab_size * features, PaddedDim((config.vocab_size,))
+    local, tied = vocab.padded(work.tp) // work.tp, config.tie_embeddings
+    yield Weight(module=LOSS, size=size, split=vocab, precision=config.precision, again=False, tied=tied)
     hidden = tokens * features * compute
     yield from enter(LOSS, work, hidden, split=work.is_split(config.sequence_parallel), again=False)
     chunks = -(-tokens // config.loss_chunk)
     for floats in (1, 2):  # the maximum; the sum of exponentials and the label's logit
-        yield sums_over(LOSS, (TP,), work.sizes, floats * tokens * FLOAT32 / chunks, chunks)
-    yield sums_over(LOSS, TOKENS, work.sizes, 2 * FLOAT32)
+        yield collective_cost(ALL_REDUCE, (TP,), LOSS, work, floats * tokens * FLOAT32 / chunks, chunks)
+    yield collective_cost(ALL_REDUCE, TOKENS, LOSS, work, 2 * FLOAT32)
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
-    yield LogitTraffic(tokens * local * FLOAT32 * LOGIT_PASSES)
+    yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
     # Two float32 arrays of the table's size: its summed gradient, and a chunk's contribution. A frozen table has no
     # gradient, and exists in float32 only if it is gathered.
     tables = int(parts(work.sizes, STORAGE) > 1) if work.frozen else 2
     logits = min(config.loss_chunk, tokens) * local  # and their gradient
-    yield Workspace((tables * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
+    yield Bytes("workspace", (tables * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
 
 
 def active_parameters(config: ModelConfig, parameters: int) -> int:
@@ -262,12 +237,8 @@ def describe_active(config: ModelConfig, parameters: int) -> str:
     return "" if active == parameters else f", {active:,} active for each token"
 
 
-def _of(kind: type[C], costs: Iterable[tuple[int, Cost]]) -> list[tuple[int, C]]:
-    return [(times, cost) for times, cost in costs if isinstance(cost, kind)]
-
-
-def _bytes(costs: Iterable[tuple[int, Bytes]]) -> float:
-    return sum(times * cost.bytes for times, cost in costs)
+def _bytes(kind: str, costs: Iterable[tuple[int, Cost]]) -> float:
+    return sum(times * cost.bytes for times, cost in costs if isinstance(cost, Bytes) and cost.kind == kind)
 
 
 def _passes(work: Workload) -> float:
@@ -302,12 +273,12 @@ def _traffic(costs: Iterable[tuple[int, Cost]], work: Workload) -> dict[Collecti
     return dict(found)
 
 
-def _merged(products: Iterable[tuple[int, Product]]) -> Iterator[Product]:
+def _products(costs: Iterable[tuple[int, Cost]], work: Workload) -> list[Product]:
     found: Counter[Product] = Counter()
-    for times, product in products:
-        found[replace(product, count=0)] += times * product.count
-    for product, count in found.items():
-        yield replace(product, count=count)
+    for times, cost in costs:
+        if isinstance(cost, Product):
+            found[replace(cost, count=0)] += times * work.accumulation * cost.count
+    return [replace(product, count=count) for product, count in found.items()]
 
 
 def described(config: ModelConfig, tp: int = 1) -> Decoder:
@@ -317,7 +288,127 @@ def described(config: ModelConfig, tp: int = 1) -> Decoder:
 
 @lru_cache(maxsize=32)
 def _described(config: ModelConfig, tp: int) -> Decoder:
-    none, own = AbstractMesh((), ()), abstract_mesh(mesh_shape(tp=tp))  # a context mesh cannot change its size directly
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(own):
+    none, mesh = (
+        AbstractMesh((), ()),
+        abstract_mesh(mesh_shape(tp=tp)),
+    )  # a context mesh cannot change its size directly
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
         model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return model
+
+
+def traced_costs(branch: Branch, work: Workload, features: int, precision: Precision, *, read: bool) -> Iterator[Cost]:
+    """Yields the costs of a branch.
+
+    Args:
+      branch: has abstract arrays, made for the workload's tp.
+      features: D.
+      read: as in `branch_costs`.
+    """
+    yield from _traced_weights(branch, precision)
+    sizes = dict(work.sizes)
+    rows = work.rows * batch_parts(sizes)
+    x = jax.ShapeDtypeStruct((rows, work.length, features), precision.compute)
+    graph, *states = nnx.split(branch, nnx.Param, ...)
+    trained, others = states
+    sequences = Sequences(context=work.context, zigzag=work.zigzag)
+
+    def forward(x: Array, trained: nnx.State, others: nnx.State) -> Array:
+        y = nnx.merge(graph, trained, others)(x, sequences)
+        return y * y if read else y
+
+    def vjp(policy: RematPolicy, x: Array, trained: nnx.State, others: nnx.State) -> Any:
+        # Offloading needs a device with pinned memory; it computes what full does.
+        saved = remat.policy("full" if policy == "offload" else policy)
+        run = jax.checkpoint(forward, policy=saved)
+        return jax.vjp(lambda x, trained: run(x, trained, others), x, trained)
+
+    def step(x: Array, trained: nnx.State, others: nnx.State) -> Any:
+        if not work.training:
+            return forward(x, trained, others)
+        if work.accumulation > 1:  # copies are summed after the last micro-batch, which `Weight.collectives` counts
+            trained = mark_unreduced(trained)
+        y, backward = vjp(work.remat, x, trained, others)
+        return y, backward(y)
+
+    def residuals(policy: RematPolicy) -> float:
+        jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))(x, trained, others).jaxpr
+        saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
+        return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / math.prod(sizes.values())
+
+    none, mesh = AbstractMesh((), ()), abstract_mesh(sizes)  # a context mesh cannot change its size directly
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(step)(x, trained, others)
+        saved, everything = residuals(work.remat), residuals("none")
+        cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length))
+    cached = sum(array.size * array.dtype.itemsize for array in cache)
+    yield Bytes("cached", cached / math.prod(sizes.values()))
+    yield Bytes("saved", saved)
+    yield Bytes("workspace", everything)
+    yield Bytes("elementwise", everything)
+    for one, times in count_collectives(jaxpr, sizes).items():
+        yield CollectiveCost(Collective(one.kind, one.axes, one.group, one.bytes, one.module), times)
+    yield from _traced_products(jaxpr.jaxpr)
+
+
+def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
+    for _, variable in nnx.to_flat_state(nnx.state(branch, PARAMETERS)):
+        axes = [axis for entry in spec_of(variable) for axis in axes_of(entry)]
+        split = next((split for _, split in padding_of(variable)), None)
+        yield Weight(
+            module=type(branch).__name__,
+            size=math.prod(logical_shape(variable)),
+            precision=precision,
+            split=split,
+            tp=TP in axes,
+            fsdp=bool({*STORAGE} & {*axes}),
+            adapter=isinstance(variable, nnx.LoRAParam),
+            traced=True,
+        )
+
+
+def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
+    for equation, times, *_ in equations(jaxpr):
+        if rule := _RULES.get(equation.primitive.name):
+            shape, each, in_kernel = rule(equation)
+            moved = sum(a.size * itemsize(str(a.dtype)) for a in arrays(*equation.invars, *equation.outvars))
+            yield Product("products", *shape, times * each, moved, in_kernel=in_kernel)
+
+
+Rule = Callable[[JaxprEqn], tuple[tuple[int, int, int], int, bool]]
+"""Returns `(m, k, n)` of an equation's products, their number, and whether a kernel of its own computes them."""
+
+
+def _dot(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left, result = arrays(equation.invars[0], equation.outvars[0])
+    k = math.prod(left.shape[dim] for dim in contracted)
+    m = left.size // k  # batch dims count as rows
+    return (m, k, result.size // m), 1, False
+
+
+def _ragged_dot(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+    # XLA multiplies every row with the matrix of every group, except on TPUs.
+    left, right, sizes = arrays(*equation.invars)
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    k = math.prod(left.shape[dim] for dim in contracted)
+    matrices = math.prod(right.shape[dim] for dim in numbers.rhs_group_dimensions)
+    return (sizes.size * left.size // k, k, right.size // (k * matrices)), 1, False
+
+
+def _kernel(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+    name = equation.params["name"]
+    *operands, result = arrays(*equation.invars, equation.outvars[0])
+    if name.startswith("grouped_"):  # each row with the matrix of its group, or its part of the matrix's gradient
+        return (*operands[-2].shape, result.shape[-1]), 1, True
+    if name not in _ATTENTION:
+        raise ValueError(f"the products of the kernel {name!r} are not known; add a rule to {__name__}")
+    rows, length, heads, width = operands[0].shape
+    return (rows * heads * length, width, operands[1].shape[1] // 2), _ATTENTION[name], True  # half: it is causal
+
+
+_ATTENTION = {"attention_forward": 2, "attention_queries": 2, "attention_keys": 3}
+"""Products of the kernels of attention; what both kernels of the backward pass compute counts once."""
+
+_RULES: Mapping[str, Rule] = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "pallas_call": _kernel}

@@ -23,7 +23,7 @@ from flax import nnx
 from jax import Array, lax
 
 from jaxtp.analysis.collective import ALL_TO_ALL, Axes, Collective
-from jaxtp.analysis.costs import Product
+from jaxtp.analysis.layer_costs import Product
 from jaxtp.analysis.step_costs import StepCosts
 from jaxtp.checkpoint.logical import Arrays, split_dims
 from jaxtp.collectives import all_to_all, axis_size, device_view

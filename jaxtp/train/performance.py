@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxtp.analysis.costs import Workload
 from jaxtp.analysis.hardware import of_kind
+from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import active_parameters, costs_of
 from jaxtp.distributed.agreement import host_names, is_multiprocess, process_name
 from jaxtp.mesh import mesh_shape

@@ -174,7 +174,7 @@ def test_a_gather_in_a_loop_that_data_end_is_reported_until_it_is_allowed():
     found = audit(jax.jit(step), state, x, mesh=mesh, compiler_options=QUICK)
     gathers = [p for p in found.problems() if "all-gather of float32" in p]
     assert any("over fsdp" in p and "the compiler added it" in p for p in gathers)
-    unknown = [p for p in found.problems() if "as often as its data say" in p]
+    unknown = [p for p in found.problems() if "that may turn any number of times" in p]
     assert any("over fsdp" in p for p in unknown)
     assert all('uncounted=("settle",) allows it' in p for p in unknown)
     assert "1 a turn" in str(found)

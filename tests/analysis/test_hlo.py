@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxtp.analysis.hlo import count_collectives_in_hlo, count_flops_in_hlo
-from jaxtp.analysis.text import HloError
+from jaxtp.analysis.hlo import HloError, count_collectives_in_hlo, count_flops_in_hlo
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 
@@ -133,7 +132,6 @@ ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
     [
         ("KNOWN", "", 5),
         ("KNOWN", ', backend_config={"known_trip_count":{"n":"7"}}', 7),
-        ("compare(%i.1, %n), direction=LT", "compare(%n, %i.1), direction=GE", 6),
         ("constant(1)", "constant(2)", 3),
         ("%zero = s32[] constant(0)", "%zero = s32[] constant(-4)", 9),
         ("get-tuple-element(%p.1), index=0", "copy(%p.1#0)", 5),  # as jax 0.12 spells a part of a tuple
@@ -149,6 +147,7 @@ def test_loops_count_their_turns_and_callers_name_the_module(old, new, turns):
     [
         ("%n = s32[] constant(5)", "%n = f32[] constant(0)"),
         ("compare(%i.1, %n)", "compare(%unknown, %n)"),
+        ("direction=LT", "direction=LE"),
         ("get-tuple-element(%p.1), index=0", "get-tuple-element(%p.1), index=1"),
         ("%zero = s32[] constant(0)", "%zero = s32[] reduce(%x.2, %x.2), to_apply=%sum"),
         ("add(%i, %by)", "multiply(%i, %by)"),

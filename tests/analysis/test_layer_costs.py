@@ -10,12 +10,16 @@ from hypothesis import strategies as st
 
 import jaxtp
 from jaxtp.analysis import step_costs
-from jaxtp.analysis.costs import Workload, bytes_sent
-from jaxtp.analysis.layer_costs import context_costs, lookup_costs
+from jaxtp.analysis.layer_costs import Workload, collectives_of, context_costs, lookup_costs
 from jaxtp.layers.context import Attended
 from jaxtp.layers.kernels import select
 from jaxtp.mesh import mesh_shape
 from jaxtp.models import config as decoder_config
+
+
+def bytes_sent(costs, work):
+    return sum(one.count * one.collective.bytes_sent for cost in costs for one in collectives_of(cost, work))
+
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
 
@@ -133,9 +137,11 @@ class Ungated(jaxtp.MLP):
 
 
 def test_formulas_are_not_inherited_by_another_forward_pass(monkeypatch):
+    step_costs._described.cache_clear()
     monkeypatch.setattr(decoder_config, "MLP", Ungated)
     rows = {"batch_size": 8, "sequence_length": 16}
     costs = step_costs.step_costs(MODEL, mesh_shape(tp=2), **rows)
     monkeypatch.undo()
+    step_costs._described.cache_clear()
     plain = step_costs.step_costs(dataclasses.replace(MODEL, mlp="plain"), mesh_shape(tp=2), **rows)
     assert costs.flops == plain.flops

@@ -2,9 +2,8 @@
 
 import pytest
 
-from jaxtp.analysis.collective import Collective
+from jaxtp.analysis.hlo import HloError
 from jaxtp.analysis.schedule import Scheduled, read_schedule
-from jaxtp.analysis.text import HloError
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 TP, FSDP = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
@@ -63,17 +62,15 @@ def test_everything_that_moves_is_there_with_what_is_computed_beside_it():
     beside_a_product = 3 * 2 * (8 * 4)
     gathers = beside_a_product + 3 * 2 * (8 * 4 + 8)
     assert set(read_schedule(TEXT, SIZES)) == {
-        Scheduled(
-            Collective("all-gather", ("tp",), 4, gathers), 6, overlapped=3, computing=6, hidden_bytes=beside_a_product
-        ),
-        Scheduled(Collective("reduce-scatter", ("fsdp",), 2, 4 * 8 * 4), count=1, overlapped=1, computing=1),
-        Scheduled(Collective("all-reduce", ("fsdp", "tp"), 8, 20), count=1, overlapped=0, computing=0),
-        Scheduled(Collective("all-reduce", ("tp",), 4, 64), count=1, overlapped=0, computing=0),
+        Scheduled("all-gather", ("tp",), 4, gathers, count=6, overlapped=3, computing=6, hidden_bytes=beside_a_product),
+        Scheduled("reduce-scatter", ("fsdp",), 2, 4 * 8 * 4, count=1, overlapped=1, computing=1),
+        Scheduled("all-reduce", ("fsdp", "tp"), 8, 20, count=1, overlapped=0, computing=0),
+        Scheduled("all-reduce", ("tp",), 4, 64, count=1, overlapped=0, computing=0),
     }
 
 
 def test_the_most_bytes_come_first():
-    sizes = [one.collective.bytes for one in read_schedule(TEXT, SIZES)]
+    sizes = [one.bytes for one in read_schedule(TEXT, SIZES)]
     assert sizes == sorted(sizes, reverse=True)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message
 
-from jaxtp.analysis import hardware_file
+from jaxtp.analysis import hardware
 from jaxtp.analysis.hardware import Hardware
 from jaxtp.config.reading import MAX_YAML, inside, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError, from_yaml, to_plain, validate
@@ -23,7 +23,7 @@ from jaxtp.train.config import TrainConfig
 
 HARDWARE = {"like": "h100", "memory": 8e10, "link": 4.5e11, "domain": 8, "platform": "cuda", "latency": 0}
 DEFAULT = to_plain(TrainConfig())
-READERS = {"config": lambda path: from_yaml(TrainConfig, path), "hardware": hardware_file.read}
+READERS = {"config": lambda path: from_yaml(TrainConfig, path), "hardware": hardware.read}
 
 
 LAUGHS = "a: &a [x, x]\nb: [*a, *a]"
@@ -63,9 +63,7 @@ ABSURD = {
 }
 
 
-@pytest.mark.parametrize(
-    "read", [lambda path: from_yaml(TrainConfig, path), hardware_file.read], ids=["config", "hardware"]
-)
+@pytest.mark.parametrize("read", [lambda path: from_yaml(TrainConfig, path), hardware.read], ids=["config", "hardware"])
 @pytest.mark.parametrize("name", ABSURD)
 def test_absurd_yaml_is_one_error(name, read, tmp_path):
     text, message = ABSURD[name]
@@ -97,9 +95,7 @@ def link_to(target):
     ],
     ids=["folder", "pipe", "device", "loop", "nothing"],
 )
-@pytest.mark.parametrize(
-    "read", [lambda path: from_yaml(TrainConfig, path), hardware_file.read], ids=["config", "hardware"]
-)
+@pytest.mark.parametrize("read", [lambda path: from_yaml(TrainConfig, path), hardware.read], ids=["config", "hardware"])
 def test_what_is_no_file_is_one_error(make, message, read, tmp_path):
     make(tmp_path / "c.yaml")
     with pytest.raises(ConfigError, match=message):
@@ -174,7 +170,7 @@ def check_configuration(values, path):
 
 def check_hardware(values, path):
     path.write_text(yaml.safe_dump(values))
-    gives_one_of(Hardware, ConfigError, lambda: hardware_file.read(path))
+    gives_one_of(Hardware, ConfigError, lambda: hardware.read(path))
 
 
 @examples(30)
@@ -197,7 +193,7 @@ TOKENS = st.lists(st.sampled_from(WORDS), max_size=25).map("".join)
 def check_text(text, path):
     path.write_text(text)
     gives_one_of(TrainConfig, ConfigError, lambda: from_yaml(TrainConfig, path))
-    gives_one_of(Hardware, ConfigError, lambda: hardware_file.read(path))
+    gives_one_of(Hardware, ConfigError, lambda: hardware.read(path))
 
 
 @examples(100)

@@ -36,7 +36,7 @@ def block_collectives(mesh, policy, **config):
         graph, params, frozen = nnx.split(abstract, nnx.Param, ...)
         block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(policy))
         x = jax.ShapeDtypeStruct((B, T, config.d_model), jnp.float32)
-        jaxpr = jax.make_jaxpr(jax.grad(lambda *args: block(*args).sum(), argnums=(0, 1)))(x, params, frozen)
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda *args: block(*args).sum(), argnums=(0, 1)))(x, params, frozen)
     return count_collectives(jaxpr, mesh_sizes(mesh))
 
 

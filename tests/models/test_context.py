@@ -22,7 +22,7 @@ from support import (
 )
 
 import jaxtp
-from jaxtp.analysis.costs import Workload
+from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import costs_of
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import DecodeModel

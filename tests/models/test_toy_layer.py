@@ -11,7 +11,7 @@ from support import assert_close, cached_and_whole, random_weights, sweep_of, wi
 from toy_layer import GatedConvolution, ToyModel, WrongModel
 
 import jaxtp
-from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.hardware import find
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.layers.parameter import Precision

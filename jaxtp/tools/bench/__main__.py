@@ -26,8 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtp
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Collective
-from jaxtp.analysis.hardware import TABLE, Hardware, inside_domain, link_of, of_kind
-from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.hardware import TABLE, Hardware, find, inside_domain, link_of, of_kind
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.analysis.tables import columns
 from jaxtp.collectives import all_gather, all_reduce, all_to_all, axis_size, device_view, permute, reduce_scatter, vary

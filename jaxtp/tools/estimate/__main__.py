@@ -1,7 +1,6 @@
 """`jaxtp estimate`."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,13 +8,11 @@ from typing import Annotated, Literal
 
 import jax
 import tyro
-from pydantic import Field
 
-from jaxtp.analysis.hardware import GB, RANGES, TABLE
-from jaxtp.analysis.hardware_file import MAX_DEVICES, parse
+from jaxtp.analysis.hardware import GB, RANGES, parse
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
-from jaxtp.config.command_line import Command, parse_mesh
+from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.config.schema import (
     ConfigError,
@@ -23,13 +20,19 @@ from jaxtp.config.schema import (
     Positive,
     Switch,
     UserPath,
-    allowed,
     replace_nested,
     to_short_yaml,
 )
-from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, mesh_shape
+from jaxtp.mesh import MeshError, fill, mesh_shape
 from jaxtp.tools.estimate import foreign, generation
-from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError, topology
+from jaxtp.tools.estimate.compiler import (
+    DoesNotFitError,
+    TargetError,
+    compile_for,
+    compile_partitioned,
+    request_devices,
+    topology,
+)
 from jaxtp.tools.estimate.remedies import faster, remedies
 from jaxtp.tools.estimate.search import (
     Model,
@@ -38,12 +41,12 @@ from jaxtp.tools.estimate.search import (
     describe_model,
     estimate,
     meshes_to_try,
+    parse_meshes,
     search,
     spans_hosts,
     target,
 )
 from jaxtp.tools.estimate.summary import draw, explained, heading, ranking, record, setting_record
-from jaxtp.tools.estimate.tiers import compile_for, compile_partitioned, request_devices
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, DeviceInfo, default_settings, resolve_defaults
 from jaxtp.train.validation import check_kernels, violations_on
@@ -62,7 +65,6 @@ jaxtp estimate FILE.py:build --help.
   jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
 """.replace("KEYS", ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items()))
-HARDWARE = f"Kind and count: {', '.join(TABLE)}, or a YAML file, as in mine.yamlx8. 2xh100x8: two hosts of 8."
 
 OF_ALL_STEPS = ("data.path", "data.long_documents", "train.epochs")
 """Settings that decide the number of steps, and so the cost of a run."""
@@ -74,26 +76,16 @@ WRITTEN = "# The best of jaxtp estimate for"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateConfig(TrainConfig):
+class EstimateConfig(foreign.OnHardware, TrainConfig):
     """Command line of an estimate: a training configuration, and hardware."""
-
-    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8", help=HARDWARE)] = "h100x8"
-    """See `HARDWARE`."""
 
     tier: Literal[1, 2, 3] = 1
     """Depth; 2 and 3 compile the best mesh. 1: arithmetic, in seconds. 2: also compiles it for virtual CPU devices and
     compares what it moves. 3: also compiles it for the hardware, which need not be here (pip install
     'jaxtp[estimate-gpu]', with cuDNN's attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]')."""
 
-    meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
-    """Meshes to try; an axis that is left out is 1. By default all."""
-
     as_configured: Switch = False
     """Keep remat and accumulation as configured; by default the fastest are found."""
-
-    memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
-    """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts as in
-    scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
 
     price: Positive | None = None
     """Price of a device hour, for the cost of all steps."""
@@ -147,11 +139,15 @@ def _estimate(argv: Sequence[str]) -> int:
     _check_overwrite(options)
     require_picture("--plot", options.plot)
     config = training_of(options)
-    where = target(*parse(options.hardware), options.memory_fraction, options.launch.allocator)
+    where = _target(options)
     if options.tier == 3:
-        _require_compiler(where)
+        try:
+            topology(where.hardware.compiled_as, **where.hosts)
+        except TargetError as error:
+            raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
     check_kernels(config, mesh_shape(), where.hardware.architecture)
-    meshes = _meshes(options, config, where)
+    meshes: Sequence[Mapping[str, int]] = parse_meshes(options.meshes, options.hardware, where.devices)
+    meshes = meshes or meshes_to_try(config, where.devices, where.hardware.domain)
     model = describe_model(config)
     print(heading(config, where, model), *chosen, sep="\n", end="\n\n", flush=True)
 
@@ -191,11 +187,15 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
             f"train.epochs={options.train.epochs:,.15g} needs a dataset to count its steps: add --data.path, or "
             "give --train.steps instead"
         )
-    hardware, count = parse(options.hardware)
-    room = target(hardware, count, options.memory_fraction, options.launch.allocator).room
-    place = DeviceInfo(count, min(count, hardware.domain), True, hardware.name, room, hardware.architecture)
+    where = _target(options)
+    hardware, per_process = where.hardware, min(where.devices, where.hardware.domain)
+    place = DeviceInfo(where.devices, per_process, True, hardware.name, where.room, hardware.architecture)
     config, notes = resolve_defaults(options, explicit, place)
     return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
+
+
+def _target(options: EstimateConfig) -> Target:
+    return target(*parse(options.hardware), options.memory_fraction, options.launch.allocator)
 
 
 def _check_overwrite(options: EstimateConfig) -> None:
@@ -204,12 +204,8 @@ def _check_overwrite(options: EstimateConfig) -> None:
         return
     if options.json is not None and options.json.absolute() == options.write.absolute():
         raise ConfigError(f"--write and --json are both {options.write}: name two files")
-    if options.write.is_file():
-        with options.write.open("rb") as opened:
-            if not is_written(opened.read(4096).decode(errors="replace")):
-                raise ConfigError(
-                    f"--write {options.write}: it exists, and no earlier --write made it; name another file"
-                )
+    if options.write.is_file() and not is_written(options.write.read_text(errors="replace")):
+        raise ConfigError(f"--write {options.write}: it exists, and no earlier --write made it; name another file")
 
 
 def is_written(text: str) -> bool:
@@ -260,8 +256,8 @@ def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object])
         numbers["tier_2"], failed = {"error": str(error)}, error
     try:
         if options.tier >= 3:
-            hardware, hosts = best.target.hardware.compiled_as, _hosts(best.target)
-            compiled = compile_for(best.config, best.sizes, hardware, **hosts, timeout_s=options.timeout)
+            name, hosts = best.target.hardware.compiled_as, best.target.hosts
+            compiled = compile_for(best.config, best.sizes, name, **hosts, timeout_s=options.timeout)
             numbers["tier_3"], fits = compiled.record(best), fits and compiled.fits(best)
             print("", *compiled.lines(best), sep="\n", flush=True)
     except DoesNotFitError as error:
@@ -270,31 +266,6 @@ def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object])
     except TargetError as error:
         numbers["tier_3"], failed = {"error": str(error)}, error
     return fits, failed
-
-
-def _require_compiler(where: Target) -> None:
-    try:
-        topology(where.hardware.compiled_as, **_hosts(where))
-    except TargetError as error:
-        raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
-
-
-def _hosts(where: Target) -> dict[str, int]:
-    each = math.gcd(where.devices, where.hardware.domain)
-    return {"hosts": where.devices // each, "devices_per_host": each}
-
-
-def _meshes(options: EstimateConfig, config: TrainConfig, where: Target) -> Sequence[Mapping[str, int]]:
-    meshes = [parse_mesh(text, AXES) for text in options.meshes]
-    for text, sizes in zip(options.meshes, meshes, strict=True):
-        if (needed := math.prod(sizes.values())) != where.devices:
-            kind = re.sub(r"^\d+[xX](?=.+[xX])|\d+$", "", options.hardware)
-            instead = f"; {kind}{needed} has as many" if needed <= MAX_DEVICES else ""
-            raise ConfigError(
-                f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware {options.hardware} is "
-                f"{where.devices:,}{instead}"
-            )
-    return meshes or meshes_to_try(config, where.devices, where.hardware.domain)
 
 
 def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:

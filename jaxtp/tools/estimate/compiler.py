@@ -1,98 +1,227 @@
-"""Compiles a training step for GPUs or TPUs that may be absent.
+"""Tiers 2 and 3: the real training step, compiled from shapes; nothing is allocated or run.
 
-`tiers.ask` starts this process, because a compiler without its devices may crash, hang or print. XLA reads an absent
-GPU's `GpuTargetConfigProto` as text (openxla/xla, xla/stream_executor/device_description.proto). It divides by
-missing fields and dies silently, so every field is set.
+Tier 2 compiles for virtual CPU devices. Tier 3 compiles for GPUs or TPUs that may be absent, in a process of its own
+(`python -m` this file), because a compiler without its devices may crash, hang or print. XLA reads an absent GPU's
+`GpuTargetConfigProto` as text (openxla/xla, xla/stream_executor/device_description.proto). It divides by missing fields
+and dies silently, so every field is set.
 """
 
+import dataclasses
 import json
 import math
+import os
+import re
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxtp.analysis.hlo import count_flops_in_hlo
-from jaxtp.analysis.schedule import read_schedule
-from jaxtp.analysis.text import HloError
-from jaxtp.config.schema import validate
-from jaxtp.mesh import mesh_of
+from jaxtp.analysis.audit import audit
+from jaxtp.analysis.collective import Axes, Traffic, sums
+from jaxtp.analysis.compiling import captured_stderr
+from jaxtp.analysis.hardware import GB, TABLE, Hardware
+from jaxtp.analysis.hlo import HloError, count_flops_in_hlo
+from jaxtp.analysis.schedule import Scheduled, read_schedule
+from jaxtp.analysis.tables import columns
+from jaxtp.config.entry import signal_name
+from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
+from jaxtp.distributed.devices import request_virtual_devices
+from jaxtp.distributed.environment import child_environment
+from jaxtp.mesh import describe_mesh, mesh_of, parts
+from jaxtp.tools.estimate.search import Setting, is_plain
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import plan_state
+from jaxtp.train.memory import with_attention
+from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, plan_state
 from jaxtp.train.step import trace_step
+from jaxtp.train.validation import check, chosen_kernels, kernel_problems
 
+MAX_DEVICES = 1024  # virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
+QUICK = {"xla_backend_optimization_level": 0}  # the program after partitioning is all that is read
+COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
+_NO_DEVICES = {
+    "JAX_PLATFORMS": "cpu",  # else the plugin refuses to register: it looks for a GPU
+    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a cloud's metadata server, for minutes
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock file protects devices, and there are none
+}
+_LAST_LINES = 3
+_WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
+_DIFFERENCES = {
+    "cuda": "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ",
+    "tpu": "on TPUs, compute that overlaps with collectives is not read",
+}
 GPU_EXTRA, CUDNN_EXTRA, TPU_EXTRA = "estimate-gpu", "estimate-cudnn", "estimate-tpu"
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
-KIB, MIB = 2**10, 2**20
+Bytes = Mapping[tuple[str, Axes], float]
+"""Bytes that each device sends, by kind and mesh axes."""
 
 
 @dataclass(frozen=True)
-class GpuSpec:
-    """A GPU's description for XLA's compiler."""
+class Partitioned:
+    """Tier 2: the step after SPMD partitioning, compared with tier 1."""
 
-    name: str
-    capability: tuple[int, int]
-    cores: int
-    """Streaming multiprocessors."""
-    fpus: int
-    """Float32 units of each core."""
-    shared_kib: int
-    """Shared memory of each core."""
+    planned: Bytes  # by tier 1
+    realised: Bytes  # after SPMD partitioning, without sums of scalars
+    problems: tuple[str, ...]  # communication that the compiler added
+    warnings: tuple[str, ...]  # lines that the compiler printed
+    seconds: float  # to trace and compile
+    notes: tuple[str, ...]  # how the program differs from the one for the hardware
+    bound: bool  # whether tier 1 is an upper bound for this model, and not exact
+
+    @property
+    def rows(self) -> list[tuple[str, Axes, float, float]]:
+        """Kind, mesh axes, planned and realised bytes."""
+        keys = dict.fromkeys((*self.planned, *self.realised))
+        return [(*key, self.planned.get(key, 0.0), self.realised.get(key, 0.0)) for key in keys]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both tiers agree in kind, axes and bytes, up to rounding."""
+        return all(abs(planned - realised) <= 1 for *_, planned, realised in self.rows)
+
+    @property
+    def within(self) -> bool:
+        """Whether tier 1 counts everything that is moved."""
+        none_more = all(realised <= planned + 1 for *_, planned, realised in self.rows)
+        return not self.problems and (none_more if self.bound else self.equal)
+
+    def lines(self, setting: Setting) -> Iterator[str]:
+        """Yields the collectives, problems, warnings and notes."""
+        yield f"compiled {setting} for {setting.target.devices} virtual CPU devices in {self.seconds:.0f} s"
+        rows = [(kind, "+".join(axes), *(f"{n / GB:,.3f}" for n in sent)) for kind, axes, *sent in self.rows]
+        yield columns(("collective", "over", "GB sent, tier 1", "GB sent, compiled"), rows)
+        amount = "what tier 1 says" if self.equal else "no more than the bounds of tier 1"
+        if self.within:
+            yield f"the partitioned program moves {amount}, in kind, axes and bytes, and nothing else"
+        else:
+            yield "the partitioned program does not move what tier 1 says"
+        yield from (f"  {text}" for text in (*self.problems, *self.warnings, *self.notes))
+
+    def record(self) -> dict[str, object]:
+        """Returns tier 2 for JSON."""
+        sent = {
+            name: [
+                {"kind": kind, "axes": axes, "bytes_sent": size} for (kind, axes), size in getattr(self, name).items()
+            ]
+            for name in ("planned", "realised")
+        }
+        others = {name: getattr(self, name) for name in ("problems", "warnings", "notes", "seconds")}
+        agreement = {"equal_to_tier_1": self.equal, "within_tier_1": self.within}
+        return {"provenance": "compiled", **agreement, **sent, **others}
+
+
+def request_devices(setting: Setting) -> None:
+    """Requests a mesh's virtual devices before other uses of JAX."""
+    if setting.target.devices > MAX_DEVICES:
+        raise ConfigError(
+            f"tier 2 compiles for at most {MAX_DEVICES:,} virtual CPU devices, not {setting.target.devices:,}; a mesh "
+            "with less dp shows the same collectives, as in --hardware h100x512"
+        )
+    request_virtual_devices(setting.target.devices)
+
+
+def compile_partitioned(setting: Setting) -> Partitioned:
+    """Compiles the step for virtual CPU devices.
+
+    Raises:
+      MeshError: JAX has started with fewer devices.
+    """
+    started = time.monotonic()
+    config, notes = _for_cpu(setting.config)
+    mesh = mesh_of(setting.sizes)
+    blueprint = _plan(config, mesh)
+    with captured_stderr() as printed:
+        found = audit(
+            trace_step(config, blueprint),
+            blueprint.sharded,
+            mesh=mesh,
+            budget=setting.costs.budget,
+            global_view=() if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,),
+            compiler_options=QUICK,
+        )
+    return Partitioned(
+        bytes_sent(setting.costs.traffic),
+        bytes_sent({one: times for one, times in found.realised.items() if one.shape}),
+        tuple(found.problems()),
+        tuple(line.rstrip() for line in printed if line.strip()),
+        time.monotonic() - started,
+        tuple(notes),
+        not is_plain(config.model),
+    )
+
+
+def bytes_sent(moved: Traffic) -> Bytes:
+    """Sums the bytes per device by kind and mesh axes."""
+    return {place: sent for place, (_, sent) in sums(moved, lambda one: (one.kind, one.axes)).items()}
+
+
+def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    notes = []
+    if any(kernel_problems(config, config.mesh.sizes, "cpu")):
+        notes.append(f"compiled with a CPU's attention, which moves the same as {config.model.attention}'s")
+        config = with_attention(config, "auto")
+    if config.model.remat == "offload":
+        config = replace_nested(config, {"model.remat": "full"})
+        notes.append("compiled with remat full, which moves the same as offload")
+    return config, notes
+
+
+class GpuSpec(NamedTuple):
+    """A GPU's description for XLA's compiler, apart from the numbers of the hardware table."""
+
+    cores: int  # streaming multiprocessors
+    fpus: int  # float32 units of each core
+    shared: int  # bytes of shared memory of each core
     l2: int
     clock_ghz: float
-    bandwidth: float
-    """Bytes/s."""
-    memory: int
-    """Bytes, as the driver reports them."""
     threads: int = 2048
 
-    def target_config(self) -> str:
-        """Returns the `GpuTargetConfigProto` as text."""
-        major, minor = self.capability
-        feature = "ACCELERATED_FEATURES" if major >= 9 else "NONE"  # sm_90a, sm_100a: their matrix instructions
-        shared = self.shared_kib * KIB
-        return f"""gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {self.threads}
+
+KIB, MIB = 2**10, 2**20
+# CUDA C++ Programming Guide, table of technical specifications per compute capability; NVIDIA's architecture papers
+# for the counts, caches and clocks.
+_GPUS = {
+    "a100-40": GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41),
+    "a100": GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41),
+    "h100": GpuSpec(132, 128, 228 * KIB, 50 * MIB, 1.98),
+    "h200": GpuSpec(132, 128, 228 * KIB, 50 * MIB, 1.98),
+    "b200": GpuSpec(148, 128, 228 * KIB, 132_644_864, 1.965),
+    "l40s": GpuSpec(142, 128, 100 * KIB, 96 * MIB, 2.52, threads=1536),
+    "rtx4090": GpuSpec(128, 128, 100 * KIB, 72 * MIB, 2.52, threads=1536),
+}
+
+
+def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
+    """Returns the `GpuTargetConfigProto` as text."""
+    major, minor = hardware.capability.split(".")
+    feature = "ACCELERATED_FEATURES" if int(major) >= 9 else "NONE"  # sm_90a, sm_100a: their matrix instructions
+    return f"""gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu.threads}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  core_count: {self.cores} fpus_per_core: {self.fpus} clock_rate_ghz: {self.clock_ghz}
-  shared_memory_per_block: {48 * KIB} shared_memory_per_block_optin: {shared - KIB}
-  shared_memory_per_core: {shared} registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.l2} device_memory_size: {self.memory}
+  core_count: {gpu.cores} fpus_per_core: {gpu.fpus} clock_rate_ghz: {gpu.clock_ghz}
+  shared_memory_per_block: {48 * KIB} shared_memory_per_block_optin: {gpu.shared - KIB}
+  shared_memory_per_core: {gpu.shared} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {hardware.bandwidth:.0f} l2_cache_size: {gpu.l2} device_memory_size: {hardware.memory:.0f}
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
 }}
-platform_name: "CUDA" device_description_str: "{self.name}"
+platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}"
 """
 
 
-# CUDA C++ Programming Guide, table of technical specifications per compute capability; NVIDIA's architecture papers
-# for the counts, caches and clocks.
-_A100 = GpuSpec("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 164, 40 * MIB, 1.41, 2039e9, 85_100_068_864)
-_H100 = GpuSpec("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 228, 50 * MIB, 1.98, 3352e9, 84_942_979_072)
-_L40S = GpuSpec("NVIDIA L40S", (8, 9), 142, 128, 100, 96 * MIB, 2.52, 864e9, 47_674_097_664, threads=1536)
-_GPUS = {
-    "a100-40": replace(_A100, name="NVIDIA A100-SXM4-40GB", bandwidth=1555e9, memory=42_297_786_368),
-    "a100": _A100,
-    "h100": _H100,
-    "h200": replace(_H100, name="NVIDIA H200", bandwidth=4800e9, memory=151_397_597_184),
-    "b200": GpuSpec("NVIDIA B200", (10, 0), 148, 128, 228, 132_644_864, 1.965, 7672e9, 191_514_411_008),
-    "l40s": _L40S,
-    "rtx4090": replace(
-        _L40S, name="NVIDIA GeForce RTX 4090", cores=128, l2=72 * MIB, bandwidth=1008e9, memory=25_232_932_864
-    ),
-}
-TARGET_CONFIGS = {name: gpu.target_config() for name, gpu in _GPUS.items()}
+TARGET_CONFIGS = {name: target_config(TABLE[name], gpu) for name, gpu in _GPUS.items()}
 """Descriptions of GPUs for XLA, by their names in the hardware table."""
 
 
@@ -108,15 +237,11 @@ class DoesNotFitError(TargetError):
 class Topology:
     """Devices to compile for."""
 
-    platform: str
-    """cuda or tpu."""
-    name: str
-    """A TPU slice, `v5e:4x4`; for GPUs partitions, hosts and GPUs per host, `1x4x8`."""
+    platform: str  # cuda or tpu
+    name: str  # a TPU slice, v5e:4x4; for GPUs partitions, hosts and GPUs per host, 1x4x8
     target_config: str = ""
-    compiler: str
-    """The package that compiles, and cuDNN's if used, with their versions."""
-    libraries: str = ""
-    """Folder of cuDNN's library, if used."""
+    compiler: str  # the package that compiles, and cuDNN's if used, with their versions
+    libraries: str = ""  # folder of cuDNN's library, if used
 
     def devices(self) -> Sequence[jax.Device]:
         """Returns abstract devices to compile for."""
@@ -173,48 +298,172 @@ def torus(devices: int, dims: int) -> tuple[int, ...]:
     return tuple(2 ** (small + (i >= dims - rest)) for i in range(dims))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """Tier 3: the step from the target's compiler, with bytes per device."""
+
+    argument_bytes: int  # state and batch
+    temp_bytes: int  # the block that holds everything else
+    alive_bytes: int  # most bytes alive at once; gaps between them make the block larger
+    peak_bytes: int  # bytes to allocate: arguments, temporaries, results that replace no argument
+    collectives: tuple[Scheduled, ...]  # by kind and axes, with the compute that overlaps them
+    seconds: float  # to compile
+    flops: float | None  # FLOPs of the program's products, without custom kernels; None where libraries compute them
+    notes: tuple[str, ...]  # differences from the program on real devices, and the compiler's warnings
+
+    def fits(self, setting: Setting) -> bool:
+        """Returns whether the step fits into memory."""
+        return self.peak_bytes <= setting.target.room
+
+    def lines(self, setting: Setting) -> Iterator[str]:
+        """Yields memory, collectives and notes."""
+        peak, room, estimated = self.peak_bytes, setting.target.room, setting.memory.total
+        where = f"{setting.target.devices} x {setting.target.hardware.name}"
+        yield f"compiled {setting} for {where}, which need not be there, in {self.seconds:.0f} s"
+        yield (
+            f"state and batch {self.argument_bytes / GB:,.2f} GB, temporaries {self.temp_bytes / GB:,.2f}, peak "
+            f"{peak / GB:,.2f} of {room / GB:,.2f} for JAX: {'fits' if self.fits(setting) else 'does not fit'}; "
+            f"tier 1: {estimated / GB:,.2f}, {estimated / peak - 1:+.0%} of the peak"
+        )
+        if setting.config.model.most_experts and self.flops is not None:
+            expected = f"{setting.costs.flops_of_xla / 1e12:,.1f}"
+            yield f"products outside of kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: {expected}"
+        rows = [
+            (m.kind, "+".join(m.axes), f"{m.count:,}", f"{m.bytes / GB:,.3f}", f"{m.overlapped:,}", f"{m.computing:,}")
+            for m in self.collectives
+        ]
+        yield columns(("collective", "over", "times", "GB of messages", "overlapped", "operations that overlap"), rows)
+        yield from (f"  ({note})" for note in self.notes)
+
+    def record(self, setting: Setting) -> dict[str, object]:
+        """Returns tier 3 for JSON."""
+        return {
+            "provenance": "compiled",
+            **dataclasses.asdict(self),
+            "collectives": [one.record() for one in self.collectives],
+            "fits": self.fits(setting),
+            "tier_1_to_peak": setting.memory.total / self.peak_bytes,
+        }
+
+
+def compile_for(
+    config: TrainConfig,
+    sizes: Mapping[str, int],
+    hardware: str,
+    *,
+    hosts: int,
+    devices_per_host: int,
+    timeout_s: float,
+) -> Compiled:
+    """Compiles the step for hardware of the table that may be absent; ignores the run's mesh.
+
+    Raises:
+      TargetError: the compiler is missing, crashed, timed out, or reports that the program does not fit.
+      ConfigError: the configuration does not fit the mesh.
+    """
+    if min(sizes.values()) < 1:
+        raise TargetError(f"mesh {describe_mesh(sizes)}: each axis needs at least 1 device")
+    check(config, dict(sizes))
+    if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
+        there = f"{hosts} host{'s' if hosts > 1 else ''} of {devices_per_host}"
+        raise TargetError(f"mesh {describe_mesh(sizes)} takes {needed} devices, and {there} have another number")
+    target, notes = topology(hardware, hosts, devices_per_host), []
+    if "cudnn" in chosen_kernels(config, sizes, TABLE[hardware].architecture):
+        if found := with_cudnn(target):
+            target, notes = found, ["the workspace of cuDNN's kernels is not counted"]
+        else:
+            config = with_attention(config, "fused")
+            notes = [f"compiled with the fused attention; for cuDNN's: pip install 'jaxtp[{CUDNN_EXTRA}]'"]
+    compiled = ask(config, sizes, target, timeout_s=timeout_s)
+    return replace(compiled, notes=(*compiled.notes, *notes))
+
+
+def ask(
+    config: TrainConfig,
+    sizes: Mapping[str, int],
+    target: Topology,
+    *,
+    timeout_s: float,
+    compiler: Sequence[str] | None = None,
+) -> Compiled:
+    """Runs the compiler process and reads its answer; tests replace `compiler`."""
+    request = {"config": to_plain(config), "sizes": dict(sizes), "target": dataclasses.asdict(target)}
+    environment = child_environment(**_NO_DEVICES)
+    if target.libraries:
+        folders = filter(None, (target.libraries, environment.get("LD_LIBRARY_PATH")))
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
+    try:
+        done = subprocess.run(
+            compiler or COMPILER,
+            input=json.dumps(request),
+            env=environment,
+            timeout=timeout_s,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # a crashing compiler may print anything
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TargetError(
+            f"the compiler for the target was ended after its time limit of {timeout_s:g} s; allow it more, "
+            f"such as --timeout {3 * timeout_s:g}"
+        ) from None
+    if done.returncode:
+        how = f"crashed ({signal_name(-done.returncode)})" if done.returncode < 0 else "failed"
+        last = [f"\n  {line}" for line in done.stderr.splitlines() if line.strip(" ^~")][-_LAST_LINES:]
+        raise TargetError(f"the compiler for the target {how}{''.join((':', *last)) if last else ' without a word'}")
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise TargetError(f"the compiler for the target gave no answer: {done.stdout[-200:]!r}") from None
+    if error := answer.get("error"):
+        raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
+    moved = [{**one, "axes": tuple(one["axes"])} for one in answer.pop("collectives")]
+    collectives = tuple(Scheduled(**one, group=parts(sizes, one["axes"])) for one in moved)
+    notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(done.stderr))))
+    return Compiled(**answer, collectives=collectives, notes=notes)
+
+
 def main() -> None:
-    """Reads a request (`tiers.ask`) and prints the answer on one line."""
+    """Reads a request (`ask`) and prints the answer on one line."""
     request = json.load(sys.stdin)
     config = validate(TrainConfig, request["config"], source="request")
     target, sizes = Topology(**request["target"]), request["sizes"]
-    print(json.dumps(_compile(_lower(config, mesh_of(sizes, target.devices())), target.platform, sizes)))
-
-
-def _lower(config: TrainConfig, mesh: Mesh) -> jax.stages.Lowered:
-    blueprint = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
+    mesh = mesh_of(sizes, target.devices())
     with jax.set_mesh(mesh):
-        return trace_step(config, blueprint).lower()
-
-
-def _compile(lowered: Any, platform: str, sizes: Mapping[str, int]) -> dict[str, object]:
+        lowered = trace_step(config, _plan(config, mesh)).lower()
     started = time.perf_counter()
     try:
-        compiled = lowered.compile(compiler_options=ABSENT_GPU if platform == "cuda" else {})
+        compiled = lowered.compile(compiler_options=ABSENT_GPU if target.platform == "cuda" else {})
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {"error": f"the compiler says that it does not fit: {str(error).splitlines()[0][:300]}", "fits": False}
-    seconds, text = time.perf_counter() - started, compiled.as_text()
-    stats = compiled.memory_analysis()
+        text = f"the compiler says that it does not fit: {str(error).splitlines()[0][:300]}"
+        print(json.dumps({"error": text, "fits": False}))
+    else:
+        print(json.dumps({"seconds": time.perf_counter() - started, **_numbers(compiled, target.platform, sizes)}))
+
+
+def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
+    return plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
+
+
+def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, int]) -> dict[str, object]:
+    text, flops = compiled.as_text() or "", None
+    stats: Any = compiled.memory_analysis()
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     block = arguments + temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    if platform == "cuda":
+        with suppress(HloError):
+            flops = count_flops_in_hlo(text)
     return {
-        "seconds": seconds,
         "argument_bytes": arguments,
         "temp_bytes": temporaries,
         "alive_bytes": stats.peak_memory_in_bytes,
         "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,  # GPUs: temporaries are one block
         "collectives": [one.record() for one in read_schedule(text, sizes)],
-        "flops": _flops(text) if platform == "cuda" else None,
+        "flops": flops,
     }
-
-
-def _flops(text: str) -> int | None:
-    try:
-        return count_flops_in_hlo(text)
-    except HloError:
-        return None
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ specs. Saved activations and seconds are modelled (`roofline.py`).
 """
 
 import dataclasses
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,16 +15,15 @@ import optax
 import tyro
 from pydantic import Field
 
-from jaxtp.analysis.hardware import GB, Hardware
-from jaxtp.analysis.hardware_file import parse
+from jaxtp.analysis.hardware import GB, TABLE, Hardware, parse
 from jaxtp.analysis.tables import columns
 from jaxtp.config import entry
-from jaxtp.config.command_line import Command, parse_mesh
+from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import ConfigError, allowed
-from jaxtp.mesh import AXES, CP, FSDP, TP, describe_mesh, fitting_meshes
-from jaxtp.tools.estimate.roofline import StepTime, collective_seconds, leaves_domain
-from jaxtp.tools.estimate.search import MEMORY_ERROR, target
+from jaxtp.mesh import CP, FSDP, TP, describe_mesh, fitting_meshes
+from jaxtp.tools.estimate.roofline import StepTime, communication_seconds, leaves_domain, product_seconds
+from jaxtp.tools.estimate.search import MEMORY_ERROR, parse_meshes, target
 from jaxtp.tools.explain.explanation import Explanation, explain
 from jaxtp.tools.explain.propose import propose_plan
 from jaxtp.tools.explain.python_model import PythonModel, load
@@ -37,26 +35,33 @@ jaxtp estimate model.py:build --plan plan.py:PLAN --input 64x16x16x1 --hardware 
 
 A step on one global batch is traced as by jaxtp explain. Activations and times are modelled. Exit code 1: nothing fits.
 """
+HARDWARE = f"Kind and count: {', '.join(TABLE)}, or a YAML file, as in mine.yamlx8. 2xh100x8: two hosts of 8."
 MB = 1e6
 PASSES = 2.5
 """Passes over the saved activations by elementwise operations; a backward pass counts 1.5."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateModel(PythonModel):
-    """Flags of an estimate for a Flax model."""
+class OnHardware:
+    """Flags of the hardware and its meshes."""
 
-    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8")] = "h100x8"
-    """Kind and count, as in jaxtp estimate --help; also a YAML file, as in mine.yamlx8."""
+    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8", help=HARDWARE)] = "h100x8"
+    """See `HARDWARE`."""
 
     meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
-    """Meshes to try; an axis that is left out is 1. By default all that the plan can use."""
+    """Meshes to try; an axis that is left out is 1. By default all that can run."""
+
+    memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
+    """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts as in
+    scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateModel(OnHardware, PythonModel):
+    """Flags of an estimate for a Flax model."""
 
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """An optax.GradientTransformation. By default optax.adamw."""
-
-    memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
-    """Share of a GPU's memory that JAX takes; by default 0.75 on one host and 0.9 on several."""
 
 
 COMMAND = Command(program=PROGRAM, schema=EstimateModel, description=DESCRIPTION)
@@ -77,11 +82,9 @@ class Estimate:
     """A model's step on a mesh; bytes and seconds of a device."""
 
     explanation: Explanation
-    memory: Mapping[str, float]
-    """Bytes by kind."""
+    memory: Mapping[str, float]  # bytes by kind
     time: StepTime
-    spare: float
-    """Bytes left; negative if the step does not fit."""
+    spare: float  # bytes left; negative if the step does not fit
 
     @property
     def rank(self) -> tuple[int, float]:
@@ -151,15 +154,10 @@ def _run(command: EstimateModel) -> int:
     return 0 if best.spare >= 0 else 1
 
 
-def _meshes(command: EstimateModel, count: int) -> Iterator[dict[str, int]]:
-    for text in command.meshes:
-        sizes = parse_mesh(text, AXES)
-        if (needed := math.prod(sizes.values())) != count:
-            raise ConfigError(f"--mesh {text} is {needed:,} devices, and --hardware {command.hardware} is {count:,}")
-        yield sizes
-    if not command.meshes:
-        splits = command.plan is not None or command.propose  # else tp and cp would only repeat work
-        yield from (sizes for sizes in fitting_meshes(count) if splits or sizes[TP] * sizes[CP] == 1)
+def _meshes(command: EstimateModel, count: int) -> Iterable[dict[str, int]]:
+    splits = command.plan is not None or command.propose  # else tp and cp would only repeat work
+    every = (sizes for sizes in fitting_meshes(count) if splits or sizes[TP] * sizes[CP] == 1)
+    return parse_meshes(command.meshes, command.hardware, count) or every
 
 
 def estimate(found: Explanation, optimizer: optax.GradientTransformation, hardware: Hardware, room: float) -> Estimate:
@@ -190,14 +188,9 @@ def _optimizer_bytes(found: Explanation, optimizer: optax.GradientTransformation
 
 
 def _step_time(hardware: Hardware, found: Explanation, memory: Mapping[str, float]) -> StepTime:
-    speed = hardware.bandwidth * hardware.bandwidth_efficiency
-    peak = 2 * hardware.flops * hardware.matmul_efficiency  # of elements of one byte
-    communication: dict[tuple[str, ...], float] = {}
-    for one, times in found.traffic.items():
-        seconds = times * collective_seconds(hardware, found.sizes, one)
-        communication[one.axes] = communication.get(one.axes, 0.0) + seconds
+    speed, communication = hardware.memory_speed, communication_seconds(hardware, found.sizes, found.traffic)
     return StepTime(
-        products=sum(max(one.flops * one.itemsize / peak, one.bytes / speed) for one in found.products),
+        products=sum(product_seconds(hardware, one.flops, one.bytes, one.itemsize) for one in found.products),
         attention=0.0,
         elementwise=PASSES * memory["activations"] / speed,
         update=2 * (memory["parameters"] + memory["optimizer"] + memory["gradients"]) / speed,

@@ -8,15 +8,15 @@ once, and waits for each layer's collectives. With E experts, n rows that choose
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtp.analysis.costs import Workload
 from jaxtp.analysis.hardware import GB
+from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import costs_of
 from jaxtp.analysis.tables import columns
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import decode_sizes
 from jaxtp.mesh import CP, batch_parts, describe_mesh
 from jaxtp.models.config import ModelConfig, violations
-from jaxtp.tools.estimate.roofline import collective_seconds
+from jaxtp.tools.estimate.roofline import communication_seconds
 from jaxtp.tools.estimate.search import Model, Target
 from jaxtp.train.memory import MODEL
 from jaxtp.train.validation import multiplies_all
@@ -30,12 +30,9 @@ class Generation:
     """Costs on one mesh."""
 
     sizes: Mapping[str, int]
-    weights: int
-    """Bytes on each device, in the compute dtype; exact."""
-    cache: int
-    """Bytes of full keys and values on each device; exact."""
-    seconds: float
-    """Time of a token of every row, with a full cache; modelled."""
+    weights: int  # bytes on each device, in the compute dtype; exact
+    cache: int  # bytes of full keys and values on each device; exact
+    seconds: float  # time of a token of every row, with a full cache; modelled
     rows: int
     room: float
 
@@ -67,23 +64,17 @@ def generations(
         raise ConfigError(
             f"--generate {rows}: no mesh of {where.devices} devices holds the model and divides {rows} rows by dp*fsdp"
         )
-    read_on = {tuple(sizes.values()): sizes for sizes in map(decode_sizes, able)}
-    found = [_on(config, where, model, sizes, rows, length) for sizes in read_on.values()]
+    hardware, arrays = where.hardware, [array for array in model.arrays if array.name.startswith(MODEL)]
+    found = []
+    for sizes in {tuple(sizes.values()): sizes for sizes in map(decode_sizes, able)}.values():
+        token = costs_of(config, Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=1, training=False))
+        weights = sum(array.bytes_per_device(sizes, config.precision.compute) for array in arrays)
+        unread = 0 if multiplies_all(config, hardware.platform) else token.unused * token.itemsize
+        cache = cache_bytes(config, sizes, rows, length)
+        reading = (weights - unread + cache) / hardware.memory_speed
+        moving = sum(communication_seconds(hardware, sizes, token.traffic).values())
+        found.append(Generation(dict(sizes), weights, cache, reading + moving, rows, where.room))
     return sorted(found, key=lambda one: (not one.fits, one.seconds if one.fits else one.weights + one.cache))
-
-
-def _on(
-    config: ModelConfig, where: Target, model: Model, sizes: Mapping[str, int], rows: int, length: int
-) -> Generation:
-    token = costs_of(config, Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=1, training=False))
-    arrays = [array for array in model.arrays if array.name.startswith(MODEL)]
-    weights = sum(array.bytes_per_device(sizes, config.precision.compute) for array in arrays)
-    cache = cache_bytes(config, sizes, rows, length)
-    hardware, speed = where.hardware, where.hardware.bandwidth * where.hardware.bandwidth_efficiency
-    unread = 0 if multiplies_all(config, hardware.platform) else token.unused * token.itemsize
-    reading = (weights - unread + cache) / speed
-    moving = sum(times * collective_seconds(hardware, sizes, one) for one, times in token.traffic.items())
-    return Generation(dict(sizes), weights, cache, reading + moving, rows, where.room)
 
 
 def cache_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:

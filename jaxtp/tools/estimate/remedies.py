@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxtp.analysis.hardware import GB
-from jaxtp.analysis.hardware_file import MAX_DEVICES
+from jaxtp.analysis.hardware import GB, MAX_DEVICES
 from jaxtp.config.schema import replace_nested
 from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import adaptable
@@ -27,7 +26,6 @@ from jaxtp.tools.estimate.search import (
     target,
 )
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import with_attention
 from jaxtp.train.validation import chosen_kernels, multiplies_all
 
 MAX_DOUBLINGS = 10  # of the devices
@@ -49,8 +47,7 @@ class Run(NamedTuple):
 class Alternative:
     """Changes, and the best setting with them."""
 
-    change: str
-    """Flags, or a number of devices."""
+    change: str  # flags, or a number of devices
     setting: Setting
     note: str = ""
 
@@ -58,58 +55,42 @@ class Alternative:
         return f"{self.change} ({self.note})" if self.note else self.change
 
 
-def in_16_bits(run: Run) -> Run:
-    """Computes in bfloat16."""
-    if run.config.model.precision.compute != "float32":
-        return run
-    return run._replace(config=replace_nested(run.config, {"model.precision.compute": "bfloat16"}))
-
-
-def with_fused_attention(run: Run) -> Run:
-    """Takes the hardware's own kernel of attention, if another one is configured."""
-    fused = with_attention(run.config, "auto")
-    now, then = (
-        chosen_kernels(config, mesh_shape(), run.where.hardware.architecture) for config in (run.config, fused)
-    )
-    return run if now.keys() == then.keys() else run._replace(config=fused)
-
-
-def with_grouped_products(run: Run) -> Run:
-    """Multiplies each row with its own expert only, where a kernel can."""
-    grouped, platform = replace_nested(run.config, {"model.grouped": "auto"}), run.where.hardware.platform
-    now, then = (multiplies_all(config.model, platform) for config in (run.config, grouped))
-    return run._replace(config=grouped) if now and not then else run
-
-
-def with_more_memory(run: Run) -> Run:
-    """Gives JAX a larger share of the memory."""
-    wider = target(run.where.hardware, run.where.devices, CLUSTER_SHARE)
-    return run._replace(where=wider) if wider.room > run.where.room else run
-
-
-def with_smaller_chunk(run: Run) -> Run:
-    """Computes the loss by smaller chunks, which saves memory and makes nothing faster."""
-    if run.config.model.loss_chunk <= CHUNK:
-        return run
-    return run._replace(config=replace_nested(run.config, {"model.loss_chunk": CHUNK}))
-
-
-FREE = {
-    "--model.precision.compute bfloat16": in_16_bits,  # first: kernels of attention may need 16 bits
-    "--model.attention auto": with_fused_attention,
-    "--model.grouped auto": with_grouped_products,
-    f"XLA_PYTHON_CLIENT_MEM_FRACTION={CLUSTER_SHARE} (--memory-fraction {CLUSTER_SHARE})": with_more_memory,
+MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={CLUSTER_SHARE} (--memory-fraction {CLUSTER_SHARE})"
+Change = dict[str, object]
+"""Settings, by their dotted names."""
+FREE: dict[str, Change] = {
+    "--model.precision.compute bfloat16": {"model.precision.compute": "bfloat16"},  # first: kernels may need 16 bits
+    "--model.attention auto": {"model.attention": "auto"},
+    "--model.grouped auto": {"model.grouped": "auto"},
+    MORE_MEMORY: {},
 }
-CHEAP = {**FREE, f"--model.loss-chunk {CHUNK}": with_smaller_chunk}
-"""Changes with no or little cost, by their flags."""
+"""Settings that cost nothing, by their flags."""
+CHEAP: dict[str, Change] = {**FREE, f"--model.loss-chunk {CHUNK}": {"model.loss_chunk": CHUNK}}
+"""The same, and settings that save memory and make nothing faster."""
+
+
+def changed(run: Run, flags: str) -> Run | None:
+    """Returns the run with a change of `CHEAP`; None if its kernels and its memory stay as they are."""
+    where = run.where
+    if flags == MORE_MEMORY:
+        where = max(where, target(where.hardware, where.devices, CLUSTER_SHARE), key=lambda one: one.room)
+    other = Run(replace_nested(run.config, CHEAP[flags]), where)
+    return None if _facts(other) == _facts(run) else other
+
+
+def _facts(run: Run) -> tuple[object, ...]:
+    model, hardware = run.config.model, run.where.hardware
+    kernels = chosen_kernels(run.config, mesh_shape(), hardware.architecture).keys()
+    chunk, in_float32 = max(model.loss_chunk, CHUNK), model.precision.compute == "float32"
+    return in_float32, kernels, multiplies_all(model, hardware.platform), chunk, run.where.room
 
 
 def faster(found: Search, model: Model) -> list[Alternative]:
     """Returns the free changes that together speed up the best setting or free a GB, or none."""
     best, used = found.settings[0], []
     run, meshes = Run(best.config, best.target), [setting.sizes for setting in found.settings]
-    for flags, change in FREE.items():
-        if (other := change(run)) == run:
+    for flags in FREE:
+        if (other := changed(run, flags)) is None:
             continue
         setting = search(*other, model, meshes, as_configured=found.as_configured).settings[0]
         ratio = best.time.expected / setting.time.expected
@@ -123,7 +104,7 @@ def faster(found: Search, model: Model) -> list[Alternative]:
 def remedies(found: Search, model: Model) -> Iterator[Alternative]:
     """Yields changes that make the run fit, cheapest first; costly changes add the cheap ones if needed."""
     run = Run(found.settings[0].config, found.settings[0].target)
-    single = {flags: other for flags, change in CHEAP.items() if (other := change(run)) != run}
+    single = {flags: other for flags in CHEAP if (other := changed(run, flags))}
     together = _stacked(run)
     cheap = [Alternative(flags, fits) for flags, other in single.items() if (fits := _fits(other, model))]
     cheap = cheap or _first((flags, other, model) for flags, other in together.items())
@@ -145,8 +126,8 @@ def _first(candidates: Iterable[tuple[str, Run, Model]]) -> list[Alternative]:
 def _stacked(run: Run) -> dict[str, Run]:
     # The first cheap change, the first two, ...
     flags, stacked = "", {}
-    for flag, change in CHEAP.items():
-        if (other := change(run)) != run:
+    for flag in CHEAP:
+        if other := changed(run, flag):
             flags, run = f"{flags} {flag}".strip(), other
             stacked[flags] = run
     return stacked
@@ -162,24 +143,23 @@ def _shorter(run: Run) -> list[Alternative]:
 
 
 def _other_training(run: Run) -> Iterator[Alternative]:
-    in_half = {"model.precision.param": "bfloat16"}
-    targets = adaptable(run.config.model)
-    adapters = replace_nested(run.config, {"model.lora.rank": LORA_RANK, "model.lora.targets": targets})
+    targets, lora_config = adaptable(run.config.model), run.config.model.lora
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
-    if targets != run.config.model.lora.targets:
+    in_half: Change = {"model.precision.param": "bfloat16"}
+    adapters: Change = {"model.lora.rank": LORA_RANK, "model.lora.targets": targets}
+    if targets != lora_config.targets:
         lora += f" --model.lora.targets {' '.join(targets)}"
-    options = [(bits, replace_nested(run.config, in_half), "frozen weights in 16 bits")]
-    if not run.config.model.lora.rank:
+    options = [(bits, in_half, "frozen weights in 16 bits")]
+    if not lora_config.rank:
         options = [
-            (bits, replace_nested(run.config, in_half), "weights lose updates smaller than 1/256 of them"),
+            (bits, in_half, "weights lose updates smaller than 1/256 of them"),
             (lora, adapters, "trains adapters only"),
-            (f"{lora} {bits}", replace_nested(adapters, in_half), "frozen weights in 16 bits"),
+            (f"{lora} {bits}", adapters | in_half, "frozen weights in 16 bits"),
         ]
-    seen = [run.config]
-    for flags, config, note in options:
-        if config not in seen and (fits := _fits(Run(config, run.where), describe_model(config))):
+    for flags, change, note in options:
+        config = replace_nested(run.config, change)
+        if config != run.config and (fits := _fits(Run(config, run.where), describe_model(config))):
             yield Alternative(flags, fits, note)
-        seen.append(config)
 
 
 def _more_devices(run: Run, model: Model) -> list[Alternative]:

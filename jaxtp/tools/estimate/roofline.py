@@ -33,15 +33,15 @@ messages, and compilers' merging of small collectives.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxtp.analysis.collective import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Axes, Collective
-from jaxtp.analysis.costs import Product
+from jaxtp.analysis.collective import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Axes, Collective, Traffic
 from jaxtp.analysis.hardware import Hardware, inside_domain, link_of
+from jaxtp.analysis.layer_costs import Product
 from jaxtp.analysis.step_costs import StepCosts
 from jaxtp.mesh import parts
 from jaxtp.train.memory import Memory
@@ -51,18 +51,12 @@ from jaxtp.train.memory import Memory
 class StepTime:
     """Seconds of a step per device, by part."""
 
-    products: float
-    """Matrix products with weights."""
-    attention: float
-    """Its products, and the traffic of its scores through memory."""
-    elementwise: float
-    """Norms, gates, residual sums, logits."""
-    update: float
-    """The optimizer and the sums of gradients."""
-    communication: Mapping[Axes, float]
-    """By mesh axes."""
-    crossing: frozenset[Axes]
-    """The mesh axes of `communication` that use the network."""
+    products: float  # matrix products with weights
+    attention: float  # its products, and the traffic of its scores through memory
+    elementwise: float  # norms, gates, residual sums, logits
+    update: float  # the optimizer and the sums of gradients
+    communication: Mapping[Axes, float]  # by mesh axes
+    crossing: frozenset[Axes]  # the mesh axes of `communication` that use the network
 
     @property
     def computing(self) -> float:
@@ -100,28 +94,35 @@ def step_time(
     hardware: Hardware, sizes: Mapping[str, int], costs: StepCosts, memory: Memory, accumulation: int
 ) -> StepTime:
     """Models a step of `accumulation` micro-batches."""
-    speed = hardware.bandwidth * hardware.bandwidth_efficiency
-    communication: dict[Axes, float] = {}
-    for one, times in costs.traffic.items():
-        once = collective_seconds(hardware, sizes, one)
-        communication[one.axes] = communication.get(one.axes, 0.0) + times * once
+
+    def products(each: Iterable[Product], itemsize: int) -> float:
+        return sum(product_seconds(hardware, one.flops, one.count * one.bytes, itemsize) for one in each)
+
+    speed, communication = hardware.memory_speed, communication_seconds(hardware, sizes, costs.traffic)
     sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0  # two read, one written, each micro-batch
+    moved = 2 * memory.state + 2 * memory.gradients + sums  # the gradients once more for their norm
     return StepTime(
-        products=sum(_product(hardware, product, costs.itemsize) for product in costs.products),
-        attention=sum(_product(hardware, product, costs.itemsize) for product in costs.attention)
-        + costs.scores / speed,
+        products=products(costs.products, costs.itemsize),
+        attention=products(costs.attention, costs.itemsize) + costs.scores / speed,
         elementwise=(costs.elementwise + costs.logits) / speed,
-        update=sum(_product(hardware, product, costs.param_itemsize) for product in costs.update)
-        + (2 * memory.state + 2 * memory.gradients + sums) / speed,  # the gradients once more for their norm
+        update=products(costs.update, costs.param_itemsize) + moved / speed,
         communication=communication,
         crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),
     )
 
 
-def _product(hardware: Hardware, product: Product, itemsize: int) -> float:
+def product_seconds(hardware: Hardware, flops: float, size: float, itemsize: int) -> float:
+    """Returns the seconds of matrix products that move `size` bytes."""
     peak = hardware.flops * hardware.matmul_efficiency * jnp.dtype("bfloat16").itemsize / itemsize
-    moving = product.bytes * product.count / (hardware.bandwidth * hardware.bandwidth_efficiency)
-    return max(product.flops / peak, moving)
+    return max(flops / peak, size / hardware.memory_speed)
+
+
+def communication_seconds(hardware: Hardware, sizes: Mapping[str, int], traffic: Traffic) -> dict[Axes, float]:
+    """Returns the seconds of all collectives, by mesh axes."""
+    seconds: dict[Axes, float] = {}
+    for one, times in traffic.items():
+        seconds[one.axes] = seconds.get(one.axes, 0.0) + times * collective_seconds(hardware, sizes, one)
+    return seconds
 
 
 class Way(NamedTuple):
@@ -130,12 +131,9 @@ class Way(NamedTuple):
     start: float
     hop: float
     network_hop: float
-    inside: float
-    """Share of the speed on one host."""
-    across: float
-    """Share of the speed on several hosts."""
-    most: float = math.inf
-    """Bytes/s on several hosts."""
+    inside: float  # share of the speed on one host
+    across: float  # share of the speed on several hosts
+    most: float = math.inf  # bytes/s on several hosts
 
 
 class Protocol(NamedTuple):

@@ -1,6 +1,6 @@
 """Tries every mesh, micro-batch and remat policy that a configuration can run with, and ranks them.
 
-Costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a second; `tiers.py`
+Costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a second; `compiler.py`
 compiles the best one.
 
 Settings that fit even if the modelled memory is off by 20% rank first, then the middle of the time range decides. Among
@@ -9,16 +9,18 @@ a mesh's settings within 5% of its fastest, the least memory wins; among meshes 
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtp.analysis.hardware import Hardware
+from jaxtp.analysis.hardware import MAX_DEVICES, Hardware
 from jaxtp.analysis.step_costs import StepCosts
+from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.hints import divisors
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.allocator import MEMORY_FRACTION, Allocator
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import CP, TP, batch_parts, describe_mesh, fitting_meshes
+from jaxtp.mesh import AXES, CP, TP, batch_parts, describe_mesh, fitting_meshes
 from jaxtp.models.config import ModelConfig
 from jaxtp.tools.estimate.roofline import StepTime, leaves_domain, step_time
 from jaxtp.train import optimizer as optimizers
@@ -48,12 +50,15 @@ class Target:
 
     hardware: Hardware
     devices: int
-    room: float
-    """Bytes of each device."""
-    share: float | None = None
-    """Share of the memory that JAX's allocator takes; None on TPUs, where it takes all."""
-    share_source: str = ""
-    """The setting, file or default that sets this share."""
+    room: float  # bytes of each device
+    share: float | None = None  # share of the memory that JAX's allocator takes; None on TPUs, where it takes all
+    share_source: str = ""  # the setting, file or default that sets this share
+
+    @property
+    def hosts(self) -> dict[str, int]:
+        """Hosts, and devices that fast links join on each."""
+        each = math.gcd(self.devices, self.hardware.domain)
+        return {"hosts": self.devices // each, "devices_per_host": each}
 
 
 def target(
@@ -80,10 +85,8 @@ class Model:
     """Facts that a search's settings share."""
 
     arrays: tuple[StoredArray, ...]
-    parameters: int
-    """Without padding."""
-    flops_per_token: float
-    """As MFU counts them."""
+    parameters: int  # without padding
+    flops_per_token: float  # as MFU counts them
 
 
 def describe_model(config: TrainConfig) -> Model:
@@ -168,13 +171,10 @@ class Setting:
 class Search:
     """Result of a search."""
 
-    settings: tuple[Setting, ...]
-    """The best setting of each mesh, ranked; the first is the best of all."""
+    settings: tuple[Setting, ...]  # the best setting of each mesh, ranked; the first is the best of all
     all: tuple[Setting, ...]
-    refused: Mapping[str, str]
-    """Why the other meshes cannot run the configuration, by mesh."""
-    as_configured: bool
-    """Remat and accumulation are as configured."""
+    refused: Mapping[str, str]  # why the other meshes cannot run the configuration, by mesh
+    as_configured: bool  # remat and accumulation are as configured
 
     @property
     def fitting(self) -> list[Setting]:
@@ -204,6 +204,24 @@ def search(
     ]
     best = sorted(map(_choose, of_mesh), key=rank)
     return Search(_simplest_first(best), tuple(itertools.chain(*of_mesh)), refused, as_configured)
+
+
+def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict[str, int]]:
+    """Returns the meshes of --mesh, which have all `devices` of --hardware.
+
+    Raises:
+      ConfigError: malformed, or another number of devices.
+    """
+    meshes = [parse_mesh(text, AXES) for text in texts]
+    for text, sizes in zip(texts, meshes, strict=True):
+        if (needed := math.prod(sizes.values())) != devices:
+            kind = re.sub(r"^\d+[xX](?=.+[xX])|\d+$", "", hardware)
+            instead = f"; {kind}{needed} has as many" if needed <= MAX_DEVICES else ""
+            raise ConfigError(
+                f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware {hardware} is "
+                f"{devices:,}{instead}"
+            )
+    return meshes
 
 
 def meshes_to_try(config: TrainConfig, devices: int, domain: int | None = None) -> list[dict[str, int]]:
@@ -251,9 +269,8 @@ def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> 
 
     problem = f"none of the requested meshes can run this configuration; others of {devices:,} devices can:"
     if not able(devices):
-        fewer = filter(able, range(devices - 1, max(0, devices - FURTHEST), -1))
-        more = filter(able, range(devices + 1, devices + FURTHEST))
-        near = [f"{n:,}" for count in (fewer, more) if (n := next(count, None)) is not None]
+        fewer, more = range(devices - 1, max(0, devices - FURTHEST), -1), range(devices + 1, devices + FURTHEST)
+        near = [f"{number:,}" for numbers in (fewer, more) for number in itertools.islice(filter(able, numbers), 1)]
         instead = f"; {' or '.join(near)} devices could" if near else ""
         problem = f"no mesh of {devices:,} devices can run this configuration{instead}:"
     first: dict[str, str] = {}

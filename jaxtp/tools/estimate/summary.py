@@ -1,7 +1,6 @@
 """An estimate's table, JSON record and picture."""
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -73,7 +72,7 @@ def ranking(found: Search) -> str:
 
 
 def _row(setting: Setting) -> tuple[str, ...]:
-    (low, high), (slow, fast) = setting.tokens_per_second_range, setting.mfu_range
+    (slow, fast), (low, high) = setting.tokens_per_second_range, setting.mfu_range
     doubts = {"tight": not setting.has_margin, "without the update": not setting.update_is_modelled}
     spare = ", ".join((f"{setting.spare / GB:,.1f}", *(doubt for doubt, holds in doubts.items() if holds)))
     return (
@@ -82,8 +81,8 @@ def _row(setting: Setting) -> tuple[str, ...]:
         f"{setting.config.train.accumulation} of {setting.rows}",
         f"{setting.memory.total / GB:,.1f}",
         spare if setting.fits else "does not fit",
-        f"{low:,.0f} to {high:,.0f}",
-        f"{slow:.0%} to {fast:.0%}",
+        f"{slow:,.0f} to {fast:,.0f}",
+        f"{low:.0%} to {high:.0%}",
         f"{setting.time.computing_share:.0%}",
     )
 
@@ -97,17 +96,18 @@ def explained(
       configured: the mesh of the configuration, if that is another one.
       price: of a device hour.
     """
-    best, steps = found.settings[0], found.settings[0].config.train.steps
-    how, hours = f"{_how(best)}: {_used(best)}", device_hours(best)
-    rows = [("best", how if best.fits else f"nothing fits; the least is {how}"), ("memory", _memory(best))]
-    rows += [("", text) for text in _warnings(best)]
+    best = found.settings[0]
+    where, time, steps = best.target, best.time, best.config.train.steps
+    verdict = "" if best.fits else "nothing fits; the least is "
+    rows = [("best", f"{verdict}{_used(best)}"), ("memory", _memory(best)), *(("", text) for text in _warnings(best))]
     if best.fits:
         parts = sorted(_seconds(best).items(), key=lambda part: -part[1])
-        shares = ", ".join(f"{name} {seconds / best.time.serial:.0%}" for name, seconds in parts)
-        rows.append(("step", f"{best.time.overlapped:,.3f} to {best.time.serial:,.3f} seconds: {shares}"))
-        cost = "" if price is None else f"; cost {hours[0] * price:,.0f} to {hours[1] * price:,.0f}"
-        taken, in_all = _range(*(each / best.target.devices for each in hours)), _range(*hours)
-        rows.append(("run", f"{steps:,} steps: {taken} hours, {in_all} {best.target.hardware.name} hours{cost}"))
+        shares = ", ".join(f"{name} {seconds / time.serial:.0%}" for name, seconds in parts)
+        rows.append(("step", f"{time.overlapped:,.3f} to {time.serial:,.3f} seconds: {shares}"))
+        low, high = device_hours(best)
+        cost = "" if price is None else f"; cost {low * price:,.0f} to {high * price:,.0f}"
+        hours = f"{_range(low / where.devices, high / where.devices)} hours, {_range(low, high)}"
+        rows.append(("run", f"{steps:,} steps: {hours} {where.hardware.name} hours{cost}"))
     if configured is not None and configured.config != best.config:
         rows.append(("now", _beside(configured, best)))
     rows += [("try", f"{other}: {_beside(other.setting, best)}") for other in alternatives]
@@ -118,19 +118,15 @@ def _range(*hours: float) -> str:
     return " to ".join(f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in hours)
 
 
-def _how(setting: Setting) -> str:
-    return f"{setting} with remat {setting.config.model.remat} and micro-batches of {setting.rows}"
+def _used(setting: Setting) -> str:
+    how = f"{setting} with remat {setting.config.model.remat} and micro-batches of {setting.rows}"
+    memory = f"{how}: {setting.memory.total / GB:,.1f} of {setting.target.room / GB:,.1f} GB"
+    return memory if setting.fits else f"{memory}, does not fit"
 
 
 def _beside(setting: Setting, best: Setting) -> str:
-    if not (setting.fits and best.fits):
-        return f"{_how(setting)}: {_used(setting)}"
-    return f"{_how(setting)}: {_used(setting)}, {best.time.expected / setting.time.expected:.2f} x as fast"
-
-
-def _used(setting: Setting) -> str:
-    memory = f"{setting.memory.total / GB:,.1f} of {setting.target.room / GB:,.1f} GB"
-    return memory if setting.fits else f"{memory}, does not fit"
+    speed = f", {best.time.expected / setting.time.expected:.2f} x as fast" if setting.fits and best.fits else ""
+    return f"{_used(setting)}{speed}"
 
 
 def _memory(setting: Setting) -> str:
@@ -186,7 +182,6 @@ def record(config: TrainConfig, where: Target, model: Model, found: Search) -> d
     best, moves = found.settings[0], EXACT if is_plain(config.model) else AT_MOST
     if not optimizers.is_modelled(config.optimizer):
         moves = f"{moves}, but for the update by {config.optimizer.name}"
-    on_host = math.gcd(where.devices, where.hardware.domain)  # one process saves the state of a host
     return {
         "jaxtp": jaxtp.__version__,
         "jax": jax.__version__,
@@ -198,7 +193,7 @@ def record(config: TrainConfig, where: Target, model: Model, found: Search) -> d
         "flops_per_token": model.flops_per_token,
         "tokens": config.data.global_batch_size * config.data.sequence_length,
         "steps": config.train.steps,
-        "save_host_bytes": save_bytes(best.config, best.sizes, model.arrays, on_host),
+        "save_host_bytes": save_bytes(best.config, best.sizes, model.arrays, where.hosts["devices_per_host"]),
         "device_hours": list(device_hours(best)),
         "provenance": {
             "bytes_per_device": {
@@ -228,14 +223,8 @@ def setting_record(setting: Setting) -> dict[str, object]:
         "bytes_per_device": dataclasses.asdict(setting.memory) | {"total": setting.memory.total},
         "bytes_to_spare": setting.spare,
         "collectives": [
-            {
-                "module": one.module,
-                "kind": one.kind,
-                "axes": list(one.axes),
-                "devices": one.group,
-                "count": times,
-                "bytes_sent": times * one.bytes_sent,
-            }
+            {"module": one.module, "kind": one.kind, "axes": one.axes, "devices": one.group, "count": times}
+            | {"bytes_sent": times * one.bytes_sent}
             for one, times in setting.costs.traffic.items()
         ],
         "flops_per_device": setting.costs.flops,

@@ -14,11 +14,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.analysis.audit import added_by_compiler
-from jaxtp.analysis.census import count_collectives
+from jaxtp.analysis.census import A_TURN, AT_MOST, count_collectives
 from jaxtp.analysis.collective import ALL_REDUCE, Collective, Traffic, sums, total_sent
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
-from jaxtp.analysis.loops import A_TURN, AT_MOST
 from jaxtp.analysis.tables import columns
 from jaxtp.layers.parameter import PARAMETERS, spec_of
 from jaxtp.mesh import AXES, BATCH, TOKENS, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts

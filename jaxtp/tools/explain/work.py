@@ -12,8 +12,7 @@ from jax.core import Atom
 from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] # jax 0.12: another name of Jaxpr
 from jax.sharding import PartitionSpec
 
-from jaxtp.analysis.census import equations
-from jaxtp.analysis.loops import runs, turns_in_jaxpr
+from jaxtp.analysis.census import equations, runs, trip_count
 from jaxtp.mesh import TOKENS, TP, axes_of, parts
 from jaxtp.tools.explain.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
 
@@ -56,7 +55,7 @@ class _Counter(Walk[_Split, list[Product]]):
         if name == "sharding_constraint":
             return [self.of_spec(params["sharding"].spec)]
         if name == "while":
-            self.multiply(params["body_jaxpr"], times * runs(turns_in_jaxpr(equation), "")[0])
+            self.multiply(params["body_jaxpr"], times * runs(trip_count(equation), "")[0])
         return super()._equation(equation, facts, times)
 
     def _operation(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
@@ -77,7 +76,7 @@ class _Counter(Walk[_Split, list[Product]]):
         return replace(fact, dim=None if fact.dim is None or fact.dim + by < 0 else fact.dim + by)
 
     def multiply(self, jaxpr: object, times: int) -> None:
-        for equation, each in equations(open_jaxpr(jaxpr), times):
+        for equation, each, *_ in equations(open_jaxpr(jaxpr), times):
             self.count(equation, each, 1)
 
     def count(self, equation: JaxprEqn, times: int, among: int) -> None:

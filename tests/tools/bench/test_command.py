@@ -5,7 +5,7 @@ import json
 import pytest
 
 import jaxtp
-from jaxtp.analysis.hardware_file import find, read
+from jaxtp.analysis.hardware import find, read
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.bench.__main__ import KINDS, digits, main, usable_tps
 from jaxtp.tools.estimate.__main__ import main as estimate

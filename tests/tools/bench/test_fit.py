@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtp.analysis.hardware_file import find, read
+from jaxtp.analysis.hardware import find, read
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.bench.__main__ import Measured, Message, TimedProduct, fit_line

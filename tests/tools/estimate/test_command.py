@@ -13,14 +13,12 @@ import pytest
 import yaml
 from support import sweep
 
-from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.schedule import Scheduled
 from jaxtp.config.schema import from_yaml
 from jaxtp.mesh import AXES, mesh_shape
 from jaxtp.tools.estimate import __main__ as command
 from jaxtp.tools.estimate.__main__ import is_written, main
-from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError
-from jaxtp.tools.estimate.tiers import Compiled, Partitioned, bytes_sent
+from jaxtp.tools.estimate.compiler import Compiled, DoesNotFitError, Partitioned, TargetError, bytes_sent
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import DeviceInfo, resolve_defaults
@@ -200,7 +198,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
     def compiled(*args, **kwargs):
         asked.append((*args[1:], kwargs))
         sizes = {"argument_bytes": 1, "temp_bytes": 2, "alive_bytes": 2, "peak_bytes": int(peak)}
-        moved = Scheduled(Collective("all-gather", ("tp",), 4, 4 * 10**9), count=3, overlapped=2, computing=7)
+        moved = Scheduled("all-gather", ("tp",), 4, 4 * 10**9, count=3, overlapped=2, computing=7)
         return Compiled(**sizes, collectives=(moved,), seconds=5.0, notes=("a note",), flops=2e12)
 
     monkeypatch.setattr(command, "compile_for", compiled)

@@ -104,7 +104,7 @@ def test_a_model_that_does_not_fit(file, capsys):
 MISTAKES = {
     "{file}:biuld --input 16x8x16": "has no biuld; it has",
     "{file}:build": "give the shapes of its inputs",
-    "{file}:build --input 16x8x16 --mesh tp=4": "--mesh tp=4 is 4 devices, and --hardware h100x8 is 8",
+    "{file}:build --input 16x8x16 --mesh tp=4": "is 4 devices, and --hardware h100x8 is 8",
     "{file}:build --input 16x8x16 --plan {file}:PLAN --propose": "leave one of them out",
     "{file}:build --input 16x8x15 --mesh dp=8": "no mesh of 8 devices can run it",
     "{file}:build --input 16x8x16 --hardware h101x8": "h101",

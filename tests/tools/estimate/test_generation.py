@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.hardware import find
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import DecodeModel, weight_bytes
 from jaxtp.layers.cache import LAYER_SPEC

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 from support import sweep
 
 import jaxtp
-from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.hardware import find
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import AXES, TP, fitting_meshes, mesh_shape
 from jaxtp.models import decoder
-from jaxtp.tools.estimate import tiers
+from jaxtp.tools.estimate import compiler
+from jaxtp.tools.estimate.compiler import MAX_DEVICES, compile_partitioned, request_devices
 from jaxtp.tools.estimate.search import Target, describe_model, estimate
-from jaxtp.tools.estimate.tiers import MAX_DEVICES, compile_partitioned, request_devices
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 MODEL = jaxtp.ModelConfig(
@@ -142,6 +142,6 @@ def test_more_devices_than_a_process_can_have():
 
 def test_only_what_a_cpu_has_is_compiled():
     model = dataclasses.replace(MODEL, attention="cudnn", remat="offload")
-    config, notes = tiers._for_cpu(dataclasses.replace(CONFIG, model=model))
+    config, notes = compiler._for_cpu(dataclasses.replace(CONFIG, model=model))
     assert (config.model.attention, config.model.remat) == ("auto", "full")
     assert len(notes) == 2

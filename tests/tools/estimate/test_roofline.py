@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import jaxtp
 from jaxtp.analysis.collective import Collective
-from jaxtp.analysis.hardware import TABLE
-from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.hardware import TABLE, find
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.roofline import collective_seconds, leaves_domain, link_speed
 from jaxtp.tools.estimate.search import Target, describe_model, estimate

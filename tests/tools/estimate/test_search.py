@@ -10,10 +10,10 @@ import pytest
 from support import sweep
 
 import jaxtp
-from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.hardware import find
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.mesh import fitting_meshes, make_mesh, mesh_shape
-from jaxtp.tools.estimate.remedies import Run, faster, remedies, with_fused_attention
+from jaxtp.tools.estimate.remedies import Run, changed, faster, remedies
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     MAX_ACCUMULATIONS,
@@ -202,7 +202,7 @@ def test_a_kernel_that_runs_already_is_not_proposed():
     for attention, proposed in (("xla", True), ("blockwise", True), ("fused", False), ("auto", False)):
         run = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention=attention))
         where = Target(H100, 8, 1e12)
-        assert (with_fused_attention(Run(run, where)) != Run(run, where)) == proposed
+        assert (changed(Run(run, where), "--model.attention auto") is not None) == proposed
 
 
 def with_precision(**dtypes):

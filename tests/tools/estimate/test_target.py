@@ -11,22 +11,22 @@ import pytest
 from support import sweep
 
 import jaxtp
-from jaxtp.analysis.collective import Collective
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import mesh_shape
-from jaxtp.tools.estimate import tiers
+from jaxtp.tools.estimate import compiler as tiers
 from jaxtp.tools.estimate.compiler import (
     GPU_COMPILERS,
     TARGET_CONFIGS,
     DoesNotFitError,
     TargetError,
     Topology,
+    ask,
+    compile_for,
     installed,
     topology,
     torus,
     with_cudnn,
 )
-from jaxtp.tools.estimate.tiers import ask, compile_for
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, with_attention
 
@@ -62,11 +62,8 @@ def test_an_answer_is_read():
     compiled = ask_fake(f"print('noise')\nprint(json.dumps({ANSWER!r}))")
     assert (compiled.argument_bytes, compiled.peak_bytes, compiled.seconds) == (3, 7, 1.5)
     (moved,) = compiled.collectives
-    assert (moved.collective, moved.count, moved.overlapped) == (
-        Collective("all-gather", ("tp",), SIZES["tp"], 8),
-        2,
-        1,
-    )
+    assert (moved.kind, moved.axes, moved.group, moved.bytes) == ("all-gather", ("tp",), SIZES["tp"], 8)
+    assert (moved.count, moved.overlapped) == (2, 1)
 
 
 WARNING = "Involuntary full rematerialization of "
@@ -215,7 +212,7 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there(monkeypatch):
     memory = memory_per_device(CONFIG, SIZES)
     assert first.argument_bytes == memory.state + memory.batch
     assert first.argument_bytes + first.temp_bytes <= first.peak_bytes < 2**30
-    moved = {(m.collective.kind, m.collective.axes): m for m in first.collectives}
+    moved = {(m.kind, m.axes): m for m in first.collectives}
     layers = CONFIG.model.num_layers
     gathered, scattered = moved["all-gather", ("fsdp",)], moved["reduce-scatter", ("fsdp",)]
     assert scattered.count > layers
@@ -246,9 +243,9 @@ def test_what_rings_move_is_hidden_behind_products(remat, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     config = dataclasses.replace(RINGS, model=dataclasses.replace(RINGS.model, remat=remat))
     compiled = ask(config, SIZES, topology("h100", 1, 8), timeout_s=300)
-    over_tp = [moved for moved in compiled.collectives if moved.collective.axes == ("tp",)]
-    sent = {m.collective.kind: m.collective.bytes_sent for m in over_tp}
-    hidden = sum(m.hidden_bytes / m.collective.bytes * m.collective.bytes_sent for m in over_tp)
+    over_tp = [moved for moved in compiled.collectives if moved.axes == ("tp",)]
+    sent = {m.kind: m.bytes_sent for m in over_tp}
+    hidden = sum(m.hidden_bytes / m.bytes * m.bytes_sent for m in over_tp)
     assert hidden > 0.9 * sum(sent.values()), sent
 
 
