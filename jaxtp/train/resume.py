@@ -103,7 +103,7 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
     defaults, now = configuration.to_plain(type(config)()), configuration.to_plain(config)
     written = {**info["config"], "model": recorded(info["config"]["model"])}
     # With defaults for settings that are newer than the checkpoint, and without model settings that are gone.
-    stored = {section: configuration.merged(defaults.get(section, {}), values) for section, values in written.items()}
+    stored: dict[str, Any] = configuration.merged({section: defaults.get(section) for section in written}, written)
     stored["model"] = {name: value for name, value in stored["model"].items() if name in now["model"]}
     # The data may have moved. Their order is compared below.
     was, is_now = ({**read, "source": None, ORDER: None} for read in (info["corpus"], data))
