@@ -1,9 +1,9 @@
 """Makes the reference models that `copy_references.py` has none of: `python tests/hf/make_references.py [NAME ...]`.
 
-It needs torch and transformers (written with 2.15 and 5.23; those of `FAMILIES` with 2.13 and 5.23), which the tests do
-not. Weights are random and well away from their defaults; all is computed in float64, but for the rotary frequencies,
-which transformers has in float32. Of what it makes, gemma2_untied, gemma3_bias, olmo2_tied_bias and phi3_short are not
-kept: they were compared once. The name `rope` makes rope.json, frequencies of transformers in float64.
+It needs torch (2.15; 2.13 for `OWN_SIZES`) and transformers 5.23, which the tests do not. Weights are random and well
+away from their defaults; all is computed in float64, but for the rotary frequencies, which transformers has in float32.
+gemma2_untied, gemma3_bias, olmo2_tied_bias and phi3_short were compared once and are not stored. The name `rope` makes
+rope.json, frequencies of transformers in float64.
 """
 
 import itertools
@@ -62,7 +62,7 @@ MODELS = {
     ),
     "qwen3_bias": ("Qwen3", {"head_dim": 8, "attention_bias": True}, {"rope_theta": 1e6, "rope_type": "default"}),
 }
-FAMILIES = {
+OWN_SIZES = {
     "gemma2": (
         "Gemma2",
         {
@@ -327,8 +327,8 @@ def rope_cases():
 
 
 def make(name, seed):
-    kind, settings, rope = (MODELS | FAMILIES)[name]
-    sizes = {} if name in FAMILIES else SIZES
+    kind, settings, rope = (MODELS | OWN_SIZES)[name]
+    sizes = {} if name in OWN_SIZES else SIZES
     settings = {key: value for key, value in {**sizes, **settings}.items() if (key, value) != ("head_dim", None)}
     config = getattr(transformers, f"{kind}Config")(
         **settings, **({} if rope is None else {"rope_parameters": json.loads(json.dumps(rope))})
@@ -492,6 +492,6 @@ if __name__ == "__main__":
     if "rope" in sys.argv[1:] or not sys.argv[1:]:
         cases = ",\n".join(json.dumps(case) for case in rope_cases())
         (FOLDER / "rope.json").write_text(f"[\n{cases}\n]\n")
-    for seed, name in enumerate([*MODELS, *FAMILIES]):
+    for seed, name in enumerate([*MODELS, *OWN_SIZES]):
         if name in sys.argv[1:] or not sys.argv[1:]:
             make(name, seed)

@@ -19,6 +19,7 @@ from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.hf.safetensors import read_header
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.mlp import ACTIVATIONS
 from jaxtp.layers.parameter import PaddedDim, logical_shape, pad, padding_of, unpad
 from jaxtp.mesh import mesh_shape, mesh_sizes
 from jaxtp.models.config import padded_sizes
@@ -59,6 +60,7 @@ EVERYTHING = {
 VARIANTS = {
     "plain": {},
     "everything": EVERYTHING,
+    "plain mlp": {"mlp": "plain", "activation": "gelu_tanh"},
     "head norms": {"qk_norm": "head", "remat": "save_dots", "scan_layers": False},
     "adapters": {"lora": LoraConfig(rank=3)},
     "lion": {"optimizer": "lion"},
@@ -75,6 +77,12 @@ TRIED = [
     *(("9 and 3", mesh_shape(fsdp=2, tp=4), variant) for variant in VARIANTS),
     *(("7 and 1", mesh_shape(dp=2, tp=2), variant) for variant in ("everything", "adapters")),
 ]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_maps_zero_to_zero(name):
+    """Otherwise the padded rows of a plain MLP's down projection get gradients."""
+    assert ACTIVATIONS[name](jnp.zeros(())) == 0
 
 
 @pytest.mark.wide
