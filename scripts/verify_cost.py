@@ -60,7 +60,7 @@ class Bench:
 
     def noted(self) -> None:
         """Makes a step as a run does that verifies some."""
-        self.verifier.note(1, *self.step(self.summed))
+        self.verifier.record(1, *self.step(self.summed))
 
     def verified(self) -> None:
         """Verifies a step, with the step itself."""

@@ -132,7 +132,7 @@ def _close(process: "subprocess.Popen[bytes]") -> None:
 
 
 class SpecialTokens:
-    """Separates a template's special tokens from a message's, which become tokens if `keep`."""
+    """Distinguishes special tokens of the template from those that messages spell, which stay text unless `keep`."""
 
     def __init__(self, tokens: Sequence[str], *, keep: bool = False):
         self._tokens = sorted(tokens, key=len, reverse=True)  # the longest match wins
@@ -151,7 +151,7 @@ class SpecialTokens:
     def mark(self, rendered: str) -> str:
         """Marks the template's special tokens and restores the messages.
 
-        Drops noncharacters that the template writes or leaves where it cuts a message.
+        Drops noncharacters that the template writes, or that remain where it cuts a message.
         """
         marked = self._pattern.sub(lambda match: marks(match[0]), _MARKS.sub("", rendered))
         return _ESCAPED.sub(self._spelled, marked)
@@ -201,10 +201,10 @@ class RenderedTokenizer:
         self._library = load_library(file.encode(), name)
         for token, id in special.items():
             if self._library.token_to_id(marks(token)) != id:
-                raise TokenizerError(f"{name}: its special token {token!r} cannot be told from text that spells it")
+                raise TokenizerError(f"{name}: special token {token!r} is indistinguishable from text that spells it")
 
     def encode_batch(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Tokens, Tokens]]:
-        """Yields both parts' ids of each text; a token that spans both belongs to the first."""
+        """Yields the ids of both parts of each pair; a token that spans both belongs to the first."""
         if self._library is None:
             for pair in pairs:
                 first, second = ByteTokenizer().encode_batch(pair)
@@ -221,7 +221,7 @@ class RenderedTokenizer:
 
 
 def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer:
-    """Returns the marked-text counterpart of a tokenizer."""
+    """Returns a tokenizer's counterpart for marked text."""
     if isinstance(tokenizer, ByteTokenizer):
         return RenderedTokenizer(None, "bytes")
     return RenderedTokenizer(tokenizer.content, tokenizer.name)

@@ -18,7 +18,7 @@ from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
 PREFIX = "prefix"
-"""Key of the tokens that each document starts with in `Corpus.describe`."""
+"""Key in `Corpus.describe`: the tokens that each document starts with."""
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 _HELD_OUT_ONE_IN = 20
 _PREPARED_FIRST = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
@@ -92,8 +92,8 @@ def load_corpus(
 ) -> Corpus:
     """Opens the data of a run, by default the standard library; reads no tokens of prepared datasets.
 
-    Paths are prepared datasets or text files. `mixture` has weights by path, instead of `path`; of a dataset in
-    `validation` the validation split is used, or all if that is empty.
+    Paths are prepared datasets or text files. `mixture` has weights by path, and replaces `path`. `validation` is other
+    data to evaluate on: its validation split, or all of it if that is empty.
     """
     weights = mixture or {"": 1.0}
     if mixture:
@@ -141,7 +141,7 @@ def text_file(path: Path) -> Part:
     if path.suffix in _PREPARED_FIRST and path.exists():
         raise CorpusError(
             f"data.path={path} is not plain text: make a dataset of it by jaxtp prepare {path} --out FOLDER (with "
-            "--field NAME, or of conversations --messages NAME), and name that folder"
+            "--field NAME, or --messages NAME for conversations), and name that folder"
         )
     if not path.exists():
         raise CorpusError(
@@ -210,6 +210,6 @@ def _read(path: Path) -> bytes:
         raise CorpusError(f"{path}: {error.strerror}") from None
     except MemoryError:
         raise CorpusError(
-            f"{path}: {path.stat().st_size:,} bytes do not fit the memory; jaxtp prepare {path} --out FOLDER "
-            "makes a dataset that is read where it lies"
+            f"{path}: {path.stat().st_size:,} bytes do not fit in memory; jaxtp prepare {path} --out FOLDER "
+            "makes a dataset that is memory-mapped"
         ) from None

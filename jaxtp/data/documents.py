@@ -34,7 +34,7 @@ class Documents(ABC):
         """Hash of the contents, in hexadecimal."""
 
     @abstractmethod
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Returns e.g. `data/x/train-00003.tokens, document 17`."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class InMemory(Documents):
         """The sha256 of tokens and offsets."""
         return hashlib.sha256(b"".join(array.tobytes() for array in self._arrays.values())).hexdigest()
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Returns source and index."""
         return f"{self._source}, document {index}"
 

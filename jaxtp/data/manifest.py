@@ -88,7 +88,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.tokens or not 1 <= self.longest <= self.tokens:
-            raise DatasetError(f"a shard of {self.documents} documents and {self.tokens} tokens")
+            raise DatasetError(f"a shard has {self.documents} documents and {self.tokens} tokens")
 
 
 def totals(shards: Iterable[Shard]) -> dict[str, int]:
@@ -130,10 +130,10 @@ class Manifest:
                 raise DatasetError(f"unknown split {name!r}")
             for shard in split.shards:
                 if shard.sha256.keys() != suffixes:
-                    raise DatasetError(f"a shard of the files {', '.join(shard.sha256) or 'none'}")
+                    raise DatasetError(f"a shard has the files {', '.join(shard.sha256) or 'none'}")
             for key, value in totals(split.shards).items():
                 if getattr(split, key) != value:
-                    raise DatasetError(f"{key} of {name} are not those of its shards")
+                    raise DatasetError(f"{key} of {name} does not match its shards")
 
     def to_json(self) -> str:
         """Returns the text of `dataset.json`; deterministic."""
@@ -178,7 +178,7 @@ def _missing(folder: Path) -> str:
     if not folder.exists():
         return f"{folder}: no such folder; make a dataset there by jaxtp prepare INPUT --out {folder}"
     if not folder.is_dir():
-        return f"{folder} is not a folder; name the one that jaxtp prepare was given as --out"
+        return f"{folder} is not a folder; name the --out folder of jaxtp prepare"
     return (
         f"{folder} has no {MANIFEST}: it is not a dataset, or an unfinished one, which the same jaxtp prepare command "
         "finishes"

@@ -1,8 +1,8 @@
 """Packs whole documents into rows with little padding.
 
 Best fit decreasing on the histogram of lengths (Krell et al., arXiv 2107.02027): each step places all documents of one
-length that fit rows with the same room. Its time depends on the number of distinct lengths, hardly on the document
-count. Planning ahead gives random access by row index; Grain's packing is an iterator with state in each process.
+length that fit rows with the same room. Its time depends on the number of distinct lengths, hardly on the number of
+documents. The plan gives random access by row index; Grain's packing is an iterator with state in each process.
 """
 
 import bisect
@@ -83,9 +83,9 @@ class Packed(Rows):
             too_long = lengths > self._length
             if long == "stop" and too_long.any():
                 raise LongDocumentError(
-                    f"{self._documents.place(int(documents[too_long][0]))}: {lengths[too_long][0]:,} tokens are more "
-                    f"than data.sequence_length={self._length}; --data.long-documents split cuts such documents, drop "
-                    "leaves them out"
+                    f"{self._documents.location(int(documents[too_long][0]))}: {lengths[too_long][0]:,} tokens are "
+                    f"more than data.sequence_length={self._length}; --data.long-documents split cuts such documents, "
+                    "drop leaves them out"
                 )
             if long == "drop":
                 self.num_dropped += int(too_long.sum())
@@ -136,7 +136,7 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
     by_room: dict[int, list[tuple[Pattern, int]]] = {}
     rooms: list[int] = []  # the keys with rows, ascending
 
-    def leave(pattern: Pattern, count: int, room: int) -> None:
+    def add_rows(pattern: Pattern, count: int, room: int) -> None:
         if count:
             if not by_room.setdefault(room, []):
                 bisect.insort(rooms, room)
@@ -154,8 +154,8 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
                     del rooms[fitting]
             each = left // size  # after the first, this is still the least room that fits
             full, rest = divmod(min(remaining, count * each), each)
-            leave((*pattern, *[size] * each), full, left - each * size)
-            leave((*pattern, *[size] * rest), min(rest, 1), left - rest * size)
-            leave(pattern, (count - full - min(rest, 1)) if pattern else 0, left)
+            add_rows((*pattern, *[size] * each), full, left - each * size)
+            add_rows((*pattern, *[size] * rest), min(rest, 1), left - rest * size)
+            add_rows(pattern, (count - full - min(rest, 1)) if pattern else 0, left)
             remaining -= full * each + rest
     return [row for rows in by_room.values() for row in rows]

@@ -33,7 +33,7 @@ def check_vocabulary(tokens: Tokens, documents: Documents, index: int, vocab_siz
     """Raises `TokenError` if a document's token is not below `vocab_size`."""
     if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
         raise TokenError(
-            f"{documents.place(index)}: token {largest} is beyond model.vocab_size={vocab_size}; "
+            f"{documents.location(index)}: token {largest} is beyond model.vocab_size={vocab_size}; "
             f"the model needs at least {largest + 1}"
         )
 

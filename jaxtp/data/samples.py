@@ -3,8 +3,8 @@
 Sample `i` is the same row on any mesh, with any number of processes and any batch size, so a run stores only the next
 sample's global index.
 
-A checkpoint hashes the order: the row plan, a mixture's cycle, and Grain's shuffle of a few fixed lengths; names and
-versions next to the hashes are for messages. Only an upgrade that changes the order stops a run.
+A checkpoint stores hashes of the rows, of a mixture's cycle, and of Grain's shuffle of a few fixed lengths. Names and
+versions next to them are for messages. Only an upgrade that changes the order stops a run.
 """
 
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def make_rows(documents: Documents, settings: RowSettings) -> Rows:
     if settings.packing == "concatenated":
         if documents.has_prompts:
             raise CorpusError(
-                f"{documents.place(0)}: data.packing=concatenated does not know where prompts end; instruction data "
+                f"{documents.location(0)}: data.packing=concatenated does not know where prompts end; instruction data "
                 "need --data.packing documents"
             )
         return Concatenated(documents, settings.length, settings.vocab_size)

@@ -54,7 +54,6 @@ class Split(Documents):
         super().__init__([shard.documents for shard in shards], [shard.tokens for shard in shards], dtype)
         self.has_prompts, self._vocab_size = manifest.prompts, manifest.tokenizer.vocab_size
         self.longest = manifest.splits[name].longest
-        """Number of tokens of the longest document."""
         self._maps: dict[tuple[int, str], Tokens] = {}
 
     def __getstate__(self) -> dict[str, object]:
@@ -72,7 +71,7 @@ class Split(Documents):
         return hashlib.sha256(sums.encode()).hexdigest()
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Yields document lengths in tokens, an array per shard; checks the offsets first."""
+        """Like `Documents.lengths`, but checks the offsets first."""
         for index in range(len(self._shards)):
             for problem in self._offset_problems(index):
                 raise DatasetError(f"{problem}: damaged dataset; jaxtp prepare --verify {self._folder}")
@@ -98,10 +97,10 @@ class Split(Documents):
         if offsets[-1] != shard.tokens:
             yield f"{path}: the last offset is {offsets[-1]} of {shard.tokens} tokens"
         if lengths.max() != shard.longest:
-            yield f"{path}: the longest document has {lengths.max()} tokens, and had {shard.longest}"
+            yield f"{path}: the longest document has {lengths.max()} tokens, and {shard.longest} in the manifest"
 
-    def place(self, index: int) -> str:
-        """Returns a document's location, e.g. `data/x/train-00003.tokens, document 17`."""
+    def location(self, index: int) -> str:
+        """Returns e.g. `data/x/train-00003.tokens, document 17`."""
         shard, row = self._locate(index)
         return f"{shard_file(self._folder, self._name, shard, TOKENS)}, document {row}"
 
@@ -167,4 +166,4 @@ def _verify_sum(path: Path, expected: str) -> Iterator[str]:
         yield f"{path}: {error.strerror}"
         return
     if checksum != expected:
-        yield f"{path}: its sha256 is {checksum[:12]}, and was {expected[:12]}"
+        yield f"{path}: its sha256 is {checksum[:12]}, and {expected[:12]} in the manifest"

@@ -58,10 +58,9 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`; raises `TokenizerError`.
+    """A `tokenizer.json`, with its `content`; raises `TokenizerError`.
 
     Args:
-      content: the file.
       name: for messages.
       eos: the end token or its id; None to search for a well-known name.
       has_eos: whether documents end with it.
@@ -108,9 +107,9 @@ class HuggingFaceTokenizer:
         return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in ids]
 
     def decode(self, ids: Tokens) -> bytes:
-        """Returns UTF-8 text, with special tokens spelled except the end token.
+        """Returns UTF-8 text, with all special tokens except the end token.
 
-        Ids may start or end within a character. Raises `TokenizerError` for ids outside the vocabulary.
+        The ids may start or end within a character. Raises `TokenizerError` for ids outside the vocabulary.
         """
         tokens = [token for token in np.asarray(ids).tolist() if token != self.info.eos_id]
         try:
@@ -126,7 +125,7 @@ class HuggingFaceTokenizer:
         """Returns the length of `decode(ids)`."""
         return len(self.decode(ids))
 
-    def spelled(self, token: int) -> str:
+    def spelling(self, token: int) -> str:
         """Returns a token's spelling in the vocabulary."""
         return str(self._tokenizer.id_to_token(token))
 

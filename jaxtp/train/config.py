@@ -39,7 +39,7 @@ class RunConfig:
     """Seed of the initial weights and of the order of the data."""
 
     init_from: UserPath | None = None
-    """Folder of another run of the same model: a new run starts from its newest weights, and all else starts afresh."""
+    """Folder of another run of the same model. A new run takes only the weights, from the newest checkpoint there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +53,20 @@ class MeshConfig:
     """Shards of each parameter, gathered before use."""
 
     cp: int = 1
-    """Parts of each sequence, for long ones; also shards of each parameter, gathered before use."""
+    """Parts of each sequence, for long sequences. Parameters are sharded over cp too, and gathered before use."""
 
     tp: int = 4
     """Shards of each matrix product."""
 
     context: Context = "auto"
-    """Attention over cp: ulysses gives each device all tokens of some heads; gather gives it all keys and values for
-    its tokens. auto takes the one that moves fewer bytes, or ulysses if equal."""
+    """Attention over cp. ulysses: each device computes some heads, over all tokens. gather: each device gathers all
+    keys and values for its own tokens. auto: whichever moves fewer bytes; ulysses on a tie."""
 
     allow_padding: bool = True
     """Pad heads and d_ff where tp does not divide them; false refuses such a mesh."""
 
     tp_across_hosts: bool = False
-    """Let the devices of one tp group be on several hosts: every layer then waits for the network between them."""
+    """Allow a tp group to span hosts. Every layer then waits for the network between them."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -86,14 +86,14 @@ class DataConfig:
     """A folder made by jaxtp prepare, or a text file, read as bytes; by default Python's standard library."""
 
     mixture: Annotated[dict[DataKey, Positive], tyro.conf.Fixed, SAMPLES] = field(default_factory=dict)
-    """In a YAML file, instead of path: weights of several, such as {data/code: 0.7, data/prose: 0.3}."""
+    """In a YAML file, instead of path: weights of datasets, such as {data/code: 0.7, data/prose: 0.3}."""
 
     validation: Annotated[DataPath | None, SAMPLES] = None
-    """The held-out part of such data, or all of a folder without one; by default of the training data."""
+    """Data to evaluate on: its held-out split, or all of it without one. By default the training data's split."""
 
     packing: Annotated[Packing, Affects(cost=True, numbers=True, fixed=True)] = "documents"
-    """documents: whole documents, several in a sequence, with attention inside each one only. concatenated: one after
-    the other, cut wherever a sequence is full, with attention across documents."""
+    """documents: packs whole documents into a sequence; attention stays inside each. concatenated: joins all documents
+    and cuts them wherever a sequence is full; attention crosses documents."""
 
     long_documents: Annotated[LongDocuments, Affects(samples=True, fixed=True)] = "split"
     """With packed documents, a document longer than a sequence: split cuts it, drop leaves it out, stop refuses it."""
@@ -141,7 +141,7 @@ class OptimizerConfig:
         default_factory=dict
     )
     """In a YAML file: settings by pattern of parameter path, such as "blocks.*.kernel": {learning_rate_scale: 0.5};
-    * matches anything, the first matching pattern applies, and one that matches nothing is an error."""
+    * matches anything. The first matching pattern applies; a pattern that matches no parameter is an error."""
 
     learning_rate: Annotated[Positive, NUMBERS, SHORT_HELP] = 5e-3
     """Peak learning rate."""
@@ -180,7 +180,7 @@ class LoopConfig:
     config.yaml. One pass over a mixture is as many rows as all its sources have."""
 
     accumulation: Annotated[Count, COST, SHORT_HELP] = 1
-    """Micro-batches of a step, one after the other; their gradients sum to the whole batch's, but for rounding."""
+    """Micro-batches of a step, one after the other. Their gradients sum to the batch's, up to rounding."""
 
     z_loss: Annotated[NonNegative, NUMBERS] = 0.0
     """Weight of the squared log-normaliser of the softmax in the training loss; 1e-4 is usual, 0 is off."""
@@ -202,25 +202,25 @@ class LoopConfig:
     run, skip continues. A non-finite update from a finite loss and gradient ends the run either way."""
 
     max_skipped: Annotated[Count, NOTHING] = 10
-    """Most steps in a row that are skipped before the run ends."""
+    """Most steps in a row that may be skipped before the run ends."""
 
     allow_oversize: Annotated[bool, NOTHING] = False
-    """Train even if the estimate, part of which is a model, says that a step needs more memory than a device has."""
+    """Train even if the estimate of a step's memory, which is partly a model, exceeds a device's memory."""
 
     stall_seconds: Annotated[NonNegative, NOTHING] = 1800.0
-    """A step that takes longer prints the stacks of all Python threads; 0 never does."""
+    """Seconds after which a step is stalled, and the run prints the stacks of all Python threads; 0 is off."""
 
     stall_abort_seconds: Annotated[NonNegative, NOTHING] = 0.0
-    """A step (the first includes compilation), evaluation or save that takes longer ends the process with exit code 75,
-    so that a scheduler can restart it; 0 never does."""
+    """Seconds after which a step (the first includes compilation), evaluation or save ends the process with exit code
+    75, so that a scheduler can restart it; 0 is off."""
 
     stopped_exit_code: Annotated[int, Field(ge=0, le=255), allowed("from 0 to 255"), NOTHING] = 0
-    """Exit code when a signal stops a run early; a scheduler that takes 0 for done, as for a Kubernetes Job, needs
-    another one to restart it."""
+    """Exit code when a signal stops a run early. Schedulers that restart only failed jobs, such as Kubernetes, need a
+    code other than 0."""
 
     verify_every: Annotated[CountOrZero, NOTHING] = 0
-    """Steps between searches for silent corruption: replicas are compared, and a step is computed twice. A difference
-    ends the run and names the devices. Host memory holds the state twice meanwhile. 0 never verifies."""
+    """Steps between checks for silent corruption: the run compares replicas, and computes a step twice. A difference
+    ends the run and names the devices. A check keeps the state twice in host memory. 0 is off."""
 
     @property
     def skips_allowed(self) -> int:
@@ -248,16 +248,16 @@ class LaunchConfig:
     """Processes and start of a run."""
 
     allocator: Annotated[Allocator, COST] = "default"
-    """Allocator of a GPU's memory. default is JAX's (BFC), whose free memory can fragment; cuda_async is CUDA's pool,
-    which does not, for steps that peak below its share (0.85, or XLA_PYTHON_CLIENT_MEM_FRACTION); platform asks the
-    driver for each array, which is slow."""
+    """Allocator of a GPU's memory. default: JAX's (BFC), whose free memory can fragment. cuda_async: CUDA's pool, which
+    does not fragment while steps peak below its share (0.85, or XLA_PYTHON_CLIENT_MEM_FRACTION). platform: a call to
+    the driver for each array, which is slow."""
 
     preflight_bandwidth: bool = False
     """Also measure the all-gather bandwidth of each mesh axis, before the run allocates anything."""
 
     bind: str | None = None
-    """Address at which process 0 listens for the others, in JAX's coordinator too; by default loopback if all run on
-    one host, else every address."""
+    """Address at which process 0, and JAX's coordinator in it, listens for the other processes. By default loopback if
+    all run on one host, else every address."""
 
     self_check: bool = True
     """On GPUs, first compare devices, collectives and attention kernels with the host: a few seconds."""
@@ -268,7 +268,7 @@ class ProfileConfig:
     """A trace of a few steps, for XProf and Perfetto."""
 
     start: CountOrZero = 0
-    """First step to trace; 0 traces none. From step 3 or so everything has warmed up."""
+    """First step to trace; 0 traces none. Earlier steps than about 3 include warm-up."""
 
     steps: Count = 5
     """Steps to trace."""
@@ -279,10 +279,10 @@ class EvalConfig:
     """Evaluation on the held-out split."""
 
     every: Annotated[CountOrZero, NOTHING, SHORT_HELP] = 100
-    """Steps between evaluations; 0 evaluates before the first step and after the last only. Every run does that too."""
+    """Steps between evaluations. Every run also evaluates before the first step and after the last; 0 adds none."""
 
     batches: Count = 8
-    """Most batches in an evaluation, where each held-out row counts once; the same rows each time, on every mesh."""
+    """Most batches in an evaluation. It reads each held-out row at most once, and the same rows on every mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +320,7 @@ class TrainConfig:
 
 
 IGNORED_BY_STEP = tuple(settings(TrainConfig, lambda mark: not (mark.numbers or mark.cost)))
-"""Settings that a single step ignores: commands that look at the step alone do not offer them."""
+"""Settings that do not affect a single step; commands that only analyze a step omit them."""
 
 IGNORED_BY_COST = tuple(settings(TrainConfig, lambda mark: not mark.cost))
 """Settings that change neither the time nor the memory of a step."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from jaxtp.train.memory import StoredArray
 
 WARMUP = 0.03
-"""Fraction of the steps of a trained model."""
+"""Warm-up of a trained model, as a fraction of the steps."""
 
 BATCH_SIZE, COMPUTE, RUN_DIR = "data.global_batch_size", "model.precision.compute", "run.dir"
 VIRTUAL_KIND = "virtual CPU devices"
@@ -122,12 +122,11 @@ class _Defaults(Generic[AnyConfig]):
         self.lines: list[str] = []
 
     def choose(self, name: str, value: object, reason: str = "") -> None:
-        """Sets a setting without an explicit part."""
+        """Sets a setting, unless the user set any part."""
         if not any(f"{each}.".startswith(f"{name}.") for each in self.explicit):
             self.override(name, value, reason)
 
     def override(self, name: str, value: object, reason: str = "") -> None:
-        """Sets a setting."""
         self.config = replace_nested(self.config, {name: value})
         if reason:
             text = " ".join(value) if isinstance(value, tuple) else value
@@ -277,7 +276,7 @@ def best_mesh(
     """Returns the best mesh with the most devices, its batch size and `missing_bytes`; None if none fits.
 
     Args:
-      axes: have a fixed configured size; -1 means any.
+      axes: axes whose configured size is fixed; -1 means any size.
       any_batch: the batch may be larger than configured.
     """
     from jaxtp.train.memory import costs_of_step, stored_arrays

@@ -1,6 +1,6 @@
 """Sources of initial weights: random numbers, or a trained model (`pretrained.py`).
 
-`resolve` reads `run.init_from`, `model.from_hf` and `model.lora.from`; everything later asks the `InitSource`.
+`resolve` reads `run.init_from`, `model.from_hf` and `model.lora.from`; later code uses the `InitSource`.
 """
 
 from collections.abc import Iterator, Set
@@ -31,10 +31,8 @@ class InitialState:
     """A run's state before its first step."""
 
     state: nnx.State
-
     base: dict[str, str] | None = None
     """Identity of the frozen model under the adapters, if there are any."""
-
     description: str = ""
 
 

@@ -1,6 +1,6 @@
 """Package versions that compute wrongly or hang on some devices, with reports.
 
-A row stays while it can affect a supported version of JAX; versions that JAX rejects are not listed.
+A row stays while it can affect a supported JAX; versions that JAX rejects are omitted.
 """
 
 import contextlib

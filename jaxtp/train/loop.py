@@ -132,7 +132,8 @@ class Loop:
         self._report.line(f"step {run.step} is the last: evaluates and saves")
         self._save(self._evaluate())
         run.checkpoints.wait()
-        for line in next_steps(self._config, run.checkpoints.folder / str(run.step)):
+        saved, decoder = run.checkpoints.folder / str(run.step), run.blueprint.make_model is None
+        for line in next_steps(self._config, saved, decoder=decoder):
             self._report.line(line)
         return True
 
@@ -179,7 +180,7 @@ class Loop:
             run.state = self._verifier.begin(step, run.state, batch, lambda state: train_step(state, inputs))
 
     def _verify(self, verifier: "Verifier", step: int, checksums: jax.Array) -> None:
-        verifier.note(step, checksums)
+        verifier.record(step, checksums)
         if verifier.due(step):
             with self._phase(f"the verification of step {step}", "verify"):
                 verifier.finish(step, self._run.state, checksums)
@@ -206,7 +207,7 @@ class Loop:
             self._verify(self._verifier, step, *checksums)
         skipped = int(values.pop("skipped"))
         if skipped:
-            self._skipped(step, skipped, values, batch)
+            self._handle_skip(step, skipped, values, batch)
         elif not math.isfinite(values["param_norm"]):
             from jaxtp.train.verify import nonfinite_update
 
@@ -232,10 +233,10 @@ class Loop:
             if self._stragglers is not None:
                 record = self._stragglers.record(step, record, run.state)
             self._trackers.write(record)
-            self._report.logged(record, total, is_first=step == self._first)
+            self._report.log(record, total, is_first=step == self._first)
         elif step == self._first:  # shown, but not logged: the log must equal an uninterrupted run's
             speed = {"tokens_per_second": tokens_per_step / seconds, "step_seconds": seconds}
-            self._report.logged({"step": step, **values, **speed}, total, is_first=True)
+            self._report.log({"step": step, **values, **speed}, total, is_first=True)
 
     def _speed(self, tokens_per_step: int) -> dict[str, float]:
         timing, devices = self._timing.record(), self._mesh.size
@@ -247,7 +248,7 @@ class Loop:
             speed |= utilization(self._run.blueprint, self._config.data.sequence_length, rate)
         return speed
 
-    def _skipped(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:
+    def _handle_skip(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:
         run, allowed = self._run, self._config.train.skips_allowed
         what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
         if skipped == 1:  # a bad state makes every step fail
@@ -255,7 +256,7 @@ class Loop:
         if skipped > allowed:
             from jaxtp.train.verify import nonfinite_gradient
 
-            raise nonfinite_gradient(run, what, step, batch, self._info())
+            raise nonfinite_gradient(run, what, step, batch, self._checkpoint_info())
         self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
 
     def _evaluate(self, *, log: bool = True) -> float:
@@ -283,10 +284,10 @@ class Loop:
             eval_loss = None  # cannot be the best
         with self._phase(f"the checkpoint at step {run.step}", "save"):
             stored = run.blueprint.stored(run.state)
-            run.checkpoints.save(run.step, stored, self._mesh, self._info(), eval_loss=eval_loss)
+            run.checkpoints.save(run.step, stored, self._mesh, self._checkpoint_info(), eval_loss=eval_loss)
         self._saved_at = run.step
 
-    def _info(self) -> dict[str, object]:
+    def _checkpoint_info(self) -> dict[str, object]:
         run, sizes = self._run, mesh_sizes(self._mesh)
         info = run_folder.checkpoint_info(self._config, run.data.description, run.next_sample, sizes)
         info[MEAN_LOSS] = run.mean_loss.sums

@@ -26,8 +26,8 @@ from jaxtp.train.state import TrainState
 
 MODEL, BLOCKS = "model.", "model.blocks."
 OVERLAP = 3
-"""Divisor of the smaller of the working sets of the loss and of the last block; the larger one counts in full. XLA's
-schedule overlaps them, sometimes completely, sometimes not at all."""
+"""Divisor of the smaller working set of two, the loss's and the last block's; the larger counts in full. XLA's schedule
+overlaps them, sometimes completely, sometimes not at all."""
 
 _INT32 = 4
 
@@ -61,11 +61,11 @@ class Memory:
     """Bytes per device at a step's peak, by kind."""
 
     parameters: int
-    """Exact, like the optimizer's and the batch's bytes."""
+    """Exact, as are `optimizer` and `batch`."""
     optimizer: int
     """Moments and counters."""
     gradients: int
-    """Gradients in the parameters' dtype, and their sums over micro-batches, maybe in a wider one."""
+    """Gradients in the parameters' dtype, and their sums over micro-batches, maybe in a wider dtype."""
     whole_matrices: int
     """Whole matrices that muon orthogonalises, and their updates."""
     gathered_weights: int

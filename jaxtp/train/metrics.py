@@ -1,4 +1,4 @@
-"""Times and mean loss of a run; its numbers in `metrics.jsonl` and in trackers."""
+"""Step times, mean loss, `metrics.jsonl` and trackers of a run."""
 
 import contextlib
 import importlib
@@ -29,11 +29,11 @@ from jaxtp.train.run_folder import writing
 MEAN_LOSS = "mean_loss"
 """Key of `MeanLoss.sums` in a checkpoint's info."""
 Record = Mapping[str, float | int]
-"""Numbers by name, with their `step`."""
+"""Metrics by name, including `step`."""
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-_IDENTITIES = "trackers.json"
+_TRACKER_IDS = "trackers.json"
 _FLUSH_SECONDS = 30.0
 """Between flushes of TensorBoard's file, which wait for the disk."""
 CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "goodput")
@@ -43,7 +43,7 @@ CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second"
 class Timing:
     """Measures step times, waits for data, and time lost between steps, in seconds.
 
-    A step lasts from the previous step's end to its own, as seen by the host, without time `lost_to` a cause.
+    A step lasts from the end of the previous step, as the host sees it, to its own end, minus time `lost_to` a cause.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Timing:
 
     @contextmanager
     def lost_to(self, cause: str) -> Iterator[None]:
-        """Counts the time inside as lost to `cause`."""
+        """Counts the time of the block as lost to `cause`."""
         started = time.perf_counter()
         try:
             yield
@@ -63,7 +63,7 @@ class Timing:
             self._last = time.perf_counter()
             self._lost[cause] += self._last - started
 
-    def end_start(self) -> None:
+    def end_startup(self) -> None:
         """Counts all time so far as lost to the start."""
         self._last = time.perf_counter()
         self._lost["start"] = self._last - self._started
@@ -124,7 +124,7 @@ class MeanLoss:
 
 
 class _TensorBoard:
-    # Event files in `tensorboard/`; steps from `logs_from` replace earlier ones.
+    # Event files in `tensorboard/`. Steps from `logs_from` on replace the events of a killed run.
 
     def __init__(self, config: TrainConfig, logs_from: int):
         folder = config.run.dir / TENSORBOARD
@@ -157,7 +157,7 @@ class _WeightsAndBiases:
             self._run = wandb.init(
                 project=config.metrics.project,
                 name=config.run.dir.name,
-                id=_identity(config.run.dir, "wandb", uuid.uuid4().hex[:12]),
+                id=_tracker_id(config.run.dir, "wandb", uuid.uuid4().hex[:12]),
                 resume="allow",
                 dir=config.run.dir,
                 config=to_plain(config),
@@ -179,13 +179,13 @@ class _Aim:
     def __init__(self, config: TrainConfig, logs_from: int):
         aim = importlib.import_module("aim")
         self._run = aim.Run(
-            run_hash=_identity(config.run.dir, "aim", None),
+            run_hash=_tracker_id(config.run.dir, "aim", None),
             repo=str(config.run.dir.parent),
             experiment=config.metrics.project,
             system_tracking_interval=None,
             capture_terminal_logs=False,
         )
-        _identity(config.run.dir, "aim", self._run.hash)
+        _tracker_id(config.run.dir, "aim", self._run.hash)
         self._run.name = config.run.dir.name
         self._run["config"] = to_plain(config)
         self.close = self._run.close
@@ -207,9 +207,9 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Writes finite numbers to `metrics.jsonl` (others are null) and to trackers, on process 0.
+    """Writes metrics to `metrics.jsonl`, where non-finite ones are null, and to trackers, on process 0.
 
-    A tracker that fails gets no more.
+    A tracker that fails is closed.
 
     Args:
       resumed_at: step of the checkpoint, or 0.
@@ -225,7 +225,7 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
         if jax.process_index() != 0:
             return
-        # A killed run may have logged later steps, now repeated: trackers that can, drop the first record.
+        # A killed run may have logged steps after its last checkpoint. This run repeats them, so their records go.
         logs_from = resumed_at + 1 if resumed_at else 0
         with writing(self._path):
             before = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
@@ -249,28 +249,28 @@ class Trackers:
             self._file.write(json.dumps(dict.fromkeys(record) | finite) + "\n")
             self._file.flush()
         step = int(finite.pop("step"))
-        self._each(lambda tracker: tracker.write(step, finite))
+        self._for_each(lambda tracker: tracker.write(step, finite))
 
     def close(self) -> None:
         """Closes the trackers and the file."""
-        self._each(lambda tracker: tracker.close())
+        self._for_each(lambda tracker: tracker.close())
         if self._file is not None:
             with contextlib.suppress(OSError):  # from a failed write, already reported
                 self._file.close()
 
-    def _each(self, action: Callable[[Tracker], None]) -> None:
+    def _for_each(self, action: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 action(tracker)
             except Exception as error:  # a service's client may raise anything
                 with contextlib.suppress(Exception):
                     self._trackers.pop(name).close()
-                self._warn(f"metrics.trackers: {name} failed ({error}) and gets no more; {METRICS} has every number")
+                self._warn(f"metrics.trackers: {name} failed ({error}) and is closed; {METRICS} has every number")
 
 
-def _identity(folder: Path, name: str, new: str | None) -> str | None:
-    # The service's id of this run, stored in its folder; `new` if there is none yet.
-    path = folder / _IDENTITIES
+def _tracker_id(folder: Path, name: str, new: str | None) -> str | None:
+    # The tracker's id for this run, stored in the run's folder; stores `new` if there is none yet.
+    path = folder / _TRACKER_IDS
     try:
         stored: dict[str, str] = dict(json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):  # none yet, or cut short

@@ -1,8 +1,8 @@
 """Distributed Muon: each matrix is orthogonalized whole, on one of the devices that hold its shards.
 
 Newton-Schulz multiplies whole matrices, but parameters are split over fsdp and tp. One all-to-all gives each device
-some whole matrices, and a second returns shards of the results; the rest of the update works on shards. If whole
-matrices are already divided, such as experts over tp, each device redistributes its own. Replicas along dp repeat the
+some whole matrices, and a second returns shards of the results; the rest of the update works on shards. If an axis
+splits the stack of matrices, such as tp the experts, each device exchanges only its own. Replicas along dp repeat the
 work: sharing it would send the whole update over dp.
 
 Jordan et al. 2024; scale from Liu et al., arXiv 2502.16982.
@@ -51,9 +51,9 @@ class Kind:
     shape: tuple[int, int]
     """Rows and columns without padding."""
     axes: tuple[Axes, Axes]
-    """Mesh axes that divide them."""
+    """Mesh axes that split rows and columns."""
     over: Axes
-    """Mesh axes over which whole matrices are divided."""
+    """Mesh axes that split the stack of matrices."""
     padding: Padding
     dtype: jnp.dtype
 
@@ -68,9 +68,9 @@ class Member:
 
 
 def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
-    """Returns Optax's `scale_by_muon`, same state, on redistributed matrices; also scales the updates.
+    """Returns Optax's `scale_by_muon`, same state, for sharded matrices; also scales updates to `RMS`.
 
-    Takes arrays by dotted path. `update` accepts their `variables`; without them, arrays are whole.
+    Takes arrays by dotted path. `update` reads specs and padding from `variables`; without them, arrays are unsharded.
     """
 
     def update(
@@ -114,23 +114,23 @@ def _orthogonalised(matrices: Arrays, variables: Mapping[str, nnx.Variable[Any]]
     result: Arrays = {}
     for kind, members in kinds(variables, mesh_sizes(current_mesh())).items():
         specs = [spec_of(variables[member.path]) for member in members]
-        view = device_view(partial(_of_kind, kind, members), MUON, in_specs=(specs,), out_specs=specs)
+        view = device_view(partial(_orthogonalised_kind, kind, members), MUON, in_specs=(specs,), out_specs=specs)
         made = view([matrices[member.path] for member in members])
         result |= {member.path: array for member, array in zip(members, made, strict=True)}
     return result
 
 
-def _of_kind(kind: Kind, members: Sequence[Member], shards: Sequence[Array]) -> list[Array]:
+def _orthogonalised_kind(kind: Kind, members: Sequence[Member], shards: Sequence[Array]) -> list[Array]:
     # Runs once per device, on its shards.
     # Matrices from all layers and projections together, because their number is rarely a multiple of the devices; zeros
     # fill the rest, so with fewer matrices than devices some devices wait.
     tp = axis_size(TP)
     turned = [shard.mT if member.transposed else shard for member, shard in zip(members, shards, strict=True)]
     stack = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in turned])  # [n, rows/parts, columns/parts]
-    whole = unpad(_deal(stack, kind.axes), kind.padding, tp)
+    whole = unpad(_to_whole(stack, kind.axes), kind.padding, tp)
     scale = RMS * math.sqrt(max(kind.shape))  # an orthogonal matrix has a root mean square of 1 / sqrt(max(shape))
     scaled = pad(scale * _newton_schulz(whole), kind.padding, tp)
-    made = jnp.split(_give_back(scaled, kind.axes), list(accumulate(member.count for member in members)))
+    made = jnp.split(_to_shards(scaled, kind.axes), list(accumulate(member.count for member in members)))
     results = [part.reshape(x.shape) for part, x in zip(made, turned, strict=False)]  # the rest is padding
     return [x.mT if member.transposed else x for member, x in zip(members, results, strict=True)]
 
@@ -146,7 +146,7 @@ def _newton_schulz(stack: Array) -> Array:
     return lax.fori_loop(0, len(stack), one, stack)
 
 
-def _deal(stack: Array, axes: tuple[Axes, Axes]) -> Array:
+def _to_whole(stack: Array, axes: tuple[Axes, Axes]) -> Array:
     # From a shard of each matrix to some whole matrices.
     over_rows, over_columns = (axis_size(*names) for names in axes)
     devices = over_rows * over_columns
@@ -160,8 +160,8 @@ def _deal(stack: Array, axes: tuple[Axes, Axes]) -> Array:
     return blocks.transpose(2, 0, 3, 1, 4).reshape(-1, over_rows * rows, over_columns * columns)
 
 
-def _give_back(whole: Array, axes: tuple[Axes, Axes]) -> Array:
-    # The inverse of `_deal`.
+def _to_shards(whole: Array, axes: tuple[Axes, Axes]) -> Array:
+    # The inverse of `_to_whole`.
     over_rows, over_columns = (axis_size(*names) for names in axes)
     n, rows, columns = whole.shape
     blocks = whole.reshape(n, over_rows, rows // over_rows, over_columns, columns // over_columns)

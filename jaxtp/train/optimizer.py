@@ -1,7 +1,7 @@
 """The optimizer, composed from Optax: clipping, rule, weight decay, learning rate, groups.
 
-Names distinguish parameters, because stacked layers give vectors a second dim. Only the rule changes state paths in a
-checkpoint; other settings may change on resuming.
+Names distinguish vectors from matrices, because stacked layers give vectors a second dim. Only the rule determines
+state paths in a checkpoint; other settings may change on resuming.
 """
 
 import fnmatch

@@ -33,7 +33,7 @@ from jaxtp.train.known_versions import versions_here
 from jaxtp.train.self_check import check_collectives
 
 MAX_SKEW = 60.0
-"""Seconds by which the clocks of hosts may differ; beyond, certificates, logs and schedulers fail."""
+"""Seconds by which the clocks of hosts may differ. A larger skew breaks certificates, logs and schedulers."""
 
 _GATHERED, _GATHERED_ON_CPU = 2**26, 2**20
 """Bytes per device of the array that measures an axis."""
@@ -168,7 +168,7 @@ def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ConfigError if a process sees another folder."""
+    """Raises ConfigError unless all processes see the same folder."""
     token = all_gather_json(secrets.token_hex(8))[0]
     name = f".preflight-{token}"
     with raise_everywhere(), run_folder.writing(folder / name):

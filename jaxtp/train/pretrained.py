@@ -1,4 +1,4 @@
-"""Initial weights of a trained model: another run, or a folder in Hugging Face format; and adapters for it."""
+"""Initial weights from another run or a Hugging Face folder, and initial adapters."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Set
@@ -38,7 +38,7 @@ LENGTH = 1024
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
 """Files of a tokenizer without a tokenizer.json."""
 _MAX_SHOWN = 2
-"""Settings in a message; a recipe for another model differs in ten."""
+"""Most settings that a message lists; the configuration of another model differs in ten."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Pretrained(InitSource):
         )
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
-        """Yields dtypes (frozen weights keep their files' dtype), the learning rate, and the size of the batch."""
+        """Yields dtypes (frozen weights keep their files' dtype), learning rate, lengths and batch size."""
         as_resumed, lora = f"as the run in {config.run.dir} has it", config.model.lora
         if lora.rank:
             if resumed is None:
@@ -131,7 +131,7 @@ class Pretrained(InitSource):
         return found
 
     def create_state(self, config: TrainConfig, blueprint: Blueprint, restored: Restored | None = None) -> InitialState:
-        """Loads the weights, except where a checkpoint has all of them."""
+        """Loads the weights, unless a checkpoint has all of them."""
         if restored is not None and not config.model.lora.rank:
             return super().create_state(config, blueprint, restored)
         base, changes = None, self.changes(config)
@@ -167,7 +167,6 @@ class RunSource(Pretrained):
     model: ModelConfig
     checkpoint: Path
     info: Info
-    """Info of the checkpoint."""
 
     @property
     def dtype(self) -> DType:
@@ -208,7 +207,7 @@ class RunSource(Pretrained):
     def _full_rate(self) -> tuple[float, str]:
         optimizer = self.info["config"]["optimizer"]
         peak = optimizer["learning_rate"] / (LION if optimizer["name"] == "lion" else 1)
-        reason = f"a tenth of the peak of {self.path}, {peak:.3g}, but no less than {RATE:.0e} or that peak"
+        reason = f"a tenth of the peak of {self.path}, {peak:.3g}, but at least {RATE:.0e}, or that peak if lower"
         return max(peak / 10, min(peak, RATE)), reason
 
     def _sequence_length(self, config: TrainConfig) -> Default:

@@ -69,11 +69,11 @@ def restore(
     skipped: Any = state["skipped"]
     state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
     optimizer: Any = state["optimizer"]
-    rate = change_of_rate(config, info["config"], int(optimizer["step"][...]))
+    rate = learning_rate_change(config, info["config"], int(optimizer["step"][...]))
     return Restored(step, state, info, rate + changed)
 
 
-def change_of_rate(config: TrainConfig, stored: Mapping[str, Any], updates: int) -> list[str]:
+def learning_rate_change(config: TrainConfig, stored: Mapping[str, Any], updates: int) -> list[str]:
     """Returns a line if changed settings change the next step's learning rate.
 
     Args:

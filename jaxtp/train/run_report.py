@@ -30,7 +30,7 @@ from jaxtp.train.validation import chosen_kernels, multiplies_all, share_of
 class Report(Display):
     """The console of a run; silent on all processes but the first.
 
-    A closed pipe stops the run like SIGTERM: it saves first.
+    If a pipe's reader exits, the run saves and stops, as after SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Report(Display):
         """Updates the progress bar."""
         self.move(step, f"{_losses(values)}  {tokens_per_second:,.0f} tokens/s")
 
-    def logged(self, record: dict[str, float | int], total: int, *, is_first: bool = False) -> None:
+    def log(self, record: dict[str, float | int], total: int, *, is_first: bool = False) -> None:
         """Prints a logged step if there is no progress bar."""
         if self.has_bar:
             return
@@ -52,8 +52,10 @@ class Report(Display):
         )
 
 
-def next_steps(config: TrainConfig, saved: Path) -> list[str]:
-    """Returns a finished run's location, and commands to use it."""
+def next_steps(config: TrainConfig, saved: Path, *, decoder: bool) -> list[str]:
+    """Returns the checkpoint's location, and for a decoder commands to use it."""
+    if not decoder:
+        return [f"saved in {saved}"]
     from jaxtp.data.tokenizer_files import TEMPLATE
 
     trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))
@@ -74,7 +76,7 @@ def summary(
     """Describes the run: versions, mesh, sizes, bytes, and sharding of each parameter.
 
     Args:
-      notes: more lines by name (at most 8 characters); None omits a line.
+      notes: further lines by name (at most 8 characters); None omits a line.
       progress: steps done, and sequences read.
     """
     mesh = blueprint.mesh
@@ -134,7 +136,7 @@ def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
     method, why = grouped.method_of(model.grouped, platform)
     yield f"{method} products of experts ({why})"
     if platform != "cpu" and multiplies_all(model, platform):
-        yield f"WARNING: that multiplies every row with every expert, {experts} times the work and the memory of rows"
+        yield f"WARNING: it multiplies every row by every expert, {experts} times the work and the memory of rows"
 
 
 def _describe_experts(model: ModelConfig, tp: int) -> str | None:

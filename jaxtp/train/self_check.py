@@ -1,8 +1,8 @@
 """Checks of devices, collectives and attention kernels before a run.
 
-Each process's first device computes a few small operations one by one, all devices compute them in one compiled
-program, and both are compared with float64 on the host. Then each collective that layers use moves integers along each
-mesh axis.
+The first device of each process computes a few small operations eagerly, and all devices compute them in one compiled
+program. Both results are compared with float64 on the host. Then each collective that layers use moves integers along
+each mesh axis.
 """
 
 import time
@@ -29,15 +29,15 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import known_problems, native_versions
 from jaxtp.train.validation import run_uses
 
-Numbers = np.ndarray[Any, Any]
+HostArray = np.ndarray[Any, Any]
 
 EXACT = 1e-4
 """Largest error of a float32 operation, relative to the largest value of its result."""
 
 TOLERANCE = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 2e-2}
-"""Largest error by compute dtype, relative in the norm. Float32 may be multiplied in TF32, which has 10 bits."""
+"""Largest relative error by compute dtype. Products of float32 may run in TF32, whose mantissa has 10 bits."""
 
-_EACH = PartitionSpec(AXES)
+_PER_DEVICE = PartitionSpec(AXES)
 """One row per device."""
 
 
@@ -46,12 +46,12 @@ class Operation:
     """A device operation, its float64 reference on the host, and arguments."""
 
     run: Callable[..., Array]
-    on_host: Callable[..., Numbers]
-    arguments: tuple[Numbers, ...]
+    on_host: Callable[..., HostArray]
+    arguments: tuple[HostArray, ...]
     tolerance: float = EXACT
 
     @cached_property
-    def right(self) -> Numbers:
+    def expected(self) -> HostArray:
         """The reference result."""
         return self.on_host(*(np.asarray(array, np.float64) for array in self.arguments))
 
@@ -66,11 +66,11 @@ def operations(dtype: str) -> dict[str, Operation]:
     )
     index = random.integers(64, size=4096)
 
-    def softmax(x: Numbers) -> Numbers:
+    def softmax(x: HostArray) -> HostArray:
         shares = np.exp(x - x.max(-1, keepdims=True))
         return np.asarray(shares / shares.sum(-1, keepdims=True))
 
-    def scatter_add(rows: Numbers, index: Numbers) -> Numbers:
+    def scatter_add(rows: HostArray, index: HostArray) -> HostArray:
         sums = np.zeros((64, 64))
         np.add.at(sums, index.astype(int), rows)
         return sums
@@ -100,12 +100,12 @@ def check_outside_of_jit(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> Non
 
 
 def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
-    """Checks all devices and, in a single process, the collectives; else the preflight checks these.
+    """Checks all devices, and in a single process the collectives, which `preflight` checks for several.
 
     All processes must call it. Returns a line for the summary, if anything was checked.
 
     Args:
-      dtype: of the product.
+      dtype: compute dtype of the product.
       on_cpu: check CPUs too.
 
     Raises:
@@ -121,7 +121,7 @@ def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
     with jax.set_mesh(mesh):
         arguments = {name: case.arguments for name, case in cases.items()}
         whole = (jax.tree.map(lambda _: PartitionSpec(), arguments),)
-        results = jax.jit(device_view(body, "device_check", whole, dict.fromkeys(cases, _EACH)))(arguments)
+        results = jax.jit(device_view(body, "device_check", whole, dict.fromkeys(cases, _PER_DEVICE)))(arguments)
         jax.block_until_ready(results)
     with raise_everywhere():
         for name, case in cases.items():
@@ -133,8 +133,8 @@ def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
     return [f"checked products, sums, softmax, scatter-add and collectives on every device, in {took:.1f} s"]
 
 
-def _compare(name: str, case: Operation, result: Array | Numbers, device: jax.Device) -> None:
-    error = np.max(np.abs(np.asarray(result, np.float64) - case.right)) / np.max(np.abs(case.right))
+def _compare(name: str, case: Operation, result: Array | HostArray, device: jax.Device) -> None:
+    error = np.max(np.abs(np.asarray(result, np.float64) - case.expected)) / np.max(np.abs(case.expected))
     if not error <= case.tolerance:  # also NaN
         versions = {"jax": jax.__version__, **native_versions()}
         known = known_problems(versions, device.device_kind, architecture_of(device))
@@ -158,7 +158,7 @@ def check_collectives(mesh: Mesh) -> None:
     """
     sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
     numbers = {axis: _numbers(mesh.size, size) for axis, size in sizes.items()}
-    each, sharding = dict.fromkeys(sizes, _EACH), NamedSharding(mesh, _EACH)
+    each, sharding = dict.fromkeys(sizes, _PER_DEVICE), NamedSharding(mesh, _PER_DEVICE)
 
     def along(axis: str, x: Array) -> dict[str, Array]:
         moved = {
@@ -186,54 +186,54 @@ def check_collectives(mesh: Mesh) -> None:
                 for shard in array.addressable_shards:
                     group = list(np.unravel_index(shard.index[0].start or 0, mesh.devices.shape))
                     index, group[dim] = group[dim], slice(None)
-                    if not np.array_equal(np.asarray(shard.data)[0], _RECEIVED[name](grid[tuple(group)], index)):
+                    if not np.array_equal(np.asarray(shard.data)[0], _EXPECTED[name](grid[tuple(group)], index)):
                         raise NumericsError(
                             f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
                             f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are broken"
                         )
 
 
-_RECEIVED: dict[str, Callable[[Numbers, int], Numbers]] = {
+_EXPECTED: dict[str, Callable[[HostArray, int], HostArray]] = {
     "all-gather": lambda rows, index: rows.ravel(),
     "all-reduce": lambda rows, index: rows.sum(0),
     "reduce-scatter": lambda rows, index: np.split(rows.sum(0), len(rows))[index],
     "all-to-all": lambda rows, index: np.split(rows, len(rows), axis=1)[index].ravel(),
     "permute": lambda rows, index: rows[index - 1],
 }
-"""Numbers that a device at `index` along an axis receives from the rows of all devices along it."""
+"""By collective: the array that the device at `index` along an axis receives, from the rows of all devices on it."""
 
 
-def _numbers(devices: int, size: int) -> Numbers:
-    # A row for each device, divisible by `size`; sums over any axis are exact in float32.
+def _numbers(devices: int, size: int) -> HostArray:
+    # One row per device, of a length that `size` divides; sums over any axis are exact in float32.
     return np.arange(devices, dtype=np.float32)[:, None] % 1021 * 8 + np.arange(2 * size, dtype=np.float32) % 8
 
 
 MOST_TOKENS, TIMED_TOKENS = 1024, 4096
-"""Most tokens of the checked problem, several blocks of every kernel; and of the timed one."""
+"""Maximum lengths of the problem that is checked (several blocks of every kernel) and of the problem that is timed."""
 
-STRETCH = 16
-"""Tokens of a stretch, whose error may be twice as large: the total norm would hide a wrong edge."""
+SPAN = 16
+"""Tokens of a span. Each span may have twice the error; the total norm alone would hide a wrong edge of a mask."""
 
 CHUNKS, HALO = 7, 5
-"""Chunks of a sequence, and keys before it, in the problem for a part of a sequence."""
+"""Chunks of a sequence, and number of keys before it, in the problem for context parallelism."""
 
 _RESULTS = ("its output", "its gradient of the queries", "its gradient of the keys", "its gradient of the values")
 
 Times = Sequence[Mapping[str, float]]
-"""Seconds of each timed kernel, for each use of attention; empty if only one kernel works."""
+"""Seconds by kernel, for each use of attention; empty if only one kernel works."""
 
 
 def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) -> Times:
     """Checks a run's attention kernels, and times alternatives.
 
-    Each process's first device computes a small problem of the run's shape, forward and backward, compared with plain
-    products in float32.
+    Each process's first device computes a small problem of the run's shape, forward and backward, and compares it with
+    the `xla` kernel in float32.
 
     Raises:
-      ConfigError: a kernel does not run, or differs from plain products.
+      ConfigError: a kernel does not run, or gives wrong results.
     """
-    # Kernels have been wrong on one model of GPU, or with one kind of mask. If cuDNN's and the fused kernel both work
-    # and the settings name neither, the run takes the faster.
+    # Kernels have been wrong on one model of GPU, or with one kind of mask. If the settings name no kernel, and cuDNN's
+    # and the fused one both work, the run takes the faster.
     device = mesh.local_devices[0]
     if platform_of(device) == "cpu" and not on_cpu:
         return []
@@ -241,26 +241,26 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
     for use, heads in _uses(config, mesh):
         first, *others = rivals(config.model.attention, use)
         with jax.default_device(device):
-            if (wrong := _problem_of(first, use, heads, device.device_kind)) is not None:
+            if (wrong := _kernel_problem(first, use, heads, device.device_kind)) is not None:
                 other = "xla" if first.name == "blockwise" else "blockwise"
                 raise ConfigError(f"model.attention: {wrong}; try --model.attention {other}")
-            able = [other for other in others if _problem_of(other, use, heads, device.device_kind) is None]
-            timed = [first, *able] if able else []
+            working = [other for other in others if _kernel_problem(other, use, heads, device.device_kind) is None]
+            timed = [first, *working] if working else []
             times.append({kernel.name: _seconds(kernel, use, heads) for kernel in timed})
     return times
 
 
-def settle_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
+def select_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
     """Selects the fastest kernel for each use of attention; all processes must call it.
 
-    The slowest process counts; a kernel must work in all.
+    A kernel must work in all processes; its slowest time counts.
 
     Args:
       times: from `check_attention`; the preferred kernel comes first.
     """
-    for (use, _), *each in zip(_uses(config, mesh), *all_gather_json(times), strict=False):
-        able = [name for name in each[0] if all(name in seconds for seconds in each)]
-        seconds = {name: max(taken[name] for taken in each) for name in able}
+    for (use, _), *by_process in zip(_uses(config, mesh), *all_gather_json(times), strict=False):
+        working = [name for name in by_process[0] if all(name in seconds for seconds in by_process)]
+        seconds = {name: max(taken[name] for taken in by_process) for name in working}
         if len(seconds) < 2:
             continue
         preferred, fastest = next(iter(seconds)), min(seconds, key=lambda name: seconds[name])
@@ -270,14 +270,14 @@ def settle_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
 
 
 def _uses(config: TrainConfig, mesh: Mesh) -> list[tuple[Use, tuple[int, int]]]:
-    # With the query and kv heads of a device.
+    # The distinct uses of attention, each with the query and kv heads of a device.
     sizes = mesh_sizes(mesh)
     uses = run_uses(config, sizes, architecture_of(mesh.local_devices[0]))
     heads = (block.heads.on_device(sizes[TP]) for block in config.model.block_kinds())
     return list(dict.fromkeys(zip(uses, heads, strict=True)))
 
 
-def _problem_of(kernel: Kernel, use: Use, heads: tuple[int, int], where: str) -> str | None:
+def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str) -> str | None:
     try:
         errors = relative_errors(kernel.run, use, *heads)
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
@@ -303,7 +303,7 @@ def _seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
 def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_keys: int) -> list[float]:
     """Returns relative errors, in the norm, of a kernel's output and gradients.
 
-    Each is the larger of the total error and half of the worst stretch's.
+    Each is the larger of the total error and half of the worst span's error.
     """
     arrays, settings = problem(use, num_queries, num_keys)
     found = jax.jit(partial(results, run, settings))(*arrays)
@@ -314,13 +314,13 @@ def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_k
 
 
 def _error(found: Array, right: Array, dy: Array) -> float:
-    # Of `[b, T, N, H]`; gradients that nearly cancel are measured against a tenth of the output's.
+    # Arrays are `[b, T, N, H]`. Relative to at least a tenth of the norm of `dy`, because some gradients nearly cancel.
     least = jnp.sqrt(jnp.mean(jnp.square(dy.astype(jnp.float32)))) / 10
 
-    def norms(x: Array) -> Array:  # root mean square of each stretch
+    def norms(x: Array) -> Array:  # root mean square of each span
         rows, length = x.shape[:2]
-        squares = jnp.pad(jnp.mean(jnp.square(x), axis=(2, 3)), ((0, 0), (0, -length % STRETCH)))
-        return jnp.sqrt(squares.reshape(rows, -1, STRETCH).mean(-1))
+        squares = jnp.pad(jnp.mean(jnp.square(x), axis=(2, 3)), ((0, 0), (0, -length % SPAN)))
+        return jnp.sqrt(squares.reshape(rows, -1, SPAN).mean(-1))
 
     off, size = norms(found - right), norms(right)
     whole = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(size))), least)
@@ -331,9 +331,9 @@ def _error(found: Array, right: Array, dy: Array) -> float:
 def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) -> tuple[list[Array], dict[str, Any]]:
     """Returns queries, keys, values, a gradient of the output, and a kernel's keyword arguments.
 
-    Two rows with different packing: unaligned documents, one of three tokens, and padding. The window is shorter than
-    most documents; scores are large enough for a softcap to matter. A part has every other chunk, and keys before the
-    sequence.
+    Two rows differ in packing: unaligned documents, one of three tokens, and padding. The window is shorter than most
+    documents; scores are large enough for a softcap to matter. With context parallelism, queries are every other chunk,
+    and keys begin before the sequence.
     """
     length = max(16, min(int(use.length or most), most))
     queries, keys, part = length, length, None
@@ -348,7 +348,7 @@ def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) 
     ]
     spread = 1.0 if use.softcap is None else min(8.0, use.softcap)  # standard deviation of the scores
     arrays[0] = (arrays[0] * (spread / (use.factor * use.head_dim**0.5))).astype(arrays[0].dtype)
-    ends = jnp.array(
+    ends = jnp.array(  # of the documents in each row; the rest of the second row is padding
         [[length // 5, length // 2, length - 3], [length // 3, length - length // 7 - 3, length - length // 7]]
     )
     segments = jnp.sum(jnp.arange(length) >= ends[:, :, None], axis=1) + 1

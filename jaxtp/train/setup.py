@@ -33,18 +33,15 @@ from jaxtp.train.validation import check_vocabulary, open_mesh
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run, each in place of the one that the configuration describes."""
+    """Parts of a run that replace those in the configuration."""
 
     model: MakeModel | None = None
-    """Returns the model. Its layers' parameters have shardings; memory and utilization are not estimated."""
-
+    """Returns the model, whose parameters have shardings. Its memory and utilization are not estimated."""
     loss: Loss | None = None
     """Replaces the cross-entropy of the next token; a `model` of another class needs it."""
-
     data: Data | None = None
-
     optimizer: optax.GradientTransformation | None = None
-    """The learning rate of `config.optimizer` is logged all the same."""
+    """Metrics still show the learning rate of `config.optimizer`."""
 
     @property
     def is_decoder(self) -> bool:
@@ -105,7 +102,7 @@ def make_run(
         config, _ = with_steps(config, data)
         blueprint = plan(config, mesh, parts)
         before = progress(config)
-    lines = _check_machines(config, mesh, data, parts)
+    lines = _startup_checks(config, mesh, data, parts)
 
     exit_stack.enter_context(jax.set_mesh(mesh))
     with raise_everywhere():
@@ -143,7 +140,7 @@ def make_run(
 
     train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0, loss=parts.loss)
     eval_step = make_eval_step(blueprint, config.train.accumulation, config.mesh.context, parts.loss)
-    timing.end_start()
+    timing.end_startup()
     return Run(
         config=config,
         data=data,
@@ -163,13 +160,13 @@ def make_run(
     )
 
 
-def _check_machines(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data, parts: Parts) -> list[str]:
+def _startup_checks(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data, parts: Parts) -> list[str]:
     # Checks devices and processes, and prepares the folder; returns lines for the summary.
     on_accelerator, lines = platform_of(mesh.devices.flat[0]) != "cpu", []
     self_check = on_accelerator and config.launch.self_check
     with raise_everywhere():
         if self_check:
-            from jaxtp.train.self_check import check_attention, check_devices, check_outside_of_jit, settle_attention
+            from jaxtp.train.self_check import check_attention, check_devices, check_outside_of_jit, select_attention
 
             check_outside_of_jit(mesh, config.model.precision.compute)
             attention_times = check_attention(config, mesh) if parts.is_decoder else []
@@ -184,7 +181,7 @@ def _check_machines(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data, pa
         lines += preflight(config, mesh, data.description)
     if self_check:
         lines += check_devices(mesh, config.model.precision.compute)
-        settle_attention(config, mesh, attention_times)
+        select_attention(config, mesh, attention_times)
     return lines
 
 
@@ -192,8 +189,8 @@ def _notes(config: TrainConfig, source: InitSource, blueprint: Blueprint) -> dic
     verify = None
     if every := config.train.verify_every:
         verify = (
-            f"every {every:,} steps: a step more, and {verification_bytes(blueprint) / 2**30:,.2f} GiB of host memory "
-            "in each process, for the state before it and its first result"
+            f"every {every:,} steps: an extra step, and in each process {verification_bytes(blueprint) / 2**30:,.2f} "
+            "GiB of host memory, for the state before the step and its first result"
         )
     return {"length": source.length_warning(config), "verify": verify}
 

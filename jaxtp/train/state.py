@@ -34,7 +34,7 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 
 OPTIMIZER_SCOPE = "optimizer"
-"""Name under which the update's collectives are accounted."""
+"""Named scope of the update, which accounts for its collectives."""
 
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
 """Returns a model with random weights."""
@@ -52,7 +52,7 @@ class Optimizer(nnx.Module):
     """`nnx.Optimizer` for states with other shapes than the parameters, such as factored moments.
 
     Args:
-      model: only each `nnx.Param` is updated.
+      model: only its `nnx.Param` variables are updated.
       transformation: its `update` may take `variables`, which have specs and padding.
     """
 
@@ -60,31 +60,31 @@ class Optimizer(nnx.Module):
         self.transformation = transformation
         self.step = OptimizerState(jnp.zeros((), jnp.int32))  # signed: schedules subtract from it
         params = _parameters(model)
-        state = transformation.init(self._as_optax_sees(params, params))
+        state = transformation.init(self._optax_arrays(params, params))
         logical = isinstance(transformation, OnLogicalShapes)
 
         def variable(path: tuple[Any, ...], leaf: Array) -> OptimizerState:
-            owner = _owner(path, params)
-            return OptimizerState(leaf, **({} if owner is None else _declaration(leaf.shape, owner, logical)))
+            owner = _parameter_at(path, params)
+            return OptimizerState(leaf, **({} if owner is None else _sharding_metadata(leaf.shape, owner, logical)))
 
         self.opt_state = nnx.data(jax.tree_util.tree_map_with_path(variable, state))
 
     def update(self, model: nnx.Module, grads: nnx.State) -> None:
         """Applies gradients, with the structure of the model's parameters."""
         variables = _parameters(model)
-        params = self._as_optax_sees(variables, variables)
+        params = self._optax_arrays(variables, variables)
         state = jax.tree.map(lambda v: v[...], self.opt_state, is_leaf=_is_variable)
         update = optax.with_extra_args_support(self.transformation).update
         updates, state = update(
-            self._as_optax_sees(named_variables(grads), variables), state, params, variables=variables
+            self._optax_arrays(named_variables(grads), variables), state, params, variables=variables
         )
         jax.tree.map(lambda v, array: v.set_value(array), self.opt_state, state, is_leaf=_is_variable)
         updated = optax.apply_updates(params, updates)
         for name, variable in variables.items():
-            variable.set_value(self._as_stored(updated[name], variable))
+            variable.set_value(self._padded(updated[name], variable))
         self.step.set_value(self.step[...] + 1)
 
-    def _as_optax_sees(self, arrays: dict[str, Variable], owners: dict[str, Variable]) -> Arrays:
+    def _optax_arrays(self, arrays: dict[str, Variable], owners: dict[str, Variable]) -> Arrays:
         found = {name: jnp.asarray(variable[...]) for name, variable in arrays.items()}
         if not isinstance(self.transformation, OnLogicalShapes):
             return found
@@ -96,7 +96,7 @@ class Optimizer(nnx.Module):
             for name, array in found.items()
         }
 
-    def _as_stored(self, array: Array, owner: Variable) -> Array:
+    def _padded(self, array: Array, owner: Variable) -> Array:
         if array.shape == tuple(owner.shape):
             return array
         return constrain(pad(array, padding_of(owner), axis_size(TP)), spec_of(owner))
@@ -136,7 +136,7 @@ class Blueprint:
     """None for the `Decoder` of `config`."""
 
     def create(self, seed: int, weights: nnx.State | None = None) -> nnx.State:
-        """Returns the initial state, sharded, and equal on every mesh.
+        """Returns the initial state, sharded, with equal values on every mesh.
 
         Args:
           seed: of the random weights.
@@ -230,12 +230,12 @@ def _parameters(model: nnx.Module) -> dict[str, Variable]:
     }
 
 
-def _owner(path: tuple[Any, ...], params: dict[str, Variable]) -> Variable | None:
+def _parameter_at(path: tuple[Any, ...], params: dict[str, Variable]) -> Variable | None:
     keys = (getattr(key, "key", None) for key in path)
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
 
 
-def _declaration(shape: tuple[int, ...], owner: Variable, logical: bool) -> dict[str, Any]:
+def _sharding_metadata(shape: tuple[int, ...], owner: Variable, logical: bool) -> dict[str, Any]:
     # The parameter's spec and padding, without the dim that a factored moment has averaged away: `nnx.Optimizer` would
     # give the moment the full spec, which does not fit.
     whole = logical_shape(owner) if logical else tuple(owner.shape)

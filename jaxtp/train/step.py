@@ -30,7 +30,7 @@ from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint
 from jaxtp.train.stopping import STOP, abstract_flags, stop_requested
 
 Scalars = dict[str, Array]
-"""Numbers of a step by name: float32, replicated."""
+"""Metrics of a step by name: float32, replicated."""
 
 TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]
 """See `make_train_step`."""
@@ -119,7 +119,7 @@ def loss_and_grads(
     """Returns the loss terms of a batch, the routers' choices if `record`, and the gradient of the mean loss.
 
     The mean is over the batch's valid tokens (`count`, at least 1), not over means of micro-batches. With accumulation,
-    replicas sum their own gradients, which are reduced once (`layers/parameter.py`).
+    each replica sums its own gradients, and one reduction follows (`layers/parameter.py`).
 
     Args:
       model: a `Decoder`, unless `loss` is given.
@@ -129,7 +129,7 @@ def loss_and_grads(
     params = mark_unreduced(stored) if accumulation > 1 else stored
 
     def objective(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
-        merged = nnx.merge(graph, params, frozen, copy=True)  # frozen: from the outer trace
+        merged = nnx.merge(graph, params, frozen, copy=True)  # the frozen ones belong to the outer trace
         if loss is None:
             keys = row_keys(key, rows) if merged.config.dropout else None
             return _decoder_objective(merged, micro, config, keys, record)
@@ -234,7 +234,7 @@ def make_eval_step(
 
 
 def fetch(scalars: Scalars) -> dict[str, float]:
-    """Waits for a step and returns its numbers."""
+    """Waits for a step and returns its metrics."""
     return {name: float(number) for name, number in jax.device_get(scalars).items()}
 
 

@@ -41,7 +41,7 @@ def stop_requested(batch: Mapping[str, Array]) -> dict[str, Array]:
 
 
 class Stopping:
-    """Agreement of all processes on stopping."""
+    """Agrees with all processes on stopping."""
 
     def __init__(self, interrupt: Interrupt, mesh: Mesh):
         def flags(number: int) -> dict[str, Array]:
@@ -52,15 +52,15 @@ class Stopping:
             }
 
         self._interrupt = interrupt
-        self._process = 0  # that received a signal, from 1
-        self._flags = {False: flags(0), True: flags(jax.process_index() + 1)}  # by whether this one did
+        self._process = 0  # the process that received a signal, from 1; 0 if none did
+        self._flags = {False: flags(0), True: flags(jax.process_index() + 1)}  # by whether this process received one
 
     def flags(self) -> dict[str, Array]:
         """Returns the flags for the next batch."""
         return self._flags[self._interrupt.received is not None]
 
     def read(self, scalars: dict[str, float]) -> None:
-        """Removes the flags' maximum from a step's scalars."""
+        """Moves the flags' maximum out of a step's scalars."""
         self._process = int(scalars.pop(STOP, 0.0))
 
     @property
@@ -90,7 +90,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def feed(self) -> None:
-        """Restarts the time."""
+        """Reports progress, which restarts the time."""
         self._fed = time.monotonic()
         if self._watches and not self._thread.is_alive() and not self._stopped.is_set():
             self._thread.start()

@@ -32,7 +32,7 @@ from jaxtp.train.config import LoopConfig, TrainConfig
 
 
 def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | None] = most_devices) -> None:
-    """Checks that settings fit each other and the mesh; ignores the run's own mesh.
+    """Checks that settings fit each other and the mesh; ignores `config.mesh`.
 
     Args:
       most: number of available devices; called only if something does not fit.
@@ -113,7 +113,7 @@ def multiplies_all(model: ModelConfig, platform: str) -> bool:
 
 
 def run_uses(config: TrainConfig, mesh: Mapping[str, int], platform: str | None) -> list[Use]:
-    """Returns what each kind of block needs from an attention kernel."""
+    """Returns how each kind of block uses attention."""
     share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
     return [block.use_on(share, config.model.precision.compute) for block in config.model.block_kinds()]
 
@@ -124,7 +124,7 @@ def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> LocalShape:
 
 
 def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | None = None) -> Iterator[str]:
-    """Yields each misfit of settings and mesh, with the nearest values that work; ignores the run's own mesh.
+    """Yields each conflict of settings and mesh, with the nearest values that work; ignores `config.mesh`.
 
     Args:
       devices: number available, if known.
@@ -144,7 +144,7 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
 
 
 def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """Yields each misfit of settings and mesh; ignores the run's own mesh."""
+    """Yields each conflict of settings and mesh; ignores `config.mesh`."""
     of_model = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
     yield from of_model or (*map(Problem, kernel_problems(config, mesh)), *padding_problems(config, mesh))
     yield from batch_problems(config, mesh)
@@ -155,7 +155,7 @@ def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
 
 
 def batch_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """Yields why the batch cannot be divided."""
+    """Yields why mesh and accumulation cannot divide the batch."""
     batch, divisor = config.data.global_batch_size, batch_parts(mesh) * config.train.accumulation
     by, among = f"mesh.{'*'.join(BATCH)} * train.accumulation", (*mesh_settings(BATCH), "train.accumulation")
     yield from not_divisible("data.global_batch_size", batch, by, divisor, dict.fromkeys(among, batch))

@@ -7,10 +7,10 @@ Every `train.verify_every` steps, checksums of each device's shards are compared
    before clipping, are compared first, because clipping spreads one wrong gradient to all results.
 
 Checksums of every step's gradients tell in which step copies first differed. Programs must be bitwise reproducible
-(`step.compiler_options`). With dp 1, a gradient that was wrong once between verifications leaves nothing to compare.
+(`step.compiler_options`). With dp 1, nothing reveals a gradient that was wrong once, between verifications.
 Cost: `scripts/results/verify_cost.txt`.
 
-Losses, gradients and updates that are not finite have their errors here too.
+The errors for non-finite losses, gradients and updates are here too.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ HostShards = dict[str, list[tuple[jax.Device, np.ndarray]]]
 """This process's shards of each array, in host memory."""
 
 _BEFORE_SUM = (
-    "Every copy of some part differs, or there is only one, so the fault may have come before these gradients were "
-    "summed: then it is on one of the devices that add to them. "
+    "All copies of some shard differ, or there is only one, so the fault may precede the reduction of these gradients: "
+    "then it is on one of the devices that contribute to them. "
 )
 _BATCH = "batch."
 
@@ -68,7 +68,7 @@ class CorruptionError(NumericsError):
 
 
 class Verifier:
-    """Verifies steps, and keeps checksums of gradients in between.
+    """Verifies steps, and records checksums of gradients in between.
 
     All processes must call each method that raises, at the same step; all raise the same error.
 
@@ -90,7 +90,7 @@ class Verifier:
         self._before: HostShards = {}
         self._first: HostShards = {}
         self._tables: list[Array] = []
-        """Checksums of the state and batch, of both back from the host, of the gradients, and of the result."""
+        """Checksums of state and batch, of both after their return from the host, of gradients, and of the result."""
 
     def due(self, step: int) -> bool:
         """Returns whether to verify a step."""
@@ -131,11 +131,11 @@ class Verifier:
         twice = changed(self._gradients, first_gradients, second_gradients)
         faults = {
             "the state changed on its way to host memory and back": changed(self._before, before, back),
-            "the gradients of the step, made twice from the same state and batch, differ": twice,
+            "the gradients of the step, computed twice from the same state and batch, differ": twice,
             "copies of the gradients differ, each time in the same way": minority_devices(
                 second_gradients, self._gradients
             ),
-            "the update, made twice from the same gradients, differs": changed(results, first_result, second_result),
+            "the update, computed twice from equal gradients, differs": changed(results, first_result, second_result),
             "copies differ after the update, each time in the same way": minority_devices(
                 second_result, replica_groups_by_name(results)
             ),
@@ -150,7 +150,7 @@ class Verifier:
         self._history.clear()
         self._before, self._first = {}, {}
 
-    def note(self, step: int, gradients: Array) -> None:
+    def record(self, step: int, gradients: Array) -> None:
         """Keeps a step's gradient checksums until the next verification."""
         self._history[step] = np.asarray(gradients)
 
@@ -182,19 +182,19 @@ class Verifier:
         if not saved:
             return "There is no checkpoint: the same command starts again"
         good, later = [each for each in saved if each <= last], [each for each in saved if each > last]
-        unverified = f"{'that' if len(later) == 1 else 'those'} at {', '.join(map(str, later))}"
+        unverified = f"the checkpoint{'s' * (len(later) > 1)} at {', '.join(map(str, later))}"
         if not good:
             return (
-                f"No checkpoint was verified after it was saved, not {unverified}: the same command resumes from step "
-                f"{saved[-1]}, which may be corrupted too"
+                f"No verification followed {unverified}: the same command resumes from step {saved[-1]}, which may be "
+                "corrupted too"
             )
         if later:
             return (
-                f"The checkpoint at step {good[-1]} is good, by the verification at step {last}; {unverified} came "
-                f"later: move what came later out of {self._checkpoints.folder}, and the same command resumes from "
+                f"The verification at step {last} shows that the checkpoint at step {good[-1]} is good; later ones are "
+                f"unverified: move {unverified} out of {self._checkpoints.folder}, and the same command resumes from "
                 f"step {good[-1]}"
             )
-        return f"The same command resumes from step {good[-1]}, whose checkpoint is good by the verification at {last}"
+        return f"The same command resumes from step {good[-1]}, which the verification at step {last} shows to be good"
 
 
 def changed(names: Iterable[str], one: np.ndarray, other: np.ndarray) -> MeshPositions:
@@ -248,7 +248,7 @@ def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> st
 
 
 def nonfinite_gradient(run: Run, what: str, step: int, batch: Batch, info: dict[str, object]) -> NonFiniteError:
-    """Saves the state, still as before the step, and the batch; returns the error that describes `what`.
+    """Saves the unchanged state and the batch; returns the error that describes `what`.
 
     Replaces the files of an earlier failure.
     """
@@ -262,13 +262,13 @@ def nonfinite_gradient(run: Run, what: str, step: int, batch: Batch, info: dict[
     except (UserError, OSError) as error:
         saved = f"could not be saved for inspection ({error})"
     return NonFiniteError(
-        f"{what}: not finite. Nothing of it entered the weights; they and the batch {saved}. "
+        f"{what}: not finite. The weights do not contain it; they and the batch {saved}. "
         f"{_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, a bad sample), or {remedy}"
     )
 
 
 def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFiniteError:
-    """Returns the error after an update that is not finite: the weights are lost, but not saved."""
+    """Returns the error for a non-finite update, whose weights are not saved."""
     loss, gradient, weights, rate = (values[n] for n in ("loss", "grad_norm", "param_norm", "learning_rate"))
     counts = sums(named_arrays(run.state)).not_finite()
     where = f": {describe_not_finite(counts)}" if counts else ""

@@ -99,5 +99,5 @@ def test_unigram_vocabularies_too():
 
 def test_a_tokenizer_whose_tokens_cannot_be_told_apart_is_refused(monkeypatch):
     monkeypatch.setattr("jaxtp.data.chat_template._renamed", lambda file, names: file)
-    with pytest.raises(TokenizerError, match="cannot be told from text that spells it"):
+    with pytest.raises(TokenizerError, match="is indistinguishable from text that spells it"):
         RenderedTokenizer(json.dumps(json.loads(begins_texts())).encode(), "t")

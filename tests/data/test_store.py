@@ -86,7 +86,7 @@ def test_what_is_not_there_is_an_index_error(dataset):
         lambda: split.document_at(split.num_tokens),
         lambda: split.tokens(0, split.num_tokens + 1),
         lambda: split.tokens(3, 2),
-        lambda: split.place(10**6),
+        lambda: split.location(10**6),
     ):
         with pytest.raises(IndexError, match="of"):
             ask()
@@ -95,8 +95,8 @@ def test_what_is_not_there_is_an_index_error(dataset):
 def test_places_name_shard_and_document(dataset):
     split = dataset.splits["train"]
     first = len(next(split.lengths()))
-    assert split.place(first - 1).endswith(f"train-00000.tokens, document {first - 1}")
-    assert split.place(first).endswith("train-00001.tokens, document 0")
+    assert split.location(first - 1).endswith(f"train-00000.tokens, document {first - 1}")
+    assert split.location(first).endswith("train-00001.tokens, document 0")
 
 
 def test_threads_and_pickles_read_the_same(dataset):
@@ -188,14 +188,14 @@ def test_verify_checks_ids_and_offsets_against_the_manifest(copy):
     [
         (lambda r: r.update(format=2), "format 2; this version of jaxtp reads format 1"),
         (lambda r: r.pop("splits"), "damaged: splits: Field required"),
-        (lambda r: r["splits"]["train"].update(tokens=3), "tokens of train are not those of its shards"),
+        (lambda r: r["splits"]["train"].update(tokens=3), "tokens of train does not match its shards"),
         (lambda r: r["splits"].update(secret=r["splits"].pop("train")), "unknown split 'secret'"),
         (lambda r: r["tokenizer"].update(kind="mine"), "tokenizer.kind = 'mine'"),
         (lambda r: r["tokenizer"].update(eos_id=256), "token 256 is beyond vocab_size = 256"),
         (lambda r: r["tokenizer"].update(vocab_size=True), "tokenizer.vocab_size = True: "),
-        (lambda r: r.update(prompts=False), "a shard of the files"),
+        (lambda r: r.update(prompts=False), "a shard has the files"),
         (lambda r: r["splits"]["train"]["shards"][0].update(documents=-1), "documents = -1"),
-        (lambda r: r["splits"]["train"]["shards"][0].update(documents=0), "a shard of 0 documents"),
+        (lambda r: r["splits"]["train"]["shards"][0].update(documents=0), "a shard has 0 documents"),
     ],
 )
 def test_a_manifest_that_does_not_hold_is_refused(copy, edit, message):

@@ -18,7 +18,7 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train import self_check
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.run_report import describe_kernels
-from jaxtp.train.self_check import TOLERANCE, check_attention, relative_errors, settle_attention
+from jaxtp.train.self_check import TOLERANCE, check_attention, relative_errors, select_attention
 from jaxtp.train.validation import run_uses
 
 MODEL = ModelConfig(
@@ -210,7 +210,7 @@ RUN = TrainConfig(model=dataclasses.replace(MODEL, attention="auto"), data=DataC
 
 
 def settled(mesh):
-    settle_attention(RUN, mesh, check_attention(RUN, mesh, on_cpu=True))
+    select_attention(RUN, mesh, check_attention(RUN, mesh, on_cpu=True))
     return describe_kernels(RUN, mesh_sizes(mesh), "cpu")
 
 
@@ -236,7 +236,7 @@ def test_all_processes_take_the_same_kernel(timed, monkeypatch):
     )
     kernels._MEASURED.clear()
     times[1] = [{}]
-    settle_attention(RUN, mesh, times[0])
+    select_attention(RUN, mesh, times[0])
     assert not kernels._MEASURED
 
 

@@ -25,7 +25,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import performance
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxtp.train.metrics import Timing, Trackers, _identity, draw
+from jaxtp.train.metrics import Timing, Trackers, _tracker_id, draw
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.run_folder import RunFolderError
@@ -95,7 +95,7 @@ def test_a_tracker_that_fails_gets_no_more_and_the_run_goes_on(tmp_path):
         trackers.close()
     assert list(records(tmp_path)) == list(range(1, 41))
     assert len(said) == 1
-    assert "metrics.trackers: tensorboard failed ([Errno 27] File too large) and gets no more" in said[0]
+    assert "metrics.trackers: tensorboard failed ([Errno 27] File too large) and is closed" in said[0]
 
 
 def test_a_full_disk_under_the_metrics_is_one_message(tmp_path):
@@ -121,8 +121,8 @@ def test_files_that_a_crash_left_half_written(tmp_path):
     (tmp_path / "trackers.json").write_bytes(b'{"wandb": "a')
     trackers_of(tmp_path, resumed_at=1).close()
     assert records(tmp_path) == {1: 2.0}
-    assert _identity(tmp_path, "aim", "new") == "new"
-    assert _identity(tmp_path, "aim", None) == "new"
+    assert _tracker_id(tmp_path, "aim", "new") == "new"
+    assert _tracker_id(tmp_path, "aim", None) == "new"
 
 
 @pytest.mark.journey

@@ -18,7 +18,7 @@ from jaxtp.train import run_folder
 from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.optimizer import learning_rate
-from jaxtp.train.resume import change_of_rate, check_resumable
+from jaxtp.train.resume import check_resumable, learning_rate_change
 from jaxtp.train.run_folder import RunFolderError, checkpoint_info
 
 CONFIG = TrainConfig()
@@ -64,12 +64,12 @@ def test_the_learning_rate_that_other_steps_make_is_said():
     before = configuration.replace_nested(TrainConfig(), {"train.steps": 60})
     stored = configuration.to_plain(before)
     rates = [learning_rate(before.optimizer, steps) for steps in (60, 600)]
-    (line,) = change_of_rate(configuration.replace_nested(before, {"train.steps": 600}), stored, 59)
+    (line,) = learning_rate_change(configuration.replace_nested(before, {"train.steps": 600}), stored, 59)
     last, now, other = (f"{float(rate):.4g}" for rate in (rates[0](58), rates[1](59), rates[0](59)))
     assert line == f"learning rate: {last} at the last step, {now} at the next; without the changes it would be {other}"
     assert float(now) > 5 * float(last)
-    assert change_of_rate(before, stored, 59) == []
-    assert change_of_rate(configuration.replace_nested(before, {"train.steps": 600}), stored, 0) == []
+    assert learning_rate_change(before, stored, 59) == []
+    assert learning_rate_change(configuration.replace_nested(before, {"train.steps": 600}), stored, 0) == []
 
 
 def test_what_is_in_the_checkpoints_of_runs_under_way():

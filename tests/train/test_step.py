@@ -256,7 +256,7 @@ def loss_of_bigram(model, batch):
     return jnp.sum(jnp.where(counted, losses, 0.0)), jnp.sum(counted).astype(jnp.float32)
 
 
-def test_a_run_takes_another_model_and_loss(tmp_path):
+def test_a_run_takes_another_model_and_loss(tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
     config = TrainConfig(
         run=RunConfig(dir=tmp_path / "run"),
@@ -269,6 +269,8 @@ def test_a_run_takes_another_model_and_loss(tmp_path):
     with ExitStack() as exit_stack:
         run = make_run(config, exit_stack, parts=Parts(model=Bigram, loss=loss_of_bigram))
         assert Loop(run).run_to_end()
+    # `jaxtp evaluate`, `generate` and `convert export` are for decoders.
+    assert capsys.readouterr().out.splitlines()[-1] == f"saved in {tmp_path / 'run/checkpoints/30'}"
     losses = records(tmp_path / "run", "eval_loss")
     assert losses[30] < losses[0] - 1
     with ExitStack() as exit_stack:

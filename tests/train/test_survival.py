@@ -106,7 +106,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     (run / "non_finite").mkdir(parents=True)
     assert main([*command, *EXPLODE, "--run.dir", str(run), "--checkpoint.every", "1"]) == WRONG
     error = capsys.readouterr().err
-    assert "not finite. Nothing of it entered the weights" in error
+    assert "not finite. The weights do not contain it" in error
     assert "The same command resumes from the checkpoint at step 1" in error
     assert "--train.non-finite skip" in error
     (kept,) = (run / "non_finite").glob("[0-9]*")

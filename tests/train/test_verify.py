@@ -87,7 +87,7 @@ class Rig:
         state = self.verifier.begin(4, self.state() if state is None else state, self.batch, first)
         state, _, gradients = second(state)
         state = damage(state)
-        self.verifier.note(4, gradients)
+        self.verifier.record(4, gradients)
         self.verifier.finish(4, state, gradients)
         return state
 
@@ -199,7 +199,7 @@ def test_a_wrong_copy_is_found_at_the_next_verification(rig, array):
     assert named(message) == (holders if len(holders) == 2 else {position})
     assert f"of process 0 (on {socket.gethostname()})" in message
     assert "checkpoint at step 1 is good" in message
-    assert "that at 3 came later: move what came later out of checkpoints" in message
+    assert "later ones are unverified: move the checkpoint at 3 out of checkpoints" in message
     kept = {each: rig.kept("before", each)[array] for each in holders}
     assert not any(np.array_equal(kept[position], kept[each]) for each in holders - {position})
 
@@ -211,7 +211,9 @@ def test_a_wrong_gradient_of_one_computation_names_its_device(rig, wrong, name):
     made = [rig.compute(), rig.compute()]
     made[wrong] = rig.compute({position}, name)
     message = rig.fails(*made)
-    assert f"the gradients of the step, made twice from the same state and batch, differ: {name} on device " in message
+    assert (
+        f"the gradients of the step, computed twice from the same state and batch, differ: {name} on device " in message
+    )
     assert named(message) == {position}
     assert ("may have come before" in message) == (len(copies(rig, f"model.{name}", position)) == 1)
     assert "There is no checkpoint" in message
@@ -228,7 +230,7 @@ def test_a_wrong_gradient_of_any_step_is_traced_to_the_step_and_the_device(rig):
     state = rig.state()
     for step, wrong in {1: (), 2: {position}, 3: ()}.items():
         state, _, gradients = rig.compute(wrong)(state)
-        rig.verifier.note(step, gradients)
+        rig.verifier.record(step, gradients)
     message = rig.fails(rig.compute(), rig.compute(), state=state)
     assert f"copies of the gradients of step 2 differed, and since then those of the state: {SCALE} on dev" in message
     assert named(message) == (holders if len(holders) == 2 else {position})
@@ -248,13 +250,13 @@ def test_a_gradient_that_is_wrong_in_all_copies_was_wrong_before_their_sum(rig):
     holders = copies(rig, f"model.{KERNEL}", 0)
     message = rig.fails(rig.compute(holders, KERNEL), rig.compute())
     assert named(message) == holders
-    assert "the fault may have come before these gradients were summed" in message
+    assert "the fault may precede the reduction of these gradients" in message
 
 
 def test_a_wrong_update_is_told_from_a_wrong_gradient(rig):
     position, array = rig.mesh.size - 1, f"model.{KERNEL}"
     message = rig.fails(rig.compute(), rig.compute(), damage=lambda state: with_flip(state, array, position))
-    assert "the update, made twice from the same gradients, differs" in message
+    assert "the update, computed twice from equal gradients, differs" in message
     assert named(message) == {position}
 
 
@@ -270,8 +272,8 @@ def test_a_host_that_remembers_something_else_is_named(rig, monkeypatch):
     ("saved", "verified", "told"),
     [
         ([], None, "There is no checkpoint: the same command starts again"),
-        ([2, 3], None, "not those at 2, 3: the same command resumes from step 3, which may be corrupted"),
-        ([2, 3], 3, "The same command resumes from step 3, whose checkpoint is good by the verification at 3"),
+        ([2, 3], None, "No verification followed the checkpoints at 2, 3: the same command resumes from step 3, which"),
+        ([2, 3], 3, "The same command resumes from step 3, which the verification at step 3 shows to be good"),
     ],
 )
 def test_the_way_back_says_which_checkpoints_are_good(rig, saved, verified, told):

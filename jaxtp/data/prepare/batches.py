@@ -26,7 +26,7 @@ from jaxtp.data.prepare.readers import (
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
 _FEW = 1000
-"""Up to this many documents the held-out ones are counted; with more, their hashes approach the share by themselves."""
+"""Up to this many documents the number held out is exact; with more, hashes alone come close to the share."""
 
 
 class Entry(NamedTuple):
@@ -52,7 +52,7 @@ class Batch:
 
 
 def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error: str) -> Iterator[Batch]:
-    """Yields documents from `start`; if `on_error` is stop, raises at a problem, after everything before it."""
+    """Yields documents from `start`; with `on_error` "stop", raises at a problem, after all documents before it."""
     done, batch, size = 0, Batch(start), 0
     for index, source in enumerate(sources):
         before, done = done, done + source.size
@@ -77,7 +77,7 @@ def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error
 
 
 def _entry(turns: tuple[Turn, ...]) -> Entry:
-    """Hashes the prompt lengths too: another boundary makes another document."""
+    """Hashes prompt lengths too, so that the end of a prompt matters."""
     digest, sizes = hashlib.sha256(), []
     for turn in turns:
         plain = without_marks if turn.is_rendered else str
@@ -102,8 +102,8 @@ def split_of(digest: bytes, held_out: float) -> str:
 def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) -> float:
     """Returns the `fraction` below which a document is held out.
 
-    With many documents it is `--held-out`. With few it lies between two documents' fractions, where the number below it
-    is nearest to the share; at least one document remains for training.
+    With many documents it is `--held-out`. With few, it is the threshold that holds out the number of documents nearest
+    to the share; at least one document remains for training.
     """
     if not config.held_out:
         return 0.0

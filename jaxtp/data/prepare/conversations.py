@@ -71,7 +71,7 @@ class Conversations:
             turns.append(self._turn(escaped, index))
             size += sum(len((text or "").encode()) for text in turns[-1][:2])
             if size > self._max_bytes:
-                raise too_large(self._max_bytes, "its answers with all before each: ")
+                raise too_large(self._max_bytes, "its answers with their prompts: ")
         return tuple(turns)
 
     def encode(self, turns: Sequence[Turn]) -> list[list[Tokens]]:
@@ -89,8 +89,8 @@ class Conversations:
         whole = self._template.render(messages[: index + 1], answer=False)
         if not whole.startswith(before):
             raise ChatError(
-                f"message {index + 1}: the template writes this answer otherwise than its header for answers, "
-                f"{without_marks(self._tokens.mark(before))[-40:]!r}; give another by --template FILE"
+                f"message {index + 1}: the template starts this answer differently from its generation prompt, "
+                f"{without_marks(self._tokens.mark(before))[-40:]!r}; give another template by --template FILE"
             )
         return Turn(self._tokens.mark(before), self._tokens.mark(whole[len(before) :]), is_rendered=True)
 
@@ -119,9 +119,9 @@ def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, st
         return {}
     info, tokens = tokenizer.info, {}
     if info.prefix:
-        tokens["bos_token"] = tokenizer.spelled(info.prefix[0])
+        tokens["bos_token"] = tokenizer.spelling(info.prefix[0])
     if info.eos_id is not None:
-        tokens["eos_token"] = tokenizer.spelled(info.eos_id)
+        tokens["eos_token"] = tokenizer.spelling(info.eos_id)
     return tokens | special_tokens(tokenizer_file(config.tokenizer).parent)
 
 

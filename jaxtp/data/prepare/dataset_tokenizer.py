@@ -8,7 +8,7 @@ from jaxtp.data.manifest import TOKENIZER
 from jaxtp.data.prepare.batches import batches, fraction
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import Position, PrepareError
-from jaxtp.data.prepare.session import Job, State, damaged
+from jaxtp.data.prepare.session import Job, State, damaged_error
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import end_token
 
@@ -37,7 +37,7 @@ def open_tokenizer(job: Job, state: State) -> Tokenizer:
         state.tokenizer = tokenizer.info
         state.save(job.out)
     elif state.tokenizer.sha256 is not None and not (path.exists() and sha256(path) == state.tokenizer.sha256):
-        raise damaged(path, "it is not the tokenizer that made the tokens so far")
+        raise damaged_error(path, "it is not the tokenizer that made the tokens so far")
     return tokenizer
 
 
@@ -46,9 +46,9 @@ def describe(tokenizer: Tokenizer) -> Iterator[str]:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         prefix, end = tokenizer.info.prefix, tokenizer.info.eos_id
         if prefix:
-            yield f"begin with {' '.join(f'{tokenizer.spelled(token)} ({token})' for token in prefix)}"
+            yield f"begin with {' '.join(f'{tokenizer.spelling(token)} ({token})' for token in prefix)}"
         if end is not None:
-            yield f"end with {tokenizer.spelled(end)} ({end})"
+            yield f"end with {tokenizer.spelling(end)} ({end})"
 
 
 def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:

@@ -29,8 +29,8 @@ class PrepareConfig:
 
     inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="")] = ()
     """Text, .jsonl, .json and .parquet files (all but Parquet also as .gz and .zst), folders of them, and Hugging Face
-    datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json file named here that holds a list of
-    objects is read as rows; any other .json file is text."""
+    datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json file named here is read as rows if it holds
+    a list of objects; any other .json file is text."""
 
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the dataset. The same command resumes after an interruption."""
@@ -54,8 +54,8 @@ class PrepareConfig:
     """Documents have no end token."""
 
     bos: Literal["auto", "none"] = "auto"
-    """auto: each document starts with the tokens that tokenizer.json itself puts before a text, as Llama's does; none:
-    with its text. Bytes and tokenizers trained here have no such token."""
+    """auto: each document starts with the tokens that tokenizer.json puts before a text, such as Llama's BOS; none: it
+    starts with its text. Bytes and tokenizers trained here have no such token."""
 
     special_tokens: Switch = False
     """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it stays text."""
@@ -92,13 +92,13 @@ class PrepareConfig:
 
     held_out: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")] = 0.01
     """Share of the documents for validation, chosen by a hash of their text. Of up to 1,000 documents the nearest
-    number is held out; of more, each is chosen independently of the others."""
+    number is held out; with more, each is chosen independently."""
 
     dedup: Switch = False
     """Leaves out documents that equal an earlier one, byte for byte; takes about 100 bytes of memory per document."""
 
     on_error: Literal["stop", "skip"] = "stop"
-    """For input that cannot be read: stop reports what and where, skip counts it and continues."""
+    """On unreadable input: stop ends with its file and line; skip counts it and continues."""
 
     max_document_bytes: Count = 2**26
     """Maximum size of a document, a line of JSONL, or the answers of a conversation with their prompts; a document and
@@ -111,10 +111,10 @@ class PrepareConfig:
     """Tokens after which a shard is full; no document is split over two shards."""
 
     save_seconds: NonNegative = 5.0
-    """Seconds between the points from which an interrupted command resumes."""
+    """Seconds between saves of the progress, from which an interrupted command resumes."""
 
     overwrite: Switch = False
-    """Starts over if --out holds another dataset; deletes that one before anything is read."""
+    """Starts over if --out holds another dataset: deletes that dataset before reading anything."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for the content of dataset.json, or for the result of --verify."""

@@ -36,7 +36,7 @@ END = -1
 _SUFFIXES = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
 _SKIP_BYTES = 2**20
 _PEEKED_LINES = 100
-"""The first object must be in these lines, if its keys are to decide."""
+"""The first object must be in these lines for its keys to be read."""
 _MAX_ARRAY = 2**30
 """Bytes of a JSON list, which is in memory as a whole."""
 _BINARY_PREFIX = 8192
@@ -44,8 +44,8 @@ _BINARY_PREFIX = 8192
 _ARRAY_START = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 _PEEKED_BYTES = 4096
 """The first object of an array must start in this prefix."""
-BROKEN = (gzip.BadGzipFile, EOFError, zlib.error)
-"""Errors of truncated or damaged streams, including zstd's."""
+DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
+"""Errors of truncated or damaged gzip streams; `_unpack_zstd` converts zstd's to EOFError."""
 _ZSTD_CHUNK = 2**11
 """Compressed bytes at a time; zstd may unpack them to 30,000 times as many, which are in memory together."""
 _PARQUET_ROWS = 32
@@ -57,7 +57,7 @@ class PrepareError(UserError):
 
 
 class BadInputError(Exception):
-    """A row or the rest of a source is unusable; `is_harmless` ones are only counted, regardless of `--on-error`."""
+    """A row or the rest of a source is unusable; if `is_harmless`, it is only counted, whatever `--on-error` is."""
 
     def __init__(self, kind: str, complaint: str, *, is_harmless: bool = False):
         super().__init__(complaint)
@@ -142,7 +142,7 @@ class Source:
     max_window: int
     """Maximum bytes of memory for unpacking a zstd file."""
     in_folder: bool = False
-    """Whether it was found in a folder rather than named."""
+    """Whether a folder contains it, rather than the command line."""
     table: "datasets.Dataset | None" = None
 
 
@@ -155,7 +155,7 @@ def is_array(path: Path, format: str, max_window: int) -> bool:
     """Returns whether a file starts as a list of objects."""
     if format != JSONL and _suffix(path) != ".json":
         return False
-    with suppress(*BROKEN, BadInputError, OSError), open_stream(path, max_window) as (content, _):
+    with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError), open_stream(path, max_window) as (content, _):
         return _ARRAY_START.match(content.read(_PEEKED_BYTES)) is not None
     return False
 
@@ -165,7 +165,7 @@ def _suffix(path: Path) -> str:
 
 
 def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
-    """Yields what follows the first `start` items."""
+    """Yields an event for each item after the first `start`."""
     unit, number = "line" if source.format == JSONL else "row", start
     try:
         for number, done, item in _READERS[source.format](source, start, fields):
@@ -177,14 +177,14 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
                 yield Event((), number, done, error.at(f"{source.path}, {unit} {number}"))
         if not number:
             raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
-    except (BadInputError, *BROKEN, OSError) as error:
+    except (BadInputError, *DECOMPRESSION_ERRORS, OSError) as error:
         after = f", after {unit} {number}" if number else ""
-        yield Event((), END, source.size, _unreadable(source, error).at(f"{source.path}{after}"))
+        yield Event((), END, source.size, _to_bad_input(source, error).at(f"{source.path}{after}"))
 
 
 def first_keys(source: Source) -> list[str]:
     """Returns the columns, or the first JSON object's keys; empty if unreadable."""
-    with suppress(*BROKEN, BadInputError, OSError):
+    with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError):
         for _, _, item in itertools.islice(_READERS[source.format](source, 0, None), _PEEKED_LINES):
             with suppress(BadInputError):
                 return list(_row(source, item))
@@ -233,7 +233,7 @@ def _read_array(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
 def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
     """Skips row groups before `start`.
 
-    Each batch starts with its row group, so the same rows precede a damaged page wherever reading started.
+    Batches begin with a row group, so the same rows precede a damaged page whatever `start` is.
     """
     import pyarrow
     from pyarrow import parquet
@@ -248,7 +248,7 @@ def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator
                     continue
                 for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=names):
                     columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
-                    for values in zip(*columns, strict=True):  # one row at a time: a dictionary may repeat long texts
+                    for values in zip(*columns, strict=True):  # by row: a dictionary column may repeat long texts
                         row += 1
                         if row > start:
                             done = source.size * row // max(file.metadata.num_rows, row)
@@ -257,7 +257,7 @@ def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
     except (pyarrow.lib.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise _unreadable(source, error) from None
+            raise _to_bad_input(source, error) from None
         raise BadInputError(BROKEN_FILE, f"broken Parquet file: {str(error).splitlines()[0][:200]}") from None
 
 
@@ -276,7 +276,7 @@ _READERS: dict[str, Callable[[Source, int, Fields | None], Iterator[Item]]] = {
     PARQUET: _read_parquet,
     DATASETS: _read_table,
 }
-"""Each yields the items after the first so many; of tables the columns to read, by default all."""
+"""By format: takes a source, the number of items to skip, and the columns to read (None for all)."""
 
 
 def _columns(existing: list[str], fields: Fields | None) -> list[str]:
@@ -309,7 +309,7 @@ def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryI
 
 
 class _Unpacked(io.RawIOBase):
-    """Nonempty parts as a stream."""
+    """A stream of nonempty parts."""
 
     def __init__(self, parts: Iterator[memoryview]):
         self._parts, self._left = parts, memoryview(b"")
@@ -326,7 +326,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _unpack_zstd(file: BinaryIO, max_window: int) -> Iterator[memoryview]:
-    """Yields the content of all frames. The library's reader takes a truncated frame for a whole one."""
+    """Yields the content of all frames; the library's own reader does not notice a truncated frame."""
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=max_window)
@@ -402,10 +402,10 @@ def _is_longer(text: str, limit: int) -> bool:
     return len(text) > limit or (4 * len(text) > limit and len(text.encode(errors="replace")) > limit)
 
 
-def _unreadable(source: Source, error: Exception) -> BadInputError:
+def _to_bad_input(source: Source, error: Exception) -> BadInputError:
     if isinstance(error, BadInputError):
         return error
-    if isinstance(error, BROKEN):
+    if isinstance(error, DECOMPRESSION_ERRORS):
         return BadInputError(BROKEN_FILE, f"broken {Path(source.path).suffix.removeprefix('.')} file: {error}")
     return BadInputError(UNREADABLE, str(getattr(error, "strerror", None) or error))
 

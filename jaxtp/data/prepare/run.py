@@ -24,9 +24,9 @@ from jaxtp.data.prepare.session import (
     State,
     begin,
     clear_leftovers,
-    cut,
     drop_unknown,
     locked,
+    truncate_file,
 )
 from jaxtp.data.prepare.sources import find_sources, with_layout
 from jaxtp.data.store import open_dataset
@@ -35,7 +35,7 @@ from jaxtp.data.tokenizer import Tokenizer
 _DIGEST = 16
 """Stored bytes of each hash, with --dedup: two of 10^12 documents collide with a probability of 10^-14."""
 _MAX_PROBLEMS = 5
-"""Problems that are shown."""
+"""Most problems that are printed."""
 _LINE_SECONDS = 5.0
 """Seconds between lines of progress."""
 
@@ -56,7 +56,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
                 state.threshold = threshold(sources, job.fields, config)
             if state.threshold is not None:
                 job = replace(job, config=replace(config, held_out=state.threshold))
-            _Work(job, open_tokenizer(job, state), state, stack).finish()
+            _Preparation(job, open_tokenizer(job, state), state, stack).finish()
     except OSError as error:  # from writing; readers handle read errors
         if error.filename == STANDARD_OUTPUT:
             raise
@@ -65,7 +65,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
         ) from None
 
 
-class _Work:
+class _Preparation:
     def __init__(self, job: Job, tokenizer: Tokenizer, state: State, stack: ExitStack):
         self._job, self._config, self._tokenizer, self._state = job, job.config, tokenizer, state
         info = tokenizer.info
@@ -80,7 +80,7 @@ class _Work:
         drop_unknown(job.out, {name for writer in self._writers.values() for name in writer.files()})
         self._digests: set[bytes] = set()
         if self._config.dedup:
-            cut(job.out / SEEN, state.seen * _DIGEST)
+            truncate_file(job.out / SEEN, state.seen * _DIGEST)
             self._seen = stack.enter_context((job.out / SEEN).open("a+b"))
             self._seen.seek(0)
             self._digests = {self._seen.read(_DIGEST) for _ in range(state.seen)}
@@ -206,7 +206,7 @@ class _Work:
 
     def _summary(self, manifest: Manifest) -> Iterator[str]:
         info, requested = manifest.tokenizer, self._config.train_bpe or 0
-        fewer = f" (the text gives no more; asked for {requested:,})" if requested > info.vocab_size else ""
+        fewer = f" (the text yields no more; requested {requested:,})" if requested > info.vocab_size else ""
         yield f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
         if ends := list(describe(self._tokenizer)):
             yield f"{'documents':<12}{'; '.join(ends)}"
@@ -219,7 +219,7 @@ class _Work:
                 f"{shards} shard{'' if shards == 1 else 's'}, the longest document {split.longest:,}"
             )
         if not manifest.splits[VALIDATION].shards and manifest.arguments["held_out"]:
-            yield f"{'':<12}nothing is held out: of so few documents, take a larger --held-out"
+            yield f"{'':<12}nothing is held out: so few documents need a larger --held-out"
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"
 

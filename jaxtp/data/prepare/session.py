@@ -1,10 +1,10 @@
-"""The folder of a dataset in the making: its journal, and the files that grow.
+"""The folder of an unfinished dataset: its journal, and the files that grow.
 
-`begin` decides whether a command starts, resumes or finds finished a dataset, or must leave the folder alone.
+`begin` decides whether a command starts or resumes a dataset, finds it finished, or refuses the folder.
 
 `journal.json` exists from the start until `dataset.json` does. It records the position in the inputs and each file's
-length there. It is written every few seconds, after everything that it describes is on disk; a resume drops the rest.
-Shards end only by their number of tokens, so neither batches nor interruptions affect the result.
+length there. It is written every few seconds, once all data that it describes is on disk; resuming drops later data.
+The number of tokens alone decides where a shard ends, so neither batches nor interruptions affect the result.
 """
 
 import fcntl
@@ -59,7 +59,7 @@ _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PRO
 _BUFFER = 2**20
 
 
-def damaged(path: Path, how: str) -> PrepareError:
+def damaged_error(path: Path, how: str) -> PrepareError:
     """Returns the error for a dataset that cannot be resumed."""
     return PrepareError(f"{path}: damaged, so the command cannot resume: {how}; --overwrite starts over")
 
@@ -83,7 +83,7 @@ class Job:
     config: PrepareConfig
     sources: list[Source]
     tokenizer: Tokenizer | None
-    """None if it is to be trained."""
+    """None if the command trains it."""
     conversations: Conversations | None
 
     @property
@@ -98,9 +98,9 @@ class State:
 
     arguments: Mapping[str, object]
     tokenizer: TokenizerInfo | None = None
-    """None until it is known."""
+    """None until it is opened or trained."""
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """`batches.threshold`; None in datasets that older versions started, which held out the share itself."""
+    """From `batches.threshold`; None if an older version, whose threshold is `held_out`, started the dataset."""
     position: Position = Position(0, 0)
     seen: Annotated[int, Field(ge=0)] = 0
     """Number of valid hashes in the file `SEEN`."""
@@ -206,7 +206,7 @@ def _load(out: Path) -> State | None:
     except FileNotFoundError:
         return None
     except (OSError, DatasetError) as error:
-        raise damaged(path, str(error)) from None
+        raise damaged_error(path, str(error)) from None
 
 
 def _require_empty(out: Path) -> None:
@@ -225,7 +225,7 @@ def _require_inputs_elsewhere(out: Path, config: PrepareConfig) -> None:
 
 
 def _changed(before: Manifest | State, job: Job, settings: dict[str, object], read: int | None) -> list[str]:
-    """Returns changed settings, or else changes of the first `read` inputs."""
+    """Returns changed settings, or else changes among the first `read` inputs."""
     defaults = arguments(PrepareConfig())  # of settings that are newer than the dataset
     changed = schema.differences({**defaults, **before.arguments}, settings)
     if before.tokenizer is not None and job.tokenizer is not None:
@@ -259,19 +259,19 @@ def _inputs_before(out: Path) -> list[_Input]:
     except FileNotFoundError:
         return []
     except (ValueError, TypeError, RecursionError) as error:
-        raise damaged(path, str(error)) from None
+        raise damaged_error(path, str(error)) from None
 
 
-def cut(path: Path, size: int) -> None:
-    """Cuts a file to a size that it had."""
+def truncate_file(path: Path, size: int) -> None:
+    """Truncates a file to an earlier size."""
     if size and (not path.exists() or path.stat().st_size < size):
-        raise damaged(path, "it is shorter than it was")
+        raise damaged_error(path, "it is shorter than the journal says")
     with path.open("ab") as file:
         file.truncate(size)
 
 
 class SplitWriter:
-    """Appends documents to a split, first cut to `progress`."""
+    """Appends documents to a split, after truncating its files to `progress`."""
 
     def __init__(
         self, folder: Path, split: str, tokenizer: TokenizerInfo, prompts: bool, shard_tokens: int, progress: Progress
@@ -285,11 +285,11 @@ class SplitWriter:
             for suffix in self._suffixes:
                 path = self._path(index, suffix)
                 if not path.exists() or path.stat().st_size != sizes[suffix]:
-                    raise damaged(path, f"it should have {sizes[suffix]:,} bytes")
+                    raise damaged_error(path, f"it should have {sizes[suffix]:,} bytes")
         if progress.documents:
             sizes = file_sizes(progress.documents, progress.tokens, self._dtype)
             for suffix in self._suffixes:
-                cut(self._open_path(suffix), sizes[suffix])
+                truncate_file(self._open_path(suffix), sizes[suffix])
 
     def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int) -> int:
         """Writes a document with a nonempty part; returns its number of tokens."""

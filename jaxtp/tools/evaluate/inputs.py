@@ -79,7 +79,7 @@ def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: Model
 def _documents_of_split(split: Split, count: int, tokenizer: Tokenizer, model: ModelSource) -> Iterator[Document]:
     for index in range(count):
         tokens = split.document(index).astype(np.int32)
-        _check_ids(tokens, model, split.place(index))
+        _check_ids(tokens, model, split.location(index))
         first = max(split.prompt_length(index), 1)
         yield Document(tokens, first, tokenizer.num_bytes(tokens[max(first, len(tokenizer.info.prefix)) :]))
 

@@ -313,14 +313,14 @@ def test_a_first_command_that_failed_can_be_corrected(tmp_path, capsys):
     command = [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
     assert main(command) == 2
     assert main([*command, "--field", "content"]) == 0
-    assert "nothing is held out: of so few documents, take a larger --held-out" in capsys.readouterr().out
+    assert "nothing is held out: so few documents need a larger --held-out" in capsys.readouterr().out
 
 
 def test_what_a_command_reads_is_not_deleted_by_it(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some text " * 50)
     command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--held-out", "0"]
     assert main([*command, "--train-bpe", "300"]) == 0
-    assert "asked for 300" in capsys.readouterr().out
+    assert "requested 300" in capsys.readouterr().out
     tokenizer = tmp_path / "out/tokenizer.json"
     assert main([*command, "--overwrite", "--tokenizer", str(tokenizer)]) == 2
     assert f"--overwrite would delete {tokenizer}" in capsys.readouterr().err

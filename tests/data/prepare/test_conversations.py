@@ -164,7 +164,10 @@ def test_what_is_no_conversation(folder, capsys, row, message):
     [
         ("{{ raise_exception('no') }}", "x.jinja refuses this conversation: no"),
         ("{% if %}", "x.jinja: not a chat template"),
-        ("{% if add_generation_prompt %}<think>{% endif %}{{ messages }}", "the template writes this answer otherwise"),
+        (
+            "{% if add_generation_prompt %}<think>{% endif %}{{ messages }}",
+            "the template starts this answer differently",
+        ),
         (None, "x.jinja: No such file"),
     ],
 )
@@ -373,6 +376,6 @@ def test_a_conversation_whose_documents_take_too_much_memory_is_refused(folder, 
     assert (folder / "long.jsonl").stat().st_size < 5000
     command = ["--tokenizer", folder / "t", "--messages", "messages", "--max-document-bytes", 5000]
     error = refused(capsys, folder / "long.jsonl", *command, "--out", folder / "d")
-    assert "line 1: its answers with all before each: more than 5,000 bytes; a larger --max-document-bytes" in error
+    assert "line 1: its answers with their prompts: more than 5,000 bytes; a larger --max-document-bytes" in error
     dataset = make(folder, "--max-document-bytes", 5000, "--on-error", "skip", "--held-out", 0, rows="long.jsonl")
     assert dataset.splits["train"].num_documents == 1

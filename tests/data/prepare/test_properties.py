@@ -110,7 +110,7 @@ def test_an_unfinished_dataset_of_an_older_version_goes_on_with_the_share_itself
     with monkeypatch.context() as patch:
         patch.setattr(batches, "_FEW", 0)
         whole = contents(prepared(tmp_path / "whole", *command).folder)
-        patch.setattr(run._Work, "_report", interrupt)
+        patch.setattr(run._Preparation, "_report", interrupt)
         assert main([*map(str, command), "--out", str(tmp_path / "d")]) == 130
     journal = tmp_path / "d" / JOURNAL
     journal.write_text(json.dumps({key: v for key, v in json.loads(journal.read_text()).items() if key != "threshold"}))

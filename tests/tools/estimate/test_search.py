@@ -301,7 +301,7 @@ def test_products_with_all_experts_are_warned_of_and_cost_as_much():
         MIXTURE, own.settings[0].target, MIXTURE_FACTS
     )
     told = heading(dense.settings[0].config, dense.settings[0].target, MIXTURE_FACTS)
-    assert "WARNING: that multiplies every row with every expert, 6 times" in told
+    assert "WARNING: it multiplies every row by every expert, 6 times" in told
     by_mesh = {tuple(s.sizes.values()): s for s in own.settings}
     for setting in dense.settings:
         assert setting.time.products > 2 * by_mesh[tuple(setting.sizes.values())].time.products
