@@ -19,11 +19,11 @@ from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, axes_of, parts
 from jaxtp.parallelize.styles import Layout, Layouts, Replicate, Shard
 
 LeadingAxes = tuple[tuple[str, ...], ...]
-"""Axes that divide each of the first dims of an activation: none, the batch, or the batch and the sequence."""
+"""Axes that split the first dims of an activation: no dim, the batch, or the batch and the sequence."""
 
 
 def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) -> PartitionSpec:
-    """Returns the spec of a global activation. In a dim that cp splits, tp splits the parts."""
+    """Returns the spec of a global activation. tp is minor to cp in a dim that both split."""
     dims: list[tuple[str, ...] | str | None] = [*leading, *(None,) * (ndim - len(leading))]
     if isinstance(layout, Shard):
         if not -ndim <= layout.dim < ndim:
@@ -38,14 +38,14 @@ def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) 
 def leading_axes(shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool) -> LeadingAxes:
     """Returns the axes that split the first dims of an activation; `context` is True inside `ContextParallel`.
 
-    Dim 0 is a batch from `batch_ndim` dims on, dim 1 a sequence from `sequence_ndim` on. A single row stays whole.
+    Dim 0 is a batch if there are `batch_ndim` dims, dim 1 a sequence if there are `sequence_ndim`. One row stays whole.
     """
     cp = axis_size(*CONTEXT)
     one_row = len(shape) > 0 and shape[0] == 1 and not (context and cp > 1 and axis_size(*BATCH) == 1)
     if len(shape) < batch_ndim or one_row:
         return ()
     if cp == 1:
-        return (TOKENS,)  # includes cp: a value that varies over no axis needs a mark
+        return (TOKENS,)  # with cp of size 1: shard_map tracks every axis over which a value may vary
     divides = context and len(shape) >= sequence_ndim and shape[1] % cp == 0
     return (BATCH, CONTEXT) if divides else (BATCH,)
 
@@ -85,8 +85,8 @@ class Copies(NDArrayOperatorsMixin):
     """A replicated activation with a separate copy on each device of a tp group.
 
     Column layers that read one replicated array would each reduce its gradient over tp. Here each reads its device's
-    copy (`copies` is `[tp, *shape]`, split over tp) and returns that device's part of the gradient; the transpose of
-    `make_copies` reduces their local sum once. It acts as the global array, but `jax.lax` needs `jnp.asarray(copies)`.
+    copy (`copies` is `[tp, *shape]`, split over tp). Autodiff sums their gradients locally, and the transpose of
+    `make_copies` reduces the sum once. It acts as the global array, but `jax.lax` needs `jnp.asarray(copies)`.
     Its pytree has only the array: after `jax.vmap` or `jax.checkpoint` each column layer reduces its own gradient.
     """
 
@@ -123,7 +123,7 @@ class Copies(NDArrayOperatorsMixin):
 
 
 _ARRAY_METADATA = {"shape", "dtype", "ndim", "size", "itemsize", "nbytes", "aval", "weak_type"}
-jax.tree_util.register_pytree_node(  # functions of leaves see the shape of the array, not of the copies
+jax.tree_util.register_pytree_node(  # the only leaf is the global array, without the dim of copies
     Copies, lambda x: ((x.array,), x.context), lambda context, children: Copies(*children, None, context)
 )
 
@@ -138,7 +138,7 @@ def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | C
     dim = split_dim(layout, x.ndim)
     leading = leading_axes(x.shape, context=context)
     whole, split = (activation_spec(one, x.ndim, leading) for one in (Replicate(), layout))
-    if not isinstance(x, jax.core.Tracer):  # it may have been made without a mesh
+    if not isinstance(x, jax.core.Tracer):  # a concrete array may be on one device
         x = constrain(x, split)
     gather = device_view(
         lambda part: enter_parallel(part, dim)[None],
@@ -177,5 +177,5 @@ def constrain_layout(x: Any, layout: Layout, *, context: bool) -> Array:
     """Changes a global array's layout with the compiler's collectives."""
     x = jnp.asarray(x)
     spec = activation_spec(layout, x.ndim, leading_axes(x.shape, context=context))
-    check_divides(f"an activation that the plan has as {layout}", x.shape, spec)
+    check_divides(f"an activation with the plan's layout {layout}", x.shape, spec)
     return constrain(x, spec)

@@ -1,4 +1,4 @@
-"""Finds a model's modules and wraps their calls: a module gets a subclass of its class, so `isinstance` still works."""
+"""Finds a model's modules and wraps their methods: a wrapped module gets a subclass, so `isinstance` still works."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -9,10 +9,10 @@ from flax import nnx
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-METHODS = ("__call__", "attend")  # the methods that are wrapped; `attend` uses an embedding as the head
+METHODS = ("__call__", "attend")  # `attend` of an embedding is a tied head
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
-"""Types without calls; only their names appear in the paths of modules."""
+"""Types that are never called; paths of modules contain their names."""
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
@@ -22,7 +22,7 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
 
 
 def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
-    """Makes `wrap(path, name, method, module, *args, **kwargs)` replace each module's `method`, in place."""
+    """Replaces each module's methods, in place, with `wrap(path, name, method, module, *args, **kwargs)`."""
     for path, module in modules_of(model).items():
         wraps = {name: functools.partial(wrap, path, name) for name in METHODS if has_method(type(module), name)}
         if wraps:
@@ -49,7 +49,7 @@ def original_class(module: nnx.Module) -> type:
 
 
 def has_method(cls: type, name: str) -> bool:
-    """Returns whether a class has a method; `hasattr` would also see its metaclass's `__call__`."""
+    """Returns whether a class has a method; `hasattr` would also find `__call__` of the metaclass."""
     return any(name in vars(base) for base in cls.__mro__)
 
 

@@ -1,7 +1,7 @@
 """`parallelize`: splits any Flax NNX model over a mesh by a plan.
 
-A function that builds the model is traced, so that its arrays are computed sharded. `original_model` undoes the split,
-so that the plan can be put on an abstract mesh of any size (`jaxtp explain`).
+A function that builds the model is traced and compiled, which initialises its arrays sharded. `original_model` undoes
+`parallelize` on an abstract copy, so that `jaxtp explain` can apply the plan on any other mesh.
 """
 
 import inspect
@@ -39,19 +39,18 @@ def parallelize(
     """Splits a Flax NNX model over a mesh by a plan, without changing its code.
 
     The model still works on global arrays, and every mesh computes the same numbers. Paths of modules and parameters
-    stay; module classes become subclasses. Call the model under `jax.set_mesh(mesh)`; without a mesh it runs its
-    original code.
+    stay; modules get subclasses. Call the model under `jax.set_mesh(mesh)`; without a mesh it runs its original code.
 
     Args:
       model: a model, changed in place; or a function that returns one, which is compiled, so no device ever holds the
         whole model.
       plan: styles by pattern of module paths (`plan.py`): `{"blocks.*.mlp.up": Colwise()}`. Other modules run unchanged
-        on their part of the batch.
+        on their shard of the batch.
       mesh: by default the mesh in context; an abstract mesh for abstract models (`nnx.eval_shape`).
-      fsdp: also split stored parameters over fsdp and cp, in the largest dim that they divide, and gather before use.
+      fsdp: also split parameters over fsdp and cp, along the largest dim that they divide, and gather before use.
 
     Raises:
-      PlanError: the plan does not fit the model or the mesh; then nothing has changed.
+      PlanError: the plan does not fit the model or the mesh; the model is unchanged.
     """
     mesh = _mesh(mesh)
     if not isinstance(model, nnx.Module):
@@ -131,8 +130,8 @@ def abstract_model(model: nnx.Module | Build) -> nnx.Module:
     """Returns a copy of a model, or the model that a function builds, without arrays.
 
     Raises:
-      PlanError: the function takes arguments, draws from outside state, needs an array's value, or hides an array from
-        Flax.
+      PlanError: the function takes arguments, draws from outside RNG state, needs an array's value, or hides an array
+        from Flax.
     """
     if isinstance(model, nnx.Module):
         return _merge_abstract(*nnx.split(model))
@@ -148,7 +147,7 @@ def abstract_model(model: nnx.Module | Build) -> nnx.Module:
         state = jax.eval_shape(create)
     except TraceContextError as error:
         raise PlanError(
-            "the function that builds the model draws from state outside of it; create that state inside: "
+            "the function that builds the model draws from RNG state outside of it; create that state inside: "
             f"parallelize(lambda: Model(nnx.Rngs(0)), plan) ({error})"
         ) from None
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
@@ -171,7 +170,7 @@ def _check_build(build: Any) -> None:
     if not callable(build):
         raise PlanError(f"expected an nnx.Module, or a function that returns one, not {build!r}")
     try:
-        is_class = isinstance(build, type)  # inspect would take its metaclass's signature
+        is_class = isinstance(build, type)  # inspect.signature would use the metaclass
         inspect.signature(build.__init__ if is_class else build).bind(*([None] if is_class else []))
     except TypeError as error:
         raise PlanError(
@@ -179,7 +178,7 @@ def _check_build(build: Any) -> None:
             "lambda: Model(..., rngs=nnx.Rngs(0))"
         ) from None
     except ValueError:
-        return  # functions in C have no signature
+        return  # C functions have no signature
 
 
 def _build(build: Build) -> nnx.Module:
@@ -192,7 +191,7 @@ def _build(build: Build) -> nnx.Module:
 
 
 class AbstractArray(np.ndarray):
-    """Shape and dtype of an array outside any variable, without memory.
+    """An array outside any variable, with shape and dtype but no memory.
 
     Flax would treat a `jax.ShapeDtypeStruct` in a container as a constant.
     """
@@ -210,7 +209,7 @@ def _merge_abstract(graph: Any, state: nnx.State) -> nnx.Module:
 
 
 def _mark_arrays_as_data(model: nnx.Module) -> None:
-    """Marks arrays in module attributes as data; in a trace Flax would treat them as constants."""
+    """Marks arrays in module attributes as data; otherwise Flax treats traced arrays as constants."""
     for _, node in list(nnx.iter_graph(model)):
         for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():
             if isinstance(value, jax.core.Tracer):
@@ -219,14 +218,14 @@ def _mark_arrays_as_data(model: nnx.Module) -> None:
     for path, node in nnx.iter_graph(model):
         if any(id(array) not in seen for array in _tracers(node)):
             raise PlanError(
-                f"the function builds a model in which {'.'.join(map(str, path))} holds an array that Flax takes for a "
-                "constant: assign a container of arrays as nnx.data(...), and make an array that a function uses an "
-                "attribute of the module"
+                f"the function builds a model in which {'.'.join(map(str, path))} contains an array that Flax treats "
+                "as a constant: assign a container of arrays as nnx.data(...), and make an array that a function uses "
+                "an attribute of the module"
             )
 
 
 def _tracers(node: Any) -> Iterator[jax.core.Tracer]:
-    """Yields traced arrays in a node, in a partial, or in the closure of a function."""
+    """Yields traced arrays in a node, a partial, or the closure of a function."""
     values: Any = [node]
     if isinstance(node, partial):
         values = jax.tree.leaves((node.args, node.keywords))

@@ -1,7 +1,7 @@
-"""Plans: matches patterns of module paths with styles, and formats styles.
+"""Plans: match patterns with module paths, and format styles.
 
-A path joins names with dots: `blocks.0.attn.query`. In a pattern `*` matches one name or a part (`w*`), `**` any number
-of names, `{a,b}` either name.
+A path joins names with dots: `blocks.0.attn.query`. In a pattern `*` matches a name or a part of it (`w*`), `**` any
+number of names, `{a,b}` either name.
 """
 
 import difflib
@@ -40,7 +40,7 @@ def _names(path: str) -> tuple[str, ...]:
     return tuple(path.split(".")) if path else ()
 
 
-@functools.lru_cache(maxsize=4096)  # with several ** the same suffixes would be tried again and again
+@functools.lru_cache(maxsize=4096)  # several ** try the same suffixes again and again
 def _match(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
     if not pattern:
         return not names
@@ -52,9 +52,9 @@ def _match(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
 def assign_styles(
     plan: Plan, modules: Sequence[Sequence[str]], parameters: Iterable[str] = ()
 ) -> list[tuple[str, Style | None]]:
-    """Returns each module's pattern and style, `""` and None if no pattern matches.
+    """Returns each module's pattern and style; `""` and None if no pattern matches.
 
-    `modules` are all paths of each module; parameter paths are for messages.
+    `modules` has all paths of each module; `parameters` are for messages.
 
     Raises:
       PlanError: a pattern matches nothing, two match one module, or a value is not a style.
@@ -73,7 +73,7 @@ def assign_styles(
         try:
             hash(style)
         except TypeError:
-            raise PlanError(f"{pattern!r}: {style}: layouts of several arguments are a tuple") from None
+            raise PlanError(f"{pattern!r}: {style}: write layouts of several arguments as a tuple") from None
         if not any(matches(pattern, path) for path in paths):
             raise PlanError(_no_match(pattern, paths, list(parameters)))
     return [_style_of(plan, aliases) for aliases in modules]
@@ -117,20 +117,20 @@ def format_style(style: Style) -> str:
 
 
 def patterns_for(values: Mapping[str, object]) -> dict[str, str]:
-    """Returns a pattern for each path, with as many `*` for numbers as equal values allow."""
+    """Returns the most general pattern for each path that matches only equal values; `*` replaces numbers."""
     matching: dict[str, set[str]] = {}
     for path in values:
-        for pattern in _generalisations(path):
+        for pattern in _candidate_patterns(path):
             matching.setdefault(pattern, set()).add(path)
 
-    def general(path: str) -> str:  # no star matches a single number
-        valid = [p for p in _generalisations(path) if all(values[other] == values[path] for other in matching[p])]
+    def most_general(path: str) -> str:  # with the fewest `*` that match the same paths
+        valid = [p for p in _candidate_patterns(path) if all(values[other] == values[path] for other in matching[p])]
         return [p for p in valid if matching[p] == matching[valid[0]]][-1]
 
-    return {path: general(path) for path in values}
+    return {path: most_general(path) for path in values}
 
 
-def _generalisations(path: str) -> list[str]:
+def _candidate_patterns(path: str) -> list[str]:
     choices = [("*", part) if part.isdigit() else (part,) for part in path.split(".")]
     patterns = [".".join(parts) for parts in itertools.product(*choices)]
     return sorted(patterns, key=lambda pattern: -pattern.split(".").count("*"))

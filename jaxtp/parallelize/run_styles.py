@@ -1,8 +1,8 @@
-"""Runs parallel modules: each gets a subclass for its style, which runs the original code without a mesh in context.
+"""Runs parallel modules: each gets a subclass for its style. Without a mesh in context it runs the original code.
 
 A stock module's method runs on shards: a copy of the module with this device's parameters and sizes runs Flax's code.
-The split letter (`stock.py`) sets the communication: a result with the letter is split by columns; without it, each
-device has a partial sum. Other modules run on global arrays with gathered parameters.
+The split letter (`stock.py`) decides the communication: if the result has the letter, it is split by columns; if not,
+each device has a partial sum. Other modules run on global arrays with gathered parameters.
 """
 
 import functools
@@ -70,7 +70,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Role:
     """How a module runs in a parallel model."""
 
-    style: Style | None  # none: its code is unchanged, and its parameters are gathered over fsdp and cp
+    style: Style | None  # with None, its code is unchanged, and its parameters are gathered over fsdp and cp
     fsdp: bool  # its parameters are stored split over fsdp and cp
     context: bool  # it is in a `ContextParallel` module
 
@@ -117,7 +117,7 @@ def _split_sequence(cls: type, style: ContextParallel, args: tuple[Any, ...], kw
         return args, kwargs
     if x.ndim < 2 or (x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.inexact)):
         raise ValueError(
-            f"{cls.__name__} as ContextParallel takes ids [B, T] or an activation [B, T, ...], whose T is divided over "
+            f"{cls.__name__} as ContextParallel takes ids [B, T] or an activation [B, T, ...], whose T is split over "
             f"cp={axis_size(CP)}; its first argument is {x.dtype}{list(x.shape)}, which has no sequence: use cp=1"
         )
     check_divides(f"{cls.__name__} as ContextParallel", x.shape, PartitionSpec(None, CONTEXT))
@@ -194,8 +194,8 @@ def _on_global_arrays(cls: type, role: Role, module: nnx.Module, /, *args: Any, 
 
 
 def _unsplit_window_dims(module: Any, x: Any) -> Array:
-    # Only the batch stays split: XLA would split the other dims over cp, and the kernel's gradient would be too large,
-    # by the number of devices along other axes that hold copies (an openxla bug, seen in jaxlib 0.10 and 0.12).
+    # Splits only the batch. Otherwise XLA splits the other dims over cp, and multiplies the kernel's gradient by the
+    # number of replicas along the other axes (an openxla bug, seen in jaxlib 0.10 and 0.12).
     x = jnp.asarray(x)
     leading = leading_axes(x.shape, len(module.kernel_size) + 2, context=False)
     divides = bool(leading) and x.shape[0] % axis_size(*BATCH) == 0
@@ -234,7 +234,7 @@ def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> Leadin
 
 
 def _divides_rows(x: Any, dims: Signature, role: Role) -> bool:
-    # Without a sequence, devices along cp repeat the rows.
+    # Rows without a sequence are replicated over cp.
     shape = x.shape if isinstance(x, Copies) else jnp.shape(x)
     return bool(_leading_axes(shape, dims, role)) and shape[0] % axis_size(*BATCH) == 0
 
@@ -252,7 +252,7 @@ def _call_name(cls: type, role: Role) -> str:
 class ResolvedStyle:
     """A style applied to a module with a signature."""
 
-    letter: str | None  # the letter that tp splits; None if parameters are whole along tp
+    letter: str | None  # the letter that tp splits; None if parameters are replicated over tp
     input_layout: Layout
     output_layout: Layout
 
@@ -262,7 +262,7 @@ class ResolvedStyle:
 
 
 def resolve_style(style: Style | None, dims: Signature) -> ResolvedStyle:
-    """Resolves a style; None and layout-only styles leave parameters whole along tp."""
+    """Resolves a style; None and layout-only styles replicate parameters over tp."""
     if isinstance(style, Colwise) and dims.column:
         split = Shard(dims.outputs[dims.column])
         return ResolvedStyle(dims.column, style.input_layouts, style.output_layouts or split)
@@ -289,18 +289,18 @@ class _ShardedCall:
         has_copies = isinstance(x, Copies) and x.copies is not None and self.splits_columns
         x = x if has_copies else jnp.asarray(x)
         leading = _leading_axes(x.shape, self.dims, self.role)
-        # If the devices that share a weight have different tokens, each gathers it from where it is stored.
-        stored = {axis for axes in leading for axis in axes} == set(TOKENS)
+        # If all token axes split the input, the body gathers the stored shards; otherwise they are gathered before it.
+        gathers_in_body = {axis for axes in leading for axis in axes} == set(TOKENS)
         weights = {name: getattr(self.module, name)[...] for name in self.params}
         sizes, dims = mesh_sizes(current_mesh()), {name: self.style.tp_dim(self.dims.params[name]) for name in weights}
         specs = {n: stored_spec(w.shape, dims[n], sizes, fsdp=self.role.fsdp) for n, w in weights.items()}
-        specs = specs if stored else {name: gathered_spec(spec) for name, spec in specs.items()}
+        specs = specs if gathers_in_body else {name: gathered_spec(spec) for name, spec in specs.items()}
         split = Shard(self.dims.outputs[self.style.letter or ""]) if self.splits_columns else self.style.output_layout
         out_spec = activation_spec(split, x.ndim + self.dims.more_dims, leading)
         in_spec, array = activation_spec(self.style.input_layout, x.ndim, leading), x
         if has_copies:
             in_spec, array = PartitionSpec(TP, *x.spec), x.copies
-        body = functools.partial(self.body, specs if stored else None, has_copies)
+        body = functools.partial(self.body, specs if gathers_in_body else None, has_copies)
         run = device_view(body, self.name, in_specs=(in_spec, *specs.values()), out_specs=out_spec)
         y = run(array, *weights.values())
         if split_dim(split, y.ndim) == split_dim(self.style.output_layout, y.ndim):
@@ -335,7 +335,7 @@ class _ShardedCall:
         dim = split_dim(self.style.output_layout, y.ndim)
         if dim is not None and y.shape[dim] % axis_size(TP):
             raise ValueError(
-                f"{self.name}: leaves as {self.style.output_layout}, and dim {dim} is {y.shape[dim]}, not divisible by "
+                f"{self.name}: dim {dim} of its {self.style.output_layout} result is {y.shape[dim]}, not divisible by "
                 f"tp={axis_size(TP)}"
             )
         y = leave_parallel(y, dim)
@@ -346,7 +346,7 @@ class _ShardedCall:
     def load(self, name: str, shard: Array, specs: Mapping[str, PartitionSpec] | None) -> Array:
         if specs is None:
             return shard
-        # Cast to the dtype in which the module computes before the gather: it sends less.
+        # Casts to the compute dtype before the gather, which then sends fewer bytes.
         casts = self.module.dtype is not None and self.module.promote_dtype is promote_dtype
         layout = self.style.output_layout if name in self.post_reduction_params else self.style.input_layout
         compute = self.module.dtype if casts else shard.dtype
@@ -383,7 +383,7 @@ class _ShardedCall:
 
 
 def _masked_lookup(method: Callable[..., Array], local: Any, ids: Array, vocabulary: int) -> Array:
-    """Looks ids up in this device's rows; other rows give zeros. Invalid ids behave as in Flax."""
+    """Looks up ids in this device's rows; ids of other rows give zeros. Invalid ids behave as in Flax."""
     ids = jnp.where(ids < 0, ids + vocabulary, ids)
     rows = local.num_embeddings
     position = ids - axis_index(TP) * rows

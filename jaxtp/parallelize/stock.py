@@ -1,7 +1,7 @@
 """Signatures of Flax's stock modules: a letter for each dim, as in an einsum.
 
-`nnx.Linear` is `...i, io -> ...o`. Splitting a letter of the result (columns) needs no reduction; other letters (rows)
-are summed over. Modules without a signature run on global arrays with gathered parameters (`run_styles.py`).
+`nnx.Linear` is `...i, io -> ...o`. Column layers split a letter of the result, without a reduction. Row layers split
+another letter, and sum over it. Modules without a signature run on global arrays (`run_styles.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +22,11 @@ class Signature:
     outputs: Mapping[str, int]  # dim of each letter in the result
     column: str | None = None  # the letter that `Colwise` splits; None if the style does not fit
     row: str | None = None  # the letter that `Rowwise` splits; None if the style does not fit
-    attributes: Mapping[str, str] = field(default_factory=dict)  # letters whose sizes an attribute holds
+    attributes: Mapping[str, str] = field(default_factory=dict)  # letters of the sizes in each attribute
 
     more_dims: int = 0  # dims of the result minus dims of the input
     batch_ndim: int | None = 2  # minimum number of dims if dim 0 of the input is a batch; None if the module mixes rows
-    mixes_positions: bool = False  # depends on other positions along dim 1 of the input
+    mixes_positions: bool = False  # a result depends on several positions along dim 1 of the input
 
     def keeps_positions(self, ndim: int) -> bool:
         """Returns whether dim 1 stays dim 1 in the result, with independent positions."""
@@ -51,7 +51,7 @@ def signature(module: nnx.Module, **kwargs: Any) -> Signature | None:
 
 
 def supported_modules(style: str) -> str:
-    """Returns the modules that fit a style, for messages."""
+    """Returns the modules that a style fits, for messages."""
     norms = "nnx.LayerNorm, nnx.RMSNorm and modules without parameters"
     linear = "nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed"
     return norms if style == "SequenceParallel" else linear
@@ -66,15 +66,15 @@ def why_not_split(module: nnx.Module) -> str:
     if kind is None:
         return ""
     if cls.__call__ is not kind.__call__:
-        return f"it is an nnx.{kind.__name__} with its own __call__, whose computation is not known"
+        return f"it is an nnx.{kind.__name__} with its own __call__, which jaxtp cannot split"
     if isinstance(module, nnx.Conv) and module.feature_group_count != 1:
         return f"it is grouped (feature_group_count={module.feature_group_count}), and tp would split its groups"
     if isinstance(module, nnx.Conv) and module.mask is not None:
-        return "its kernel is masked, and the mask is whole on every device"
+        return "its kernel is masked, and tp would not split the mask"
     if isinstance(module, nnx.LinearGeneral) and module.batch_axis:
-        return f"it has a kernel for each entry of a batch dim (batch_axis={dict(module.batch_axis)})"
+        return f"it has a kernel for each index of a batch dim (batch_axis={dict(module.batch_axis)})"
     if isinstance(module, nnx.Einsum):
-        return f"its equation, {module.einsum_str!r}, has no dim that only the kernel has and that could be split so"
+        return f"its equation, {module.einsum_str!r}, has no kernel dim that this style could split"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""Layouts of activations along tp, and the styles in a plan.
+"""Layouts of activations over tp, and the styles of a plan.
 
 Names and arguments follow `torch.distributed.tensor`, whose styles convert between DTensors and local tensors. Here
-arrays are global, and a layout says how tp splits an array at a module's boundary.
+arrays are global, and a layout says how tp splits a module's arguments or results.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Shard:
-    """tp splits dim `dim`; negative dims count from the last."""
+    """tp splits dim `dim`; negative dims count from the end."""
 
     dim: int
 
@@ -19,7 +19,7 @@ class Shard:
 class Replicate:
     """Every device of a tp group has the whole array.
 
-    As a style: parameters are whole on every device, also along fsdp, and the code runs unchanged.
+    As a style, it replicates parameters on every device, also over fsdp, and the code runs unchanged.
     """
 
 
@@ -48,7 +48,7 @@ class Rowwise:
     """Splits a linear map by input features, an embedding by vocabulary, and sums the partial results.
 
     Args:
-      input_layouts: None expects features split as `Colwise` leaves them (ids are whole). `Replicate()` slices the
+      input_layouts: None expects features split as in the result of `Colwise` (ids are whole). `Replicate()` slices the
         input and all-gathers its gradient.
       output_layouts: `Replicate()` (all-reduce) or `Shard(dim)` (reduce-scatter); `Shard(1)` is the sequence.
     """
@@ -59,9 +59,9 @@ class Rowwise:
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """Runs a norm or dropout on tokens split over tp along `sequence_dim`, with parameters whole along tp.
+    """Runs a norm or dropout on tokens split over tp along `sequence_dim`, with parameters replicated over tp.
 
-    `output_layouts=Replicate()` gathers the result once for all readers; None leaves it split.
+    `output_layouts=Replicate()` gathers the result once for all layers that read it; None leaves it split.
     """
 
     sequence_dim: int = 1
@@ -75,7 +75,7 @@ class PrepareInput:
     `Replicate()` gathers an argument once, and reduces its gradient once, for all column layers that read it (q, k and
     v; gate and up). Otherwise each layer does both for itself.
 
-    `input_layouts` are of the positional arguments, or of the first.
+    `input_layouts` has a layout for each positional argument, or for the first.
     """
 
     input_layouts: Layouts = None
@@ -88,7 +88,7 @@ class PrepareInput:
 class PrepareOutput:
     """Changes the layout of a module's results, or of the only result, after the call.
 
-    Column layers share `Replicate()` as in `PrepareInput`.
+    `Replicate()` is shared by column layers as in `PrepareInput`.
     """
 
     output_layouts: Layouts = None
@@ -106,8 +106,8 @@ class ContextParallel(PrepareInputOutput):
 
     The first argument is ids `[B, T]` or an activation `[B, T, ...]`. Position-wise layers (linear maps, norms,
     embeddings) run on `T / cp` tokens per device in any style. Code that mixes positions (attention) runs on global
-    arrays, and the compiler gathers. `nnx.Conv` gets whole sequences; give them to `jax.lax` convolutions too, because
-    the compiler computes wrong gradients for split sequences. With cp=1 it changes nothing.
+    arrays that the compiler gathers. `nnx.Conv` gets whole sequences; give them to `jax.lax` convolutions too,
+    because the compiler computes wrong gradients for split sequences. With cp=1 it changes nothing.
     """
 
 
@@ -121,4 +121,4 @@ Style = (
     | ContextParallel
     | Replicate
 )
-"""Styles that a plan can give to a module."""
+"""Values of a plan."""

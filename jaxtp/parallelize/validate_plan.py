@@ -1,7 +1,7 @@
-"""Decides how each module runs and stores its parameters, or why the plan does not fit. Changes nothing.
+"""Validates a plan, and decides how each module runs and stores its parameters. Changes nothing.
 
-Types do not show which arrays have a sequence, so a mesh with cp needs `ContextParallel`. In it, modules that mix
-positions, or have no sequence, run on global arrays with gathered weights: all devices along cp compute the same.
+Types do not show which arrays have a sequence, so a mesh with cp needs `ContextParallel`. Inside it, modules that mix
+positions, or have no sequence, run on global arrays with gathered weights, replicated over cp.
 """
 
 import inspect
@@ -38,7 +38,7 @@ class ModulePlan:
     """A module, its role, and its parameters' specs by name."""
 
     info: ModuleInfo
-    role: Role | None  # none if the module keeps its class
+    role: Role | None  # None if the module keeps its class
     specs: dict[str, PartitionSpec]
     signature: Signature | None
 
@@ -50,7 +50,7 @@ def validate_plan(
     parameters = [f"{info.path}.{name}".removeprefix(".") for info in modules for name in info.parameters]
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     signatures = {info.path: signature(info.module) for info in modules}
-    stacks = {info.path: _stack(info.module, dims) for info in modules if (dims := signatures[info.path])}
+    stacks = {info.path: _stacked_dims(info.module, dims) for info in modules if (dims := signatures[info.path])}
     context = [
         path
         for info, (_, style) in zip(modules, assigned, strict=True)
@@ -60,7 +60,7 @@ def validate_plan(
     plans = []
     for info, (pattern, style) in zip(modules, assigned, strict=True):
         dims = signatures[info.path]
-        stack = stacks[info.path] if info.path in stacks else _surrounding_stack(info.path, stacks)
+        stack = stacks[info.path] if info.path in stacks else _nearest_stacked_dims(info.path, stacks)
         is_in_context = any(_is_inside(path, outer) for path in info.paths for outer in context)
         role = Role(style, fsdp and not isinstance(style, Replicate), is_in_context)
         try:
@@ -79,7 +79,7 @@ def validate_plan(
 
 
 def parameter_specs(plans: Sequence[ModulePlan]) -> list[tuple[nnx.Param, PartitionSpec]]:
-    """Returns each parameter once with its spec; for tied parameters, modules with a signature decide."""
+    """Returns each parameter once with its spec; for tied parameters, a module with a signature decides."""
     ordered = sorted(plans, key=lambda plan: plan.signature is not None)
     specs = {id(p): (p, plan.specs[name]) for plan in ordered for name, p in plan.info.parameters.items()}
     return list(specs.values())
@@ -89,15 +89,15 @@ def _is_inside(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def _stack(module: nnx.Module, dims: Signature) -> tuple[int, ...]:
+def _stacked_dims(module: nnx.Module, dims: Signature) -> tuple[int, ...]:
     for name, letters in dims.params.items():
         if (parameter := getattr(module, name)) is not None:
             return tuple(parameter.shape[: len(parameter.shape) - len(letters)])
     return ()
 
 
-def _surrounding_stack(path: str, stacks: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    # Of the nearest stock modules, inside or around.
+def _nearest_stacked_dims(path: str, stacks: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    # A module without a signature takes the stacked dims of the nearest stock modules, inside or around it.
     while path:
         inside = {stack for other, stack in stacks.items() if _is_inside(other, path)}
         if inside:
@@ -124,7 +124,7 @@ def _plan_module(
         if isinstance(style, PrepareInput | PrepareOutput):
             _check_keywords(info, style)
         elif specs:
-            raise PlanError(f"cannot be {type(style).__name__}: it declares itself how its parameters are split")
+            raise PlanError(f"cannot be {type(style).__name__}: it declares the specs of its parameters itself")
         else:
             _check_fits(info, style, dims)
         _check_sizes(info, style, dims, stack, sizes)
@@ -142,7 +142,7 @@ def _declared_spec(name: str, parameter: nnx.Param, sizes: Mapping[str, int]) ->
     spec = PartitionSpec(*parameter.get_metadata()["out_sharding"])
     unknown = {axis for entry in spec for axis in axes_of(entry)} - set(AXES)
     if unknown:
-        raise PlanError(f"declares {name} as {spec}; the axes of the mesh are {', '.join(AXES)}")
+        raise PlanError(f"declares {name} as {spec}; the mesh axes are {', '.join(AXES)}")
     for dim, entry in enumerate(spec):
         num_parts = parts(sizes, axes_of(entry))
         if parameter.shape[dim] % num_parts:
@@ -154,7 +154,7 @@ def _declared_spec(name: str, parameter: nnx.Param, sizes: Mapping[str, int]) ->
 def _check_layouts(style: Style) -> None:
     layouts = [layout for field in fields(style) if "layouts" in field.name for layout in _layouts(field.name, style)]
     if Shard(0) in layouts or (isinstance(style, SequenceParallel) and style.sequence_dim == 0):
-        raise PlanError(f"cannot be {style}: dim 0 is the batch, which dp and fsdp divide; the sequence is Shard(1)")
+        raise PlanError(f"cannot be {style}: dim 0 is the batch, which dp and fsdp split; the sequence is Shard(1)")
     if isinstance(style, PrepareInput | PrepareOutput) and not isinstance(style, ContextParallel) and not layouts:
         raise PlanError(f"cannot be {type(style).__name__}() without desired layouts: it would change nothing")
 
@@ -217,13 +217,13 @@ def _check_sizes(
         expected = tuple(global_sizes[letter] for letter in dims.params.get(name, ""))
         if tuple(parameter.shape[len(stack) :]) != expected:
             raise PlanError(
-                f"has {name} of shape {tuple(parameter.shape)}, and its sizes say {expected}: layers may be stacked "
-                "along dim 0 only (nnx.vmap with out_axes=0)"
+                f"has {name} of shape {tuple(parameter.shape)}, but its attributes say {expected}: layers may be "
+                "stacked along dim 0 only (nnx.vmap with out_axes=0)"
             )
 
 
 def _check_tied(plans: Sequence[ModulePlan]) -> None:
-    # Unstyled modules without a signature follow the others.
+    # A module without a style or a signature takes the spec of the others.
     first: dict[int, tuple[str, PartitionSpec]] = {}
     for plan in plans:
         follows = plan.signature is None and plan.role is not None and plan.role.style is None

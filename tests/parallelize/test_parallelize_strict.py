@@ -133,7 +133,7 @@ REFUSED = {
     "no dim to split": (
         lambda: nnx.Einsum("abc,bc->abc", (T, D), rngs=nnx.Rngs(0)),
         {"": Colwise()},
-        r"its equation, 'abc,bc->abc', has no dim",
+        r"its equation, 'abc,bc->abc', has no kernel dim",
     ),
     "a class of styles": (llama, {"output": Colwise}, r"'output': Colwise is a class; write Colwise\(\)"),
     "no pattern": (llama, {3: Colwise()}, r"3 is not a pattern"),
@@ -154,14 +154,14 @@ REFUSED = {
     ),
     "tied": (Tied, {"one": Colwise()}, r"'one.kernel' and 'two.kernel' are one tied parameter"),
     "stacked elsewhere": (Sideways, {"layers": Colwise()}, r"layers may be stacked along dim 0 only"),
-    "our own layer": (OwnLayer, {"up": Colwise()}, r"it declares itself how its parameters are split"),
+    "our own layer": (OwnLayer, {"up": Colwise()}, r"it declares the specs of its parameters itself"),
     "no such keyword": (
         llama,
         {"output": PrepareInput(desired_input_kwarg_layouts={"y": Replicate()})},
         r"'output' \(Linear\) has no argument 'y'; nearest: 'inputs'",
     ),
     "never called": (Table, {"": SequenceParallel()}, r"cannot be SequenceParallel: it has no __call__"),
-    "a list": (llama, {"layers.*": PrepareInput([Shard(1)], [Replicate()])}, r"layouts .* are a tuple"),
+    "a list": (llama, {"layers.*": PrepareInput([Shard(1)], [Replicate()])}, r"layouts .* as a tuple"),
     "not a model": (lambda: {"a": 1}, {}, r"expected an nnx.Module, or a function"),
 }
 

@@ -28,15 +28,15 @@ DESCRIPTION = """Checks that a mesh gives the numbers of one device, for a train
 
 The model is shrunk, with the same architecture and parallel structure, and trained for three updates on one device and
 on each mesh, on virtual CPU devices. Losses, gradient norms, every gradient and every updated array are compared, and
-the compiled step is audited: nothing replicated unasked, no collective that no module declared. The exit code is 1 if
-anything differs; the first module that differs is named.
+the compiled step is audited for unintended replicas, and collectives that no module declares. The exit code is 1 if
+anything differs; the output names the first module that differs.
 
-Numbers are compared in float32; --model.precision.compute bfloat16 compares in that dtype too.
+Numbers are compared in float32; with --model.precision.compute bfloat16 also in bfloat16.
 
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
 VIRTUAL = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="devices")
-"""Devices that decide defaults of the model."""
+"""Devices for the defaults of the model."""
 _WIDTH = 56
 HEADER = f"{'':4}  {'mesh':<{_WIDTH}}{'dtype':<10}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'updated':>9}"
 
@@ -46,8 +46,8 @@ class CheckConfig(TrainConfig):
     """Command line of a check: a training configuration, and meshes."""
 
     meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 cp=2,tp=4 ...")] = ()
-    """Meshes to compare with one device; an axis that is left out is 1. By default the configuration's own, scaled down
-    to 16 devices, and others that use each axis separately and together. With cp, each possible method of attention is
+    """Meshes to compare with one device; axes that are left out are 1. By default the configuration's own, scaled down
+    to 16 devices, and others that use each axis separately and together. With cp, each possible attention method is
     checked; mesh.context selects one."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
@@ -73,7 +73,7 @@ def _check(argv: Sequence[str]) -> int:
     coarse = dtypes(config)[1:]
     if coarse and not any(word.replace("_", "-").startswith("--model.precision") for word in argv):
         config = replace_nested(config, {"model.precision": Precision()})
-        notes.append(f"model.precision=float32: --model.precision.compute {coarse[0]} compares in that too")
+        notes.append(f"model.precision=float32: --model.precision.compute {coarse[0]} also compares in {coarse[0]}")
     small, cases = plan(config, config.meshes)
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
@@ -81,9 +81,9 @@ def _check(argv: Sequence[str]) -> int:
     print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
     shown = ("model",) if config.meshes else ("model", "mesh")
     print("".join(f"default {note}\n" for note in notes if note.startswith(shown)), end="")
-    print(f"shrunk  {', '.join(describe(config, small)) or 'nothing: it is small'}")
-    print("        (rope_theta so that every dim turns; the weights are moved away from their initial values)")
-    print(f"cases   {len(cases)} in {' and '.join(dtypes(small))}; errors relative to one device, of three updates\n")
+    print(f"shrunk  {', '.join(describe(config, small)) or 'nothing: the model is small'}")
+    print("        (rope_theta so that RoPE rotates every dim; noise is added to the weights)")
+    print(f"cases   {len(cases)} in {' and '.join(dtypes(small))}; three updates; errors relative to one device\n")
     print(HEADER, flush=True)
     results: list[Verdict] = []
     for verdict in verdicts(small, cases):
@@ -104,13 +104,13 @@ class Verdict:
     case: Case
     dtype: str
     tolerance: Tolerance
-    errors: Errors | None  # None if the step could not be run
-    problems: tuple[str, ...]  # from the audit, or why the step could not be run
+    errors: Errors | None  # None if the step failed
+    problems: tuple[str, ...]  # from the audit, or why the step failed
     first_difference: str | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether numbers and compiled step are right."""
+        """Whether all errors are allowed, and the audit found no problems."""
         return self.errors is not None and self.errors.within(self.tolerance) and not self.problems
 
     def lines(self) -> list[str]:
@@ -121,7 +121,7 @@ class Verdict:
             gradient, update = e.worst(self.tolerance)
             row += f"{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"
             if e.flips:
-                scores = f"by at most {e.margin:.1e} of score ({self.tolerance.tensor:.1e} allowed)"
+                scores = f"with scores up to {e.margin:.1e} apart ({self.tolerance.tensor:.1e} allowed)"
                 details.append(f"{e.flips:,} of {e.choices:,} expert choices differ, {scores}")
             if not e.within(self.tolerance):
                 details += [f"first difference: {self.first_difference}"] if self.first_difference else []
@@ -131,7 +131,7 @@ class Verdict:
         return [row, *(f"        {detail}" for detail in (*details, *self.problems))]
 
     def record(self) -> dict[str, object]:
-        """Returns everything for JSON."""
+        """Returns the verdict as JSON values."""
         case, e, errors = self.case, self.errors, None
         if e is not None:
             gradient, update = e.worst(self.tolerance)
@@ -152,7 +152,7 @@ class Verdict:
 
 
 def dtypes(config: TrainConfig) -> list[str]:
-    """Returns the dtypes to check: float32, then the coarsest of the configuration, whose tolerance holds for it."""
+    """Returns the dtypes to check: float32, then the coarsest 16-bit dtype of the configuration."""
     of_model = set(asdict(config.model.precision).values())
     return ["float32", *[dtype for dtype in ("bfloat16", "float16") if dtype in of_model][:1]]
 
@@ -167,7 +167,7 @@ def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
         for case in (ONE_DEVICE, *cases):
             try:
                 actual = parity.run(config, case, initial, audited=case != ONE_DEVICE, replayed=exact)
-            except Exception as error:  # a broken layer may raise anything
+            except Exception as error:  # a broken layer may raise any exception
                 where = first_difference(config, case, initial, tolerance.tensor)
                 yield Verdict(case, dtype, tolerance, None, (where or describe_error(error),), where)
                 if expected is None:
@@ -184,7 +184,7 @@ def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
 
 
 def _remaining_cause(errors: Errors, tolerance: Tolerance) -> str:
-    """Names the cause if all outputs and their gradients agree."""
+    """Returns the cause if all outputs and their gradients agree."""
     if not errors.margin <= tolerance.tensor:
         return f"a router: {errors.flips:,} of {errors.choices:,} expert choices differ, by up to {errors.margin:.1e}"
     gradient, update = errors.worst(tolerance)

@@ -1,7 +1,7 @@
-"""Runs three updates on a mesh and compares their numbers with another mesh's.
+"""Runs three updates on a mesh, and compares losses, gradients and states with one device.
 
-Rounding decides between experts with almost equal scores, and all later numbers differ. So every mesh computes with one
-device's expert choices. Its actual choices are compared separately: where they differ, the scores must be equal up to
+Rounding decides between experts with almost equal scores, and all later numbers differ. So every mesh replays the
+expert choices of one device. Its own choices are compared separately: if they differ, the scores must be equal up to
 rounding.
 """
 
@@ -33,7 +33,7 @@ from jaxtp.train.step import EXPERTS, fetch, make_train_step
 from jaxtp.train.validation import share_of
 
 NOISE = 0.1  # standard deviation added to every weight: zero biases and equal scales hide mistakes
-DOCUMENTS = 4  # in a row of a packed batch, about
+DOCUMENTS = 4  # mean number in a row of a packed batch
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in less than half the time on CPUs
 
 
@@ -41,23 +41,23 @@ COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in less tha
 class Tolerance:
     """Allowed relative errors."""
 
-    scalar: float  # of losses and gradient norms; the rounding of many tokens averages out in them
-    tensor: float  # of each gradient and each updated array
+    scalar: float  # for losses and gradient norms, in which rounding averages out over tokens
+    tensor: float  # for each gradient and each updated array
 
 
 TOLERANCES = {
-    # 84 units in the last place; sums in another order differ by about ten.
+    # 84 units in the last place; another order of summation changes about ten.
     "float32": Tolerance(scalar=1e-5, tensor=1e-5),
-    # 1 and 8 units: a row layer's partial sums are rounded to bfloat16 on each device before they are added.
+    # 1 and 8 units in the last place: a row layer rounds partial sums to bfloat16 before the reduction.
     "bfloat16": Tolerance(scalar=2.0**-7, tensor=8 * 2.0**-7),
     "float16": Tolerance(scalar=2.0**-10, tensor=8 * 2.0**-10),
 }
-"""By the coarsest dtype of a configuration."""
+"""Tolerances by the coarsest dtype of a configuration."""
 
 Arrays = Mapping[str, np.ndarray]
 Choices = Sequence[tuple[np.ndarray, np.ndarray] | None]
-"""Chosen experts `[B, layers, T, k]` and the margin of their scores `[B, layers, T]`, for each kind of block; None for
-dense blocks."""
+"""Chosen experts `[B, layers, T, k]` and margins of their scores `[B, layers, T]`, by kind of block; None for dense
+blocks."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Numbers:
     gradients: Arrays  # of the first batch, by parameter
     state: Arrays  # parameters and optimizer after the last update
     problems: tuple[str, ...] = ()  # from the audit
-    choices: tuple[Choices, ...] = ()  # of experts, by update
+    choices: tuple[Choices, ...] = ()  # expert choices by update
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Errors:
     loss: float
     grad_norm: float
     gradients: Mapping[str, float]
-    updates: Mapping[str, float]  # of parameters and optimizer
+    updates: Mapping[str, float]  # parameters and optimizer after the last update
     flips: int = 0  # expert choices that differ
-    margin: float = 0.0  # the largest margin, on one device, of a choice that differs
-    choices: int = 0
+    margin: float = 0.0  # largest margin, on one device, of a choice that differs
+    choices: int = 0  # expert choices
     rounding: Mapping[str, float] = field(default_factory=dict)
-    """Error of each array on one device, against float32. Where much cancels, as in the gradient of a norm's scale, it
-    is larger than the precision of the dtype."""
+    """Error of each array on one device, relative to float32. Cancellation, as in the gradient of a norm's scale, makes
+    it larger than the precision of the dtype."""
 
     def allowed(self, name: str, tolerance: Tolerance) -> float:
         """Returns an array's tolerance: at least twice its rounding error on one device."""
@@ -115,7 +115,7 @@ def initial_arrays(config: TrainConfig) -> Arrays:
 
 
 def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
-    """Returns random tokens for each update, with labels masked unevenly over the rows.
+    """Returns a random batch for each update; later rows have fewer labels.
 
     In a packed batch the last row and half of the row before it are padding.
     """
@@ -138,7 +138,7 @@ def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
 def run(
     config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = False, replayed: Numbers | None = None
 ) -> Numbers:
-    """Runs three updates on a case's mesh, with the expert choices of `replayed`."""
+    """Runs three updates on the mesh of a case, with the expert choices of `replayed`."""
     config = replace_nested(on_case(config, case), {"metrics.norm_groups": ()})
     mesh = mesh_of(case.sizes)
     blueprint = _plan(config, mesh)
@@ -196,7 +196,7 @@ def _errors(actual: Arrays, expected: Arrays) -> dict[str, float]:
 
 
 def _flipped(actual: Numbers, expected: Numbers) -> tuple[np.ndarray, int]:
-    """Returns the margin of each differing expert choice, and the number of choices."""
+    """Returns the margins of differing expert choices, and the number of choices."""
     margins, total = [np.zeros(0)], 0
     for update in zip(actual.choices, expected.choices, strict=True):
         for choice, reference in zip(*update, strict=True):
@@ -215,7 +215,7 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
-    """Returns unpadded arrays as a state."""
+    """Returns a padded and sharded state from unpadded arrays."""
     targets = abstract_logical(abstract, mesh)
     with jax.set_mesh(mesh):
         return from_logical({n: jax.device_put(arrays[n], t.sharding) for n, t in targets.items()}, abstract, mesh)

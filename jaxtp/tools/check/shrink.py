@@ -26,11 +26,11 @@ UPDATES, MIN_EPSILON = 3, 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh, sequence parallelism and a cp attention method to check."""
+    """A mesh to check, with sequence parallelism or not, and a cp attention method."""
 
     sizes: Mapping[str, int]
     sequence_parallel: bool
-    context: Context = "auto"  # also without cp, and if blocks differ in their method
+    context: Context = "auto"  # "auto" without cp, and if blocks differ in their methods
 
     @property
     def devices(self) -> int:
@@ -38,7 +38,7 @@ class Case:
         return math.prod(self.sizes.values())
 
     def __str__(self) -> str:
-        """Formats `fsdp 2 x cp 2 x tp 4, sequence-parallel, ulysses`."""
+        """Example: `fsdp 2 x cp 2 x tp 4, sequence-parallel, ulysses`."""
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
         split = ", sequence-parallel" if self.sequence_parallel else ""
         return f"{mesh}{split}{f', {self.context}' if self.sizes[CP] > 1 else ''}"
@@ -53,10 +53,10 @@ def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, 
     check_sizes(sizes)
     smallest = {axis: 1 if meshes or size == -1 else size for axis, size in sizes.items()}  # -1 may be 1
     check(config, smallest, lambda: None)
-    wide = {axis: 2 if size == -1 else size for axis, size in sizes.items()}
-    cases = _requested_cases(config, meshes) if meshes else default_cases(config, wide)
+    resolved = {axis: 2 if size == -1 else size for axis, size in sizes.items()}
+    cases = _requested_cases(config, meshes) if meshes else default_cases(config, resolved)
     if not cases:
-        raise ConfigError("no mesh of several devices can hold this model; choose one with --mesh")
+        raise ConfigError("this model fits no default mesh of several devices; choose one with --mesh")
     return shrink(config, cases), cases
 
 
@@ -67,8 +67,8 @@ def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
             raise ConfigError(f"--mesh {text}: meshes are compared with one device; name a larger one")
         if count > MAX_DEVICES:
             raise ConfigError(
-                f"--mesh {text} is {count} devices, and a check runs on at most {MAX_DEVICES} virtual ones; a dp or "
-                "fsdp of 2 checks the same as a larger one"
+                f"--mesh {text} is {count} devices, and a check runs on at most {MAX_DEVICES} virtual ones; dp or "
+                "fsdp of 2 checks the same as a larger size"
             )
         first = Case(sizes, config.model.sequence_parallel or False, methods_of(config, sizes)[0])
         if problems := list(unfit(config, first, fixed=config.run.init_from is not None)):
@@ -80,29 +80,29 @@ def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
 def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
     """Returns the configuration's mesh, scaled down to 16 devices, and meshes for each axis separately and together."""
     scaled = _scaled_down(mesh)
-    able = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, mesh_shape(tp=tp))]
-    tps = [tp for tp in able if not padded_sizes(config.model, tp)] or [1]
-    padded = [tp for tp in (2, 4, COMMON_TP) if tp in able and tp not in tps][:1]
-    few = [tp for tp in tps if tp <= COMMON_TP] or tps[:1]
-    least, most = few[0], few[-1]
+    runnable = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, mesh_shape(tp=tp))]
+    unpadded = [tp for tp in runnable if not padded_sizes(config.model, tp)] or [1]
+    padded = [tp for tp in (2, 4, COMMON_TP) if tp in runnable and tp not in unpadded][:1]
+    common = [tp for tp in unpadded if tp <= COMMON_TP] or unpadded[:1]
+    least, most = common[0], common[-1]
     tp = scaled[TP] if scaled[TP] > 1 else most
-    half = tp // 2 if tp // 2 in tps else tp
-    middle = max(tp for tp in few if tp <= max(COMMON_TP // 2, least))
+    half = tp // 2 if tp // 2 in unpadded else tp
+    middle = max(tp for tp in common if tp <= max(COMMON_TP // 2, least))
     others = [{TP: tp}, {TP: half}, {FSDP: 2, TP: half}, {DP: 2, FSDP: 2, TP: least}, {DP: 2, TP: middle}, {TP: most}]
     others += [{TP: tp} for tp in padded]
     others += [{DP: 2, FSDP: 2, CP: 2, TP: least}, {CP: 8}, {FSDP: 8}, {DP: 8}]
     meshes = [scaled, *(mesh_shape(**sizes) for sizes in others)]
-    method = methods_of(config, mesh)[0]  # auto might choose another on fewer devices
+    method = methods_of(config, mesh)[0]  # on fewer devices, auto might choose another method
     cases = [case for sizes in meshes for case in cases_of(config, sizes, method)[:1]]
     cases[1:1] = cases_of(config, scaled, method)[1:] or cases_of(config, mesh_shape(tp=tp))[1:]
     over_cp = cases_of(config, mesh_shape(cp=2, tp=least), method)
-    cases += [case for case in over_cp if case.sequence_parallel == over_cp[0].sequence_parallel]  # by each method
+    cases += [case for case in over_cp if case.sequence_parallel == over_cp[0].sequence_parallel]  # each method
     small = [case for case in cases if 1 < case.devices <= MAX_DEVICES]
     return list({str(case): case for case in small}.values())
 
 
 def cases_of(config: TrainConfig, sizes: Mapping[str, int], first_method: Context = "auto") -> list[Case]:
-    """Returns a mesh's cases, the configuration's first; none if the model cannot run on it."""
+    """Returns a mesh's cases, the configuration's own first; an empty list if the model cannot run on it."""
     methods = sorted(methods_of(config, sizes), key=lambda method: method != first_method)
     split = is_split(None, config.data.sequence_length, sizes)
     first = split and config.model.sequence_parallel is not False
@@ -112,7 +112,7 @@ def cases_of(config: TrainConfig, sizes: Mapping[str, int], first_method: Contex
 
 
 def methods_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Context]:
-    """Returns the cp attention methods to check: the run's, and for auto also the others."""
+    """Returns the cp attention methods to check: the configuration's, and for auto also the others."""
     if sizes[CP] == 1 or config.mesh.context != "auto":
         return [config.mesh.context if sizes[CP] > 1 else "auto"]
     taken = {block.attended(sizes[TP]).method(share_of(config, sizes))[0] for block in config.model.block_kinds()}
@@ -121,7 +121,7 @@ def methods_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Context]:
 
 
 def unfit(config: TrainConfig, case: Case, *, fixed: bool = False) -> Iterator[str]:
-    """Yields why a run does not fit a case; `fixed` as in `models.config.violations`."""
+    """Yields reasons why a run does not fit a case; `fixed` as in `models.config.violations`."""
     run, sizes = on_case(config, case), case.sizes
     problems = (*context_problems(run, sizes), *padding_problems(run, sizes))
     yield from list(violations(run.model, sizes, fixed=fixed)) or (problem.text for problem in problems)
@@ -143,8 +143,8 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     shards = math.lcm(*(parts(sizes, STORAGE) for sizes in meshes))
     tps = frozenset(sizes[TP] for sizes in meshes)
     small = ShrinkSpec(tps=tps, shards=shards, length=sequence, before=length)
-    # Three updates at this rate move the weights enough to compare them. With a smaller epsilon Adam makes whole steps
-    # of elements whose gradient is only rounding.
+    # At this rate, three updates move the weights enough to compare them. With a smaller epsilon, Adam takes full steps
+    # for elements whose gradient is only rounding.
     schedule = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 10, "train.epochs": None}
     schedule |= {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON)}
     batch = {"data.sequence_length": sequence, "data.global_batch_size": rows, "train.accumulation": accumulation}
@@ -152,7 +152,7 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
 
 
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
-    """Yields each change: `model.d_model 4096 -> 64`."""
+    """Yields changes: `model.d_model 4096 -> 64`."""
     for section in ("model", "data", "train"):
         before, after = vars(getattr(config, section)), vars(getattr(small, section))
         changes = {name: (old, after[name]) for name, old in before.items() if old != after[name] and name != "steps"}
@@ -160,7 +160,7 @@ def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
 
 
 def _scaled_down(mesh: Mapping[str, int]) -> dict[str, int]:
-    """Returns tp and cp as far as 16 devices allow, and fsdp and dp of at most 2."""
+    """Returns tp and cp as large as 16 devices allow, and fsdp and dp of at most 2."""
     tp = _at_most(mesh[TP], MAX_DEVICES // min(2, mesh[CP]))
     cp = _at_most(mesh[CP], MAX_DEVICES // tp)
     fsdp = 2 if mesh[FSDP] > 1 and 2 * cp * tp <= MAX_DEVICES else 1

@@ -20,7 +20,7 @@ from jaxtp.models.decoder import Decoder
 from jaxtp.tools.explain.explanation import explain
 from jaxtp.tools.explain.propose import propose_plan
 from jaxtp.tools.explain.python_model import PythonModel
-from jaxtp.tools.explain.traced_model import Callee
+from jaxtp.tools.explain.traced_model import Forward
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.validation import check
 
@@ -71,7 +71,7 @@ def run(command: Explain) -> None:
         build = command.builder()
         if not inputs and (command.propose or command.compile):
             raise ConfigError(
-                "--propose and --compile run the model: give the shapes of its inputs, --input 64x128:int32"
+                "--propose and --compile trace the model: give the shapes of its inputs, --input 64x128:int32"
             )
     else:
         if sizes[CP] > 1 and not inputs:
@@ -90,7 +90,7 @@ def run(command: Explain) -> None:
         raise command.failure(error) from None
     print(explanation)
     if is_config and not command.input:
-        print("\nnote: the whole batch at once, without remat; jaxtp estimate shows the traffic of a training step")
+        print("\nnote: numbers are for the whole batch at once, without remat; jaxtp estimate shows a training step")
     write_json("--json", command.json, {"model": command.model, **explanation.record()})
 
 
@@ -104,7 +104,7 @@ def _axis_sizes(command: Explain, config: TrainConfig | None) -> dict[str, int]:
     return config.mesh.sizes
 
 
-def _decoder(config: TrainConfig) -> tuple[Callable[[], nnx.Module], Callee]:
+def _decoder(config: TrainConfig) -> tuple[Callable[[], nnx.Module], Forward]:
     return (
         lambda: Decoder(config.model, rngs=nnx.Rngs(0)),
         lambda model, *inputs: model(*inputs, context=config.mesh.context),

@@ -1,8 +1,8 @@
-"""Finds which layers feed which others, through which operations, in a model's jaxpr.
+"""Finds which layers feed which other layers, through which operations, in a model's jaxpr.
 
 The walk assumes that every stock layer is a column layer. It follows each split dim through the jaxpr (with jit, remat
-and scans) until a layer sums over it (the row layer of a pair) or an operation needs it whole. Primitives between
-stock layers have rules (`propagation_rules.py`). `propose.py` excludes layers with whole outputs, and repeats the walk.
+and scans) until a layer sums over it (the row layer of a pair) or an operation needs it whole. `propagation_rules.py`
+has the rules of primitives. `propose.py` excludes layers whose output is needed whole, and repeats the walk.
 """
 
 from collections import Counter
@@ -31,28 +31,28 @@ Columns = frozenset[str]
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """The walk's facts about an array."""
+    """Facts about an array."""
 
     dim: int | None = None  # split over tp if the layers of `columns` are column layers
     columns: Columns = frozenset()
     has_grad: bool = False  # depends on a parameter
-    batched: bool = False  # depends on the inputs, so each device has its part of the batch
+    batched: bool = False  # depends on the inputs, so it is split along the batch
     broadcast_from: tuple[int, frozenset[int]] | None = field(default=None, compare=False)
-    """Bytes before a broadcast, and dims not broadcast."""
-    key: object = field(default_factory=object, compare=False)  # the same for two uses of one array
+    """Bytes before a broadcast, and the dims that are not broadcast."""
+    key: object = field(default_factory=object, compare=False)  # the same in all uses of one array
     entered: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Modules that the array entered unchanged, with the argument's name or position; the outermost first."""
+    """Modules that took the array unchanged, outermost first, with the argument's name or position."""
     left: tuple[str, ...] = field(default=(), compare=False)
-    """Modules that returned the array unchanged, the innermost first."""
+    """Modules that returned the array unchanged, innermost first."""
 
 
 @dataclass(frozen=True)
 class LayerDims:
     """Dims of input and output, counted from the front."""
 
-    row: int | None  # of the input, as a row layer splits it; None for ids and norms
-    column: int | None  # of the output, as a column layer splits it; None for norms
-    passed: Mapping[int, int]  # input dims that the layer treats independently, and their place in the output
+    row: int | None  # the input dim that a row layer splits; None for ids and norms
+    column: int | None  # the output dim that a column layer splits; None for norms
+    passed: Mapping[int, int]  # input dims with independent entries, and their output dims
 
 
 @dataclass(frozen=True)
@@ -63,34 +63,34 @@ class LayerCall:
     method: str
     input: ArrayInfo
     avals: tuple[Any, Any]  # of input and output
-    times: int  # that it runs in one forward pass
-    dims: LayerDims | None  # none for `attend` and others that no style splits
+    times: int  # calls in one forward pass, more than one in a scan
+    dims: LayerDims | None  # None for `attend`, and layers that no style splits
 
     @property
     def is_row(self) -> bool:
-        """Whether its input is split in the dim that a row layer splits."""
+        """Whether its input is split along the dim that a row layer splits."""
         return self.dims is not None and self.input.dim is not None and self.input.dim == self.dims.row
 
 
 @dataclass
 class Dataflow:
-    """A walk's result; bytes are sent by each device in a forward and backward pass."""
+    """The dataflow between layers; bytes per device are for a forward and backward pass."""
 
     tp: int
-    batch_shards: int  # devices that divide the tokens of a batch
+    batch_shards: int  # shards of a batch's tokens
     calls: list[LayerCall] = field(default_factory=list)
-    norms: list[LayerCall] = field(default_factory=list)  # they can run on parts of a dim that they do not normalise
+    norms: list[LayerCall] = field(default_factory=list)  # they can run on shards of dims that they do not normalise
     joined: list[Columns] = field(default_factory=list)  # layers that must be split together
     blocked: dict[str, str] = field(default_factory=dict)  # layers whose output is needed whole, and why
     through: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Operations that the split output of each layer passes through."""
+    """Operations on the split output of each layer."""
     collectives: dict[Columns, Counter[Collective]] = field(default_factory=dict)
-    """Collectives over tp that a split causes between the layers."""
+    """Collectives over tp between layers, by the column layers that cause them."""
     outputs: dict[Columns, Any] = field(default_factory=dict)
-    """Abstract values of the model's outputs that are split."""
+    """Avals of split model outputs."""
 
     def input_bytes(self, calls: Iterable[LayerCall]) -> float:
-        """Returns the bytes to reduce column layers' input gradients, each input once."""
+        """Returns the bytes to reduce input gradients of column layers, once for each input."""
         inputs = {(call.input.key, call.times): call for call in calls if call.input.has_grad}
         return sum(self.sent(call, 0, ALL_REDUCE) for call in inputs.values())
 
@@ -152,7 +152,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         super().__init__(ArrayInfo(), lambda: Dataflow(tp, batch_shards))
         self.modules, self.excluded = traced.modules, excluded
         self.path: list[str] = []
-        self.layer: tuple[Boundary, ArrayInfo, Any] | None = None  # the stock layer that is running, and its input
+        self.layer: tuple[Boundary, ArrayInfo, Any] | None = None  # the stock layer around the equation, and its input
 
     def _equations(self, jaxpr: Any) -> list[JaxprEqn]:
         needed, live = set(map(id, jaxpr.outvars)), []
@@ -165,7 +165,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
     def _equation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
         if boundary := read_boundary(equation):
             return [self.cross(boundary, equation, facts[0], times)]
-        if self.layer:  # a stock layer's dims describe its equations
+        if self.layer:  # `leave_layer` decides the facts about a stock layer's output
             return [self.unknown for _ in equation.outvars]
         return super()._equation(equation, facts, times)
 
@@ -195,9 +195,9 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         output = ArrayInfo(has_grad=True, batched=info.batched)
         if info.dim is not None and not call.is_row:
             if dims and info.dim in dims.passed:
-                if is_norm:  # it runs on the parts, and its parameters' gradient is all-reduced
+                if is_norm:  # runs on shards; the gradient of its parameters is all-reduced
                     self.count(info.columns, ALL_REDUCE, parameter_bytes(module), 1)
-                else:  # it runs on whole arrays: its input and its output's gradient are gathered
+                else:  # runs on whole arrays: its input and the gradient of its output are gathered
                     self.count(info.columns, ALL_GATHER, self.bytes(info, before), times)
                     self.count(info.columns, ALL_GATHER, self.bytes(output, after), times)
                 return replace(output, dim=dims.passed[info.dim], columns=info.columns)
@@ -232,7 +232,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         for path in columns:
             self.result.through.setdefault(path, {})[name] = None
         for info, operand in zip(infos, equation.invars, strict=True):
-            if info.dim is None and info.has_grad:  # a whole operand of a split operation has a partial gradient
+            if info.dim is None and info.has_grad:  # the gradient of a whole operand is partial on each device
                 kind = ALL_GATHER if _has_split_dim(equation, infos, info, operand.aval) else ALL_REDUCE
                 self.count(columns, kind, self.bytes(info, operand.aval), times)
         return dims
@@ -241,7 +241,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return super()._scan(equation, [replace(info, entered=()) for info in facts], times)
 
     def _join(self, facts: Sequence[ArrayInfo], variable: Atom, times: int) -> ArrayInfo:
-        """Splits the variable if any value is split; the gradient of a whole value is gathered."""
+        """Splits the variable if any value is split, and gathers the gradients of whole values."""
         columns = _union(facts)
         has_grad, batched = any(info.has_grad for info in facts), any(info.batched for info in facts)
         try:

@@ -29,24 +29,24 @@ from jaxtp.parallelize.run_styles import role_of
 from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
 from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
 from jaxtp.tools.explain.propose import replicate_input
-from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, StateFunction, axis_sizes, trace_model
+from jaxtp.tools.explain.traced_model import Forward, MeshLike, ModelCall, StateFunction, axis_sizes, trace_model
 from jaxtp.tools.explain.work import Product, count_work
 
 _SCOPE = "module:"
 _INEXACT = {
-    A_TURN: "in a loop whose number of turns depends on the data, collectives are counted for one turn",
+    A_TURN: "collectives in a loop with a data-dependent trip count are counted for one turn",
     AT_MOST: "all branches of a conditional are counted, so less may be sent",
 }
 
 
 @dataclass(frozen=True)
 class SplitParameter:
-    """A parameter and its storage."""
+    """A parameter and how it is split."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    split: tuple[tuple[str, ...], ...]  # axes that divide each dim; the last dims may be missing
+    split: tuple[tuple[str, ...], ...]  # axes that split each dim; trailing whole dims may be missing
 
     def bytes(self, sizes: Mapping[str, int]) -> int:
         """Returns the bytes per device."""
@@ -58,8 +58,8 @@ class SplitParameter:
 class ModuleRow:
     """A module with parameters or a style."""
 
-    path: str  # the first one of a shared module
-    kind: str  # name of its class
+    path: str  # a shared module has its first path
+    kind: str  # class name
     style: Style | None
     parameters: tuple[SplitParameter, ...]
 
@@ -71,12 +71,12 @@ class Explanation:
     sizes: dict[str, int]  # devices along each axis
     rows: tuple[ModuleRow, ...]  # in the model's order
     traffic: Traffic
-    """Collectives that the program requests in one forward and backward pass; empty without inputs."""
+    """Collectives of the program in one forward and backward pass; empty without inputs."""
     added: Traffic
     """Collectives that the compiler adds between the layers; empty unless `explain` compiled the model."""
-    products: tuple[Product, ...]  # of the forward and backward pass; empty without inputs
-    saved: float  # bytes that a device saves for the backward pass
-    notes: tuple[str, ...]  # on avoidable communication, and counts that are not exact
+    products: tuple[Product, ...]  # in the forward and backward pass; empty without inputs
+    saved: float  # bytes of residuals on a device
+    notes: tuple[str, ...]  # about avoidable communication, and inexact counts
 
     @cached_property
     def patterns(self) -> dict[str, str]:
@@ -94,7 +94,7 @@ class Explanation:
         return sum(product.flops for product in self.products)
 
     def sent(self, axis: str) -> float:
-        """Returns the bytes per device over an axis, also together with others."""
+        """Returns the bytes per device over groups of axes that contain `axis`."""
         return sum(sent for axes, sent in self.sent_by_axes().items() if axis in axes)
 
     def sent_by_axes(self) -> dict[tuple[str, ...], float]:
@@ -104,7 +104,7 @@ class Explanation:
         return {axes: sent for axes, (_, sent) in by_axis if sent}
 
     def record(self) -> dict[str, object]:
-        """Returns everything as JSON values; sizes in bytes."""
+        """Returns everything as JSON values."""
         modules = [
             {
                 "module": row.path,
@@ -124,7 +124,7 @@ class Explanation:
                 "count": count,
                 "bytes_sent": total_sent({one: count}),
             }
-            for by, traffic in _by(self)
+            for by, traffic in _traffic_by_source(self)
             for one, count in traffic.items()
         ]
         return {
@@ -147,7 +147,7 @@ def explain(
     *inputs: object,
     plan: Plan | None = None,
     mesh: MeshLike = None,
-    call: Callee | None = None,
+    call: Forward | None = None,
     compiled: bool = False,
 ) -> Explanation:
     """Returns how a model is split and which collectives it runs, without computing or allocating.
@@ -157,9 +157,9 @@ def explain(
       *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass unchanged. Without inputs
         there are no collectives.
       plan: for a model that is not parallel yet.
-      mesh: by default the mesh in context. Sizes are enough, `{"fsdp": 2, "tp": 4}`. A parallel model is split again.
+      mesh: by default the mesh in context; also sizes, `{"fsdp": 2, "tp": 4}`. A parallel model is split again.
       call: a function of the model and the inputs; by default `model(*inputs)`.
-      compiled: also list the collectives that the compiler adds. Needs the devices.
+      compiled: also list the collectives that the compiler adds, which needs the devices.
 
     Raises:
       PlanError: the plan does not fit, or the model has one already.
@@ -171,9 +171,9 @@ def explain(
         parallel = _parallelized(model, plan, abstract)
         original, styles, _ = original_model(parallel)
         model_call = ModelCall.of(original, inputs, call)
-        traffic, products, saved = _account(parallel, model_call, sizes) if inputs else ({}, (), 0.0)
-        notes = _avoidable(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
-    added = _added(model, plan, model_call, sizes) if inputs and compiled else {}
+        traffic, products, saved = _costs(parallel, model_call, sizes) if inputs else ({}, (), 0.0)
+        notes = _avoidable_communication(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
+    added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
     for counted, meaning in _INEXACT.items():
         if modules := dict.fromkeys(_module_of(one) or ROOT for one in (*traffic, *added) if one.counted == counted):
             notes.append(f"{', '.join(modules)}: {meaning}")
@@ -189,8 +189,8 @@ def _parallelized(
     return parallelize(original, plan or plan_of_model, mesh=mesh, fsdp=fsdp)
 
 
-def _account(model: nnx.Module, call: ModelCall, sizes: dict[str, int]) -> tuple[Traffic, tuple[Product, ...], float]:
-    """Returns the collectives, products and saved bytes of a forward and backward pass."""
+def _costs(model: nnx.Module, call: ModelCall, sizes: dict[str, int]) -> tuple[Traffic, tuple[Product, ...], float]:
+    """Returns the collectives, products and residual bytes of a forward and backward pass."""
     grad, state = _gradient(model, call)
     closed = jax.make_jaxpr(grad)(state, call.arrays)
     products, results = count_work(closed, sizes)
@@ -204,8 +204,7 @@ def _account(model: nnx.Module, call: ModelCall, sizes: dict[str, int]) -> tuple
 def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.State]:
     """Returns a forward and backward pass, and its state; the loss is the sum of all outputs.
 
-    Its results are the arrays saved for the backward pass, and the gradients. Each module's path is in the scope of its
-    equations.
+    Its results are the residuals and the gradients. Each equation has its module's path in its name stack.
     """
 
     def scoped(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +227,7 @@ def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.St
     return grad, state
 
 
-def _added(
+def _compiler_collectives(
     model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, call: ModelCall, sizes: dict[str, int]
 ) -> Traffic:
     mesh = mesh_of(sizes)
@@ -247,7 +246,7 @@ def _added(
 
 def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
     seen: set[int] = set()
-    for path, module in sorted(nnx.iter_modules(model), key=lambda item: [_padded(name) for name in item[0]]):
+    for path, module in sorted(nnx.iter_modules(model), key=lambda item: [_sort_key(name) for name in item[0]]):
         role = role_of(module)
         params = {n: v for n, v in vars(module).items() if isinstance(v, PARAMETERS) and id(v) not in seen}
         seen |= {id(parameter) for parameter in params.values()}
@@ -260,8 +259,8 @@ def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
             yield ModuleRow(name, kind, role.style if role else None, splits)
 
 
-def _padded(name: object) -> str:
-    return f"{name:09}" if isinstance(name, int) else str(name)  # 10 after 9, and numbers before names
+def _sort_key(name: object) -> str:
+    return f"{name:09}" if isinstance(name, int) else str(name)  # sorts 10 after 9, and numbers before names
 
 
 def _module_of(collective: Collective) -> str:
@@ -269,7 +268,7 @@ def _module_of(collective: Collective) -> str:
     return paths[-1] if paths else ""
 
 
-def _by(explanation: Explanation) -> tuple[tuple[str, Traffic], ...]:
+def _traffic_by_source(explanation: Explanation) -> tuple[tuple[str, Traffic], ...]:
     return ("the program", explanation.traffic), ("the compiler", explanation.added)
 
 
@@ -314,13 +313,13 @@ def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
         pattern = explanation.patterns.get(path := _module_of(one), path) or ROOT
         return pattern, "backward" if one.backward else "forward", one.kind, "+".join(one.axes), one.counted
 
-    for by, traffic in _by(explanation):
+    for by, traffic in _traffic_by_source(explanation):
         for (*cells, counted), (count, sent) in sums(traffic, key).items():
             yield *cells, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"
 
 
-def _avoidable(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
-    """Returns notes on a non-parallel model's avoidable communication, merged over layer numbers."""
+def _avoidable_communication(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
+    """Returns notes about avoidable communication; `*` merges notes of equal layers."""
     traced = trace_model(call)
     split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
     dataflow = find_dataflow(traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
@@ -364,13 +363,13 @@ def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> It
             readers.setdefault(call.input.key, {})[call.path] = call
     for calls in readers.values():
         first = next(iter(calls.values()))
-        shared = any(_replicates(styles.get(path), argument) for path, argument in first.input.entered)
-        shared |= any(_makes_whole(styles.get(path)) for path in first.input.left)
+        shared = any(_replicates_argument(styles.get(path), argument) for path, argument in first.input.entered)
+        shared |= any(_replicates_result(styles.get(path)) for path in first.input.left)
         if len(calls) > 1 and not shared:
             sent = (len(calls) - 1) * dataflow.sent(first, 0, ALL_REDUCE)
             remedy = "PrepareInput(Replicate(), Replicate()) for a module around them"
             for path, argument in first.input.entered:
-                if path and path != first.path:  # the innermost is the last
+                if path and path != first.path:  # the last one is the innermost
                     remedy = f"{format_style(replicate_input({argument}))} for {path!r}"
             yield (
                 f"{', '.join(calls)} read one array, and each reduces its gradient over tp; {remedy} reduces it once: "
@@ -378,7 +377,7 @@ def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> It
             )
 
 
-def _replicates(style: Style | None, argument: str) -> bool:
+def _replicates_argument(style: Style | None, argument: str) -> bool:
     if not isinstance(style, PrepareInput):
         return False
     if not argument.isdigit():
@@ -386,6 +385,6 @@ def _replicates(style: Style | None, argument: str) -> bool:
     return as_tuple(style.desired_input_layouts)[int(argument) : int(argument) + 1] == (Replicate(),)
 
 
-def _makes_whole(style: Style | None) -> bool:
+def _replicates_result(style: Style | None) -> bool:
     sequence = isinstance(style, SequenceParallel) and style.output_layouts == Replicate()
     return sequence or isinstance(style, PrepareOutput)

@@ -1,7 +1,7 @@
 """Rules for how a split dim passes through JAX primitives without communication, and the walk that applies them.
 
-A rule maps a jaxpr equation and its operands' split dims (None: every device has the whole operand) to its results'. It
-raises `Blocked` if a device cannot compute its part from its operands' parts. Primitives without a rule block.
+A rule maps an equation and the split dims of its operands to the split dims of its results; None means replicated. It
+raises `Blocked` if a device cannot compute its shard from shards of the operands, as for primitives without a rule.
 """
 
 import math
@@ -28,11 +28,11 @@ ELEMENTWISE = frozenset(
 
 
 class Blocked(Exception):  # noqa: N818  # an outcome, not an error
-    """A split dim does not pass; the message continues a sentence that begins with a layer's name."""
+    """A split dim does not pass; the message continues `its output`."""
 
 
 def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Returns the results' split dims, or raises `Blocked`; `equation` has no inner jaxpr, `dims` not only None."""
+    """Returns the results' split dims, or raises `Blocked`; an operand is split, and there is no inner jaxpr."""
     name = equation.primitive.name
     if name in ELEMENTWISE:
         return [agree(dims)] * len(equation.outvars)
@@ -59,8 +59,8 @@ def _needs_whole(equation: JaxprEqn, dim: int) -> Blocked:
     return Blocked(f"goes into {equation.primitive.name}, which needs all {size} of it")
 
 
-def _remove(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes reductions and squeezes of other dims."""
+def _drop_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    """Passes if other dims are reduced or squeezed."""
     dim, params = agree(dims), equation.params
     removed = params["axes"] if "axes" in params else params["dimensions"]
     if dim in removed:
@@ -77,7 +77,7 @@ def _transpose(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 
 
 def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes if the split dim is outermost among the dims that it is divided into or merged with."""
+    """Passes if the split dim is outermost among the dims that it is split into or merged with."""
     dim, before, after = agree(dims[:1]), shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     outer = math.prod(before[:dim])
     if before[dim] == 1 or equation.params.get("dimensions") is not None:
@@ -85,11 +85,11 @@ def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     for i, size in enumerate(after):
         if size > 1 and math.prod(after[:i]) == outer:
             return [i]
-    raise Blocked(f"is merged with the dim before it by reshape, {before} to {after}: its parts are not contiguous")
+    raise Blocked(f"goes into reshape, {before} to {after}, which merges the split dim into the dim before it")
 
 
-def _elsewhere(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes an operation on other dims: slices, sorts, cumulative sums, padding, windows."""
+def _along_other_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    """Passes if slices, sorts, cumulative sums, padding or windows are along other dims."""
     dim, params, num_parts = agree(dims), equation.params, len(equation.outvars)
     touched = {params.get("axis"), params.get("dimension"), *params.get("dimensions", ())}
     touched |= {i for i, sizes in enumerate(params.get("padding_config", ())) if any(sizes)}
@@ -97,7 +97,7 @@ def _elsewhere(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     size = shape_of(equation.invars[0])[dim]
     if dim in touched or any(shape_of(result)[dim] != size for result in equation.outvars):
         if num_parts > 1:
-            raise Blocked(f"is cut into {num_parts} along the split dim (one layer for each could be split)")
+            raise Blocked(f"is cut into {num_parts} along the split dim (separate layers could be split)")
         raise Blocked(f"goes into {equation.primitive.name} along the split dim")
     return [dim] * num_parts
 
@@ -120,7 +120,7 @@ def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
         if dim is None:
             continue
         if dim in contracted[side]:
-            raise Blocked("is summed over by a product that is not a layer")
+            raise Blocked("goes into a product outside of a layer, which sums over the split dim")
         if dim in batch[side]:
             results.append(batch[side].index(dim))
         else:
@@ -131,17 +131,17 @@ def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
-    "squeeze": _remove,
+    "squeeze": _drop_dims,
     "reshape": _reshape,
-    "concatenate": _elsewhere,
-    "pad": _elsewhere,
+    "concatenate": _along_other_dims,
+    "pad": _along_other_dims,
     "gather": _gather,
     "dot_general": _dot,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"), _remove),
-    **dict.fromkeys(("argmax", "argmin"), _remove),
-    **dict.fromkeys(("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _elsewhere),
-    **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _elsewhere),
-    **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _elsewhere),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"), _drop_dims),
+    **dict.fromkeys(("argmax", "argmin"), _drop_dims),
+    **dict.fromkeys(("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _along_other_dims),
+    **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _along_other_dims),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _along_other_dims),
 }
 
 _CALLS = {
@@ -151,10 +151,10 @@ _CALLS = {
 
 
 class Walk(Generic[Fact, Result]):
-    """Follows a fact about each array through a jaxpr and its inner jaxprs, and collects `result`.
+    """Propagates a fact about each array through a jaxpr and its inner jaxprs, and collects `result`.
 
     Subclasses define `_operation` (facts about the results of an equation without an inner jaxpr), `_join` (the fact
-    about a variable that has one of several values) and `_shift` (the fact with one dim fewer or more in front).
+    about a variable with several possible values) and `_shift` (the fact after a leading dim is removed or added).
     """
 
     _operation: Callable[[JaxprEqn, list[Fact], int], list[Fact]]
@@ -169,7 +169,7 @@ class Walk(Generic[Fact, Result]):
         return jaxpr.eqns  # type: ignore[no-any-return]
 
     def run(self, jaxpr: Any, facts: Sequence[Fact], times: int) -> list[Fact]:
-        """Returns the facts about a jaxpr's results; it runs `times` times."""
+        """Returns the facts about the results of a jaxpr that runs `times` times."""
         known = dict(zip(jaxpr.invars, facts, strict=True))
 
         def read(variable: Atom) -> Fact:
@@ -186,7 +186,7 @@ class Walk(Generic[Fact, Result]):
             return facts
         if name == "scan":
             return self._scan(equation, facts, times)
-        if name == "cond":  # every branch counts
+        if name == "cond":  # walks every branch
             branches = [self.run(open_jaxpr(branch), facts[1:], times) for branch in equation.params["branches"]]
             values = zip(*branches, strict=True)
             return [self._join(each, v, times) for each, v in zip(values, equation.outvars, strict=True)]
@@ -195,7 +195,7 @@ class Walk(Generic[Fact, Result]):
         return self._operation(equation, facts, times)
 
     def _scan(self, equation: JaxprEqn, facts: list[Fact], times: int) -> list[Fact]:
-        # Walks the body until the carry is stable, then once for the result.
+        # Walks the body until the facts about the carry are stable, then once to collect the result.
         body, times = open_jaxpr(equation.params["jaxpr"]), times * equation.params["length"]
         sliced = sum(len(shape_of(v)) != b.aval.ndim for v, b in zip(equation.invars, body.invars, strict=True))
         carries = sum(len(shape_of(v)) == b.aval.ndim for v, b in zip(equation.outvars, body.outvars, strict=True))

@@ -1,11 +1,10 @@
 """`propose_plan`: derives a plan from a model's jaxpr, with reasons.
 
 It pairs column and row layers as Megatron-LM does (arXiv 1909.08053), if nothing between them needs the split dim
-whole. A region is a set of column layers whose outputs meet (q, k and v; gate and up), and the row layers that sum over
-them. Regions conflict if a layer is a column in one and a row in the other: the choice splits the most layers, then
-sends the fewest bytes. It drops a region if splitting its layers singly would not send more (one column layer that
-feeds four row layers). Other layers, for example vocabularies, are split only if that saves more parameter bytes than
-it sends. The plan is tried on an abstract mesh.
+whole. A region is a set of column layers whose outputs are combined (q, k and v; gate and up), and the row layers that
+sum over them. Regions conflict if a layer is a column in one and a row in the other. The chosen regions split the most
+layers, then send the fewest bytes. A region whose layers send no more if split one by one (one column and four row
+layers) is dropped. A single layer (a vocabulary) is split if that saves more parameter bytes than it sends.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,20 +31,20 @@ from jaxtp.parallelize.styles import (
 )
 from jaxtp.tools.explain.dataflow import ROOT, Columns, Dataflow, LayerCall, find_dataflow, parameter_bytes
 from jaxtp.tools.explain.propagation_rules import ELEMENTWISE
-from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
+from jaxtp.tools.explain.traced_model import Forward, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
 
 _RESULT = ""
-"""Stands for the result of a module instead of an argument's name."""
+"""Replaces an argument's name, for the result of a module."""
 
 
 @dataclass(frozen=True)
 class Reason:
     """Why a module has its style, or none."""
 
-    module: str  # its pattern in the plan; several modules with one reason share it
+    module: str  # pattern in the plan; modules with the same reason share it
     style: str  # as written in the plan; empty for a module that stays whole
     why: str
-    bytes: float  # that each device sends over tp, forward and backward, for all modules of the pattern
+    bytes: float  # sent by each device over tp, forward and backward, for all modules of the pattern
 
     def __str__(self) -> str:
         sent = f"  {self.bytes:,.0f} bytes" if self.bytes else ""
@@ -76,12 +75,12 @@ def propose_plan(
     model: nnx.Module | Callable[[], nnx.Module],
     *inputs: object,
     mesh: MeshLike = None,
-    call: Callee | None = None,
+    call: Forward | None = None,
     report: Callable[[str], None] | None = print,
 ) -> Proposal:
-    """Proposes how to split a model over tp. With cp > 1, cp splits the whole model's sequences.
+    """Proposes how to split a model over tp. With cp > 1, cp splits the sequences of the whole model.
 
-    Tracing is abstract: the model stays unchanged, and nothing is allocated. Python branches that these inputs do not
+    Tracing is abstract: the model is unchanged, and nothing is allocated. Python branches that these inputs do not
     take are not split. The plan is an editable dict, empty if no split is worth its communication.
 
     Args:
@@ -102,18 +101,18 @@ def propose_plan(
     traced = trace_model(model_call)
     proposal = _proposal(traced, sizes, share=True)
     try:
-        _try(model_call, proposal, sizes)
-    except Exception as error:  # the model's code may not take shared inputs
+        _trace_plan(model_call, proposal, sizes)
+    except Exception as error:  # the model's code may not accept `Copies`
         proposal = _proposal(traced, sizes, share=False)
-        _try(model_call, proposal, sizes)
+        _trace_plan(model_call, proposal, sizes)
         problem = (str(error) or type(error).__name__).splitlines()[0]
-        proposal.reasons += (Reason(ROOT, "", f"inputs of column layers are not shared: {problem}", 0),)
+        proposal.reasons += (Reason(ROOT, "", f"column layers do not share inputs: {problem}", 0),)
     if report:
         report(str(proposal))
     return proposal
 
 
-def _try(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> None:
+def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> None:
     mesh = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh):
         function, state = call.functional(parallelize(abstract_model(call.model), plan, mesh=mesh))
@@ -128,11 +127,11 @@ def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> 
     if sizes[CP] > 1:
         if "" in plan:
             raise MeshError(
-                f"the model is a single layer, to be {format_style(plan[''])}, and cannot be ContextParallel() too, as "
-                f"{CP}={sizes[CP]} needs it; propose a plan for a model around it, or for a mesh with {CP}=1"
+                f"the model is a single layer: it cannot be both {format_style(plan[''])} and, for {CP}={sizes[CP]}, "
+                f"ContextParallel(); propose a plan for a model around it, or for a mesh with {CP}=1"
             )
         plan = {"": ContextParallel(), **plan}
-        why = f"sequences are divided over {CP}; what the compiler sends to mix positions is not in these bytes"
+        why = f"sequences are divided over {CP}; these bytes exclude the compiler's collectives that mix positions"
         bytes_of[ROOT, format_style(ContextParallel()), why] = 0
     for *reason, sent in _reasons(draft):
         module, style, why = reason
@@ -142,17 +141,17 @@ def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> 
 
 @dataclass(frozen=True)
 class Region:
-    """Layers that are split together; a vocabulary has only a row, and a head only a column."""
+    """Layers that are split together; a vocabulary is only a row, and a head only a column."""
 
     columns: Columns
     rows: frozenset[str]
-    ends_model: bool  # the output of the columns is also an output of the model
+    reaches_output: bool  # the output of the columns is also an output of the model
     inner_bytes: float
-    """Bytes each device sends for gradients of whole operands of split ones, and for split outputs of the model."""
+    """Bytes each device sends between the layers, and for split outputs of the model."""
     bytes: float
-    """All bytes each device sends in a forward and backward pass; each input of columns is reduced once."""
+    """Bytes each device sends in a forward and backward pass; each input of columns is reduced once."""
     bytes_one_by_one: float
-    """Bytes it would send if each layer were a column layer whose output is gathered."""
+    """Bytes each device would send if every layer were a column layer with gathered output."""
 
     @property
     def layers(self) -> frozenset[str]:
@@ -166,17 +165,17 @@ class Region:
 
 @dataclass
 class PlanDraft:
-    """Styles by module path, and their grounds."""
+    """Styles by module path, with reasons."""
 
     traced: TracedModel
     dataflow: Dataflow
-    regions: list[Region]  # all
+    regions: list[Region]  # all candidates
     excluded: dict[str, str]  # layers that cannot be column layers, and why
     chosen: list[Region]
     styles: dict[str, Style] = field(default_factory=dict)
-    bytes: dict[str, float] = field(default_factory=dict)  # that each device sends because of a module's style
+    bytes: dict[str, float] = field(default_factory=dict)  # sent by each device because of a module's style
     shared: dict[str, list[str]] = field(default_factory=dict)
-    """Column layers that read an array which a module makes whole, by module."""
+    """Column layers that share a replicated array, by the module whose style replicates it."""
 
     @cached_property
     def patterns(self) -> dict[str, str]:
@@ -225,16 +224,16 @@ def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
 
 
 def _find_regions(traced: TracedModel, *, tp: int, batch_shards: int) -> tuple[list[Region], Dataflow, dict[str, str]]:
-    # Excludes layers, with reasons, until every split output reaches row layers or the end of the model.
+    # Excludes layers until every split output reaches row layers or the model output.
     dataflow = find_dataflow(traced, traced.modules, tp=tp, batch_shards=batch_shards)
-    excluded = dict(_unfit(traced, dataflow))
+    excluded = dict(_not_column_layers(traced, dataflow))
     while True:
         dataflow = find_dataflow(traced, excluded, tp=tp, batch_shards=batch_shards)
         regions = [_region(dataflow, columns) for columns in _column_sets(dataflow, excluded)]
-        refused = dataflow.blocked or dict(_refused(regions, dataflow))
-        if not refused:
+        exclude = dataflow.blocked or dict(_layers_to_exclude(regions, dataflow))
+        if not exclude:
             return [*regions, *_vocabularies(traced, dataflow)], dataflow, excluded
-        excluded |= refused
+        excluded |= exclude
 
 
 def _vocabularies(traced: TracedModel, dataflow: Dataflow) -> Iterator[Region]:
@@ -250,24 +249,24 @@ def _vocabularies(traced: TracedModel, dataflow: Dataflow) -> Iterator[Region]:
             yield Region(frozenset(), frozenset({path}), True, 0, sent, sent)
 
 
-def _unfit(traced: TracedModel, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
+def _not_column_layers(traced: TracedModel, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
     for call in dataflow.calls:
         column = call.dims.column if call.dims else None
         size = 0 if column is None else call.avals[1].shape[column]
         if call.path in traced.tied:
             yield call.path, "it shares a parameter with another module"
         elif not call.path:
-            yield call.path, "it is the model itself, and a plan names the modules in it"
+            yield call.path, "it is the model itself, and a plan splits its submodules"
         elif call.method == "attend":
             yield call.path, "it is both embedding and head"
         elif call.dims is None:
-            yield call.path, "it keeps groups of features apart"
+            yield call.path, "its output has no features that tp can split"
         elif size % dataflow.tp:
             yield call.path, f"it makes {size} features, which tp {dataflow.tp} does not divide"
 
 
 def _column_sets(dataflow: Dataflow, excluded: Mapping[str, str]) -> list[Columns]:
-    # Sets that must be split together, in model order.
+    # Sets of layers that must be split together, in model order.
     sets = {call.path: frozenset({call.path}) for call in dataflow.calls if call.path not in excluded}
     feeding: dict[str, Columns] = {}
     for call in dataflow.calls:
@@ -283,7 +282,7 @@ def _region(dataflow: Dataflow, columns: Columns) -> Region:
     rows = frozenset(call.path for call in dataflow.calls if call.is_row and call.input.columns & columns)
     outputs = [aval for split_by, aval in dataflow.outputs.items() if split_by & columns]
     inner = sum(total_sent(traffic) for split_by, traffic in dataflow.collectives.items() if split_by & columns)
-    for aval in outputs:  # gathered, or three all-reduces of a softmax cross-entropy if it only ends the model
+    for aval in outputs:  # gathered; three all-reduces of a softmax cross-entropy if no row layer reads it
         size = aval.size * aval.dtype.itemsize
         whole, sums = dataflow.over_tp(ALL_GATHER, size), 3 * dataflow.over_tp(ALL_REDUCE, size / aval.shape[-1])
         inner += whole if rows else sums
@@ -294,7 +293,7 @@ def _region(dataflow: Dataflow, columns: Columns) -> Region:
     return Region(columns, rows, bool(outputs), inner, sent, one_by_one)
 
 
-def _refused(regions: Iterable[Region], dataflow: Dataflow) -> Iterator[tuple[str, str]]:
+def _layers_to_exclude(regions: Iterable[Region], dataflow: Dataflow) -> Iterator[tuple[str, str]]:
     called_whole = {call.path for call in dataflow.calls if not call.is_row}
     called_whole |= {call.path for call in dataflow.norms if call.input.dim is None}
     for region in regions:
@@ -302,10 +301,10 @@ def _refused(regions: Iterable[Region], dataflow: Dataflow) -> Iterator[tuple[st
         both, mixed = sorted(region.columns & region.rows), sorted((region.rows | norms) & called_whole)
         for path in region.columns:
             if both:
-                yield path, f"its output comes back to {', '.join(both)}, which makes a part of it"
+                yield path, f"its output feeds {', '.join(both)}, which would be a column and a row layer"
             elif mixed:
                 yield path, f"it feeds {', '.join(mixed)}, which is also called on an array that is not split"
-            elif not region.rows and not region.ends_model:
+            elif not region.rows and not region.reaches_output:
                 yield path, "it feeds no other layer"
 
 
@@ -355,7 +354,7 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
             arguments.setdefault(path, set()).add(argument)
             draft.shared.setdefault(path, []).extend(call.path for call in calls)
             continue
-        for call in calls if several else calls[:1]:  # a layer that reads an array twice reduces its gradient once
+        for call in calls if several else calls[:1]:  # two calls of a layer on one array reduce its gradient once
             draft.bytes[call.path] = draft.bytes.get(call.path, 0) + draft.dataflow.input_bytes([call])
     for path, names in arguments.items():
         whole = PrepareOutput(Replicate(), Replicate())
@@ -363,15 +362,15 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
 
 
 def _sharing_module(draft: PlanDraft, calls: list[LayerCall], arguments: dict[str, set[str]]) -> tuple[str, str] | None:
-    """Returns the innermost module around all readers of an array, with the argument, else the array's maker."""
-    around = [_entries(call, arguments) for call in calls]
+    """Returns the innermost module around all readers of an array, and its argument; or the module that returned it."""
+    around = [_modules_entered(call, arguments) for call in calls]
     common = [entry for entry in around[0] if all(entry in others for others in around)]
     makers = [path for path in calls[0].input.left if path and path not in {*draft.styles, *arguments}]
     return common[-1] if common else (makers[0], _RESULT) if makers else None
 
 
-def _entries(call: LayerCall, arguments: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """Returns the modules (outermost first) around a layer that its input entered unchanged, with the argument."""
+def _modules_entered(call: LayerCall, arguments: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Returns the modules around a layer, outermost first, that pass an argument to it unchanged, and the argument."""
     return [
         (path, argument)
         for path, argument in call.input.entered
@@ -388,13 +387,13 @@ def _reasons(draft: PlanDraft) -> Iterator[tuple[str, str, str, float]]:
             yield draft.patterns[path] or ROOT, "", _why_whole(draft, path), 0
     for path, module in draft.traced.modules.items():
         if path not in draft.layers and (matrices := _matrices(module)):
-            why = f"has {matrices} of its own: styles split the layers of Flax"
-            why = "makes nothing that this call returns" if signature(module) else why
+            why = f"has its own parameters, {matrices}: styles split only Flax's layers"
+            why = "does not affect the result of this call" if signature(module) else why
             yield draft.patterns[path] or ROOT, "", why, 0
 
 
 def _plan_order(draft: PlanDraft) -> list[str]:
-    # The layers in call order, after the modules that make their input whole.
+    # Layers in call order; a module that replicates inputs precedes the layers that read them.
     order: list[str] = []
     norms = [call.path for call in draft.dataflow.norms if isinstance(draft.styles.get(call.path), SequenceParallel)]
     for path in dict.fromkeys([*draft.layers, *norms]):
@@ -404,7 +403,7 @@ def _plan_order(draft: PlanDraft) -> list[str]:
 
 
 def replicate_input(names: set[str]) -> PrepareInput:
-    """Returns a style that makes arguments whole, by position or name."""
+    """Returns a style that replicates arguments, by position or name."""
     positions = [int(name) for name in names if name.isdigit()]
     kwargs = {name: Replicate() for name in sorted(names) if not name.isdigit()} or None
     layouts = tuple(Replicate() if i in positions else None for i in range(max(positions, default=-1) + 1)) or None
@@ -416,12 +415,12 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
     region, style = draft.region(path), draft.styles[path]
     if isinstance(style, (PrepareInput, PrepareOutput)):
         readers = draft.shared[path]
-        return f"one array for {_names(draft, readers)}: its gradient is all-reduced once, not {len(readers)} times"
+        return f"one input for {_names(draft, readers)}: its gradient is all-reduced once, not {len(readers)} times"
     if isinstance(style, SequenceParallel):
-        return f"runs on parts of dim {style.sequence_dim} of its input, which column layers split"
+        return f"runs on shards of dim {style.sequence_dim} of its input, which column layers split"
     assert region is not None
     if not region.columns:
-        return f"its vocabulary is split: {_trade(draft, region)}"
+        return f"its vocabulary is split: {_saved_and_sent(draft, region)}"
     if path in region.rows:
         return f"sums over the output of {_names(draft, region.columns)}; its output is all-reduced"
     sharing = [module for module, readers in draft.shared.items() if path in readers]
@@ -433,33 +432,34 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
         names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
         through = f" through {', '.join(names)}" if names else ""
         return f"its output stays split up to {_names(draft, region.rows)}{through}; {gradient}"
-    trade = _trade(draft, region)
-    return f"its output ends the model and stays split: {trade}, before a softmax cross-entropy; {gradient}"
+    trade = _saved_and_sent(draft, region)
+    return f"its output, a result of the model, stays split for a softmax cross-entropy: {trade}; {gradient}"
 
 
 def _why_whole(draft: PlanDraft, path: str) -> str:
     if split := [call for call in draft.calls(path) if call.input.dim is not None and not call.is_row]:
-        return f"runs on whole arrays, between parts split by {_names(draft, split[0].input.columns)}: it gathers them"
+        return f"gathers its input, which {_names(draft, split[0].input.columns)} splits, and runs on the whole array"
     column = next((region for region in draft.regions if path in region.columns), None)
     if column is not None:
         if column.rows:
             return f"would feed {_names(draft, column.rows)}{_why_not_chosen(draft, column)}"
-        return f"ends the model: to split it {_trade(draft, column)}"
-    row, why = next((region for region in draft.regions if path in region.rows), None), "no row: its input is not split"
+        return f"its output is a result of the model: a split {_saved_and_sent(draft, column)}"
+    why = "not Rowwise(): its input is not split"
+    row = next((region for region in draft.regions if path in region.rows), None)
     if row is not None:
         pair = f"could sum over the output of {_names(draft, row.columns)}{_why_not_chosen(draft, row)}"
-        why = pair if row.columns else f"to split its vocabulary {_trade(draft, row)}"
-    return f"no column: {draft.excluded[path]}; {why}"
+        why = pair if row.columns else f"a split of its vocabulary {_saved_and_sent(draft, row)}"
+    return f"not Colwise(): {draft.excluded[path]}; {why}"
 
 
 def _why_not_chosen(draft: PlanDraft, region: Region) -> str:
     if region.bytes >= region.bytes_one_by_one:
-        return f", which sends {region.bytes:,.0f} bytes, no less than each alone ({region.bytes_one_by_one:,.0f})"
+        return f", which sends {region.bytes:,.0f} bytes, no less than layer by layer ({region.bytes_one_by_one:,.0f})"
     rivals = {path for other in draft.chosen if region.conflicts(other) for path in other.layers}
-    return f", which sends {region.bytes:,.0f} bytes; better are {_names(draft, rivals)}"
+    return f", which sends {region.bytes:,.0f} bytes; a better split is of {_names(draft, rivals)}"
 
 
-def _trade(draft: PlanDraft, region: Region) -> str:
+def _saved_and_sent(draft: PlanDraft, region: Region) -> str:
     return f"saves {draft.saved(region):,.0f} bytes of parameters and sends {region.bytes:,.0f}"
 
 

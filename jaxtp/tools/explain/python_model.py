@@ -1,4 +1,4 @@
-"""A Flax model, a plan and inputs, as flags of `jaxtp explain` and `jaxtp estimate` name them."""
+"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, a plan and inputs."""
 
 import importlib
 import importlib.util
@@ -29,14 +29,14 @@ class PythonModel:
 
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """A dict from patterns of module paths to styles. Without a plan, parameters are split over fsdp only. With cp > 1
-    the plan must name the module whose sequences cp divides: {"": ContextParallel()}."""
+    the plan must name the module whose sequences cp splits: {"": ContextParallel()}."""
 
     propose: Switch = False
     """Use the plan that jaxtp.propose_plan returns; jaxtp explain prints its reasons."""
 
     input: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="64x16x16x1")] = ()
     """Shape of an input of a global batch, with a dtype unless it is float32: 16x128:int32. Repeat the flag for several
-    inputs. Without it nothing is run, so there are no collectives."""
+    inputs. Without inputs there are no collectives."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Write all numbers to this file."""
@@ -48,7 +48,7 @@ class PythonModel:
     def load_plan(self) -> Plan | None:
         """Returns the plan, if any."""
         if self.propose and self.plan is not None:
-            raise ConfigError("--propose makes a plan, and --plan names one; leave one of them out")
+            raise ConfigError("--propose and --plan both give a plan; leave one of them out")
         plan: Plan | None = None if self.plan is None else load(self.plan, "--plan")
         return plan
 
@@ -70,7 +70,7 @@ class PythonModel:
         return build
 
     def failure(self, error: Exception) -> UserError:
-        """Returns the error to raise where the model's code failed on the inputs."""
+        """Returns the error to raise if the model's code fails on the inputs."""
         if isinstance(error, UserError):
             return error
         shapes = ", ".join(self.input) or "none"
@@ -95,7 +95,7 @@ def _load_file(flag: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(f"{flag} {path}: no such file{nearest_file(path)}")
-    sys.path.insert(0, str(path.parent))  # as when Python runs the file
+    sys.path.insert(0, str(path.parent))  # like `python FILE.py`
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

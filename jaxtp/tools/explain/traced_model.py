@@ -1,6 +1,6 @@
-"""A model call, traced to a jaxpr that records where arrays enter and leave modules.
+"""Traces a model call to a jaxpr that records where arrays enter and leave modules.
 
-A jaxpr has no module boundaries. So the wrapped calls of a copy's modules name their arrays with
+A jaxpr has no module boundaries. So wrapped module calls mark their arguments and results with
 `jax.ad_checkpoint.checkpoint_name`, an identity that stays in the jaxpr through jit, remat and scan bodies.
 """
 
@@ -21,7 +21,7 @@ from jaxtp.parallelize.module_wrappers import modules_of, with_calls
 from jaxtp.parallelize.parallelize import abstract_model
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None  # None: the mesh in context
-Callee = Callable[..., object]  # of a model and its inputs
+Forward = Callable[..., object]  # of a model and its inputs
 StateFunction = Callable[[nnx.State, list[Any]], Any]  # of a model's state and the arrays among its inputs
 
 _PREFIX = "jaxtp "
@@ -29,15 +29,15 @@ _PREFIX = "jaxtp "
 
 @dataclass(frozen=True)
 class ModelCall:
-    """An abstract model, which never changes, and one call."""
+    """An abstract model and one call."""
 
     model: nnx.Module
     arrays: list[jax.ShapeDtypeStruct]  # among the inputs
-    run: Callable[[nnx.Module, list[Any]], object]  # calls a model with these arrays among the inputs
+    run: Callable[[nnx.Module, list[Any]], object]  # calls any model with the inputs, in which it replaces the arrays
 
     @classmethod
     def of(
-        cls, model: nnx.Module | Callable[[], nnx.Module], inputs: tuple[object, ...], call: Callee | None
+        cls, model: nnx.Module | Callable[[], nnx.Module], inputs: tuple[object, ...], call: Forward | None
     ) -> "ModelCall":
         """Returns the call `call(model, *inputs)`, or `model(*inputs)`; arguments as in `explain`."""
         leaves, tree = jax.tree.flatten(inputs)
@@ -51,7 +51,7 @@ class ModelCall:
         return cls(abstract_model(model), arrays, run)
 
     def functional(self, model: nnx.Module, wrap: Callable[..., Any] | None = None) -> tuple[StateFunction, nnx.State]:
-        """Returns the call as a function of the state of `model`, and this state; `wrap` as in `with_calls`."""
+        """Returns the call as a function of the state of `model`, and the state; `wrap` as in `with_calls`."""
         graph, state = nnx.split(model)
 
         def function(state: nnx.State, arrays: list[Any]) -> object:
@@ -75,10 +75,10 @@ def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
     if unknown := sorted(map(str, sizes.keys() - set(AXES))):
         raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; the axes are {', '.join(AXES)}")
     if odd := [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]:
-        raise MeshError(f"{', '.join(odd)}: a mesh axis is a whole number of devices")
+        raise MeshError(f"{', '.join(odd)}: the size of a mesh axis is a whole number")
     check_sizes(sizes)
     if -1 in sizes.values():
-        raise MeshError(f"{describe_mesh(sizes)}: -1 stands for all other devices, and here none need exist")
+        raise MeshError(f"{describe_mesh(sizes)}: -1 means all other devices, but devices need not exist here")
     return sizes
 
 
@@ -86,15 +86,15 @@ def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
 class Boundary:
     """A module boundary that an array crosses."""
 
-    enters: bool  # as an argument; else it leaves as a result
-    path: str  # of the module; empty for the model itself
-    method: str  # `__call__`, or `attend` of an embedding
-    argument: str  # position or keyword; 0 for the result; empty for an array inside a container
+    enters: bool  # True for an argument, False for a result
+    path: str  # the module's path; empty for the model itself
+    method: str  # `__call__` or `attend`
+    argument: str  # position or keyword; "0" for the result; empty for an array inside a container
 
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A model call's jaxpr, and the modules in its boundaries."""
+    """The jaxpr of a model call, with module boundaries."""
 
     jaxpr: ClosedJaxpr  # takes the leaves of the model's state, then the input arrays
     is_param: tuple[bool, ...]  # whether each leaf of the state belongs to an `nnx.Param`
@@ -128,7 +128,7 @@ def _marked_call(
 
 
 def _mark(tree: Any, boundary: Boundary) -> Any:
-    """Marks tracers in tuples, lists and dicts; other objects keep their identity."""
+    """Marks tracers in tuples, lists and dicts, and returns other objects unchanged."""
     if isinstance(tree, jax.core.Tracer):
         name = _PREFIX + json.dumps(astuple(boundary))
         return tree if jnp.issubdtype(tree.dtype, jax.dtypes.prng_key) else checkpoint_name(tree, name)

@@ -1,7 +1,7 @@
-"""Counts the matrix products of a traced program on one device, and the bytes of its results there.
+"""Counts the matrix products of a traced program and the bytes of its results, on one device.
 
-Inside `shard_map` shapes are local. Elsewhere they are global: the batch is assumed to be divided over dp, fsdp and cp.
-The features that a column layer splits stay divided over tp as far as `propagation_rules.py` passes them.
+Shapes are local inside `shard_map`, and global elsewhere. Global arrays are assumed to be split over dp, fsdp and cp.
+The output of a column layer stays split over tp as far as the rules of `propagation_rules.py` allow.
 """
 
 import math
@@ -31,7 +31,7 @@ class Product:
 @dataclass(frozen=True)
 class _Split:
     dim: int | None  # over tp
-    parts: int  # devices that have different parts
+    parts: int  # number of different shards
 
 
 def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int]) -> tuple[list[Product], list[float]]:
@@ -50,24 +50,24 @@ class _Counter(Walk[_Split, list[Product]]):
     def _equation(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
         name, params = equation.primitive.name, equation.params
         if name == "shard_map":
-            self.multiply(params["jaxpr"], times)
+            self.count_body(params["jaxpr"], times)
             return [self.of_spec(spec) for spec in params["out_specs"]]
         if name == "sharding_constraint":
             return [self.of_spec(params["sharding"].spec)]
         if name == "while":
-            self.multiply(params["body_jaxpr"], times * runs(trip_count(equation), "")[0])
+            self.count_body(params["body_jaxpr"], times * runs(trip_count(equation), "")[0])
         return super()._equation(equation, facts, times)
 
     def _operation(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
         dims = [split.dim for split in facts]
         split = any(dim is not None for dim in dims)
-        among = self.unknown.parts * (self.sizes[TP] if split else 1)
-        self.count(equation, times, among)
+        num_shards = self.unknown.parts * (self.sizes[TP] if split else 1)
+        self.count(equation, times, num_shards)
         try:
             results = pass_through(equation, dims) if split else [None] * len(equation.outvars)
         except Blocked:
             results = [None] * len(equation.outvars)
-        return [self.unknown if dim is None else _Split(dim, among) for dim in results]
+        return [self.unknown if dim is None else _Split(dim, num_shards) for dim in results]
 
     def _join(self, facts: Sequence[_Split], variable: Atom, times: int) -> _Split:
         return next((split for split in reversed(facts) if split.dim is not None), facts[0])
@@ -75,17 +75,17 @@ class _Counter(Walk[_Split, list[Product]]):
     def _shift(self, fact: _Split, by: int) -> _Split:
         return replace(fact, dim=None if fact.dim is None or fact.dim + by < 0 else fact.dim + by)
 
-    def multiply(self, jaxpr: object, times: int) -> None:
+    def count_body(self, jaxpr: object, times: int) -> None:
         for equation, each, *_ in equations(open_jaxpr(jaxpr), times):
             self.count(equation, each, 1)
 
-    def count(self, equation: JaxprEqn, times: int, among: int) -> None:
-        """Counts a product that `among` devices divide."""
-        if (terms := _terms(equation)) is not None:
+    def count(self, equation: JaxprEqn, times: int, num_shards: int) -> None:
+        """Counts a product split into `num_shards`."""
+        if (terms := _contraction_size(equation)) is not None:
             flops = 2.0 * math.prod(shape_of(equation.outvars[0])) * terms
             moved = sum(map(_bytes, (*equation.invars, *equation.outvars)))
             itemsize = max(v.aval.dtype.itemsize for v in equation.invars[:2])  # type: ignore[attr-defined]
-            self.result.append(Product(flops * times / among, moved * times / among, itemsize))
+            self.result.append(Product(flops * times / num_shards, moved * times / num_shards, itemsize))
 
     def of_spec(self, spec: PartitionSpec) -> _Split:
         axes = [axes_of(entry) for entry in spec]
@@ -93,8 +93,8 @@ class _Counter(Walk[_Split, list[Product]]):
         return _Split(dim, math.prod(parts(self.sizes, names) for names in axes))
 
 
-def _terms(equation: JaxprEqn) -> int | None:
-    """Returns the terms that an element of the result sums; None if the equation is no product."""
+def _contraction_size(equation: JaxprEqn) -> int | None:
+    """Returns the number of terms in each element of a product; None for other equations."""
     name, params = equation.primitive.name, equation.params
     left, right = map(shape_of, equation.invars[:2]) if name in _PRODUCTS else ((), ())
     if name == "dot_general":

@@ -92,7 +92,7 @@ def test_without_a_flag_numbers_are_compared_in_float32(tmp_path, capsys):
     config.write_text("model:\n  num_layers: 1\n  precision: {compute: bfloat16, param: bfloat16}\n")
     assert main(["--config", str(config), "--mesh", "tp=2"]) == 0
     out = capsys.readouterr().out
-    assert "default model.precision=float32: --model.precision.compute bfloat16 compares in that too" in out
+    assert "default model.precision=float32: --model.precision.compute bfloat16 also compares in bfloat16" in out
     assert "all 2 equal one device" in out
 
 

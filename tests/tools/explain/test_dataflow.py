@@ -81,7 +81,7 @@ def test_a_pair_is_seen_through(between):
         (lambda x: jax.lax.scan(lambda c, row: (c, row + 1), 0, x.swapaxes(0, 2))[1].swapaxes(0, 2), "scan runs over"),
         (lambda x: jax.lax.while_loop(lambda c: c.sum() < 0, lambda c: c + 1, x), "goes into while"),
         (lambda x: jax.pure_callback(lambda a: a, X.update(shape=(4, 6, 16)), x), "goes into pure_callback"),
-        (lambda x: x @ x.swapaxes(1, 2) @ x, "summed over by a product"),
+        (lambda x: x @ x.swapaxes(1, 2) @ x, "sums over the split dim"),
     ],
 )
 def test_what_ends_a_split(between, why):

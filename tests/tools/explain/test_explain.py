@@ -205,9 +205,9 @@ def test_one_plan_at_a_time_and_a_mesh():
     ("mesh", "message"),
     [
         ({"model": 2}, "model: no axis"),
-        ({"fsdp": -1}, "-1 stands for all other devices"),
-        ({"fsdp": 2.0}, r"fsdp=2\.0: a mesh axis is a whole number"),
-        ({"tp": "4"}, "tp='4': a mesh axis is a whole number"),
+        ({"fsdp": -1}, "-1 means all other devices"),
+        ({"fsdp": 2.0}, r"fsdp=2\.0: the size of a mesh axis is a whole"),
+        ({"tp": "4"}, "tp='4': the size of a mesh axis is a whole"),
         ({"tp": True}, "tp=True"),
         ("fsdp=2", r"takes a mesh, or its sizes .*, not 'fsdp=2'"),
     ],

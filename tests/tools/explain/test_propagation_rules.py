@@ -80,7 +80,7 @@ def test_parts_of_the_result_need_parts_of_the_operands(case):
     [
         (lambda x: x.sum(2), (2,), "reduce_sum, which needs all 8"),
         (lambda x: jax.nn.softmax(x), (2,), "reduce_max, which needs all 8"),
-        (lambda x: x.reshape(4, -1), (2,), "merged with the dim before it"),
+        (lambda x: x.reshape(4, -1), (2,), "merges the split dim into"),
         (lambda x: jnp.split(x, 2, axis=2)[0], (2,), "cut into 2"),
         (lambda x: x[..., 1:], (2,), "slice along the split dim"),
         (lambda x: jnp.concatenate([x, x], 2), (2,), "concatenate along the split dim"),
@@ -88,7 +88,7 @@ def test_parts_of_the_result_need_parts_of_the_operands(case):
         (lambda x: jnp.sort(x), (2,), "sort"),
         (lambda x: jnp.cumsum(x, 2), (2,), "cumsum"),
         (lambda x: jnp.fft.fft(x), (2,), "fft, which may need all"),
-        (lambda x: x @ X[0].T, (2,), "summed over by a product"),
+        (lambda x: x @ X[0].T, (2,), "sums over the split dim"),
         (lambda x, y: x * y.transpose(1, 0, 2).reshape(4, 6, 8), (2, 1), r"another dim|merged"),
         (lambda x, y: x + y, (2, 1), "along another dim"),
         (lambda x: jnp.asarray(X[0])[x[0, 0].astype(int)], (2,), "gather, which needs all"),

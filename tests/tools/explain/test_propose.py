@@ -189,15 +189,15 @@ def test_of_a_chain_most_layers_are_split_and_least_is_moved(widths, plan):
     ("make", "inputs", "module", "why"),
     [
         (sequence(16, 6), (X,), "layers.0", "makes 6 features, which tp 4 does not divide"),
-        (sequence(64, 8), (X.update(shape=(8, 600, 64)),), "layers.0", "to split it saves 1,560 bytes"),
+        (sequence(64, 8), (X.update(shape=(8, 600, 64)),), "layers.0", "a split saves 1,560 bytes"),
         (lambda rngs: Attention(rngs, kv_heads=2), (X,), "k", "becomes a dim of 2"),
         (lambda rngs: nnx.RNN(nnx.GRUCell(16, 16, rngs=rngs), rngs=rngs), (X,), "cell.dense_h", "cut into 3"),
-        (lambda rngs: nnx.RNN(nnx.LSTMCell(16, 16, rngs=rngs), rngs=rngs), (X,), "cell.hi", "comes back"),
+        (lambda rngs: nnx.RNN(nnx.LSTMCell(16, 16, rngs=rngs), rngs=rngs), (X,), "cell.hi", "column and a row"),
         (
             lambda rngs: nnx.Conv(16, 16, (3,), feature_group_count=16, rngs=rngs),
             (X,),
             "the model itself",
-            "names the modules",
+            "splits its submodules",
         ),
     ],
 )
@@ -223,7 +223,7 @@ def test_layers_that_move_more_together_are_left():
 
     proposal = propose(Fan)
     assert proposal == {}
-    assert "no less than each alone" in reason(proposal, "first").why
+    assert "no less than layer by layer" in reason(proposal, "first").why
 
 
 def test_a_shared_layer_is_split_once_or_not_at_all():
@@ -294,8 +294,8 @@ def test_a_layer_on_each_head_is_gathered_for():
     proposal = propose(PerHead)
     assert proposal == {"up": COL, "down": ROW}
     assert proposal.bytes == 3 / 4 * 8 * 6 * 4 * (2 * 16 + 2 * 64)
-    assert reason(proposal, "head").why == "runs on whole arrays, between parts split by up: it gathers them"
-    assert reason(proposal, "unused").why == "makes nothing that this call returns"
+    assert reason(proposal, "head").why == "gathers its input, which up splits, and runs on the whole array"
+    assert reason(proposal, "unused").why == "does not affect the result of this call"
 
 
 def test_every_layer_has_a_reason():
@@ -329,7 +329,7 @@ def test_it_prints_and_takes_a_mesh_in_context(capsys):
         ({"fsdp": 4}, "has 1 device"),
         ({"tpp": 4}, "tpp: no axis"),
         ({"tp": 0}, "tp=0"),
-        ({"tp": -1}, "-1 stands"),
+        ({"tp": -1}, "-1 means"),
     ],
 )
 def test_a_mesh_without_tp_is_refused(mesh, message):
@@ -345,9 +345,7 @@ def test_over_cp_the_model_itself_takes_the_sequences():
     assert "sequences are divided over cp" in reason(over_cp, "the model itself").why
     with pytest.raises(ValueError, match="has no sequence: use cp=1"):
         propose_plan(lambda: Mlp(nnx.Rngs(0)), jax.ShapeDtypeStruct((8, 16), jnp.float32), mesh={"cp": 2, "tp": 4})
-    with pytest.raises(
-        MeshError, match=r"a single layer, to be Rowwise\(\), and cannot be ContextParallel\(\) too, as cp=2"
-    ):
+    with pytest.raises(MeshError, match=r"it cannot be both Rowwise\(\) and, for cp=2, ContextParallel\(\)"):
         propose_plan(lambda: nnx.Embed(4096, 16, rngs=nnx.Rngs(0)), IDS, mesh={"cp": 2, "tp": 4})
 
 
@@ -377,4 +375,4 @@ def test_code_that_wants_arrays_gets_a_plan_without_shared_inputs():
     proposal = propose(Model)
     assert proposal == {"mlp.up": COL, "mlp.gate": COL, "mlp.down": ROW}
     assert proposal.bytes == 3 * 2 * 3 / 4 * (8 * 6 * 16 * 4)
-    assert "inputs of column layers are not shared" in reason(proposal, "the model itself").why
+    assert "column layers do not share inputs" in reason(proposal, "the model itself").why
