@@ -29,7 +29,7 @@ from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SC
 from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.parameter import GRADIENTS, PaddedDim, Precision
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import STORAGE, TP, copies, parts
+from jaxtp.mesh import STORAGE, TP, gradient_sum_axes, parts
 
 FLOAT32 = INT32 = 4
 """Bytes of an element."""
@@ -148,11 +148,11 @@ class Weight:
         """Yields gathers in the compute dtype, gradient reductions in the reduction dtype."""
         sizes, trained = work.sizes, work.training and not self.is_frozen(work)
         reduce = itemsize(self.precision.reduce)
-        last = copies(stored_split=self.fsdp, used_by_all_tp=False) if work.accumulation > 1 else ()
+        last = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=False) if work.accumulation > 1 else ()
         if not self.traced:
             yield from self._loads(work, trained=trained)
         if trained and not self.traced:
-            summed = copies(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
+            summed = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
             each = tuple(axis for axis in summed if axis not in last)
             yield sums_over(self.module, each, sizes, self.stored(sizes) * reduce)
         has_gradient = work.training and (self.adapter or not work.frozen)  # zeros if fixed

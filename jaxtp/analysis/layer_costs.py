@@ -38,11 +38,11 @@ from jaxtp.analysis.costs import (
 from jaxtp.layers.activations import Method
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
-from jaxtp.layers.context import Attended, chunk_size, halo, hops, num_routes
+from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
 from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
 from jaxtp.layers.experts import EXPERTS, MixtureOfExperts
-from jaxtp.layers.kernels.grouped import dense, method_of
-from jaxtp.layers.kernels.select import chosen, seen
+from jaxtp.layers.kernels.grouped import is_dense, pick_method
+from jaxtp.layers.kernels.select import num_scores, pick_kernel
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import Lora
 from jaxtp.layers.mlp import MLP
@@ -178,7 +178,7 @@ def qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
 def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of attention."""
     config, compute, cp = layer.config, itemsize(layer.precision.compute), work.sizes[CP]
-    kernel, _ = chosen(config.attention, config.use_on(work, layer.precision.compute))
+    kernel, _ = pick_kernel(config.attention, config.use_on(work, layer.precision.compute))
     stored_kv, group, _ = config.heads.stored(work.tp)
     heads, kv_heads = config.heads.on_device(work.tp)
     queries, keys = (work.tokens * count * config.head_dim for count in (heads, kv_heads))
@@ -186,32 +186,32 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
     for norm in layer.qk_norms:
         yield from qk_norm_costs(norm, work)
 
-    attended = config.attended(work.tp)
-    method, _ = attended.method(work)
+    attention = config.context_attention(work.tp)
+    method, _ = attention.method(work)
     head_bytes = config.head_dim * compute
-    yield from context_costs(attended, method, head_bytes, work, result_read=not work.frozen or bool(layer.out.loras))
+    yield from context_costs(attention, method, head_bytes, work, result_read=not work.frozen or bool(layer.out.loras))
     chunks = query_chunks(method, work)
     number, m, n = kernel.blocks(chunks, config.sliding_window)
-    saved = kernel.keeps_result and work.remat in SAVED_RESULT_POLICIES
+    saved = kernel.can_save_result and work.remat in SAVED_RESULT_POLICIES
     recomputed = work.remat in RECOMPUTE_POLICIES and not saved
     runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
     through = 2 * m * config.head_dim * compute + (m * n * FLOAT32 if kernel.streams_scores else 0)
-    counted = seen(chunks, config.sliding_window) / (number * m * n)
+    counted = num_scores(chunks, config.sliding_window) / (number * m * n)
     # A kernel that does not hold the scores computes them again in its backward pass.
     for name, k, columns, num_backward in (
-        ("scores", config.head_dim, n, 2 if kernel.holds_scores else 3),
+        ("scores", config.head_dim, n, 2 if kernel.stores_scores else 3),
         ("weighted values", n, config.head_dim, 2),
     ):
         count = work.num_evals(recomputed, num_backward) * runs
         yield Product(name, m, k, columns, count, bytes=through, attention=True, counted=counted)
-    scores = runs * m * n if kernel.holds_scores else 0
+    scores = runs * m * n if kernel.stores_scores else 0
     if kernel.streams_scores:
         yield ScoreTraffic(runs * m * n * FLOAT32 * SCORE_PASSES)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield ElementwiseTraffic(work.tokens * 2 * rotated * compute)
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask selects, which XLA
     # takes out of the loop over the blocks. Two in the compute dtype: the softmax, in the layouts of two products.
-    remote = remote_bytes(attended, method, head_bytes, work)
+    remote = remote_bytes(attention, method, head_bytes, work)
     yield Workspace(scores * 2 * (FLOAT32 + compute) + remote)
     if work.remat == "none":
         # Scores before and after the softmax, and queries and keys before their rotation, in float32. With several kv
@@ -234,7 +234,7 @@ def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:
     return (range(size), *last) if work.zigzag else last
 
 
-def remote_bytes(attended: Attended, method: Method, head_bytes: int, work: Workload) -> int:
+def remote_bytes(attention: ContextAttention, method: Method, head_bytes: int, work: Workload) -> int:
     """Returns the bytes of queries, keys and values on a device after the exchange over cp.
 
     `head_bytes` is the size of one head of one token.
@@ -243,33 +243,33 @@ def remote_bytes(attended: Attended, method: Method, head_bytes: int, work: Work
     if cp == 1:
         return 0
     if method == "ulysses":
-        return (attended.queries + 2 * attended.shared(cp)) * token
-    reach, chunks = halo(work.length, cp, attended.window, zigzag=work.zigzag), 1 + work.zigzag
+        return (attention.queries + 2 * attention.ulysses_kv_heads(cp)) * token
+    reach, chunks = halo(work.length, cp, attention.window, zigzag=work.zigzag), 1 + work.zigzag
     positions = work.length if reach is None else work.length // cp + chunks * reach
-    return 2 * attended.keys * head_bytes * work.rows * positions
+    return 2 * attention.keys * head_bytes * work.rows * positions
 
 
 def context_costs(
-    attended: Attended, method: Method, head_bytes: int, work: Workload, *, result_read: bool = True
+    attention: ContextAttention, method: Method, head_bytes: int, work: Workload, *, result_read: bool = True
 ) -> Iterator[CollectiveCost]:
     """Yields the collectives of attention over cp; `result_read`: the backward pass reads the output's input."""
     cp, token = work.sizes[CP], work.tokens * head_bytes
     recomputed = work.remat in RECOMPUTE_POLICIES
     both = work.num_evals(recomputed, 1)
-    reach = halo(work.length, cp, attended.window, zigzag=work.zigzag)
+    reach = halo(work.length, cp, attention.window, zigzag=work.zigzag)
     if method == "ulysses":
-        shared = attended.shared(cp)
-        for heads in (attended.queries, shared, shared):
+        shared = attention.ulysses_kv_heads(cp)
+        for heads in (attention.queries, shared, shared):
             yield CollectiveCost(Collective(ALL_TO_ALL, CONTEXT, cp, heads * token, ATTEND), both)
-        result = Collective(ALL_TO_ALL, CONTEXT, cp, attended.queries * token, ATTEND)
+        result = Collective(ALL_TO_ALL, CONTEXT, cp, attention.queries * token, ATTEND)
         yield CollectiveCost(result, work.num_evals(recomputed and result_read, 1))
     elif reach is None:
-        size = attended.keys * token * cp
+        size = attention.keys * token * cp
         yield CollectiveCost(Collective(ALL_GATHER, CONTEXT, cp, size, ATTEND), 2 * work.num_evals(recomputed, 0))
         yield CollectiveCost(Collective(REDUCE_SCATTER, CONTEXT, cp, size, ATTEND), 2 * int(work.training))
     else:
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
-            size = 2 * attended.keys * head_bytes * work.rows * tokens
+            size = 2 * attention.keys * head_bytes * work.rows * tokens
             count = num_routes(cp, hop, zigzag=work.zigzag)
             yield CollectiveCost(Collective(PERMUTE, CONTEXT, cp, size, ATTEND), count * both)
 
@@ -318,13 +318,13 @@ def _expert_products(layer: MixtureOfExperts, work: Workload, *, read: bool) -> 
     yield Product.of("router", (tokens, layer.d_model, config.num_experts), FLOAT32, routed)
     local, width = layer.on_device(work.tp)
     rows = choices // work.tp if config.over_tp(work.tp) else choices
-    method, _ = method_of(config.grouped, work.platform)
+    method, _ = pick_method(config.grouped, work.platform)
     for name, inner, outer, recomputed in (
         ("experts' gate, up", layer.d_model, 2 * width, work.remat in REPROJECT_POLICIES),
         ("experts' down", width, layer.d_model, read and work.remat in REREDUCE_POLICIES),
     ):
         count, kernels = work.num_evals(recomputed, work.num_gradients), local * inner * outer
-        if dense(method, work.platform):
+        if is_dense(method, work.platform):
             moved = (local * choices * inner + choices * outer + kernels) * compute
             yield Product(name, local * choices, inner, outer, count, moved, counted=rows / (local * choices))
         else:
@@ -340,7 +340,7 @@ def _expert_memory(layer: MixtureOfExperts, work: Workload, *, read: bool) -> It
     tokens, choices = work.between(layer.sequence_parallel), work.tokens * config.experts_per_token
     hidden, (local, width) = work.tokens * layer.d_model * compute, layer.on_device(work.tp)
     yield Workspace(compute * choices * (6 * width + 2 * layer.d_model))
-    if dense(method_of(config.grouped, work.platform)[0], work.platform):
+    if is_dense(pick_method(config.grouped, work.platform)[0], work.platform):
         # Rows repeated for each expert, in two products at a time.
         yield Workspace(compute * 2 * local * choices * max(width, layer.d_model))
     yield SavedActivations(INT32 * tokens * config.experts_per_token)

@@ -42,10 +42,10 @@ from jaxtp.hf.model_folder import (
 from jaxtp.hf.safetensors import DTYPES, StoredTensor, read_header
 from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
 from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, split_path
-from jaxtp.layers.lora import TARGETS, LoraConfig, Target, frozen
+from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh, mesh_sizes
-from jaxtp.models.config import ModelConfig, unadapted
+from jaxtp.models.config import ModelConfig, adapter_problems
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -232,8 +232,8 @@ def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) ->
 def with_peft(model: Decoder, folder: PeftFolder, mesh: Mesh | None) -> Decoder:
     """Returns a copy of a model with an open folder's adapters; see `load_peft`."""
     graph, abstract = abstract_decoder(replace(model.config, lora=folder.lora))
-    adapted: Decoder = nnx.merge(graph, nnx.merge_state(frozen(nnx.state(model)), read_peft(folder, abstract, mesh)))
-    return adapted
+    state = nnx.merge_state(freeze_state(nnx.state(model)), read_peft(folder, abstract, mesh))
+    return nnx.merge(graph, state)
 
 
 def read_peft(folder: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx.State:
@@ -304,7 +304,7 @@ class _Reader:
         modules = dict.fromkeys(general for general, _ in factors)
         chosen = {target for module in modules for target in self.targets[module]}
         targets = tuple(target for target in TARGETS if target in chosen)
-        for problem in unadapted(self.config, targets):
+        for problem in adapter_problems(self.config, targets):
             raise HFError(problem.text)
         lora = LoraConfig(rank=self.rank, alpha=alpha, rslora=rslora, targets=targets)
         notes, untrainable = [], None

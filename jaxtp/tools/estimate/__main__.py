@@ -27,7 +27,7 @@ from jaxtp.config.schema import (
     replace_nested,
     to_short_yaml,
 )
-from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, mesh_shape
+from jaxtp.mesh import AXES, MeshError, describe_mesh, mesh_shape, resolve_sizes
 from jaxtp.tools.estimate import foreign, generation
 from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError, topology
 from jaxtp.tools.estimate.remedies import faster, remedies
@@ -299,7 +299,7 @@ def _meshes(options: EstimateConfig, config: TrainConfig, where: Target) -> Sequ
 
 def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:
     try:
-        sizes = fill(config.mesh.sizes, where.devices)
+        sizes = resolve_sizes(config.mesh.sizes, where.devices)
     except MeshError:
         return None
     if math.prod(sizes.values()) != where.devices or list(violations_on(config, sizes)):

@@ -10,7 +10,7 @@ from jaxtp.analysis.hardware import GB
 from jaxtp.analysis.hardware_file import MAX_DEVICES
 from jaxtp.config.schema import replace_nested
 from jaxtp.mesh import mesh_shape
-from jaxtp.models.config import adaptable
+from jaxtp.models.config import adapter_targets
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     NEAR,
@@ -163,7 +163,7 @@ def _shorter(run: Run) -> list[Alternative]:
 
 def _other_training(run: Run) -> Iterator[Alternative]:
     in_half = {"model.precision.param": "bfloat16"}
-    targets = adaptable(run.config.model)
+    targets = adapter_targets(run.config.model)
     adapters = replace_nested(run.config, {"model.lora.rank": LORA_RANK, "model.lora.targets": targets})
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
     if targets != run.config.model.lora.targets:
