@@ -8,7 +8,7 @@ one collective. Autodiff derives the backward pass:
     enter_parallel, sequence       reduce-scatter
     leave_parallel, no sequence    nothing         (Megatron's g)
     leave_parallel, sequence       all-gather
-    load_weight                    reduce-scatter over (fsdp, cp), all-reduce over dp (once: `layers/parameter.py`)
+    load_weight                    reduce-scatter over (fsdp, cp), all-reduce over dp, once (`layers/parameter.py`)
     load_weight, not gathered      all-reduce over dp
     all_gather                     reduce-scatter
     all_to_all                     all-to-all
@@ -30,31 +30,30 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, copies, current_mesh, parts
+from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, current_mesh, gradient_sum_axes, parts
 
 GATHERED = "gathered"
-"""`checkpoint_name` of what `enter_parallel` returns: the input of a column layer; of this device's part in a ring."""
+"""`checkpoint_name` of a column layer's all-gathered input; in a ring, of this device's shard."""
 
-REDUCED = "reduced"  # `checkpoint_name` of what `leave_parallel` returns: the output of a row layer
+REDUCED = "reduced"  # `checkpoint_name` of a row layer's output
 
 PROJECTED = "projected"
-"""`checkpoint_name` of what the backward pass reads of products with weights: the outputs of a column layer, its
-adapters' parts included, and `x @ A` of every adapter."""
+"""`checkpoint_name` of the residuals of projections: outputs of column layers, and `x @ A` of every adapter."""
 
 ATTENDED = "attended"
-"""`checkpoint_name` of what the backward pass reads of a kernel of attention: its result, and the log-sum-exp."""
+"""`checkpoint_name` of an attention kernel's residuals: its output and log-sum-exp."""
 
-CHOSEN = "chosen"  # `checkpoint_name` of the experts that a router has chosen, which every remat policy keeps
+CHOSEN = "chosen"  # `checkpoint_name` of a router's choice, which every remat policy saves
 
 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-    """Runs `body` once per device of the mesh in context, on shards; without a mesh, as is.
+    """Returns a function that runs `body` on the shards of each device; without a mesh it calls `body`.
 
-    `name` is for profiles and errors; specs are `PartitionSpec`, or pytrees of them like each argument and the result.
+    `name` appears in profiles and errors. Each spec is a `PartitionSpec`, or a pytree of specs like its argument.
 
     Raises:
       ValueError: when called, if a dim of an argument is not divisible by its mesh axes.
-      MissingReductionError: when called, if a result differs between devices on which `out_specs` declares it equal.
+      MissingReductionError: when called, if a result varies over an axis along which `out_specs` replicates it.
     """
 
     def call(*args: Any) -> Any:
@@ -74,7 +73,7 @@ def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], 
 
 
 class MissingReductionError(ValueError):
-    """A layer's result differs between devices on which it is declared equal; `message` is JAX's message."""
+    """A layer's result varies over an axis along which its spec replicates it; `message` is JAX's message."""
 
     def __init__(self, name: str, message: str):
         axes = sorted(set(re.findall(r"across mesh ax[ie]s \(?'(\w+)'", message)))
@@ -86,7 +85,7 @@ class MissingReductionError(ValueError):
 
 
 def batch_spec(*dims: str | tuple[str, ...] | None) -> PartitionSpec:
-    """Returns the spec of rows: batch axes, then `dims`."""
+    """Returns a spec: the batch axes, then `dims`."""
     return PartitionSpec(BATCH, *dims)
 
 
@@ -99,7 +98,7 @@ def constrain(x: Array, spec: PartitionSpec) -> Array:
     """Constrains the sharding of a global array; no-op without a mesh."""
     if current_mesh() is None:
         return x
-    # An array created before the mesh was set.
+    # An array created before the mesh was set has no spec yet.
     if not isinstance(x, jax.core.Tracer) and not isinstance(x.sharding, NamedSharding):
         return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))
     return lax.with_sharding_constraint(x, spec)
@@ -116,7 +115,7 @@ def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> A
 
 
 def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
-    """Raises a ValueError unless each dim is divisible by its axes of the mesh in context."""
+    """Raises a ValueError unless the mesh axes in `spec` divide each dim."""
     for dim, axes in enumerate(spec):
         names = axes_of(axes)
         count = axis_size(*names)
@@ -141,18 +140,18 @@ def axis_index(axis: str) -> Array | int:
 
 
 def vary(x: Array, *axes: str) -> Array:
-    """Marks `x`, equal along `axes`, as different on each device: its gradient is summed over them."""
+    """Marks `x`, replicated along `axes`, as varying over them, so that its gradient is summed over them."""
     return x if current_mesh() is None else lax.pcast(x, axes, to="varying")
 
 
 def vary_like(x: Array, *others: Array) -> Array:
-    """Marks `x` as varying along every axis along which one of `others` does."""
+    """Marks `x` as varying over every axis over which one of `others` varies."""
     varying = [jax.typeof(array).manual_axis_type.varying for array in (x, *others)]
     return vary(x, *sorted(set().union(*varying) - varying[0]))
 
 
 def vary_everywhere(x: Array) -> Array:
-    """Marks `x` as different on every device."""
+    """Marks `x` as varying over all axes."""
     return vary(x, *(axis for axis in AXES if axis not in jax.typeof(x).manual_axis_type.varying))
 
 
@@ -191,7 +190,7 @@ def all_reduce_max(x: Array, axis: str) -> Array:
 
 def all_gather(x: Array, *axes: str, dim: int = 0) -> Array:
     """Concatenates the shards of the devices along `axes`: `[S, ...] -> [n * S, ...]`."""
-    # XLA for CPUs would copy where there is nothing to gather.
+    # XLA for CPUs would copy `x` even on one device.
     return x if axis_size(*axes) == 1 else lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
@@ -221,7 +220,7 @@ class WeightDtypes(NamedTuple):
 
     compute: DTypeLike  # of the gather over devices
     reduce: DTypeLike  # of the sum of gradients over devices
-    result: DTypeLike  # of the result, in which the gradients of its uses accumulate; `compute`, or wider
+    result: DTypeLike  # of the gathered weight, in which gradients of its uses accumulate; `compute` or wider
 
 
 def load_weight(
@@ -233,25 +232,25 @@ def load_weight(
     tp_gather: tuple[int, int] | None = None,
     used_by_all_tp: bool = False,
 ) -> Array:
-    """Turns a stored shard into the weight that this device multiplies with.
+    """Gathers a stored shard into the weight that this device multiplies with.
 
-    It casts *before* it gathers, so the gather moves the compute dtype; the gradient is cast *before* it is reduced, so
-    the sum over devices uses the reduction dtype. These dtypes differ, hence the hand-written transpose. The gradient
-    is not summed along axes on which the shard already varies (`layers.parameter.mark_unreduced`).
+    The shard is cast to the compute dtype *before* the gather, its gradient to the reduction dtype *before* the
+    reduction. These dtypes differ, so the transpose is hand-written. The gradient is not summed over axes over which
+    the shard already varies (`layers.parameter.mark_unreduced`).
 
     Args:
       shard: this device's part, in the param dtype.
       fsdp_dim: dim that is split over fsdp and all-gathered here; None if fsdp holds replicas.
       dtypes: see `WeightDtypes`.
-      gathered: False leaves the weight split over fsdp, for the tokens of all devices along fsdp; its gradient is
-        summed over replicas only.
-      tp_gather: (dim, number of neighbours along tp that gather each other's parts of it): fewer kv heads than tp.
-      used_by_all_tp: the weight is equal over tp but used on different data (a norm under sequence parallelism), so its
-        gradient is summed over tp.
+      gathered: False keeps the weight split over fsdp, for layers that gather tokens instead; its gradient is summed
+        over replicas only.
+      tp_gather: (dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the kv heads.
+      used_by_all_tp: the weight is replicated over tp but used on different tokens (a norm under sequence parallelism),
+        so its gradient is summed over tp.
     """
     if current_mesh() is None:
         return shard.astype(dtypes.compute).astype(dtypes.result)
-    copied = copies(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
+    copied = gradient_sum_axes(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
     summed = tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
     tp_dim, tp_group = tp_gather or (0, 1)
     groups = [list(range(first, first + tp_group)) for first in range(0, axis_size(TP), tp_group)]
@@ -262,13 +261,13 @@ def load_weight(
         w = vary(shard.astype(dtypes.compute), *summed)
         if tp_group > 1:
             w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
-        w = w if fsdp_dim is None else _gather_parts(w, fsdp_dim)
+        w = w if fsdp_dim is None else _gather_shards(w, fsdp_dim)
         return w.astype(dtypes.result)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
         grad = grad.astype(dtypes.reduce)
         if fsdp_dim is not None:
-            grad = _sum_parts(grad, fsdp_dim)
+            grad = _reduce_scatter_shards(grad, fsdp_dim)
         if tp_group > 1:
             grad = lax.psum_scatter(grad, TP, scatter_dimension=tp_dim, axis_index_groups=groups, tiled=True)
         return (lax.psum(grad, summed).astype(shard.dtype),)
@@ -279,17 +278,17 @@ def load_weight(
 
 
 # XLA gathers along the first dim. To gather along another dim it would first transpose the shards of all layers at
-# once, which takes as much memory again as all expert kernels. So each stacked kernel is transposed by itself.
+# once, which takes as much memory as all expert kernels. These two functions transpose each stacked kernel alone.
 
 
-def _gather_parts(w: Array, dim: int) -> Array:
+def _gather_shards(w: Array, dim: int) -> Array:
     if axis_size(*STORAGE) == 1 or not _is_inside_stack(w, dim):
         return all_gather(w, *STORAGE, dim=dim)
     whole = jnp.moveaxis(lax.all_gather(w, STORAGE), 0, dim)
     return whole.reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
 
 
-def _sum_parts(grad: Array, dim: int) -> Array:
+def _reduce_scatter_shards(grad: Array, dim: int) -> Array:
     if not _is_inside_stack(grad, dim):
         return lax.psum_scatter(grad, STORAGE, scatter_dimension=dim, tiled=True)
     parted = grad.reshape(*grad.shape[:dim], axis_size(*STORAGE), -1, *grad.shape[dim + 1 :])

@@ -29,14 +29,13 @@ STORAGE = (FSDP, CP)
 """Axes that shard a stored weight. It is all-gathered before use; its gradient is reduce-scattered."""
 
 SEQUENCE = (*CONTEXT, TP)
-"""Axes that divide activations along the sequence between parallel layers, under sequence parallelism. In this order
-tp gathers the tokens of one device along cp."""
+"""Axes that split the sequence between parallel layers under sequence parallelism; tp splits each shard of cp."""
 
 REPLICAS = (DP,)
 """Axes along which every weight is replicated and used on different tokens; its gradient is all-reduced."""
 
-MAX_VIRTUAL_DEVICES = 1024  # limit of virtual CPU devices: this many start in a second, and share the cores
-_MAX_LISTED = 12  # limit of meshes listed in a message
+MAX_VIRTUAL_DEVICES = 1024  # of one process: they start in a second and share the cores
+_MAX_LISTED = 12  # meshes listed in a message
 
 
 class MeshError(UserError):
@@ -50,11 +49,11 @@ def make_mesh(
 
     Without accelerators it requests as many virtual CPU devices as needed, unless JAX's backend has started.
 
-    For at most one axis, `-1` takes all remaining devices. `devices` are by default `jax.devices()`, and a single
-    process may use the first of them.
+    One axis may be -1: it takes all remaining devices. `devices` defaults to `jax.devices()`. A single process may use
+    only the first devices.
 
     Raises:
-      MeshError: a size is not positive, several are -1, devices are too few or not distinct.
+      MeshError: a size is not positive, several sizes are -1, or devices are too few or not distinct.
     """
     return mesh_of(mesh_shape(dp=dp, fsdp=fsdp, cp=cp, tp=tp), devices)
 
@@ -67,10 +66,8 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = Non
             request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
         devices = jax.devices()
     if not devices or len(set(devices)) < len(devices):
-        raise MeshError(
-            f"a mesh needs at least one device and each only once; got {len(devices)}, {len(set(devices))} distinct"
-        )
-    sizes = fill(sizes, len(devices))
+        raise MeshError(f"a mesh needs one or more distinct devices; got {len(devices)}, {len(set(devices))} distinct")
+    sizes = resolve_sizes(sizes, len(devices))
     needed = math.prod(sizes.values())
     _check_count(sizes, needed, devices)
     return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices[:needed], axis_types=(AxisType.Auto,) * len(AXES))
@@ -100,14 +97,14 @@ def parts(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
 
 
 def batch_parts(sizes: Mapping[str, int]) -> int:
-    """Returns the number of parts of a batch."""
+    """Returns the number of shards of a batch's rows."""
     return parts(sizes, BATCH)
 
 
-def copies(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str, ...]:
-    """Returns the axes over which a weight's gradient is summed.
+def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str, ...]:
+    """Returns the axes over which a weight's gradient is all-reduced.
 
-    `stored_split` means a dim is split over `STORAGE`, `used_by_all_tp` that tp devices use it on different tokens.
+    `stored_split`: `STORAGE` splits a dim. `used_by_all_tp`: devices along tp use the weight on different tokens.
     """
     return REPLICAS + (() if stored_split else STORAGE) + ((TP,) if used_by_all_tp else ())
 
@@ -123,7 +120,7 @@ def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """Returns the mesh set by `jax.set_mesh`, or None; a mesh without one of `AXES` is a MeshError."""
+    """Returns the mesh set by `jax.set_mesh`, or None; raises a MeshError if it lacks one of `AXES`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
@@ -136,19 +133,19 @@ def current_mesh() -> AbstractMesh | None:
     return mesh
 
 
-def device_here() -> jax.Device | AbstractDevice:
+def current_device() -> jax.Device | AbstractDevice:
     """Returns the device, possibly abstract, of the mesh in context, else `jax.devices()[0]`."""
     mesh = jax.sharding.get_abstract_mesh()
     return (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
 
 
-def platform_here() -> str:
-    """Returns `platform_of(device_here())`."""
-    return platform_of(device_here())
+def current_platform() -> str:
+    """Returns `platform_of(current_device())`."""
+    return platform_of(current_device())
 
 
 def platform_of(device: jax.Device | AbstractDevice) -> str:
-    """Returns cpu, cuda, rocm or tpu; JAX calls both makes of GPU "gpu"."""
+    """Returns cpu, cuda, rocm or tpu; JAX reports "gpu" for both NVIDIA and AMD."""
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "amd" in device.device_kind.lower() else "cuda"
@@ -165,7 +162,7 @@ def describe_mesh(sizes: Mapping[str, int], axes: Iterable[str] = AXES) -> str:
 
 
 def fitting_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
-    """Returns the sizes of every mesh of `num_devices`, smallest last axes first."""
+    """Returns the sizes of every mesh of `num_devices`, sorted by the last axis first."""
     divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
 
     def sizes(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
@@ -188,8 +185,8 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
         raise MeshError(f"{describe_mesh(sizes)}: only one axis can be -1 (the remaining devices)")
 
 
-def fill(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Replaces -1 by the number of remaining devices; a MeshError if the other sizes do not divide `num_devices`."""
+def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """Replaces -1 by the remaining devices; raises a MeshError if the other sizes do not divide `num_devices`."""
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values() and num_devices % fixed:
         raise MeshError(
@@ -208,7 +205,7 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
         raise MeshError(f"{problem}; the limit of virtual CPU devices is {MAX_VIRTUAL_DEVICES}")
     if first.platform == "cpu" and needed > len(devices):
         raise MeshError(
-            f"{problem}: JAX's backend had started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "
+            f"{problem}: JAX's backend has started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "
             f'other JAX operation, or jax.config.update("jax_num_cpu_devices", {needed}) at the start'
         )
     raise MeshError(f"{problem}; meshes that fit ({', '.join(AXES)}): {_list_meshes(len(devices), sizes)}")

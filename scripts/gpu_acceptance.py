@@ -211,7 +211,7 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxtp.layers.kernels.grouped import grouped_matmul, refused
+    from jaxtp.layers.kernels.grouped import grouped_matmul, unsupported
     from jaxtp.mesh import platform_of
     from jaxtp.tools.bench.__main__ import medians
     from jaxtp.tools.check.parity import relative_error
@@ -238,7 +238,7 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
             given = [array.astype(dtype) for array in arrays]
             exact = jax.jit(partial(results, one_by_one))(*(array.astype(jnp.float32) for array in given))
             for method in ("xla", "pallas"):
-                if any(refused(method, platform_of(jax.devices()[0]))):
+                if any(unsupported(method, platform_of(jax.devices()[0]))):
                     continue
                 multiply = partial(grouped_matmul, sizes_E=jnp.asarray(sizes, jnp.int32), method=method)
                 program = partial(jax.jit(partial(results, multiply)), *given)

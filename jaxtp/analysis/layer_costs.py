@@ -33,11 +33,11 @@ from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUT
 from jaxtp.layers.activations import LocalShape, Method
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
-from jaxtp.layers.context import Attended, chunk_size, halo, hops, num_routes
+from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
 from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
 from jaxtp.layers.experts import EXPERTS, MixtureOfExperts
-from jaxtp.layers.kernels.grouped import dense, method_of
-from jaxtp.layers.kernels.select import chosen, seen
+from jaxtp.layers.kernels.grouped import is_dense, pick_method
+from jaxtp.layers.kernels.select import num_scores, pick_kernel
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import Lora
 from jaxtp.layers.mlp import MLP
@@ -45,7 +45,7 @@ from jaxtp.layers.norm import ATTEND, Norm, QKNorm
 from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import GRADIENTS, PaddedDim, Precision
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, copies, parts
+from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, gradient_sum_axes, parts
 
 FLOAT32 = INT32 = 4
 """Bytes of an element."""
@@ -138,11 +138,11 @@ class Weight:
         """Yields gathers in the compute dtype, gradient reductions in the reduction dtype."""
         trained = work.training and not self.is_frozen(work)
         gradient = self.stored(work.sizes) * itemsize(self.precision.reduce)
-        last = copies(stored_split=self.fsdp, used_by_all_tp=False) if work.accumulation > 1 else ()
+        last = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=False) if work.accumulation > 1 else ()
         if not self.traced:
             yield from self._loads(work, trained=trained)
         if trained and not self.traced:
-            summed = copies(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
+            summed = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
             yield collective_cost(
                 ALL_REDUCE, tuple(axis for axis in summed if axis not in last), self.module, work, gradient
             )
@@ -357,7 +357,7 @@ def qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
 def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of attention."""
     config, compute, cp = layer.config, itemsize(layer.precision.compute), work.sizes[CP]
-    kernel, _ = chosen(config.attention, config.use_on(work, layer.precision.compute))
+    kernel, _ = pick_kernel(config.attention, config.use_on(work, layer.precision.compute))
     stored_kv, group, _ = config.heads.stored(work.tp)
     heads, kv_heads = config.heads.on_device(work.tp)
     queries, keys = (work.tokens * count * config.head_dim for count in (heads, kv_heads))
@@ -365,32 +365,32 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
     for norm in layer.qk_norms:
         yield from qk_norm_costs(norm, work)
 
-    attended = config.attended(work.tp)
-    method, _ = attended.method(work)
+    attention = config.context_attention(work.tp)
+    method, _ = attention.method(work)
     head_bytes = config.head_dim * compute
-    yield from context_costs(attended, method, head_bytes, work, result_read=not work.frozen or bool(layer.out.loras))
+    yield from context_costs(attention, method, head_bytes, work, result_read=not work.frozen or bool(layer.out.loras))
     chunks = query_chunks(method, work)
     number, m, n = kernel.blocks(chunks, config.sliding_window)
-    saved = kernel.keeps_result and work.remat == "save_dots"  # also the results of kernels
+    saved = kernel.can_save_result and work.remat == "save_dots"  # also the results of kernels
     recomputed = work.remat in RECOMPUTE_POLICIES and not saved
     runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
     through = 2 * m * config.head_dim * compute + (m * n * FLOAT32 if kernel.streams_scores else 0)
-    counted = seen(chunks, config.sliding_window) / (number * m * n)
+    counted = num_scores(chunks, config.sliding_window) / (number * m * n)
     # A kernel that does not hold the scores computes them again in its backward pass.
     for name, k, columns, num_backward in (
-        ("scores", config.head_dim, n, 2 if kernel.holds_scores else 3),
+        ("scores", config.head_dim, n, 2 if kernel.stores_scores else 3),
         ("weighted values", n, config.head_dim, 2),
     ):
         count = work.num_evals(recomputed, num_backward) * runs
         yield Product(name, m, k, columns, count, bytes=through, attention=True, counted=counted)
-    scores = runs * m * n if kernel.holds_scores else 0
+    scores = runs * m * n if kernel.stores_scores else 0
     if kernel.streams_scores:
         yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield Bytes("elementwise", work.tokens * 2 * rotated * compute)
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask selects, which XLA
     # takes out of the loop over the blocks. Two in the compute dtype: the softmax, in the layouts of two products.
-    remote = remote_bytes(attended, method, head_bytes, work)
+    remote = remote_bytes(attention, method, head_bytes, work)
     yield Bytes("workspace", scores * 2 * (FLOAT32 + compute) + remote)
     if work.remat == "none":
         # Scores before and after the softmax, and queries and keys before their rotation, in float32. With several kv
@@ -413,7 +413,7 @@ def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:
     return (range(size), *last) if work.zigzag else last
 
 
-def remote_bytes(attended: Attended, method: Method, head_bytes: int, work: Workload) -> int:
+def remote_bytes(attention: ContextAttention, method: Method, head_bytes: int, work: Workload) -> int:
     """Returns the bytes of queries, keys and values on a device after the exchange over cp.
 
     `head_bytes` is the size of one head of one token.
@@ -422,33 +422,33 @@ def remote_bytes(attended: Attended, method: Method, head_bytes: int, work: Work
     if cp == 1:
         return 0
     if method == "ulysses":
-        return (attended.queries + 2 * attended.shared(cp)) * token
-    reach, chunks = halo(work.length, cp, attended.window, zigzag=work.zigzag), 1 + work.zigzag
+        return (attention.queries + 2 * attention.ulysses_kv_heads(cp)) * token
+    reach, chunks = halo(work.length, cp, attention.window, zigzag=work.zigzag), 1 + work.zigzag
     positions = work.length if reach is None else work.length // cp + chunks * reach
-    return 2 * attended.keys * head_bytes * work.rows * positions
+    return 2 * attention.keys * head_bytes * work.rows * positions
 
 
 def context_costs(
-    attended: Attended, method: Method, head_bytes: int, work: Workload, *, result_read: bool = True
+    attention: ContextAttention, method: Method, head_bytes: int, work: Workload, *, result_read: bool = True
 ) -> Iterator[CollectiveCost]:
     """Yields the collectives of attention over cp; `result_read`: the backward pass reads the output's input."""
     cp, token = work.sizes[CP], work.tokens * head_bytes
     recomputed = work.remat in RECOMPUTE_POLICIES
     both = work.num_evals(recomputed, 1)
-    reach = halo(work.length, cp, attended.window, zigzag=work.zigzag)
+    reach = halo(work.length, cp, attention.window, zigzag=work.zigzag)
     if method == "ulysses":
-        shared = attended.shared(cp)
-        for heads in (attended.queries, shared, shared):
+        shared = attention.ulysses_kv_heads(cp)
+        for heads in (attention.queries, shared, shared):
             yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, heads * token, both)
         count = work.num_evals(recomputed and result_read, 1)
-        yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, attended.queries * token, count)
+        yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, attention.queries * token, count)
     elif reach is None:
-        size = attended.keys * token * cp
+        size = attention.keys * token * cp
         yield collective_cost(ALL_GATHER, CONTEXT, ATTEND, work, size, 2 * work.num_evals(recomputed, 0))
         yield collective_cost(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2 * int(work.training))
     else:
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
-            size = 2 * attended.keys * head_bytes * work.rows * tokens
+            size = 2 * attention.keys * head_bytes * work.rows * tokens
             yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, size, num_routes(cp, hop, zigzag=work.zigzag) * both)
 
 
@@ -493,17 +493,17 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
     tokens, choices = work.between(layer.sequence_parallel), work.tokens * config.experts_per_token
     local, width = layer.on_device(work.tp)
     rows = choices // work.tp if config.over_tp(work.tp) else choices
-    method, _ = method_of(config.grouped, work.platform)
-    is_dense = dense(method, work.platform)
+    method, _ = pick_method(config.grouped, work.platform)
+    all_rows = is_dense(method, work.platform)
     routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
     yield Product.of("router", (tokens, d_model, config.num_experts), FLOAT32, routed)
     for name, inner, outer, recomputed in (
         ("experts' gate, up", d_model, 2 * width, work.remat in REPROJECT_POLICIES),
         ("experts' down", width, d_model, read and work.remat in REREDUCE_POLICIES),
     ):
-        count, multiplied = work.num_evals(recomputed, work.num_gradients), local * choices if is_dense else rows
+        count, multiplied = work.num_evals(recomputed, work.num_gradients), local * choices if all_rows else rows
         moved = (multiplied * inner + choices * outer + local * inner * outer) * compute
-        in_kernel = not is_dense and method == "pallas"
+        in_kernel = not all_rows and method == "pallas"
         yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied, in_kernel=in_kernel)
     yield Bytes("elementwise", compute * (3 * choices * width + 2 * (choices + rows) * d_model))
     if parts(work.sizes, STORAGE) > 1:  # reorders gathered kernels
@@ -511,7 +511,7 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
 
     hidden = work.tokens * d_model * compute
     yield Bytes("workspace", compute * choices * (6 * width + 2 * d_model))
-    if is_dense:  # rows repeated for each expert, in two products at a time
+    if all_rows:  # rows repeated for each expert, in two products at a time
         yield Bytes("workspace", compute * 2 * local * choices * max(width, d_model))
     yield Bytes("saved", INT32 * tokens * config.experts_per_token)
     if work.remat == "none":

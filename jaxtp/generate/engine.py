@@ -28,7 +28,7 @@ from jaxtp.generate.programs import MAX_STEPS, PackedTokens, Programs, RowArrays
 from jaxtp.generate.request import GenerationError, Piece, Prompt, Request, Result, encode_prompts, limits_of
 from jaxtp.generate.sampling import GenerationSettings, check_settings
 from jaxtp.layers.cache import KVCaches
-from jaxtp.mesh import CP, TP, batch_parts, mesh_sizes, platform_here
+from jaxtp.mesh import CP, TP, batch_parts, current_platform, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
 MIN_SLOTS, CHAT_SLOTS = 64, 1024
@@ -160,7 +160,7 @@ class Generator:
         """Speed of the last call."""
         self._num_ids = min(tokenizer.info.vocab_size, model.config.vocab_size)
         self._batch_parts, self._batch_size = batch_parts(sizes), batch_size
-        self._chunk = CPU_CHUNK if platform_here() == "cpu" else CHUNK
+        self._chunk = CPU_CHUNK if current_platform() == "cpu" else CHUNK
         self._model = to_decode_model(model, self._mesh, donate=donate)
         self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
         self._cache: Cache | None = None

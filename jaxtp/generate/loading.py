@@ -52,7 +52,7 @@ from jaxtp.hf.runs import family_of_run, hf_files_of, load_merged, merge_peft, r
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import TP, describe_mesh, mesh_sizes
-from jaxtp.models.config import ModelConfig, checked, padded_sizes, violations
+from jaxtp.models.config import ModelConfig, padded_sizes, validate_model, violations
 from jaxtp.models.decoder import Decoder
 
 PROGRESS_SECONDS = 5.0
@@ -121,7 +121,7 @@ def inference_mesh(config: InferenceMeshConfig, model: ModelConfig) -> Mesh:
     """
     tp = _default_tp(config, model) if config.tp is None else config.tp
     mesh = build_mesh(asdict(config) | {TP: tp})
-    checked(model, mesh_sizes(mesh), fixed=True)
+    validate_model(model, mesh_sizes(mesh), fixed=True)
     return mesh
 
 

@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.lora import TARGETS, LoraConfig, Target, frozen
+from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig
@@ -74,7 +74,7 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
 
     shardings = None if current_mesh() is None else nnx.get_named_sharding(factors, jax.sharding.get_mesh())
     created: nnx.State = jax.jit(create, out_shardings=shardings)()
-    adapted: Decoder = nnx.merge(graph, nnx.merge_state(frozen(nnx.state(model)), created))
+    adapted: Decoder = nnx.merge(graph, nnx.merge_state(freeze_state(nnx.state(model)), created))
     return adapted
 
 

@@ -23,7 +23,7 @@ from jaxtp.hf.safetensors import Block, StoredTensor
 from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, match_tensors, name_of, split_path
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
-from jaxtp.models.config import ModelConfig, architecture, checked
+from jaxtp.models.config import ModelConfig, architecture, validate_model
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 Progress = Callable[[int, int], None]
@@ -86,7 +86,7 @@ def import_config(
 def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None) -> Decoder:
     """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
     with named(folder.path):
-        checked(config, mesh_sizes(mesh), fixed=True)
+        validate_model(config, mesh_sizes(mesh), fixed=True)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
         graph, abstract = abstract_decoder(config)
         stored, needed = match_tensors(folder.tensors, named_variables(abstract), config, family)

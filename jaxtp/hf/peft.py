@@ -41,10 +41,10 @@ from jaxtp.hf.model_folder import (
 from jaxtp.hf.safetensors import DTYPES, StoredTensor, read_header
 from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
 from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, split_path
-from jaxtp.layers.lora import TARGETS, LoraConfig, frozen
+from jaxtp.layers.lora import TARGETS, LoraConfig, freeze_state
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh
-from jaxtp.models.config import ModelConfig, adaptable
+from jaxtp.models.config import ModelConfig, adapter_targets
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -210,8 +210,8 @@ def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) ->
 def with_peft(model: Decoder, folder: PeftFolder, mesh: Mesh | None) -> Decoder:
     """Returns a copy of a model with an open folder's adapters; see `load_peft`."""
     graph, abstract = abstract_decoder(replace(model.config, lora=folder.lora))
-    adapted: Decoder = nnx.merge(graph, nnx.merge_state(frozen(nnx.state(model)), read_peft(folder, abstract, mesh)))
-    return adapted
+    state = nnx.merge_state(freeze_state(nnx.state(model)), read_peft(folder, abstract, mesh))
+    return nnx.merge(graph, state)
 
 
 def read_peft(folder: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx.State:
@@ -256,7 +256,7 @@ def _fit(path: Path, attributes: Attributes, config: ModelConfig, family: Family
     rslora = switch("use_rslora", attributes.get("use_rslora") or False)
     base = attributes.get("base_model_name_or_path")
     made_for = f"; they were made for {truncate(base, 200)} (base_model_name_or_path)" if base else ""
-    lora = LoraConfig(rank=rank, alpha=alpha, rslora=rslora, targets=adaptable(config))
+    lora = LoraConfig(rank=rank, alpha=alpha, rslora=rslora, targets=adapter_targets(config))
     possible = _modules(replace(config, lora=lora), family)
     tensors = _read_factors(path, rank, possible, config, family, made_for)
     adapted = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}

@@ -29,7 +29,7 @@ from jaxtp.hf.peft import PeftFolder, with_peft
 from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder, write_files
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import current_mesh, make_mesh
-from jaxtp.models.config import ModelConfig, recorded
+from jaxtp.models.config import ModelConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 BASE = "base"
@@ -109,7 +109,7 @@ def run_model_config(checkpoint: Path, info: Mapping[str, Any]) -> ModelConfig:
     stored = info.get("config", {})
     if "model" not in stored:
         raise CheckpointError(f"{checkpoint} does not say of which model it is; jaxtp train did not write it")
-    return validate(ModelConfig, recorded(stored["model"]), source=f"{checkpoint}: its model")
+    return validate(ModelConfig, upgrade_settings(stored["model"]), source=f"{checkpoint}: its model")
 
 
 def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, Path]:

@@ -21,11 +21,11 @@ from jaxtp.mesh import CONTEXT, SEQUENCE, TP, current_mesh, mesh_sizes, parts
 SEQUENCE_DIM = 1
 
 Method = Literal["ulysses", "gather"]
-"""A way of attention to tokens that other devices along cp have (`layers/context.py`)."""
+"""How attention reaches tokens on other devices along cp (`layers/context.py`)."""
 Context = Literal["auto", "ulysses", "gather"]
 
 SequenceParallel = bool | None
-"""On, off, or None: on wherever tp > 1 divides the sequence of the input, so that decoding a token is off."""
+"""On, off, or None: on if tp > 1 divides the sequence of the input, hence off when a single token is decoded."""
 
 
 def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | None:
@@ -89,7 +89,7 @@ class Part(NamedTuple):
 
     queries: Array  # position of each query, `[Tq]` int32, ascending
     first_key: Array | int
-    """Position of the first key; the others follow one by one. Before position 0 there is no key to see."""
+    """Position of the first key; the others follow one by one. Keys before position 0 are masked."""
 
 
 def key_ranges(
@@ -98,7 +98,7 @@ def key_ranges(
     """Returns the indices of the first and last key that each query sees, both `[B, Tq]`, non-decreasing along Tq.
 
     The last is before the first if a query sees nothing; attention then returns zero. These ranges are all that kernels
-    know of windows, documents, cp, halos and zigzag order. `shape` is `(B, Tq)`; segments are of whole sequences.
+    know about windows, documents, cp, halos and zigzag order. `shape` is `(B, Tq)`; segments are of whole sequences.
     """
     at, first_key = (jnp.arange(shape[1], dtype=jnp.int32), 0) if part is None else part
     begin = jnp.zeros(shape, jnp.int32)

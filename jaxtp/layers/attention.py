@@ -1,8 +1,7 @@
 """Causal self-attention with heads split over tp.
 
 With fewer kv heads than tp, the tp / kv_heads devices that share a head all-gather its columns of the k and v kernels
-before use, and each outputs the head. Replicated kernels would store far more: in a 70B model at tp 16, every device
-would have 8.4 million parameters and their moments for each of k and v in each layer, instead of 1/16.
+before use, and each outputs the head. Replicated k and v kernels would take up to tp times the memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,22 +20,22 @@ from jaxtp.config.schema import ConfigError, Count, Even, Positive
 from jaxtp.layers.activations import LocalShape, Part, segment_positions
 from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
-from jaxtp.layers.context import Attended, Sequences
-from jaxtp.layers.kernels.select import Implementation, Use, architecture_here, chosen, masked_attention, refused
+from jaxtp.layers.context import ContextAttention, Sequences
+from jaxtp.layers.kernels.select import KernelChoice, Use, architecture_of, masked_attention, pick_kernel, unsupported
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LayerContext
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind
 from jaxtp.layers.parameter import PaddedDim, Weights, params_and_specs
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
-from jaxtp.mesh import CP, TP, current_mesh, mesh_sizes
+from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 
 Heads = tuple[Array, Array, Array]  # queries, keys and values
 
-_MOST_SHARED = 4096
-"""Numbers of kv heads from which on it is not tried to share one: a mesh may be of any size until it is refused."""
+_MAX_SHARED_KV_HEADS = 4096
+"""Bounds the search of `_padded_heads`: it also sees meshes that are refused later, which may have any size."""
 
 _SMALL_HEAD_DIMS = (8, 16, 32, 64)
-_SMALL_THETA = 2.0  # all dims turn: in one that hardly does, a key bias has no gradient but rounding noise
+_SMALL_THETA = 2.0  # every dim rotates; in a dim that hardly rotates, a key bias's gradient is rounding noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,31 +43,31 @@ class AttentionConfig(BranchConfig):
     """Settings of a block's attention."""
 
     num_heads: Count = 8
-    """Query heads. Divisible by num_kv_heads; padded inside the layer where mesh.tp needs more."""
+    """Query heads. Divisible by num_kv_heads; the layer pads them if mesh.tp needs more."""
 
     num_kv_heads: Count = 8
-    """Key and value heads; padded inside the layer where they and mesh.tp do not divide one another."""
+    """Key and value heads; the layer pads them unless they divide mesh.tp or mesh.tp divides them."""
 
     head_dim: Even = 16
     """Width of a head; need not be d_model / num_heads."""
 
     rope_theta: Positive | None = 10_000.0
-    """Base of the rotary frequencies; none rotates nothing."""
+    """Base of the rotary frequencies; none turns the rotary embedding off."""
 
     rope_scaling: RopeScaling = RopeScaling()
     """Scaling of rotary frequencies for long contexts."""
 
     sliding_window: Count | None = None
-    """Positions that each one sees, itself and those before it; by default all."""
+    """Number of positions that a query attends to, including its own; by default all up to its own."""
 
     qk_norm: QKNormKind = "none"
     """RMS normalisation of queries and keys: of each head, or of the whole projection."""
 
     query_scale: Positive | None = None
-    """Multiplies the products of queries and keys; by default head_dim ** -0.5."""
+    """Factor of attention scores; by default head_dim ** -0.5."""
 
     attention_softcap: Positive | None = None
-    """Attention scores are squashed to below this by c * tanh(score / c)."""
+    """Caps attention scores: c * tanh(score / c)."""
 
     attention_bias: bool = False
     """Biases on the query, key and value projections."""
@@ -76,10 +75,10 @@ class AttentionConfig(BranchConfig):
     attention_out_bias: bool = False
     """A bias on the attention's output projection."""
 
-    attention: Annotated[Implementation, COST] = "auto"
-    """Kernel. auto takes the first that can do what the run needs; a run on GPUs times cudnn and fused, where both
-    can. They need an NVIDIA GPU, cudnn also 16 bits and no packed documents; blockwise runs everywhere; xla does
-    too, and holds all scores."""
+    attention: Annotated[KernelChoice, COST] = "auto"
+    """Kernel. auto takes the first that supports the run; on GPUs a run times cudnn and fused if it can use both.
+    Both need an NVIDIA GPU; cudnn also needs 16 bits and no packed documents. blockwise and xla run everywhere; xla
+    stores all scores."""
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """See `BranchConfig`."""
@@ -91,12 +90,10 @@ class AttentionConfig(BranchConfig):
                 among={"model.num_kv_heads": self.num_heads},
             )
         if sizes[TP] > 2 * self.num_heads:
-            text = (
-                f"mesh.tp={sizes[TP]} is more than twice model.num_heads={self.num_heads}: most devices would have none"
-            )
+            text = f"mesh.tp={sizes[TP]} is more than twice model.num_heads={self.num_heads}: most devices get no head"
             yield Problem(text, among={f"mesh.{TP}": self.num_heads})
         yield from map(Problem, rope_problems(self.head_dim, self.rope_theta, self.rope_scaling))
-        yield from map(Problem, refused(self.attention, self.use()))
+        yield from map(Problem, unsupported(self.attention, self.use()))
 
     @property
     def heads(self) -> "PaddedHeads":
@@ -104,23 +101,23 @@ class AttentionConfig(BranchConfig):
         return PaddedHeads((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
 
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
-        """Returns a kernel's task for a device's sequences."""
-        part = self.attended(shape.tp).method(shape)[0] == "gather"
+        """Returns the `Use` of a kernel on a device's sequences."""
+        part = self.context_attention(shape.tp).method(shape)[0] == "gather"
         return self.use(dtype=dtype, part=part, length=shape.length, packed=shape.packed, platform=shape.platform)
 
     def use(self, **known: Any) -> Use:
-        """Returns a kernel's task; `known` sets the fields of `Use` that are not settings."""
+        """Returns the `Use` of a kernel; `known` are its fields that are not settings."""
         window, softcap, scale = self.sliding_window, self.attention_softcap, self.query_scale
         return Use(head_dim=self.head_dim, window=window, softcap=softcap, scale=scale, **known)
 
-    def attended(self, tp: int) -> Attended:
-        """Returns the facts that context parallelism needs."""
+    def context_attention(self, tp: int) -> ContextAttention:
+        """Returns a device's heads and window, for context parallelism."""
         queries, keys = self.heads.on_device(tp)
-        return Attended(queries=queries, keys=keys, window=self.sliding_window)
+        return ContextAttention(queries=queries, keys=keys, window=self.sliding_window)
 
     def zigzag(self, shape: LocalShape) -> bool:
         """See `BranchConfig`."""
-        return super().zigzag(shape) or self.attended(shape.tp).zigzag(shape)
+        return super().zigzag(shape) or self.context_attention(shape.tp).zigzag(shape)
 
     def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
         """See `BranchConfig`."""
@@ -204,13 +201,13 @@ class PaddedKVHeads(PaddedDim):
 @lru_cache(maxsize=1024)
 def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int, int]:
     """Returns the padded factors of `PaddedHeads` with the fewest query heads."""
-    least = -(-kv_heads // tp) * tp
-    for more in range(kv_heads, min(least, tp, _MOST_SHARED)):
-        if tp % more == 0 and more * width % tp == 0:  # tp / more devices share a head, each storing a part of it
-            padded = -(-group * more // tp) * tp // more
-            if more * padded <= least * group:
-                return more, padded, width
-    return least, group, width
+    unshared = -(-kv_heads // tp) * tp
+    for shared in range(kv_heads, min(unshared, tp, _MAX_SHARED_KV_HEADS)):
+        if tp % shared == 0 and shared * width % tp == 0:  # tp / shared devices share a head, and store a part of it
+            padded = -(-group * shared // tp) * tp // shared
+            if shared * padded <= unshared * group:
+                return shared, padded, width
+    return unshared, group, width
 
 
 class CausalSelfAttention(Branch):
@@ -254,14 +251,14 @@ class CausalSelfAttention(Branch):
         self.out = RowParallelLinear(queries, d_model, context, use_bias=bias, target="o_proj", rngs=rngs)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
-        """Attends from each position to its document up to there."""
+        """Attends from each position to its document up to that position."""
         segments_BT = sequences.segments
         attend = partial(self._attend, replace(sequences, segments=None), self._local_shape(x_BTD.shape[1], sequences))
         segments_spec = None if segments_BT is None else batch_spec(None)
         return self.out(self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP)))
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
-        """Returns an empty KV cache, `[B, max(K, tp), S, H]` each."""
+        """Returns empty keys and values, `[B, max(K, tp), S, H]` each."""
         tp = axis_size(TP)
         shape = (num_rows, max(self.config.heads.stored(tp)[0], tp), num_slots, self.config.head_dim)
         return tuple(constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2))
@@ -296,33 +293,34 @@ class CausalSelfAttention(Branch):
         if segments is not None:
             within = segment_positions(segments)
             positions = within if shape.sizes[CP] == 1 else jnp.take(within, positions, axis=1)
-        q, k, v = self._rotated(weights, qkv, positions, shape.length)
-        method, _ = config.attended(shape.tp).method(shape)
-        shape = replace(shape, packed=segments is not None, platform=architecture_here())
+        q, k, v = self._normalise_and_rotate(weights, qkv, positions, shape.length)
+        method, _ = config.context_attention(shape.tp).method(shape)
+        shape = replace(shape, packed=segments is not None, platform=architecture_of(current_device()))
         use = config.use_on(shape, self.precision.compute)
-        for problem in refused(config.attention, use):
+        for problem in unsupported(config.attention, use):
             raise ConfigError(problem)
-        kernel, _ = chosen(config.attention, use)
+        kernel, _ = pick_kernel(config.attention, use)
         run = partial(kernel.run, **use.scores, window=use.window)
-        return self._joined(sequences.attend(run, method, use.window, q, k, v))
+        return self._merge_heads(sequences.attend(run, method, use.window, q, k, v))
 
     def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         use, num_slots = self.config.use(dtype=self.precision.compute), cache[0].shape[2]
-        q, k, v = self._rotated(weights, qkv, new.positions, num_slots)
+        q, k, v = self._normalise_and_rotate(weights, qkv, new.positions, num_slots)
         keys, values = new.write(cache[0], k), new.write(cache[1], v)
         if new.rows is None:
             y = masked_attention(q, keys, values, visible(new.positions, num_slots, use.window), **use.scores)
-            return self._joined(y), (keys, values)
+            return self._merge_heads(y), (keys, values)
         part = None
         if new.continued:  # earlier tokens of the first row, then all new tokens
             k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
             part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0)
-        use = replace(use, length=k.shape[1], packed=True, part=new.continued, platform=architecture_here())
-        kernel, _ = chosen("auto", use)  # the kernel configured for training may not support this use
+        architecture = architecture_of(current_device())
+        use = replace(use, length=k.shape[1], packed=True, part=new.continued, platform=architecture)
+        kernel, _ = pick_kernel("auto", use)  # the kernel configured for training may not support this use
         y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores)
-        return self._joined(y), (keys, values)
+        return self._merge_heads(y), (keys, values)
 
-    def _rotated(self, weights: Weights, qkv: Heads, positions: Array, length: int) -> Heads:
+    def _normalise_and_rotate(self, weights: Weights, qkv: Heads, positions: Array, length: int) -> Heads:
         """Returns this device's heads, q and k normalised and rotated to positions below `length`."""
         config = self.config
         q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in qkv)  # [B/(dp*fsdp), T/cp, N/tp, H]
@@ -332,8 +330,8 @@ class CausalSelfAttention(Branch):
             q, k = (apply_rope(x, positions, theta, config.rope_scaling, length) for x in (q, k))
         return q, k, v
 
-    def _joined(self, y: Array) -> Array:
-        """Joins heads; zeroes padded ones, so that the output kernel has no gradient there."""
+    def _merge_heads(self, y: Array) -> Array:
+        """Merges heads. Padded heads become zero, so that the output kernel gets no gradient there."""
         heads, tp = self.config.heads, axis_size(TP)
         if heads.stored(tp) != heads.factors:
             kv_heads, group, _ = heads.factors

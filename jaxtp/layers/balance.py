@@ -41,13 +41,13 @@ class Routing:
     """
 
     times_chosen: Array  # `[B, S, E]` float32: tokens that chose each expert
-    scores: Array  # `[B, S, E]` float32: of each expert's softmax
+    scores: Array  # `[B, S, E]` float32: softmax of each expert
     squared_normaliser: Array  # `[B, S]` float32: squared log of the softmax's normaliser
     entropy: Array  # `[B, S]` float32: entropy of the softmax in nats
-    computed: Array  # `[B, S]` float32: rows that experts computed, each a token's for one of its experts
-    experts: Array | None = None  # `[B, T, k]` int32: the experts that each token would choose; only if it is recorded
+    computed: Array  # `[B, S]` float32: computed rows, one for each token and expert that it chose
+    experts: Array | None = None  # `[B, T, k]` int32: the router's choice; only if recorded
     margin: Array | None = None
-    """`[B, T]` float32: how much more the last chosen score is than the first that was not; only if recorded."""
+    """`[B, T]` float32: lowest chosen score minus the highest score that was not chosen; only if recorded."""
 
 
 @jax.tree_util.register_dataclass
@@ -56,10 +56,10 @@ class Balance:
     """Additive statistics of all layers with experts."""
 
     balance_loss: Array  # sum over valid labels of their sequence's loss
-    router_z_loss: Array  # the same of mean squared log-normalisers
+    router_z_loss: Array  # the same for mean squared log-normalisers
     times_chosen: tuple[Array, ...]  # for each kind of block `[layers, E]`: tokens that chose each expert
     entropy: Array  # entropies of all tokens in all layers
-    dropped: Array  # choices that no expert computed: 0, or a mistake
+    dropped: Array  # choices that no expert computed; not 0 means a bug
 
     def scalars(self, count: Array) -> dict[str, Array]:
         """Returns the metrics of a whole batch with `count` valid labels."""
@@ -88,7 +88,7 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
 
     def total(routings: list[Routing], labels: Array) -> Balance:
         local = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)  # [layers, b, ...], of this device's tokens
-        local = _in_one(lambda sums: all_reduce(sums, *SEQUENCE), local)
+        local = _reduce_flat(lambda sums: all_reduce(sums, *SEQUENCE), local)
         counted = jnp.sum(labels != IGNORE, axis=1, dtype=jnp.float32)  # [b]
         auxiliary, squared, entropies, dropped = [], [], [], []
         for routing, k in zip(local, experts_per_token, strict=True):
@@ -107,7 +107,7 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
             entropy=jnp.sum(jnp.stack(entropies)),
             dropped=jnp.sum(jnp.stack(dropped)),
         )
-        result: Balance = _in_one(lambda sums: all_reduce(sums, *BATCH), sums)
+        result: Balance = _reduce_flat(lambda sums: all_reduce(sums, *BATCH), sums)
         return result
 
     measured = [replace(routing, experts=None, margin=None) for routing in routings]
@@ -118,14 +118,14 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
     return result
 
 
-def moved_bias(bias: Array, times_chosen: Array, rate: float) -> Array:
+def updated_selection_bias(bias: Array, times_chosen: Array, rate: float) -> Array:
     """Returns biases `[layers, E]`, raised below the mean load, lowered above (Wang et al., arXiv 2408.15664)."""
     # Compared as integers: with a rounded mean, an expert with exactly the mean load would move.
     total = jnp.sum(times_chosen, axis=-1, keepdims=True)
     return bias + rate * jnp.sign(total - times_chosen.shape[-1] * times_chosen).astype(bias.dtype)
 
 
-def _in_one(reduce: Callable[[Array], Array], tree: Any) -> Any:
+def _reduce_flat(reduce: Callable[[Array], Array], tree: Any) -> Any:
     """Reduces a tree as one flat array, with one collective."""
     flat, as_tree = ravel_pytree(tree)
     return as_tree(reduce(flat))

@@ -1,6 +1,6 @@
 """Base classes of residual branches and of their settings.
 
-A new layer writes its parameters with their specs, and `__call__`; all other members have defaults.
+A new layer defines its parameters, with their specs, and `__call__`; all other members have defaults.
 """
 
 import math
@@ -17,15 +17,15 @@ from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
 
 KVCache = tuple[Array, ...]
-"""Arrays `[B, K, S, H]` that a branch remembers of the tokens of each row: a slot for each position, K over tp."""
+"""Cached arrays `[B, K, S, H]` of a branch: one slot S for each position of a row; tp splits K."""
 
 
 class Branch(nnx.Module):
     """A layer whose output is added to the residual stream, `[B, T, D] -> [B, T, D]`."""
 
     over_cp: ClassVar[bool] = False
-    """Whether it works if sequences are divided over cp, where a position finds others on other devices
-    (`Sequences.attend`). A model with another branch is refused there."""
+    """Whether the branch supports sequences split over cp, with positions on other devices (`Sequences.attend`). A mesh
+    with cp refuses models with other branches."""
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Transforms `[B, T, D]`; a branch that routes tokens also returns its `Routing`."""
@@ -63,7 +63,7 @@ class ShrinkSpec:
     """Sizes of a check on virtual CPU devices."""
 
     tps: frozenset[int]  # every tp of the check
-    shards: int  # A number that every fsdp of the check divides
+    shards: int  # a multiple of every fsdp of the check
     length: int  # tokens in a sequence of the check
     before: int  # tokens in a sequence of the run
 
@@ -92,7 +92,7 @@ class BranchConfig:
         yield from ()
 
     def zigzag(self, shape: LocalShape) -> bool:
-        """Returns whether the branch has even work only in zigzag order."""
+        """Returns whether only zigzag order gives devices equal work."""
         return False
 
     def padding(self, tp: int) -> Iterator[Padded]:
@@ -100,10 +100,10 @@ class BranchConfig:
         yield from ()
 
     def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
-        """Returns settings of a small branch that keeps what can fail on a mesh."""
+        """Returns settings of a small branch, split and padded like this one on a mesh."""
         return {}
 
 
 def smallest_congruent(value: int, modulus: int, least: int) -> int:
-    """Returns the smallest number >= `least` that is congruent to `value`."""
+    """Returns the smallest number >= `least` that is congruent to `value` modulo `modulus`."""
     return least + (value - least) % modulus

@@ -15,7 +15,7 @@ from jaxtp.collectives import batch_spec
 from jaxtp.mesh import CONTEXT, TP
 
 LAYER_SPEC = batch_spec(TP, CONTEXT, None)
-"""The spec of one layer's keys or values, `[B, K, S, H]`: a matrix for each head, which products take as it is."""
+"""The spec of one layer's keys or values, `[B, K, S, H]`: a matrix per head, so that products need no transpose."""
 
 KVCaches = tuple[Mapping[str, tuple[Array, ...]], ...]
 """Caches by layer and branch: keys and values `[B, K, S, H]` in the compute dtype, keys rotated, S slots a row. K is

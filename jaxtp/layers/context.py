@@ -8,8 +8,8 @@ so data and checkpoints do not depend on cp. Only attention needs other position
     gather    all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2). N and K are arbitrary. With a
               window, a device fetches only the missing tokens that its tokens see, the halo.
 
-Later tokens see more, so gather of all keys balances work by zigzag order: of the chunks 0 to 2cp-1, device c
-has c and 2cp-1-c. Arrays between embedding and loss have this order, results for users have natural order.
+Later tokens see more keys. Gather without a window therefore balances work by zigzag order: of the chunks 0 to 2cp-1,
+device c has c and 2cp-1-c. Activations have this order, results for users have natural order.
 """
 
 import math
@@ -42,19 +42,19 @@ _STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Facts about a batch's sequences, for layers in which a token sees others."""
+    """Documents and token order of a batch's sequences, for layers that mix positions."""
 
     segments: Array | None = None
     """Documents of each row (`layers/activations.py`), in natural order; None if each row is one document."""
 
-    context: Context = field(default="auto", metadata=_STATIC)  # the method of attention over cp requested
+    context: Context = field(default="auto", metadata=_STATIC)  # requested method of attention over cp
     zigzag: bool = field(default=False, metadata=_STATIC)  # devices hold tokens in zigzag order
     experts: Array | None = None  # experts to use instead of a router's choice, `[B, T, k]` in natural order
     record: bool = field(default=False, metadata=_STATIC)
-    """Whether routers give their choices too (`layers/balance.py`)."""
+    """Whether routers also return their choices (`layers/balance.py`)."""
 
     def local_tokens(self, x_BT: Array) -> Array:
-        """Slices whole rows `[B, T]` into each device's tokens, split over cp, which must divide T."""
+        """Splits whole rows `[B, T]` over cp, in device order; cp must divide T."""
         if axis_size(CP) == 1:
             return x_BT
         check_divides("a sequence over cp", x_BT.shape, token_spec())
@@ -101,7 +101,7 @@ class Sequences:
         if cp == 1:
             return run(q, k, v, self.segments)
         if method == "ulysses":
-            copies = copies_of(k.shape[2], cp)
+            copies = kv_head_copies(k.shape[2], cp)
             k, v = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (k, v))
             q, k, v = (all_to_all(x, *CONTEXT, split=2, join=1) for x in (q, k, v))  # [b, T, N/(tp*cp), H]
             return all_to_all(run(q, k, v, self.segments), *CONTEXT, split=1, join=2)
@@ -130,7 +130,7 @@ def to_natural(x: Any, cp: int, dim: int) -> Any:
     return library.concatenate([first, library.flip(second, dim)], axis=dim).reshape(x.shape)
 
 
-def copies_of(kv_heads: int, cp: int) -> int:
+def kv_head_copies(kv_heads: int, cp: int) -> int:
     """Returns how often ulysses copies a device's kv heads, so that cp divides them."""
     return cp // math.gcd(kv_heads, cp)
 
@@ -141,7 +141,7 @@ def chunk_size(length: int, cp: int, *, zigzag: bool) -> int:
 
 
 def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | None:
-    """Returns how many tokens before a chunk its tokens see; None if gathering all sends no more."""
+    """Returns how many tokens before a chunk its tokens see; None if gathering all tokens sends no more."""
     if window is None:
         return None
     sent = halo_tokens(length, cp, window - 1, zigzag=zigzag)
@@ -149,7 +149,7 @@ def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | Non
 
 
 def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:
-    """Returns for how many tokens a device sends keys and values, for halos of `reach` tokens."""
+    """Returns the tokens whose keys and values a device sends, for halos of `reach` tokens."""
     size = chunk_size(length, cp, zigzag=zigzag)
     return sum(num_routes(cp, hop, zigzag=zigzag) * tokens for hop, tokens in hops(reach, size))
 
@@ -203,19 +203,19 @@ def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attended:
-    """Facts about attention for context parallelism."""
+class ContextAttention:
+    """A device's heads and window, and the method of attention over cp that suits them."""
 
     queries: int  # query heads of a device
     keys: int  # kv heads of a device
-    window: int | None  # positions that each one sees
+    window: int | None  # positions that a query sees
 
-    def shared(self, cp: int) -> int:
+    def ulysses_kv_heads(self, cp: int) -> int:
         """Returns a device's kv heads, including ulysses' copies."""
-        return self.keys * copies_of(self.keys, cp)
+        return self.keys * kv_head_copies(self.keys, cp)
 
     def method(self, shape: LocalShape) -> tuple[Method, str]:
-        """Returns the possible method that moves least in training, and the reason."""
+        """Returns the method that sends less in training, and the reason."""
         cp = shape.sizes[CP]
         if cp == 1:
             return "ulysses", "a device has all tokens of its heads"
@@ -223,12 +223,12 @@ class Attended:
             return shape.context, "as configured"
         if self.queries % cp:
             return "gather", f"cp {cp} does not divide the {self.queries} query heads of a device"
-        # Both counts are heads of tokens, times cp, and 1/4 of the traffic of forward and backward pass: ulysses sends
-        # (cp - 1)/cp of queries, keys, values and results; gather sends the keys and values of `sent` tokens.
+        # Heads of tokens that forward and backward pass send, times cp / 4: ulysses sends (cp - 1)/cp of queries, keys,
+        # values and results; gather sends the keys and values of `sent` tokens.
         tokens = shape.length // cp
         reach = halo(shape.length, cp, self.window, zigzag=shape.zigzag)
         sent = tokens * (cp - 1) if reach is None else halo_tokens(shape.length, cp, reach, zigzag=shape.zigzag)
-        ulysses, gather = (self.queries + self.shared(cp)) * tokens * (cp - 1), self.keys * cp * sent
+        ulysses, gather = (self.queries + self.ulysses_kv_heads(cp)) * tokens * (cp - 1), self.keys * cp * sent
         if ulysses <= gather:
             return "ulysses", f"it moves {ulysses / max(gather, 1):.2f} x what gather does"
         return "gather", f"it moves {gather / ulysses:.2f} x what ulysses does"

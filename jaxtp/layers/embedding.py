@@ -1,8 +1,8 @@
 """Token embedding and output head, both split by vocabulary over tp.
 
-A look-up either gathers the table shard `[V/tp, D/fsdp]` over fsdp, or looks up the tokens of all devices along fsdp in
-its columns and exchanges the results; the table's gradient then needs no sum over fsdp. Llama 3 8B over fsdp 8 then
-sends 118 MB per step over fsdp for the embedding instead of 2,758 MB.
+A look-up either gathers the table shard `[V/tp, D/fsdp]` over fsdp, or gathers the ids over fsdp, looks them up in the
+shard and exchanges the results; the table's gradient then needs no sum over fsdp. For Llama 3 8B over fsdp 8 the
+exchange sends 118 MB per step over fsdp instead of 2,758 MB.
 """
 
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ def softcapped(x: Array, cap: float | None) -> Array:
 
 
 CHUNK_SIZE = 2048
-"""Default of `HeadConfig.chunk_size`. For each chunk a float32 gradient of the table's size is read and written: with
-2048 tokens that takes a quarter of the time of their products, by the numbers of an H100."""
+"""Default of `HeadConfig.chunk_size`. Each chunk reads and writes the table's float32 gradient: for 2048 tokens, at the
+peak rates of an H100, this takes a quarter of the time of their products."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class HeadConfig:
 
     softcap: float | None = None  # squashes each logit l to `softcap * tanh(l / softcap)`
     chunk_size: int = CHUNK_SIZE  # tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)
-    table_spec: P = TABLE_SPEC  # the spec of the table, which `layers/parameter.py` changes
+    table_spec: P = TABLE_SPEC  # the table's spec, which `mark_unreduced` changes
 
 
 def vocabulary_table(vocab_size: int, features: int, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[Array]:

@@ -6,8 +6,8 @@ row, sorted by expert (`layers/kernels/grouped.py`). Kernels are stacked, `[E, D
     experts over tp   if tp divides E: a device has E/tp whole experts and computes the rows that chose them.
     experts inside    otherwise: a device has F/tp of every expert and computes its part of every row.
 
-Both move what a dense MLP moves under sequence parallelism, plus two floats per choice, without all-to-all. The price
-is memory: a device has a row for every choice of the tp group, since all may choose its experts.
+Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without all-to-all. The price
+is memory: each device has a row for every choice of its tp group, because all tokens may choose its experts.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -40,12 +40,12 @@ from jaxtp.layers.activations import activation_spec, sequence_dim
 from jaxtp.layers.balance import Routing, SelectionBias
 from jaxtp.layers.branch import Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.kernels.grouped import Implementation, grouped_matmul, method_of
+from jaxtp.layers.kernels.grouped import Implementation, grouped_matmul, pick_method
 from jaxtp.layers.linear import default_kernel_init
 from jaxtp.layers.lora import LayerContext
 from jaxtp.layers.mlp import ACTIVATIONS, MLP_TARGETS, MLPConfig
 from jaxtp.layers.parameter import Weights, parameter, params_and_specs
-from jaxtp.mesh import SEQUENCE, STORAGE, TP, platform_here
+from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"
 _SMALL_EXPERTS, _SMALL_CHOICES = 4, 2
@@ -56,7 +56,7 @@ class ExpertsConfig(MLPConfig):
     """Settings of a block's MLP, or of experts in its place, each with the MLP's hidden width."""
 
     num_experts: CountOrZero = 0
-    """Experts, of which each token uses a few; 0 for one MLP that all tokens use. d_ff is the width of each."""
+    """Number of experts; 0 for a dense MLP. d_ff is the width of each expert."""
 
     experts_per_token: Count = 2
     """Experts that each token uses."""
@@ -65,12 +65,12 @@ class ExpertsConfig(MLPConfig):
     """Divide the weights of a token's experts by their sum."""
 
     selection_bias: bool = False
-    """A bias of each expert for choosing alone, moved once per update against its load; see
+    """Add a bias to each expert's score, for the choice only. Each update moves it against the expert's load; see
     train.selection_bias_rate."""
 
     grouped: Annotated[Implementation, COST] = "auto"
-    """Products of experts with their rows. pallas is a kernel for NVIDIA GPUs; xla runs everywhere, and on GPUs
-    multiplies every row with every expert; auto takes the first that can."""
+    """Kernel that multiplies rows with their experts. pallas runs on NVIDIA GPUs. xla runs everywhere, but on GPUs it
+    multiplies every row with every expert. auto takes pallas where it runs."""
 
     def over_tp(self, tp: int) -> bool:
         """Returns whether each device has whole experts."""
@@ -145,8 +145,8 @@ class MixtureOfExperts(PositionwiseBranch):
 
         def kernel(name: str, shape: tuple[int, ...], spec: P) -> nnx.Param[Array]:
             value = default_kernel_init(rngs.params(), shape, self.precision.param)
-            made: nnx.Param[Array] = parameter(name, value, spec)
-            return made
+            param: nnx.Param[Array] = parameter(name, value, spec)
+            return param
 
         self.router = kernel("router", (d_model, experts), P(STORAGE, None))
         self.gate = kernel("gate", (experts, d_model, features), P(over, STORAGE, inside))
@@ -184,8 +184,8 @@ class MixtureOfExperts(PositionwiseBranch):
             part = partial(jax.lax.dynamic_slice_in_dim, slice_size=x.shape[1], axis=1)
             of_tokens = {name: part(array, axis_index(TP) * x.shape[1]) for name, array in of_tokens.items()}
         segments = of_tokens.get("segments")
-        counts = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
-        experts, shares, routing = self._route(sequence, record, x, weights, counts, of_tokens.get("experts"))
+        not_padding = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
+        experts, shares, routing = self._route(sequence, record, x, weights, not_padding, of_tokens.get("experts"))
         # One exchange for both: float32 holds expert indices exactly.
         both = enter_parallel(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), sequence)
         shares, experts = both[..., : config.experts_per_token], both[..., config.experts_per_token :].astype(jnp.int32)
@@ -197,13 +197,13 @@ class MixtureOfExperts(PositionwiseBranch):
         y = self._compute(rows, x.reshape(-1, x.shape[-1]), shares.reshape(-1), weights)
         computed = jnp.sum(is_here, axis=(1, 2), dtype=jnp.float32)
         # With experts divided inside, every device of a tp group computes a part of each row; only the first counts it.
-        routing = replace(routing, computed=(computed if over_tp else _once(computed))[:, None])
+        routing = replace(routing, computed=(computed if over_tp else _on_first_device(computed))[:, None])
         return leave_parallel(y.reshape(*x.shape[:2], -1), sequence), routing
 
     def _route(
-        self, sequence: int | None, record: bool, x: Array, weights: Weights, counts: Array, replayed: Array | None
+        self, sequence: int | None, record: bool, x: Array, weights: Weights, not_padding: Array, replayed: Array | None
     ) -> tuple[Array, Array, Routing]:
-        """Returns the experts of this device's tokens, their weights, both `[b, t, k]`, and the sums.
+        """Returns the experts of this device's tokens, their weights, both `[b, t, k]`, and router statistics.
 
         Padding gets expert E, which does not exist. `replayed` experts replace the router's choice, which is then only
         recorded.
@@ -229,7 +229,7 @@ class MixtureOfExperts(PositionwiseBranch):
         )
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         log_scores = logits - normaliser[..., None]
-        valid = counts.astype(jnp.float32)
+        valid = not_padding.astype(jnp.float32)
         sums = [
             jnp.sum(jax.nn.one_hot(experts, config.num_experts).sum(2) * valid[..., None], axis=1),
             jnp.sum(scores * valid[..., None], axis=1),
@@ -237,19 +237,19 @@ class MixtureOfExperts(PositionwiseBranch):
             jax.lax.stop_gradient(jnp.sum(-jnp.sum(scores * log_scores, axis=-1) * valid, axis=1)),
         ]
         if sequence is None:  # every device of a tp group has the same tokens
-            sums = [_once(each) for each in sums]
+            sums = [_on_first_device(each) for each in sums]
         routing = Routing(*(each[:, None] for each in sums), computed=valid)  # type: ignore[misc]
         if record:
             last = jnp.zeros_like(best[..., 0]) if best.shape[-1] == k else best[..., k]
             routing = replace(routing, experts=choice, margin=best[..., k - 1] - last)
-        return jnp.where(counts[..., None], experts, config.num_experts), shares, routing
+        return jnp.where(not_padding[..., None], experts, config.num_experts), shares, routing
 
     def _compute(self, rows: "Rows", x: Array, shares: Array, weights: Weights) -> Array:
         """Returns this device's summands, `[N, D] -> [N, D]`; shares are `[N * k]`."""
         gate, up = (self.precision.load(weights[name], 1) for name in ("gate", "up"))
         down = self.precision.load(weights["down"], 2)
         inputs = rows.spread(x)
-        method, _ = method_of(self.config.grouped, platform_here())
+        method, _ = pick_method(self.config.grouped, current_platform())
         multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
         gates, ups = (checkpoint_name(multiply(inputs, kernels), PROJECTED) for kernels in (gate, up))
         hidden = ACTIVATIONS[self.config.activation](gates) * ups
@@ -265,14 +265,14 @@ class MixtureOfExperts(PositionwiseBranch):
 
 @dataclass(frozen=True)
 class Rows:
-    """Places of N tokens' k choices among N * k rows sorted by expert.
+    """Maps N tokens' k choices to N * k rows sorted by expert, and back.
 
-    N * k is the place of a choice without an expert on this device, and the choice of an unused place.
+    The index N * k means none: a choice of another device's expert has no row, and surplus rows have no choice.
     """
 
     sizes: Array  # rows of each expert, `[experts]` int32
-    places: Array  # place of each choice, `[N, k]`
-    choices: Array  # choice in each place, `[N * k]`: the number of a token times k, plus which of its choices it is
+    row_of_choice: Array  # `[N, k]`
+    choice_of_row: Array  # `[N * k]`: the index of a token times k, plus the index of its choice
 
     @classmethod
     def of(cls, experts: Array, count: int) -> "Rows":
@@ -287,40 +287,40 @@ class Rows:
         )
 
     def spread(self, x: Array) -> Array:
-        """Returns the token of each place: `[N, D] -> [N * k, D]`."""
-        return _spread(x, self.places, self.choices)
+        """Copies tokens to their rows: `[N, D] -> [N * k, D]`."""
+        return _spread(x, self.row_of_choice, self.choice_of_row)
 
     def collect(self, rows: Array) -> Array:
-        """Sums each token's places in float32: `[N * k, D] -> [N, D]`."""
-        return _collect(rows, self.places, self.choices)
+        """Sums each token's rows in float32: `[N * k, D] -> [N, D]`."""
+        return _collect(rows, self.row_of_choice, self.choice_of_row)
 
     def of_choices(self, values: Array) -> Array:
-        """Returns the value of each place's choice: `[N * k] -> [N * k]`."""
-        return _spread(values[:, None], self.places.reshape(-1, 1), self.choices)[:, 0]
+        """Copies values of choices to their rows: `[N * k] -> [N * k]`."""
+        return _spread(values[:, None], self.row_of_choice.reshape(-1, 1), self.choice_of_row)[:, 0]
 
 
 @jax.custom_vjp
-def _spread(x: Array, places: Array, choices: Array) -> Array:
-    """Gathers rows. So does the hand-written transpose; JAX's would scatter-add row by row."""
-    return jnp.take(x, choices // places.shape[1], axis=0, mode="fill", fill_value=0)
+def _spread(x: Array, row_of_choice: Array, choice_of_row: Array) -> Array:
+    """Gathers rows. The hand-written transpose gathers too; JAX's would scatter-add row by row."""
+    return jnp.take(x, choice_of_row // row_of_choice.shape[1], axis=0, mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def _collect(rows: Array, places: Array, choices: Array) -> Array:
-    taken = jnp.take(rows, places, axis=0, mode="fill", fill_value=0).astype(jnp.float32)  # [N, k, D], fused
+def _collect(rows: Array, row_of_choice: Array, choice_of_row: Array) -> Array:
+    taken = jnp.take(rows, row_of_choice, axis=0, mode="fill", fill_value=0).astype(jnp.float32)  # [N, k, D], fused
     return jnp.sum(taken, axis=1).astype(rows.dtype)
 
 
 _spread.defvjp(
-    lambda x, places, choices: (_spread(x, places, choices), (places, choices)),
+    lambda x, *indices: (_spread(x, *indices), indices),
     lambda residuals, grad: (_collect(grad, *residuals), None, None),
 )
 _collect.defvjp(
-    lambda rows, places, choices: (_collect(rows, places, choices), (places, choices)),
+    lambda rows, *indices: (_collect(rows, *indices), indices),
     lambda residuals, grad: (_spread(grad, *residuals), None, None),
 )
 
 
-def _once(x: Array) -> Array:
+def _on_first_device(x: Array) -> Array:
     """Returns `x` on the first device of a tp group, zero on the others."""
     return jnp.where(axis_index(TP) == 0, x, 0)

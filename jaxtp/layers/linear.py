@@ -50,10 +50,10 @@ class ColumnParallelLinear(nnx.Module):
     Args:
       in_features: D.
       features: F of each output; a `PaddedDim` if tp may pad it.
-      targets: names of the outputs, by which `context.lora` gives them adapters.
+      targets: names of the outputs, which `context.lora` matches to add adapters.
 
-    Shapes: `[B, ..., D] -> [B, ..., F]`, split over tp; a tuple if `features` is a sequence. An output whose parts
-    devices share (`PaddedDim.shared_by`) has a copy on each. Kernels `[D, F]` are stored as `P(STORAGE, TP)`, biases
+    Shapes: `[B, ..., D] -> [B, ..., F]`, split over tp; a tuple if `features` is a sequence. Devices that
+    share a head (`PaddedDim.shared_by`) each output it. Kernels `[D, F]` are stored as `P(STORAGE, TP)`, biases
     `[F]` as `P(TP)`.
     """
 

@@ -2,7 +2,7 @@
 
 A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero, split
 like the dims of W that they share. Adapters are `nnx.LoRAParam`, a subclass of `nnx.Param`; the other params become
-`FrozenParam`, which is not, so code that handles every `nnx.Param` sees only adapters.
+`FrozenParam`, so code that handles every `nnx.Param` sees only adapters.
 """
 
 import math
@@ -29,19 +29,19 @@ class LoraConfig:
     """Low-rank adapters of frozen kernels."""
 
     from_peft: Annotated[FromPath, STEP] = None
-    """Folder of adapters in PEFT's format, to begin with; rank, alpha, rslora and targets are then theirs."""
+    """Init source: a folder of adapters in PEFT's format, which also sets rank, alpha, rslora and targets."""
 
     rank: Annotated[Rank, SHORT_HELP] = 0
-    """Inner width of the adapters, 8 to 64 is usual; 0 trains every parameter and has no adapters."""
+    """Rank of the adapters, usually 8 to 64; 0 trains every parameter, without adapters."""
 
     alpha: Positive = 16.0
-    """Scale: what an adapter adds is multiplied by alpha / rank."""
+    """Scale: the output of an adapter is multiplied by alpha / rank."""
 
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead, so that what adapters of a high rank add does not shrink (rsLoRA)."""
+    """Multiply by alpha / sqrt(rank) instead, so that outputs do not shrink at high ranks (rsLoRA)."""
 
     targets: tuple[Target, ...] = TARGETS
-    """The projections that get one, by their names in Hugging Face's Llama."""
+    """Projections that get an adapter, named as in Hugging Face's Llama."""
 
     dtype: Annotated[DType, STEP] = "float32"
     """Dtype of the adapters and their optimizer state. All other weights are frozen, and stored in
@@ -57,9 +57,9 @@ class LoraConfig:
         return [i for i, name in enumerate(projections) if self.rank and name in self.targets]
 
 
-def frozen(state: nnx.State) -> nnx.State:
+def freeze_state(state: nnx.State) -> nnx.State:
     """Freezes every param of a real or abstract state except adapters."""
-    variables = [(path, _frozen(v) if _is_frozen(v) else v) for path, v in nnx.to_flat_state(state)]
+    variables = [(path, _freeze_param(v) if _is_base_param(v) else v) for path, v in nnx.to_flat_state(state)]
     return nnx.from_flat_state(variables)
 
 
@@ -67,15 +67,15 @@ def freeze(model: nnx.Module) -> None:
     """Freezes every param of a model, in place, except adapters."""
     for _, module in nnx.iter_modules(model):
         for name, value in [*vars(module).items()]:
-            if _is_frozen(value):
-                setattr(module, name, _frozen(value))
+            if _is_base_param(value):
+                setattr(module, name, _freeze_param(value))
 
 
-def _is_frozen(value: Any) -> bool:
+def _is_base_param(value: Any) -> bool:
     return isinstance(value, nnx.Param) and not isinstance(value, nnx.LoRAParam)
 
 
-def _frozen(param: nnx.Param[Any]) -> nnx.Variable[Any]:
+def _freeze_param(param: nnx.Param[Any]) -> nnx.Variable[Any]:
     return FrozenParam.from_metadata(param.get_raw_value(), param.get_metadata())
 
 

@@ -22,7 +22,7 @@ from jaxtp.mesh import TOKENS, TP
 
 LOSS = "vocab_parallel_cross_entropy"
 
-IGNORE = -100  # the label of a position that does not count
+IGNORE = -100  # the label of a position that the loss ignores
 
 _REDUCED = "softmax_reduction"
 
@@ -56,7 +56,7 @@ def vocab_parallel_cross_entropy(
 def vocab_parallel_token_losses(
     x_BTD: Array, table_VD: Array, labels_BT: Array, head: HeadConfig
 ) -> tuple[Array, Array]:
-    """Returns the cross-entropy of each label in nats, and whether no other token is likelier, both `[B, T]`.
+    """Returns the cross-entropy of each label in nats, and whether no token has a higher logit, both `[B, T]`.
 
     `IGNORE` gives 0 and False. Arguments: see `vocab_parallel_cross_entropy`.
     """

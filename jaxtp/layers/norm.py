@@ -25,7 +25,7 @@ NormKind = Literal["rms", "rms_plus_one", "layer"]
 NormPlacement = Literal["before", "after", "both"]
 QKNormKind = Literal["none", "head", "projection"]
 
-ATTEND = "attend"  # name of the part of attention between its projections
+ATTEND = "attend"  # name in profiles of attention without its projections
 
 
 @dataclass(frozen=True, kw_only=True)

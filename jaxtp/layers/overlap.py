@@ -1,7 +1,7 @@
 """Ring collective matmuls over tp: one part of the sequence moves while another is multiplied.
 
 They replace sequence parallelism's all-gather or reduce-scatter and its products (Wang et al., ASPLOS 2023, doi
-10.1145/3567955.3567959). Each is the other's gradient by the input:
+10.1145/3567955.3567959). Each is the transpose of the other:
 
     gather_matmul     all_gather(x) @ w      [b, T/tp, D] @ [D, F/tp] -> [b, T, F/tp]
     matmul_scatter    reduce_scatter(x @ w)  [b, T, F/tp] @ [F/tp, D] -> [b, T/tp, D]
@@ -44,7 +44,7 @@ def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
     return overlap == "ring" and split and tp > 1
 
 
-def _gathering(x: Array, visit: Callable[[C, Array, Array], C], carry: C) -> C:
+def _ring_gather(x: Array, visit: Callable[[C, Array, Array], C], carry: C) -> C:
     """Runs `carry = visit(carry, part, position)` for every part of the sequence, while the next part arrives.
 
     `x` is this device's part, `[b, T/tp, ..., D]`; `position` is where `part` begins.
@@ -63,7 +63,7 @@ def _gathering(x: Array, visit: Callable[[C, Array, Array], C], carry: C) -> C:
     return visit(carry, part, _position(last, size))
 
 
-def _scattering(inputs: Sequence[Array], kernels: Sequence[Array]) -> Array:
+def _ring_scatter(inputs: Sequence[Array], kernels: Sequence[Array]) -> Array:
     """Returns this device's part of the products summed over tp; partial sums go around."""
     tp, size = axis_size(TP), inputs[0].shape[SEQUENCE_DIM] // axis_size(TP)
 
@@ -73,7 +73,7 @@ def _scattering(inputs: Sequence[Array], kernels: Sequence[Array]) -> Array:
         return sum_of_products(parts, kernels)
 
     def turn(total: Array, number: Array) -> tuple[Array, None]:
-        # Otherwise XLA may fuse the sum into the product, which then waits for the permute (jax 0.12, H100).
+        # Without a barrier XLA may fuse the sum into the product, which then waits for the permute (jax 0.12, H100).
         arrived, local = lax.optimization_barrier((permute(total, TP), summand(number)))
         return arrived + local, None
 
@@ -82,7 +82,7 @@ def _scattering(inputs: Sequence[Array], kernels: Sequence[Array]) -> Array:
 
 
 def _position(number: Array | int, size: int) -> Array:
-    """Returns where the part of the device `number` steps back in the ring begins."""
+    """Returns the start of the part that the device `number` steps back in the ring has."""
     return jnp.asarray((axis_index(TP) - number) % axis_size(TP) * size)
 
 
@@ -96,9 +96,9 @@ def gather_matmul(x: Array, kernels: tuple[Array, ...]) -> tuple[Array, ...]:
     empty = [vary_like(jnp.zeros((*whole, w.shape[-1]), x.dtype), x, w) for w in kernels]
 
     def visit(ys: list[Array], part: Array, at: Array) -> list[Array]:
-        return _placed(ys, part, kernels, at)
+        return _write_products(ys, part, kernels, at)
 
-    ys = _gathering(x, visit, empty)
+    ys = _ring_gather(x, visit, empty)
     return tuple(ys)
 
 
@@ -111,14 +111,14 @@ def _gather_forward(x: Any, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...]
 def _gather_backward(residuals: Any, grads: tuple[Any, ...]) -> tuple[Array | None, tuple[Array | None, ...]]:
     x, kernels, needs_grad = residuals
     used = [i for i, grad in enumerate(grads) if not isinstance(grad, SymbolicZero)]
-    grad_x = _scattering([grads[i] for i in used], [kernels[i].T for i in used]) if needs_grad.inputs[0] else None
+    grad_x = _ring_scatter([grads[i] for i in used], [kernels[i].T for i in used]) if needs_grad.inputs[0] else None
     trained = [i for i in used if needs_grad.kernels[i]]
 
     def visit(sums: list[Array], part: Array, at: Array) -> list[Array]:
-        return [_added(s, part, _part(grads[i], at, part)) for s, i in zip(sums, trained, strict=True)]
+        return [_add_kernel_grad(s, part, _part(grads[i], at, part)) for s, i in zip(sums, trained, strict=True)]
 
-    sums = _gathering(x, visit, [_no_sum(x, grads[i]) for i in trained]) if trained else []
-    return grad_x, _rounded(sums, trained, kernels)
+    sums = _ring_gather(x, visit, [_zero_kernel_grad(x, grads[i]) for i in trained]) if trained else []
+    return grad_x, _cast_kernel_grads(sums, trained, kernels)
 
 
 @jax.custom_vjp
@@ -127,13 +127,13 @@ def matmul_scatter(inputs: tuple[Array, ...], kernels: tuple[Array, ...]) -> Arr
 
     Inputs are `[b, T, ..., F_i/tp]`, kernels the matching rows, `[F_i/tp, D]`; returns `[b, T/tp, ..., D]`.
     """
-    return _scattering(inputs, kernels)
+    return _ring_scatter(inputs, kernels)
 
 
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, Any]:
     xs, ws = (tuple(each.value for each in args) for args in (inputs, kernels))
     needs_grad = NeedsGrad(*(tuple(each.perturbed for each in args) for args in (inputs, kernels)))
-    return _scattering(xs, ws), (xs, ws, needs_grad)
+    return _ring_scatter(xs, ws), (xs, ws, needs_grad)
 
 
 def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Array | None, ...], tuple[Array | None, ...]]:
@@ -145,12 +145,12 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Array | None, 
 
     def visit(carry: tuple[list[Array], list[Array]], part: Array, at: Array) -> tuple[list[Array], list[Array]]:
         ys, sums = carry
-        added = [_added(s, _part(inputs[i], at, part), part) for s, i in zip(sums, trained, strict=True)]
-        return _placed(ys, part, transposed, at), added
+        added = [_add_kernel_grad(s, _part(inputs[i], at, part), part) for s, i in zip(sums, trained, strict=True)]
+        return _write_products(ys, part, transposed, at), added
 
-    ys, sums = _gathering(grad, visit, (empty, [_no_sum(inputs[i], grad) for i in trained]))
+    ys, sums = _ring_gather(grad, visit, (empty, [_zero_kernel_grad(inputs[i], grad) for i in trained]))
     grad_inputs = dict(zip(moving, ys, strict=True))
-    return tuple(grad_inputs.get(i) for i in range(len(inputs))), _rounded(sums, trained, kernels)
+    return tuple(grad_inputs.get(i) for i in range(len(inputs))), _cast_kernel_grads(sums, trained, kernels)
 
 
 gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
@@ -166,21 +166,21 @@ def _part(x: Array, at: Array, like: Array) -> Array:
     return lax.dynamic_slice_in_dim(x, at, like.shape[SEQUENCE_DIM], SEQUENCE_DIM)
 
 
-def _placed(ys: Sequence[Array], part: Array, kernels: Sequence[Array], at: Array) -> list[Array]:
+def _write_products(ys: Sequence[Array], part: Array, kernels: Sequence[Array], at: Array) -> list[Array]:
     each = zip(ys, kernels, strict=True)
     return [lax.dynamic_update_slice_in_dim(y, part @ w, at, SEQUENCE_DIM) for y, w in each]
 
 
-def _no_sum(x: Array, grad: Array) -> Array:
+def _zero_kernel_grad(x: Array, grad: Array) -> Array:
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     return vary_like(jnp.zeros((x.shape[-1], grad.shape[-1]), dtype), x, grad)
 
 
-def _added(total: Array, x: Array, grad: Array) -> Array:
+def _add_kernel_grad(total: Array, x: Array, grad: Array) -> Array:
     dims = list(range(x.ndim - 1))
     return total + jnp.tensordot(x, grad, (dims, dims), preferred_element_type=total.dtype)
 
 
-def _rounded(sums: Sequence[Array], at: Sequence[int], kernels: Sequence[Array]) -> tuple[Array | None, ...]:
+def _cast_kernel_grads(sums: Sequence[Array], at: Sequence[int], kernels: Sequence[Array]) -> tuple[Array | None, ...]:
     by_index = dict(zip(at, sums, strict=True))
     return tuple(by_index[i].astype(w.dtype) if i in by_index else None for i, w in enumerate(kernels))

@@ -25,7 +25,7 @@ Weights = dict[str, Array]  # A layer's parameters by the path of the attribute 
 Variable = nnx.Variable[Any]
 
 GRADIENTS = "gradients"
-"""Name in profiles of the sum of all micro-batches' gradients over devices (`sum_copies`)."""
+"""Name in profiles of the sum of all micro-batches' gradients over devices (`sum_over_replicas`)."""
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -38,8 +38,8 @@ class Precision:
     """
 
     param: DType = "float32"
-    """Dtype in which parameters and optimizer state are stored, but for adafactor's moments, which are float32. With
-    adapters it is the dtype of the frozen weights only, by default as in their files."""
+    """Dtype of stored parameters and optimizer state; adafactor's moments are always float32. With adapters it is the
+    dtype of the frozen weights only, by default as in their files."""
 
     compute: DType = "float32"
     """Dtype of activations and matrix products; weights are cast to it before they are gathered."""
@@ -62,7 +62,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class PaddedDim:
-    """The division of a dim over tp into equal parts, padded with zeros.
+    """A dim that tp splits into equal parts, padded with zeros.
 
     Padding stays zero, as its gradients are zero: padded heads output zero, the softmax masks padded ids.
     """
@@ -84,7 +84,7 @@ class PaddedDim:
         return math.prod(self.stored(tp))
 
     def shared_by(self, tp: int) -> int:
-        """Returns how many neighbouring devices share, and gather, their parts."""
+        """Returns how many neighbours along tp all-gather each other's parts."""
         return 1
 
     def local(self, tp: int) -> int:
@@ -189,32 +189,32 @@ def check_sizes(layer: str, **sizes: Any) -> None:
         raise ValueError(f"{layer}: {', '.join(bad)}: should be a whole number, 1 or more")
 
 
-# By default every layer all-reduces its gradients over dp, for each micro-batch. A training step marks weights as
-# different on those devices, so `load_weight` omits the sum, and sums once, after the last micro-batch. Sums over fsdp
-# stay, or every device would hold whole gradients, and so do sums of norms over tp.
+# By default every layer all-reduces its gradients over dp in each micro-batch. A training step marks weights as varying
+# over dp, so that `load_weight` omits this sum, and sums once after the last micro-batch. Each micro-batch still sums
+# over fsdp, or every device would hold whole gradients, and sums the gradients of norms over tp.
 
 
 def mark_unreduced(params: nnx.State) -> nnx.State:
-    """Returns params marked as different on the devices along `TOKENS` that hold replicas; nothing moves.
+    """Returns params marked as varying over the `TOKENS` axes that replicate them; no data moves.
 
-    The last dim of params and gradients then has all these replicas side by side.
+    As global arrays, params and gradients then have all replicas concatenated along the last dim.
     """
 
-    def apart(param: Variable) -> Variable:
-        spec, axes = spec_of(param), _copied_over(param)
+    def mark(param: Variable) -> Variable:
+        spec, axes = spec_of(param), _replica_axes(param)
         *others, last = spec
         side_by_side = PartitionSpec(*others, (*axes_of(last), *axes))
         view = device_view(lambda shard: shard, GRADIENTS, in_specs=(spec,), out_specs=side_by_side)
         return param.copy(view(param[...]), out_sharding=side_by_side) if axes else param
 
-    return jax.tree.map(apart, params, is_leaf=_is_variable)
+    return jax.tree.map(mark, params, is_leaf=_is_variable)
 
 
-def sum_copies(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> nnx.State:
+def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> nnx.State:
     """All-reduces, in `dtype`, accumulated gradients of params that `mark_unreduced` marked."""
 
     def total(param: Variable, grad: Variable) -> Variable:
-        axes = _copied_over(param)
+        axes = _replica_axes(param)
 
         def add(shard: Array) -> Array:
             return all_reduce(shard.astype(dtype), *axes).astype(shard.dtype)
@@ -225,7 +225,7 @@ def sum_copies(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> nnx.Sta
     return jax.tree.map(total, params, grads, is_leaf=_is_variable)
 
 
-def _copied_over(param: Variable) -> tuple[str, ...]:
+def _replica_axes(param: Variable) -> tuple[str, ...]:
     split = {axis for entry in spec_of(param) for axis in axes_of(entry)}
     return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
 

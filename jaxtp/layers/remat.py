@@ -13,11 +13,11 @@ parallelism), and traffic over tp, forward and backward, in units of (t-1)/t * b
 | `offload`       | like `full`, in host memory                            |         10 |                11 |   13 |
 
 `save_dots` is Megatron's choice under sequence parallelism (arXiv 2205.05198). In a ring (`layers/overlap.py`)
-`save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all; it goes around again for weight gradients,
-and for outputs that were not saved.
+`save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all. The shard goes around again for weight
+gradients and for outputs that were not saved.
 
-Gathered weights are never saved, experts chosen by routers always. Attention kernels that hold no scores run once; xla
-recomputes its scores.
+No policy saves gathered weights; every policy saves the routers' choices. Of the attention kernels, `save_dots` saves
+the results of blockwise and fused, and repeats cudnn and xla.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
     "full": (CHOSEN,),
 }
 _VIEWS = {"name", "pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
-_FROZEN = "custom_vjp_call"  # the primitive that loads a weight without a gradient; else its rules take its place
+_FROZEN = "custom_vjp_call"  # primitive of `load_weight` for frozen weights; for others autodiff replaces it
 
 
 class RematError(UserError):

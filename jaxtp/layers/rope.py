@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), half-split as in Llama checkpoints.
 
-Scaling follows transformers, but longrope uses its long list if there can be more than `original_length` positions
-(sequence length, or slots of a cache), which is static. transformers decides by the highest position of a batch: packed
-documents would depend on their neighbours, and queries past the limit would meet keys rotated by the other list.
+Scaling follows transformers, except for longrope: it uses its long list if the sequence length, or the number of cache
+slots, exceeds `original_length`. transformers decides by a batch's highest position: packed documents depend on their
+neighbours, and queries past the limit meet cached keys that were rotated with the short list.
 """
 
 import math
@@ -20,7 +20,7 @@ from jaxtp.config.schema import Count, Positive
 RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope"]
 
 MAX_FREQUENCY = 1024.0
-"""Radians per position up to which float64 is enough for angles within 1e-6 at four million positions."""
+"""Largest frequency, in radians per position: float64 keeps its angles within 1e-6 at four million positions."""
 
 Frequencies = NDArray[np.float64]  # radians per position, `[head_dim / 2]`
 
@@ -30,13 +30,12 @@ class RopeScaling:
     """Scaling of rotary frequencies for contexts longer than in training."""
 
     kind: RopeScalingKind = "none"
-    """linear divides every frequency; llama3 those of long wavelengths, with a smooth passage; yarn those that turn
-    seldom within original_length; longrope (arXiv 2402.13753) each by a factor of its own. The last two scale queries
-    and keys."""
+    """linear divides every frequency; llama3 divides low frequencies, with a smooth transition; yarn divides dims that
+    turn seldom within original_length; longrope (arXiv 2402.13753) divides each frequency by its own factor. yarn and
+    longrope also scale queries and keys."""
 
     factor: Positive = 1.0
-    """Divides the frequencies; for longrope, how much longer the context has become, for the default of
-    attention_factor."""
+    """Divides the frequencies; for longrope it sets only the default of attention_factor."""
 
     original_length: Count = 8192
     """Tokens of the context trained on, for llama3, yarn and longrope."""
@@ -45,26 +44,26 @@ class RopeScaling:
     """llama3: wavelengths above original_length / low_freq_factor are divided by the whole factor."""
 
     high_freq_factor: Positive = 4.0
-    """llama3: wavelengths below original_length / high_freq_factor stay as they are."""
+    """llama3: wavelengths below original_length / high_freq_factor are not divided."""
 
     beta_fast: Positive = 32.0
-    """yarn: a dim that turns more often than this within original_length stays as it is."""
+    """yarn: a dim that turns more often than this within original_length is not divided."""
 
     beta_slow: Positive = 1.0
     """yarn: a dim that turns less often is divided by the whole factor."""
 
     attention_factor: Positive | None = None
-    """yarn, longrope: multiplies rotated queries and keys. By default 0.1 ln(factor) + 1 of yarn, sqrt(1 + ln(factor) /
-    ln(original_length)) of longrope, and 1 for factors below 1."""
+    """yarn, longrope: multiplies rotated queries and keys. Default: 0.1 ln(factor) + 1 for yarn, sqrt(1 + ln(factor) /
+    ln(original_length)) for longrope, and 1 for factors below 1."""
 
     truncate: bool = True
-    """yarn: round the bounds between the dims outwards to whole dims."""
+    """yarn: round both bounds of the transition outwards to whole dims."""
 
     short_factor: tuple[Positive, ...] = ()
-    """longrope: divides each frequency where there can be up to original_length positions; head_dim / 2 numbers."""
+    """longrope: divisors of the frequencies for up to original_length positions; head_dim / 2 numbers."""
 
     long_factor: tuple[Positive, ...] = ()
-    """longrope: divides each frequency where there can be more positions."""
+    """longrope: divisors of the frequencies for more positions."""
 
     def __str__(self) -> str:
         """Returns the settings that are not defaults, for lists their length: `kind yarn, factor 2.0`."""
@@ -113,7 +112,7 @@ def rope_problems(head_dim: int, theta: float | None, scaling: RopeScaling) -> I
     if largest > MAX_FREQUENCY:
         yield (
             f"model.rope_theta={theta} and model.rope_scaling make frequencies of up to {largest:.3g} radians per "
-            f"position, and {MAX_FREQUENCY:,.0f} are the most; a base and factors from 1 on are usual"
+            f"position, above the limit of {MAX_FREQUENCY:,.0f}; a base and factors of 1 or more are usual"
         )
 
 
@@ -139,8 +138,8 @@ def apply_rope(x_BTNH: Array, positions: Array, theta: float, scaling: RopeScali
     Positions are `[T]` or `[B, T]`; `length` is the number of possible positions.
     """
     angles = _angles(positions, rope_frequencies(x_BTNH.shape[-1], theta, scaling, length))
-    size = _size(scaling)
-    sin, cos = size * jnp.sin(angles)[..., None, :], size * jnp.cos(angles)[..., None, :]  # [(B,) T, 1, H/2]
+    factor = _attention_factor(scaling)
+    sin, cos = factor * jnp.sin(angles)[..., None, :], factor * jnp.cos(angles)[..., None, :]  # [(B,) T, 1, H/2]
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)
@@ -184,7 +183,7 @@ def _keep_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequenci
     return 1 - np.clip((np.arange(head_dim // 2) - low) / span, 0, 1)
 
 
-def _size(scaling: RopeScaling) -> float:
+def _attention_factor(scaling: RopeScaling) -> float:
     if scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:

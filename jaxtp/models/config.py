@@ -45,7 +45,7 @@ from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import CP, STORAGE, parts
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
-"""Keys, whose flag is called as in commands without this section."""
+"""Keys with the flag `--ignore-config`, as in commands that have no model section."""
 
 
 class Changes(dict[str, Any]):
@@ -63,13 +63,13 @@ def _plain(value: Any) -> Any:
 
 
 BlockChanges = Annotated[dict[str, Any], AfterValidator(Changes)]
-MAX_DESCRIBED = 128  # blocks that a pattern can have: each kind is compiled by itself
-_Described = Annotated[tuple[BlockChanges, ...], Field(max_length=MAX_DESCRIBED), tyro.conf.Fixed]
+MAX_LISTED_BLOCKS = 128  # blocks in a list: each kind of block is compiled by itself
+_BlockList = Annotated[tuple[BlockChanges, ...], Field(max_length=MAX_LISTED_BLOCKS), tyro.conf.Fixed]
 
 BLOCKS = "blocks"  # path of the decoder's parameters that are stacked
 
 _MAX_UNFIT = 4  # kinds of blocks whose problems are listed at once
-_OF_ALL_BLOCKS = {"attention", "grouped"}  # kernels: chosen for all blocks
+_MODEL_WIDE = {"attention", "grouped"}  # settings that all blocks share
 _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
 
 
@@ -83,25 +83,25 @@ class Stack:
     """A repeated pattern of blocks."""
 
     pattern: tuple[BlockConfig, ...]
-    """The blocks of a turn."""
+    """The blocks of one turn of the scan."""
 
     repeats: int
-    """Number of turns: the blocks at one place of the pattern are stacked, and run by one scan."""
+    """Number of turns; the params of blocks at the same place of the pattern are stacked along them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes:
-    """Where a model comes from, and its sizes: what comes first in `--help`."""
+    """Init source and sizes of a model, the first settings in `--help`."""
 
     from_hf: Annotated[UserPath | None, STEP, SHORT_HELP] = None
-    """Folder of a model in Hugging Face format, to begin with its weights; the sizes below are then its own."""
+    """Init source: the folder of a model in Hugging Face format. Its config.json sets the sizes below."""
 
     ignore_config: Annotated[_Ignored, STEP] = ()
-    """Attributes of that model's config.json to ignore: those that jaxtp does not know and that do not change what the
-    model computes. Can be given several times."""
+    """Attributes of that model's config.json that jaxtp does not know, to ignore if they do not change the model's
+    results. Can be given several times."""
 
     vocab_size: Count = 256
-    """Token ids, 0 to vocab_size - 1. Any size: what tp does not divide is padded inside the layers."""
+    """Number of token ids. It may have any size: layers pad it to a multiple of mesh.tp."""
 
     d_model: Count = 128
     """Width of the residual stream. Divisible by mesh.fsdp * mesh.cp."""
@@ -109,12 +109,12 @@ class DecoderSizes:
     num_layers: Count = 4
     """Decoder blocks, stacked and run by one scan."""
 
-    first_blocks: _Described = ()
-    """In a YAML file: a mapping for each of the first blocks, of the settings in which it differs from the model's."""
+    first_blocks: _BlockList = ()
+    """In a YAML file: for each of the first blocks a mapping of the settings that differ from the model's."""
 
-    pattern: _Described = ()
-    """In a YAML file: mappings of settings for blocks that repeat after the first ones, such as
-    [{sliding_window: 4096}, {}] for blocks that see a window and all positions in turn."""
+    pattern: _BlockList = ()
+    """In a YAML file: such a mapping for each block of a pattern, which repeats after the first blocks.
+    [{sliding_window: 4096}, {}] alternates blocks with a window and blocks with full attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,38 +122,38 @@ class ModelConfig(BlockConfig, DecoderSizes):
     """A decoder, by default like Llama; `first_blocks` and `pattern` change the settings of single blocks."""
 
     learned_positions: Count | None = None
-    """Positions that have a learned vector, which is added to the embedding; a sequence can be no longer."""
+    """Number of learned position embeddings, and the longest sequence; by default none are learned."""
 
     embedding_scale: Positive | None = None
-    """Multiplies the embedding, rounded to the compute dtype; by default nothing does."""
+    """Factor of the embedding, rounded to the compute dtype; by default 1."""
 
     logit_softcap: Positive | None = None
-    """Logits are squashed to below this by c * tanh(logit / c)."""
+    """Caps logits: c * tanh(logit / c)."""
 
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
 
     dropout: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1"), STEP] = 0.0
-    """Probability with which an element of an attention's or MLP's output is zeroed in training."""
+    """Dropout rate of the outputs of attention and MLP in training."""
 
     remat: Annotated[RematPolicy, COST, SHORT_HELP] = "full"
-    """Activations that a block keeps for its backward pass: none keeps all, save_dots the results of products,
+    """Activations that a block saves for its backward pass: none saves all, save_dots the results of products,
     save_gathered the inputs and outputs of parallel layers, save_reduced the outputs of row layers, full only the
-    block's input, offload that on the host."""
+    block's input, offload the block's input in host memory."""
 
     scan_layers: Annotated[bool, COST] = True
-    """Run the blocks by one scan, compiled once; false writes them out, which compiles for longer."""
+    """Run the blocks by one scan, compiled once; false unrolls the scan, which takes longer to compile."""
 
     sequence_parallel: Annotated[bool | None, COST] = None
     """Between blocks, split activations over tp along the sequence. By default wherever tp > 1 divides the sequence."""
 
     overlap: Annotated[Overlap, COST] = "none"
-    """Communication of sequence parallelism in the blocks: none gathers an input before its products and scatters their
-    sum after them; ring sends a part around the devices of tp while another is multiplied, and up to half as much
-    again."""
+    """Overlap of a block's products with the communication of sequence parallelism. none all-gathers before products
+    and reduce-scatters after them. ring multiplies one part of the sequence while the next part arrives, and sends up
+    to 1.5 times as much."""
 
     loss_chunk: Annotated[Count, COST] = CHUNK_SIZE
-    """Tokens on a device whose logits exist at a time."""
+    """Tokens per device whose logits the loss computes at a time."""
 
     precision: Annotated[Precision, STEP] = Precision()
     """Dtypes of parameters, compute and gradient reductions."""
@@ -168,7 +168,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
                 object.__setattr__(self, name, tuple(hashable))
 
     def stacks(self) -> tuple[Stack, ...]:
-        """Returns the stacks; layers that the pattern does not divide form further stacks."""
+        """Returns the stacks; layers after the last whole turn form further stacks."""
         return _stacks(self)
 
     @property
@@ -199,7 +199,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
                 yield from stack.pattern
 
     def block(self) -> BlockConfig:
-        """Returns the settings of an unchanged block."""
+        """Returns the settings of a block without changes."""
         bases = (base for base in type(self).__mro__ if not issubclass(base, ModelConfig))
         kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
         return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
@@ -232,9 +232,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
         experts = f" in each of {count} experts, {self.experts_per_token} a token" if count else ""
         return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{experts}{differing}"
 
-    def described(self) -> Mapping[str, BlockConfig]:
+    def listed_blocks(self) -> Mapping[str, BlockConfig]:
         """Returns the settings of blocks in `first_blocks` and `pattern`, by place: `model.pattern[0]`."""
-        return _described(self)
+        return _listed_blocks(self)
 
     def block_kinds(self) -> tuple[BlockConfig, ...]:
         """Returns the distinct block settings."""
@@ -242,7 +242,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
 
 @lru_cache(maxsize=256)
-def _described(config: ModelConfig) -> Mapping[str, BlockConfig]:
+def _listed_blocks(config: ModelConfig) -> Mapping[str, BlockConfig]:
     places = (("first_blocks", config.first_blocks), ("pattern", config.pattern))
     by_place = {f"model.{name}[{i}]": changes for name, blocks in places for i, changes in enumerate(blocks)}
     return {place: _changed_block(config, place, changes) for place, changes in by_place.items()}
@@ -250,7 +250,7 @@ def _described(config: ModelConfig) -> Mapping[str, BlockConfig]:
 
 def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> BlockConfig:
     block = config.block()
-    of_blocks = {field.name for field in dataclasses.fields(block)} - _OF_ALL_BLOCKS
+    of_blocks = {field.name for field in dataclasses.fields(block)} - _MODEL_WIDE
     if shared := [name for name in changes if name in vars(config) and name not in of_blocks]:
         instead = ", ".join(f"model.{name}" for name in shared)
         raise ConfigError(f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for all of them")
@@ -259,7 +259,7 @@ def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> Bl
 
 @lru_cache(maxsize=256)
 def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    described = list(config.described().values())
+    described = list(config.listed_blocks().values())
     first, pattern = described[: len(config.first_blocks)], described[len(config.first_blocks) :]
     if len(set(pattern)) < 2:
         pattern = pattern[:1] or [config.block()]
@@ -274,11 +274,10 @@ def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
         yield Stack((block,), len(list(equal)))
 
 
-def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> ModelConfig:
-    """Returns the validated config; a ConfigError says which values are invalid, or do not fit the others or the
-    mesh."""
+def validate_model(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> ModelConfig:
+    """Returns the validated config; raises a ConfigError that lists values that are invalid or do not fit the mesh."""
     if not isinstance(config, ModelConfig):
-        raise ConfigError(f"a decoder is made of a ModelConfig, not of {str(config)[:100]!r}")
+        raise ConfigError(f"a Decoder takes a ModelConfig, not {str(config)[:100]!r}")
     config = validate(type(config), dataclasses.asdict(config), source=type(config).__name__)
     if problems := list(violations(config, mesh, fixed=fixed)):
         raise ConfigError("the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
@@ -286,19 +285,19 @@ def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
 
 
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
-    """Returns (size, padded size) by name, of the sizes that tp pads."""
+    """Returns (size, padded size) of each size that tp pads, by name."""
     found = (size for block in config.block_kinds() for size in block.padding(tp))
     return {name: (size, padded) for name, size, padded in found if padded != size}
 
 
-def shrunk(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
+def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     """Returns a small model for virtual CPU devices, with every kind of block."""
     pattern, first = max(1, len(config.pattern)), len(config.first_blocks)
     turns, rest = divmod(config.num_layers - first, pattern)
     every = (*config.first_blocks, *config.pattern)
     smaller = [
         Changes({name: block.shrink(small).get(name, value) for name, value in changes.items()})
-        for changes, block in zip(every, config.described().values(), strict=True)
+        for changes, block in zip(every, config.listed_blocks().values(), strict=True)
     ]
     return dataclasses.replace(
         config,
@@ -314,7 +313,7 @@ def shrunk(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
-    """Returns the fields that runs with a shared checkpoint must agree on."""
+    """Returns the settings that must equal those in a checkpoint."""
     return architecture_in(to_plain(config))
 
 
@@ -326,7 +325,7 @@ def architecture_in(plain: Mapping[str, Any], section: str = "") -> dict[str, An
     return found | ({} if section else {"lora": architecture_in(plain["lora"], "lora.")})
 
 
-def recorded(plain: Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Adds `lora.dtype` to a checkpoint's model settings; before 0.2 it was `precision.param`."""
     if not {"lora", "precision"} <= plain.keys():
         return dict(plain)
@@ -340,8 +339,8 @@ def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = Fa
     """
 
     def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
-        model = replace_nested(config, dict(_inside("model", changes)))
-        return model_problems(model, {**mesh, **dict(_inside("mesh", changes))})
+        model = replace_nested(config, dict(_in_section("model", changes)))
+        return model_problems(model, {**mesh, **dict(_in_section("mesh", changes))})
 
     return explained(problems, fixed=fixed or config.from_hf is not None)
 
@@ -352,42 +351,41 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     if config.num_layers < first + pattern:
         described = f"{first} in model.first_blocks and {pattern} in model.pattern"
         yield Problem(
-            f"model.num_layers={config.num_layers} is less than the blocks that are described: {described}; at least "
+            f"model.num_layers={config.num_layers} is less than the listed blocks: {described}; at least "
             f"{first + pattern} works"
         )
         return
     if config.selection_bias and not config.most_experts:
-        yield Problem(
-            "model.selection_bias=true is of experts, and there are none; add --model.num-experts, or leave it out"
-        )
-    places = {block: f"{place}: " for place, block in reversed([*config.described().items()])} | {config.block(): ""}
+        yield Problem("model.selection_bias=true needs experts; add --model.num-experts, or leave the bias out")
+    listed = reversed([*config.listed_blocks().items()])
+    places = {block: f"{place}: " for place, block in listed} | {config.block(): ""}
     by_kind = ((places[block], list(block.problems(mesh))) for block in config.block_kinds())
     unfit = list(islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT))
     for place, found in unfit:
         yield from (replace(problem, text=place + problem.text) for problem in found)
     if config.lora.rank:
-        yield from {problem.text: problem for problem in unadapted(config, config.lora.targets)}.values()
+        yield from {problem.text: problem for problem in adapter_problems(config, config.lora.targets)}.values()
     axes = [axis for axis in STORAGE if mesh[axis] > 1]
     shards, among = parts(mesh, axes), dict.fromkeys(mesh_settings(axes), config.d_model)
     yield from not_divisible("model.d_model", config.d_model, mesh_product(STORAGE, mesh), shards, among)
     can_be_built = not unfit and config.d_model % shards == 0
-    if mesh[CP] > 1 and can_be_built and (unaware := _not_over_cp(config)):
-        text = f"mesh.cp={mesh[CP]} divides each sequence, and {' and '.join(unaware)} cannot work on a part of one"
+    if mesh[CP] > 1 and can_be_built and (unaware := _branches_without_cp(config)):
+        text = f"mesh.cp={mesh[CP]} splits each sequence, which is not supported by {' and '.join(unaware)}"
         yield Problem(text, among={f"mesh.{CP}": 1})
 
 
-def unadapted(config: ModelConfig, targets: Collection[Target]) -> Iterator[Problem]:
+def adapter_problems(config: ModelConfig, targets: Collection[Target]) -> Iterator[Problem]:
     """Yields why blocks cannot have these adapters."""
     return chain.from_iterable(block.adapter_problems(targets) for block in config.block_kinds())
 
 
-def adaptable(config: ModelConfig) -> tuple[Target, ...]:
+def adapter_targets(config: ModelConfig) -> tuple[Target, ...]:
     """Returns the adapter targets that every block supports."""
-    return tuple(target for target in config.lora.targets if not any(unadapted(config, [target])))
+    return tuple(target for target in config.lora.targets if not any(adapter_problems(config, [target])))
 
 
 @lru_cache(maxsize=32)
-def _not_over_cp(config: ModelConfig) -> tuple[str, ...]:
+def _branches_without_cp(config: ModelConfig) -> tuple[str, ...]:
     """Returns the branch classes without `over_cp`."""
 
     def kinds() -> Iterator[type[Branch]]:
@@ -399,5 +397,5 @@ def _not_over_cp(config: ModelConfig) -> tuple[str, ...]:
         return tuple(sorted({kind.__name__ for kind in kinds() if not kind.over_cp}))
 
 
-def _inside(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+def _in_section(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     return ((name.removeprefix(f"{section}."), value) for name, value in changes.items() if name.startswith(section))

@@ -15,7 +15,7 @@ from jaxtp.collectives import batch_spec, check_divides, constrain, token_spec
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers import remat
 from jaxtp.layers.activations import Context, LocalShape, activation_spec, dropout, segment_positions, sequence_dim
-from jaxtp.layers.balance import Balance, Routing, balance, moved_bias, no_balance
+from jaxtp.layers.balance import Balance, Routing, balance, no_balance, updated_selection_bias
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
@@ -32,12 +32,12 @@ from jaxtp.layers.loss import vocab_parallel_cross_entropy, vocab_parallel_token
 from jaxtp.layers.norm import Norm
 from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
-from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
+from jaxtp.models.config import BlockConfig, ModelConfig, Stack, validate_model
 
 BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
 
 Routings = list[Routing | None]
-"""Measures of the router of each kind of block, stacked over its layers; None of a block without experts."""
+"""Router statistics of each kind of block, stacked over its layers; None for a block without experts."""
 
 
 @jax.tree_util.register_dataclass
@@ -46,8 +46,8 @@ class LossTerms:
     """The terms of a training loss: sums, which add up over parts of a batch."""
 
     loss: Array  # cross-entropy in nats, with the z-loss of the logits
-    count: Array  # number of labels that count
-    balance: Balance | None  # the balance of experts; None of a model that has none
+    count: Array  # number of labels that are not -100
+    balance: Balance | None  # None for a model without experts
 
     def objective(self, balance_loss: float, router_z_loss: float) -> Array:
         """Returns the sum to minimise, with the weights of the expert losses."""
@@ -59,7 +59,7 @@ class LossTerms:
 class DecoderBlock(nnx.Module):
     """Residual branches in order: `x + branch(norm(x))`, `x + norm(branch(x))`, or with both norms.
 
-    A branch is the attribute of its name, its norms `attention_norm` and `attention_after_norm`.
+    Branches and norms are attributes, such as `attention`, `attention_norm` and `attention_after_norm`.
     """
 
     def __init__(self, config: ModelConfig, block: BlockConfig | None = None, *, rngs: nnx.Rngs):
@@ -74,9 +74,9 @@ class DecoderBlock(nnx.Module):
 
     def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()) -> Array:
         """Runs the block on `[B, T, D]`; keys `[B]` turn dropout on."""
-        return self.routed(x_BTD, dropout_keys, sequences)[0]
+        return self.with_routing(x_BTD, dropout_keys, sequences)[0]
 
-    def routed(
+    def with_routing(
         self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()
     ) -> tuple[Array, Routing | None]:
         """Returns the output and any router statistics."""
@@ -171,13 +171,13 @@ class Decoder(EmbeddingAndHead):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.config = config = checked(config, mesh_sizes(current_mesh()))
+        self.config = config = validate_model(config, mesh_sizes(current_mesh()))
         vocab_size, width, context = config.vocab_size, config.d_model, config.layer_context
         self.embedding = VocabParallelEmbedding(vocab_size, width, context, scale=config.embedding_scale, rngs=rngs)
         positions = config.learned_positions
         self.positions = None if positions is None else LearnedPositions(positions, width, context, rngs=rngs)
         self.stacks = config.stacks()
-        kinds = [_stacked(config, block, stack.repeats, rngs) for stack in self.stacks for block in stack.pattern]
+        kinds = [_create_blocks(config, block, stack.repeats, rngs) for stack in self.stacks for block in stack.pattern]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
         self.norm = Norm(width, config, context)
         self.head = None if config.tie_embeddings else VocabParallelHead(vocab_size, width, context, rngs=rngs)
@@ -194,9 +194,9 @@ class Decoder(EmbeddingAndHead):
         return self.logits_of_hidden(sequences.natural(self.hidden(ids_BT, sequences=sequences)))
 
     def sequences(self, ids_BT: Array, segments_BT: Array | None = None, context: Context = "auto") -> Sequences:
-        """Returns the facts about rows that layers need."""
+        """Returns the `Sequences` of a batch."""
         if not isinstance(context, str) or context not in get_args(Context):
-            raise ConfigError(f"context={context!r}: attention over cp is by {', '.join(get_args(Context))}")
+            raise ConfigError(f"context={context!r}: attention over cp takes {', '.join(get_args(Context))}")
         check_divides("sequences over cp", ids_BT.shape, token_spec())
         rows, length = ids_BT.shape
         shape = LocalShape(sizes=mesh_sizes(current_mesh()), rows=rows, length=length, context=context)
@@ -235,7 +235,7 @@ class Decoder(EmbeddingAndHead):
 
         `experts` replaces the routers' choices: `[B, layers, T, k]` per kind of block.
         """
-        x_BTD, routings = self.routed(ids_BT, dropout_keys, sequences, experts)
+        x_BTD, routings = self.with_routing(ids_BT, dropout_keys, sequences, experts)
         loss, count = self.loss_of_hidden(x_BTD, sequences.local_tokens(labels_BT), z_loss=z_loss)
         with_experts = [routing for routing in routings if routing is not None]
         if not with_experts:
@@ -256,7 +256,7 @@ class Decoder(EmbeddingAndHead):
         for router, times_chosen in zip(routers, balance.times_chosen, strict=True):
             if router.config.selection_bias:
                 bias = router.selection_bias
-                bias[...] = moved_bias(bias[...], times_chosen, rate)
+                bias[...] = updated_selection_bias(bias[...], times_chosen, rate)
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
         """Returns `loss` for final hidden states and labels, in the same order."""
@@ -266,7 +266,7 @@ class Decoder(EmbeddingAndHead):
     def token_losses(
         self, ids_BT: Array, labels_BT: Array, *, segments_BT: Array | None = None, context: Context = "auto"
     ) -> tuple[Array, Array]:
-        """Returns the cross-entropy of each label in nats, and whether no other token is likelier; both `[B, T]`.
+        """Returns the cross-entropy of each label in nats, and whether no token has a higher logit; both `[B, T]`.
 
         Labels of -100 give 0 and False. For evaluation.
         """
@@ -281,10 +281,10 @@ class Decoder(EmbeddingAndHead):
         return vocab_parallel_token_losses(x_BTD, table_VD, labels_BT, head)
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
-        """Returns the final, normalised hidden states `[B, T, D]`, in device order."""
-        return self.routed(ids_BT, dropout_keys, sequences or self.sequences(ids_BT))[0]
+        """Returns the final, normalised hidden states `[B, T, D]`, ordered like `Sequences.positions`."""
+        return self.with_routing(ids_BT, dropout_keys, sequences or self.sequences(ids_BT))[0]
 
-    def routed(
+    def with_routing(
         self,
         ids_BT: Array,
         dropout_keys: Array | None,
@@ -300,7 +300,7 @@ class Decoder(EmbeddingAndHead):
             stack_keys = None if keys is None else keys[done : done + count]
             chosen = [None] * len(blocks) if experts is None else experts[len(routings) : len(routings) + len(blocks)]
             by_layer = [None if each is None else jnp.swapaxes(each, 0, 1) for each in chosen]
-            x_BTD, found = _run(stack, blocks, x_BTD, stack_keys, sequences, by_layer)
+            x_BTD, found = _run_stack(stack, blocks, x_BTD, stack_keys, sequences, by_layer)
             routings += found
             done += count
         return self.norm(x_BTD), routings
@@ -334,7 +334,7 @@ def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
     return block
 
 
-def _run(
+def _run_stack(
     stack: Stack,
     blocks: list[DecoderBlock],
     x_BTD: Array,
@@ -342,14 +342,14 @@ def _run(
     sequences: Sequences,
     experts: list[Array | None],
 ) -> tuple[Array, Routings]:
-    """Runs a stack by one scan over its turns; `keys` and `experts` are by layer and by place of the pattern."""
+    """Runs a stack by one scan over turns; `keys` are per layer, `experts` per place of the pattern."""
     config = blocks[0].config
 
     @nnx.remat(policy=remat.policy(config.remat), prevent_cse=not config.scan_layers)
     def run(
         x_BTD: Array, block: DecoderBlock, keys: Array | None, sequences: Sequences
     ) -> tuple[Array, Routing | None]:
-        return block.routed(x_BTD, keys, sequences)
+        return block.with_routing(x_BTD, keys, sequences)
 
     unroll = 1 if config.scan_layers else stack.repeats
 
@@ -369,7 +369,7 @@ def _run(
     return result
 
 
-def _stacked(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> DecoderBlock:
+def _create_blocks(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> DecoderBlock:
 
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})

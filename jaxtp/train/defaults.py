@@ -30,12 +30,12 @@ from jaxtp.mesh import (
     batch_parts,
     check_sizes,
     describe_mesh,
-    fill,
     fitting_meshes,
     mesh_shape,
     parts,
+    resolve_sizes,
 )
-from jaxtp.models.config import adaptable, padded_sizes
+from jaxtp.models.config import adapter_targets, padded_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.setup import load_data, with_steps
@@ -149,7 +149,7 @@ class _Defaults(Generic[AnyConfig]):
 
     def choose_targets(self) -> None:
         lora = self.config.model.lora
-        if lora.rank and (can := adaptable(self.config.model)) != lora.targets and can:
+        if lora.rank and (can := adapter_targets(self.config.model)) != lora.targets and can:
             others = ", ".join(target for target in lora.targets if target not in can)
             self.choose("model.lora.targets", can, f"{others} are of experts, which have no adapters")
 
@@ -237,7 +237,7 @@ def probe_devices(mesh: Mapping[str, int]) -> DeviceInfo:
 def fits(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) -> bool:
     """Returns whether the run can use the mesh, where one size may be -1, and a step fits the memory."""
     try:
-        filled = fill(mesh, devices.count)
+        filled = resolve_sizes(mesh, devices.count)
     except MeshError:  # these sizes do not divide the devices
         return False
     return _can_use(config, filled, devices) and not missing_bytes(config, filled, devices)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtp.analysis.step_costs import StepCosts, described, step_costs
 from jaxtp.checkpoint.logical import divisible_axes, named_variables, split_dims
 from jaxtp.checkpoint.storage import save_host_bytes
-from jaxtp.layers.kernels.select import Implementation
+from jaxtp.layers.kernels.select import KernelChoice
 from jaxtp.layers.parameter import Padding, padding_of
 from jaxtp.mesh import STORAGE, TP, batch_parts, parts
 from jaxtp.train import optimizer as optimizers
@@ -165,7 +165,7 @@ def memory_per_device(
     return max(backward, update, key=lambda memory: memory.total)
 
 
-def with_attention(config: TrainConfig, implementation: Implementation) -> TrainConfig:
+def with_attention(config: TrainConfig, implementation: KernelChoice) -> TrainConfig:
     """Returns the run with another attention kernel."""
     return replace(config, model=replace(config.model, attention=implementation))
 

@@ -20,7 +20,7 @@ from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import PeftFolder, open_peft, read_peft
 from jaxtp.hf.runs import check_base, copy_hf_files, describe_base, hf_files_of, load_base, run_model_config
-from jaxtp.layers.lora import LoraConfig, frozen
+from jaxtp.layers.lora import LoraConfig, freeze_state
 from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
@@ -143,7 +143,7 @@ class Pretrained(InitSource):
             base = describe_base(weights, origin, blueprint.mesh)
             if restored is not None:
                 check_base(restored.info, base, origin)
-            weights = frozen(weights)
+            weights = freeze_state(weights)
         lines = [f"weights from {origin}", *changes]
         if config.model.lora.from_peft is not None and restored is None:
             with raise_everywhere():

@@ -13,7 +13,7 @@ from jaxtp.config import schema as configuration
 from jaxtp.config.affects import affects
 from jaxtp.config.schema import validate
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE
-from jaxtp.models.config import recorded
+from jaxtp.models.config import upgrade_settings
 from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.run_folder import RunFolderError
@@ -101,7 +101,7 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
       RunFolderError: model, data or sample order differ.
     """
     defaults, now = configuration.to_plain(type(config)()), configuration.to_plain(config)
-    written = {**info["config"], "model": recorded(info["config"]["model"])}
+    written = {**info["config"], "model": upgrade_settings(info["config"]["model"])}
     # With defaults for settings that are newer than the checkpoint, and without model settings that are gone.
     stored: dict[str, Any] = configuration.merged({section: defaults.get(section) for section in written}, written)
     stored["model"] = {name: value for name, value in stored["model"].items() if name in now["model"]}

@@ -133,7 +133,7 @@ def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
     """Yields how experts multiply; warns if an accelerator multiplies every row with every expert."""
     if not (experts := model.most_experts):
         return
-    method, why = grouped.method_of(model.grouped, platform)
+    method, why = grouped.pick_method(model.grouped, platform)
     yield f"{method} products of experts ({why})"
     if platform != "cpu" and multiplies_all(model, platform):
         yield f"WARNING: it multiplies every row by every expert, {experts} times the work and the memory of rows"
@@ -156,10 +156,10 @@ def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
         return None
     share, found = share_of(config, mesh), {}
     for block in config.model.block_kinds():
-        attended = block.attended(mesh[TP])
-        method, why = attended.method(share)
-        where = "" if attended.window is None else f" within a window of {attended.window:,}"
-        found[f"{method}{where} ({why})"] = attended.uneven(share)
+        attention = block.context_attention(mesh[TP])
+        method, why = attention.method(share)
+        where = "" if attention.window is None else f" within a window of {attention.window:,}"
+        found[f"{method}{where} ({why})"] = attention.uneven(share)
     chunks = "a chunk on each device"
     if config.model.zigzag(share):
         chunks = "two chunks of each on a device, for even work"

@@ -23,7 +23,7 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.distributed.agreement import all_gather_json, is_multiprocess, raise_everywhere
 from jaxtp.layers.activations import Part
-from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, rivals, settle
+from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, candidates, record_fastest
 from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes, platform_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import known_problems, native_versions
@@ -239,7 +239,7 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
         return []
     times: list[dict[str, float]] = []
     for use, heads in _uses(config, mesh):
-        first, *others = rivals(config.model.attention, use)
+        first, *others = candidates(config.model.attention, use)
         with jax.default_device(device):
             if (wrong := _kernel_problem(first, use, heads, device.device_kind)) is not None:
                 other = "xla" if first.name == "blockwise" else "blockwise"
@@ -266,7 +266,7 @@ def select_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
         preferred, fastest = next(iter(seconds)), min(seconds, key=lambda name: seconds[name])
         name = preferred if seconds[preferred] <= 1.1 * seconds[fastest] else fastest
         measured = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in seconds.items())
-        settle(use, KERNELS[name].name, f"measured here, forward and backward: {measured}")
+        record_fastest(use, KERNELS[name].name, f"measured here, forward and backward: {measured}")
 
 
 def _uses(config: TrainConfig, mesh: Mesh) -> list[tuple[Use, tuple[int, int]]]:

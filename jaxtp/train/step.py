@@ -21,7 +21,7 @@ from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.activations import Context
 from jaxtp.layers.balance import Routing
-from jaxtp.layers.parameter import mark_unreduced, spec_of, sum_copies
+from jaxtp.layers.parameter import mark_unreduced, spec_of, sum_over_replicas
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
@@ -147,7 +147,7 @@ def loss_and_grads(
     inputs = batch, jnp.arange(len(batch["inputs"]))
     (terms, grads), choices = _sum_over_micro_batches(micro_fn, inputs, accumulation, (no_terms, no_grads))
     if accumulation > 1:
-        grads = sum_copies(grads, stored, precision.reduce)
+        grads = sum_over_replicas(grads, stored, precision.reduce)
     # A batch may be all prompts or padding.
     terms = replace(terms, count=jnp.maximum(terms.count, 1))
     return terms, choices, jax.tree.map(lambda g, p: (g / terms.count).astype(p.dtype), grads, stored)

@@ -13,7 +13,7 @@ from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_
 from jaxtp.layers import remat
 from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.kernels import grouped
-from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, chosen, refused
+from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, pick_kernel, unsupported
 from jaxtp.mesh import (
     AXES,
     BATCH,
@@ -95,21 +95,21 @@ def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -
 
 def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str | None = None) -> Iterator[str]:
     """Yields why a requested kernel cannot compute this run."""
-    found = (refused(config.model.attention, use) for use in run_uses(config, mesh, platform))
+    found = (unsupported(config.model.attention, use) for use in run_uses(config, mesh, platform))
     yield from dict.fromkeys(problem for problems in found for problem in problems)
     if config.model.most_experts:
-        yield from grouped.refused(config.model.grouped, platform)
+        yield from grouped.unsupported(config.model.grouped, platform)
 
 
 def chosen_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> dict[KernelName, str]:
     """Returns the run's attention kernels on a platform, with reasons."""
-    found = (chosen(config.model.attention, use) for use in run_uses(config, mesh, platform))
+    found = (pick_kernel(config.model.attention, use) for use in run_uses(config, mesh, platform))
     return {kernel.name: why for kernel, why in found}
 
 
 def multiplies_all(model: ModelConfig, platform: str) -> bool:
     """Returns whether the platform multiplies every row with every expert."""
-    return model.most_experts > 0 and grouped.dense(grouped.method_of(model.grouped, platform)[0], platform)
+    return model.most_experts > 0 and grouped.is_dense(grouped.pick_method(model.grouped, platform)[0], platform)
 
 
 def run_uses(config: TrainConfig, mesh: Mapping[str, int], platform: str | None) -> list[Use]:

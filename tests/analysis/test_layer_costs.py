@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import jaxtp
 from jaxtp.analysis import step_costs
 from jaxtp.analysis.layer_costs import Workload, collectives_of, context_costs, lookup_costs
-from jaxtp.layers.context import Attended
-from jaxtp.layers.kernels import select
+from jaxtp.layers.context import ContextAttention
 from jaxtp.mesh import mesh_shape
 from jaxtp.models import config as decoder_config
 
@@ -52,10 +51,10 @@ def test_the_cheaper_way_is_chosen(sizes, rows, length, vocab_size, features, pr
     zigzag=st.booleans(),
 )
 def test_the_method_of_attention_that_moves_less_is_chosen(cp, queries, keys, chunk, window, zigzag):
-    attended = Attended(queries=queries * cp, keys=keys, window=window)
+    attention = ContextAttention(queries=queries * cp, keys=keys, window=window)
     shape = Workload(sizes=mesh_shape(cp=cp), rows=3, length=2 * cp * chunk, zigzag=zigzag)
-    ulysses, gather = (bytes_sent(context_costs(attended, way, 2, shape), shape) for way in ("ulysses", "gather"))
-    method, why = attended.method(shape)
+    ulysses, gather = (bytes_sent(context_costs(attention, way, 2, shape), shape) for way in ("ulysses", "gather"))
+    method, why = attention.method(shape)
     assert method == ("ulysses" if ulysses <= gather else "gather")
     if cp > 1:
         ratio = ulysses / max(gather, 1) if method == "ulysses" else gather / ulysses
@@ -118,7 +117,7 @@ def test_flops_of_kernels_are_read_from_the_traced_program(model, remat, monkeyp
     rows = {"batch_size": 4, "sequence_length": 256} | cuda
     formulas = step_costs.step_costs(config, mesh_shape(dp=2), **rows)
     monkeypatch.setattr(step_costs, "has_formulas", lambda branch: False)
-    monkeypatch.setattr(select, "architecture_of", lambda device: "cuda 9.0", raising=False)
+    monkeypatch.setattr("jaxtp.layers.attention.architecture_of", lambda device: "cuda 9.0")
     traced = step_costs.step_costs(config, mesh_shape(dp=2), **rows)
     assert traced.flops == formulas.flops
     assert traced.flops_of_xla == formulas.flops_of_xla

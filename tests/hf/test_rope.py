@@ -11,7 +11,7 @@ from structures import is_one_clear_message
 import jaxtp
 from jaxtp.hf.config_json import model_config, write_attributes
 from jaxtp.hf.families import FAMILIES
-from jaxtp.layers.rope import RopeScaling, _size, rope_frequencies
+from jaxtp.layers.rope import RopeScaling, _attention_factor, rope_frequencies
 
 CASES = json.loads((FOLDER / "rope.json").read_text())
 SIZES = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -30,7 +30,7 @@ def test_frequencies_are_those_of_transformers(case):
     config = model_config(attributes | {"rope_parameters": rope}, "it")
     found = rope_frequencies(head_dim, config.rope_theta, config.rope_scaling, case["length"])
     np.testing.assert_allclose(found[case["dims"]], case["frequencies"], rtol=1e-13)
-    assert _size(config.rope_scaling) == pytest.approx(case["size"], rel=1e-13)
+    assert _attention_factor(config.rope_scaling) == pytest.approx(case["size"], rel=1e-13)
 
 
 LISTS = {"short_factor": [1.0 + i / 100 for i in range(48)], "long_factor": [1.0 + i for i in range(48)]}
@@ -73,7 +73,7 @@ def test_phi3_of_128k(name):
     config = model_config(PHI35_MINI | {"rope_scaling": {**LISTS, "type": name}}, "it")
     lists = {key: tuple(value) for key, value in LISTS.items()}
     assert config.rope_scaling == RopeScaling(kind="longrope", factor=32.0, original_length=4096, **lists)
-    assert _size(config.rope_scaling) == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    assert _attention_factor(config.rope_scaling) == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
 
 
 def test_where_the_original_length_is_looked_for():

@@ -13,7 +13,7 @@ import jaxtp
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.peft import open_peft, with_peft
 from jaxtp.layers.lora import TARGETS, LoraConfig
-from jaxtp.models.config import adaptable
+from jaxtp.models.config import adapter_targets
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main as train
 
@@ -70,7 +70,7 @@ def test_what_we_export(source, tmp_path):
     with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
         model = jaxtp.load_hf(source)
         targets = FUSED.get(family, TARGETS)
-        can = adaptable(jaxtp.ModelConfig(**{**vars(model.config), "lora": LoraConfig(targets=targets)}))
+        can = adapter_targets(jaxtp.ModelConfig(**{**vars(model.config), "lora": LoraConfig(targets=targets)}))
         adapted = jaxtp.add_adapters(model, LoraConfig(rank=2, rslora=True, targets=can))
         nnx.update(adapted, jax.tree.map(lambda array: array + 0.02, nnx.state(adapted, nnx.LoRAParam)))
         for layout in ("separate", "stacked") if model.config.most_experts else ("separate",):

@@ -216,7 +216,7 @@ def test_pytorch_193633_nothing_reads_the_rows_beyond_all_experts(monkeypatch, m
 
     def all_there(chosen, count):
         found = of(chosen, count)
-        return dataclasses.replace(found, places=jnp.minimum(found.places, chosen.size - 1))
+        return dataclasses.replace(found, row_of_choice=jnp.minimum(found.row_of_choice, chosen.size - 1))
 
     monkeypatch.setattr(experts.Rows, "of", all_there)
     assert off(mesh)["output"] == float("inf")

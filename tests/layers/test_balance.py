@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mixtures import B, D, E, F, T, balance_program, build, expected_balance
 from support import assert_close, random_weights, sweep
 
-from jaxtp.layers.balance import moved_bias
+from jaxtp.layers.balance import updated_selection_bias
 from jaxtp.layers.experts import ExpertsConfig
 
 CONFIG = ExpertsConfig(num_experts=E, d_ff=F)
@@ -106,7 +106,7 @@ def test_batches_and_micro_batches_add_up_on_any_mesh(case, order):
     check_parts(case[0], order, case[1])
 
 
-MOVED_BIAS = jax.jit(moved_bias)
+MOVED_BIAS = jax.jit(updated_selection_bias)
 
 
 @given(st.lists(st.integers(0, 9), min_size=7, max_size=7))

@@ -231,7 +231,7 @@ def test_each_choice_has_one_place_among_rows_of_its_expert(choices):
 @jax.jit
 def places_of(experts):
     rows = Rows.of(experts, 4)
-    return rows.sizes, rows.places, rows.choices
+    return rows.sizes, rows.row_of_choice, rows.choice_of_row
 
 
 @pytest.mark.parametrize("mesh", sweep([(1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 2, 4), (1, 1, 1, 8)], (1, 2, 2, 2)), ids=str)
@@ -277,7 +277,7 @@ CANNOT_BE = {
     "no experts": (
         {},
         {"num_experts": 0, "selection_bias": True},
-        "model.selection_bias=true is of experts, and there are none; add --model.num-experts, or leave it out",
+        "model.selection_bias=true needs experts; add --model.num-experts, or leave the bias out",
     ),
     "more than there are": ({}, {"experts_per_token": 7}, TOO_MANY),
     "more in a layer": (

@@ -15,7 +15,7 @@ from support import TOLERANCE, assert_close, sweep, sweep_of
 import jaxtp
 from jaxtp.collectives import device_view
 from jaxtp.layers.kernels import grouped_kernels
-from jaxtp.layers.kernels.grouped import dense, grouped_matmul, method_of, refused
+from jaxtp.layers.kernels.grouped import grouped_matmul, is_dense, pick_method, unsupported
 from jaxtp.layers.kernels.grouped_kernels import Blocks, gradient_blocks, product_blocks
 
 METHODS = ("pallas", "xla")
@@ -206,21 +206,21 @@ def test_kernels_that_are_split_over_tp(method):
     ],
 )
 def test_the_method_that_is_taken(asked, platform, method, why):
-    found, said = method_of(asked, platform)
+    found, said = pick_method(asked, platform)
     assert found == method
     assert why in said
 
 
 def test_a_method_that_cannot_run_is_refused():
-    assert list(refused("pallas", "rocm")) == ["model.grouped=pallas: it runs on cuda, not on rocm; use auto (xla)"]
+    assert list(unsupported("pallas", "rocm")) == ["model.grouped=pallas: it runs on cuda, not on rocm; use auto (xla)"]
     for asked, platform in (("pallas", "cuda"), ("pallas", None), ("xla", "cuda"), ("auto", "cpu")):
-        assert not list(refused(asked, platform))
+        assert not list(unsupported(asked, platform))
 
 
 def test_what_is_computed_for_all_groups():
     """As XLA's compiler counts it here; for an NVIDIA GPU see tests/tools/estimate/test_target.py."""
-    assert [dense("xla", platform) for platform in ("cuda", "rocm", "cpu", "tpu")] == [True, True, True, False]
-    assert not dense("pallas", "cuda")
+    assert [is_dense("xla", platform) for platform in ("cuda", "rocm", "cpu", "tpu")] == [True, True, True, False]
+    assert not is_dense("pallas", "cuda")
     shapes = (256, 32), (8, 32, 16), (8,)
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, ("f4", "f4", "i4"), strict=True)]
     cost = jax.jit(partial(grouped_matmul, method="xla")).lower(*arrays).compile().cost_analysis()
@@ -230,7 +230,7 @@ def test_what_is_computed_for_all_groups():
 @pytest.mark.parametrize(
     ("x", "w", "sizes", "message"),
     [
-        ((3, 4), (2, 5, 6), "int32", r"rows \(3, 4\) and sizes \(2,\) do not belong to kernels \(2, 5, 6\)"),
+        ((3, 4), (2, 5, 6), "int32", r"rows \(3, 4\) and sizes \(2,\) do not match kernels \(2, 5, 6\)"),
         ((3, 4), (4, 6), "int32", r"kernels \(4, 6\) and sizes \(2,\) are not \[M, K\], \[E, K, N\] and \[E\]"),
         ((3, 4), (2, 4, 6), "float32", r"are float32, float32, float32: .* the last are integers"),
     ],

@@ -22,7 +22,7 @@ from jaxtp.layers.kernels import blockwise_attention as blockwise
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.layers.kernels.blockwise_attention import block_size, num_visited
 from jaxtp.layers.kernels.fused_attention import MOST_HEAD_DIM
-from jaxtp.layers.kernels.select import KERNELS, Use, architecture_of, chosen, refused, rivals, seen
+from jaxtp.layers.kernels.select import KERNELS, Use, architecture_of, candidates, num_scores, pick_kernel, unsupported
 
 WIDTH = 4
 
@@ -393,7 +393,7 @@ def test_what_a_device_visits_is_counted_from_its_chunks(devices, window):
         pairs = sum(queries[i : i + block][-1] // block - lowest[i] // block + 1 for i in range(0, len(queries), block))
         assert num_visited(chunks, window) == pairs
     whole = [range(devices[0][0].start, sum(len(chunk) for chunks in devices for chunk in chunks))]
-    np.testing.assert_allclose(sum(seen(chunks, window) for chunks in devices), seen(whole, window))
+    np.testing.assert_allclose(sum(num_scores(chunks, window) for chunks in devices), num_scores(whole, window))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -411,7 +411,7 @@ def test_zigzag_chunks_make_the_work_of_all_devices_alike():
     work = {kind: [KERNELS[kind].blocks(chunks, None) for chunks in zigzag(length, 8)] for kind in KERNELS}
     products = {kind: {number * m * n for number, m, n in device} for kind, device in work.items() if kind != "xla"}
     assert all(max(products[kind]) < 1.01 * min(products[kind]) for kind in products)
-    assert len({round(seen(chunks, window)) for chunks in zigzag(length, 8)[1:]}) == 1
+    assert len({round(num_scores(chunks, window)) for chunks in zigzag(length, 8)[1:]}) == 1
 
 
 GPU = {"platform": "cuda 9.0", "dtype": "bfloat16", "head_dim": 128, "length": 4096, "packed": False}
@@ -437,7 +437,7 @@ GPU = {"platform": "cuda 9.0", "dtype": "bfloat16", "head_dim": 128, "length": 4
     ],
 )
 def test_auto_takes_the_fastest_that_can(changes, name):
-    kernel, why = chosen("auto", Use(**{**GPU, **changes}))
+    kernel, why = pick_kernel("auto", Use(**{**GPU, **changes}))
     assert kernel.name == name
     assert why
 
@@ -452,14 +452,14 @@ def test_auto_takes_the_fastest_that_can(changes, name):
         ({"head_dim": 256, "platform": "cuda 8.0"}, "it takes a head_dim of at most 128, a multiple of 8, not 256"),
         ({"head_dim": 256, "platform": "cuda 12.0"}, "it takes a head_dim of at most 128, a multiple of 8, not 256"),
         ({"platform": "rocm"}, "it runs on cuda, not on rocm; use auto (blockwise or xla)"),
-        ({"part": True}, "with mesh.context=gather a device has a part, with ulysses all; use auto (fused"),
+        ({"part": True}, "with mesh.context=ulysses, but not with gather; use auto (fused"),
     ],
 )
 def test_a_kernel_that_cannot_is_refused_with_those_that_can(changes, said):
-    (problem,) = refused("cudnn", Use(**{**GPU, **changes}))
+    (problem,) = unsupported("cudnn", Use(**{**GPU, **changes}))
     assert problem.startswith("model.attention=cudnn: ")
     assert said in problem
-    assert not list(refused("auto", Use(**{**GPU, **changes})))
+    assert not list(unsupported("auto", Use(**{**GPU, **changes})))
 
 
 def test_the_table_has_the_fused_kernels_limit():
@@ -475,7 +475,7 @@ def test_the_widest_head_of_cudnn_on_blackwell_depends_on_its_version(monkeypatc
     monkeypatch.setattr(kernels, "installed_cudnn", lambda: installed)
     wide = Use(**{**GPU, "platform": "cuda 10.0", "head_dim": 256})
     assert KERNELS["cudnn"].head_dims(wide)[0] == widest
-    assert any(refused("cudnn", wide)) == (widest == 128)
+    assert any(unsupported("cudnn", wide)) == (widest == 128)
 
 
 def test_an_architecture_is_that_of_the_device_or_of_its_row_in_the_table():
@@ -493,14 +493,14 @@ def test_an_architecture_is_that_of_the_device_or_of_its_row_in_the_table():
 def test_auto_takes_the_kernel_that_was_measured_to_be_faster(monkeypatch):
     monkeypatch.setattr(kernels, "_MEASURED", {})
     use = Use(**GPU)
-    assert [kernel.name for kernel in rivals("auto", use)] == ["cudnn", "fused"]
-    assert [kernel.name for kernel in rivals("auto", Use(**{**GPU, "platform": "cuda 8.9"}))] == ["fused", "cudnn"]
+    assert [kernel.name for kernel in candidates("auto", use)] == ["cudnn", "fused"]
+    assert [kernel.name for kernel in candidates("auto", Use(**{**GPU, "platform": "cuda 8.9"}))] == ["fused", "cudnn"]
     for asked, changes in (("cudnn", {}), ("auto", {"packed": True}), ("auto", {"platform": "cpu"})):
-        assert len(rivals(asked, Use(**{**GPU, **changes}))) == 1
-    kernels.settle(use, "fused", "measured")
-    assert (chosen("auto", use)[0].name, chosen("auto", use)[1]) == ("fused", "measured")
-    assert chosen("cudnn", use)[0].name == "cudnn"
-    assert chosen("auto", Use(**{**GPU, "window": 128}))[0].name == "cudnn"
+        assert len(candidates(asked, Use(**{**GPU, **changes}))) == 1
+    kernels.record_fastest(use, "fused", "measured")
+    assert (pick_kernel("auto", use)[0].name, pick_kernel("auto", use)[1]) == ("fused", "measured")
+    assert pick_kernel("cudnn", use)[0].name == "cudnn"
+    assert pick_kernel("auto", Use(**{**GPU, "window": 128}))[0].name == "cudnn"
 
 
 def test_a_layer_refuses_a_kernel_that_cannot():

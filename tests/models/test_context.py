@@ -266,7 +266,7 @@ def test_a_length_that_cp_does_not_divide_is_refused_by_the_model_itself(length)
 @pytest.mark.parametrize("method", ["Ulysses", "ring", "", None, ["gather"]])
 def test_a_method_that_there_is_not_is_refused_by_the_model_itself(method):
     model = nnx.eval_shape(lambda: jaxtp.Decoder(LLAMA, rngs=nnx.Rngs(0)))
-    with pytest.raises(ConfigError, match="attention over cp is by auto, ulysses, gather"):
+    with pytest.raises(ConfigError, match="attention over cp takes auto, ulysses, gather"):
         jax.eval_shape(lambda ids: model(ids, context=method), jax.ShapeDtypeStruct((2, 8), "int32"))
 
 

@@ -14,7 +14,7 @@ from support import assert_close, by_name, cached_and_whole, random_weights, sta
 import jaxtp
 from jaxtp.config.schema import ConfigError, from_yaml, to_yaml
 from jaxtp.mesh import mesh_shape
-from jaxtp.models.config import checked
+from jaxtp.models.config import validate_model
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.resume import check_resumable
@@ -167,14 +167,14 @@ def test_a_pattern_that_cannot_be_is_one_error(model, message, tmp_path, capsys)
 def test_problems_of_many_kinds_of_blocks_are_told_of_the_first_few():
     many = dataclasses.replace(PLAIN, num_layers=100, pattern=tuple({"num_heads": 2 * n + 1} for n in range(100)))
     with pytest.raises(ConfigError) as caught:
-        checked(many, mesh_shape())
+        validate_model(many, mesh_shape())
     assert 2 <= len(str(caught.value).splitlines()) <= 10
 
 
 @pytest.mark.parametrize("pattern", [3, (3,), "local", ({"sliding_window": {}},), ({3: 4},)], ids=str)
 def test_in_python_too(pattern):
     with pytest.raises(ConfigError, match="pattern"):
-        checked(dataclasses.replace(PLAIN, pattern=pattern), mesh_shape())
+        validate_model(dataclasses.replace(PLAIN, pattern=pattern), mesh_shape())
 
 
 def test_a_run_of_the_first_version_goes_on_without_a_word():

@@ -16,7 +16,7 @@ from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import fitting_meshes, mesh_of, mesh_shape
-from jaxtp.models.config import checked, violations
+from jaxtp.models.config import validate_model, violations
 from jaxtp.tools.check.__main__ import verdicts
 from jaxtp.tools.check.first_difference import first_difference
 from jaxtp.tools.check.parity import TOLERANCES, initial_arrays
@@ -106,14 +106,14 @@ def test_sizes_that_do_not_fit_are_named():
     (problem,) = violations(dataclasses.replace(MODEL, conv_features=36), mesh_shape(tp=8))
     assert "model.conv_features=36 is not divisible by mesh.tp=8" in problem
     with pytest.raises(ConfigError, match=r"model.pattern\[1\]:\n.*conv_widht: unknown key; did you mean conv_width"):
-        checked(dataclasses.replace(MODEL, pattern=({}, {"conv_widht": 2})), mesh_shape())
+        validate_model(dataclasses.replace(MODEL, pattern=({}, {"conv_widht": 2})), mesh_shape())
 
 
 def test_over_cp_it_is_refused_and_not_wrong():
     (problem,) = violations(PATTERN, mesh_shape(cp=2, tp=2))
-    assert problem == "mesh.cp=2 divides each sequence, and GatedConvolution cannot work on a part of one; cp can be 1"
+    assert problem == "mesh.cp=2 splits each sequence, which is not supported by GatedConvolution; cp can be 1"
     with (
-        pytest.raises(ConfigError, match="GatedConvolution cannot work on a part"),
+        pytest.raises(ConfigError, match="not supported by GatedConvolution"),
         jax.set_mesh(mesh_of(mesh_shape(cp=2))),
     ):
         nnx.eval_shape(lambda: jaxtp.Decoder(PATTERN, rngs=nnx.Rngs(0)))

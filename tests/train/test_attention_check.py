@@ -201,7 +201,7 @@ def timed(monkeypatch):
     seconds = {"blockwise": 3.0, "xla": 2.0}
     both = [kernels.KERNELS["blockwise"], kernels.KERNELS["xla"]]
     monkeypatch.setattr(kernels, "_MEASURED", {})
-    monkeypatch.setattr(self_check, "rivals", lambda asked, use: both)
+    monkeypatch.setattr(self_check, "candidates", lambda asked, use: both)
     monkeypatch.setattr(self_check, "_seconds", lambda kernel, use, heads: seconds[kernel.name])
     return seconds
 
@@ -247,7 +247,7 @@ def test_a_kernel_that_is_as_fast_stays(timed):
 
 def test_a_kernel_that_is_wrong_is_no_rival(timed, monkeypatch):
     wrong = dataclasses.replace(kernels.KERNELS["xla"], run=no_documents)
-    monkeypatch.setattr(self_check, "rivals", lambda asked, use: [RIGHT, wrong])
+    monkeypatch.setattr(self_check, "candidates", lambda asked, use: [RIGHT, wrong])
     assert settled(jaxtp.make_mesh(tp=2)).startswith("blockwise attention (")
     assert not kernels._MEASURED
 

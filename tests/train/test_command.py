@@ -155,7 +155,7 @@ MISTAKES = {
     "a kernel of whole sequences": (
         "--model.attention cudnn --mesh.cp 2 --mesh.context gather --model.precision.compute bfloat16 "
         "--data.packing concatenated --model.head-dim 8",
-        "it attends from whole sequences, and with mesh.context=gather a device has a part, with ulysses all; use auto",
+        "it needs whole sequences, which devices have with mesh.context=ulysses, but not with gather; use auto",
     ),
     "cp of zero": ("--mesh.cp 0", "cp=0: a mesh axis is a positive number of devices"),
     "a negative cp": (

@@ -21,10 +21,10 @@ from jaxtp.collectives import ATTENDED, vary_like
 from jaxtp.layers.activations import Part, key_ranges
 
 MOST_IN_BLOCK = 256
-"""Positions in a block of a long sequence: of 128 to 512 the quickest on CPUs (`scripts/attention_speed.py`)."""
+"""Positions in a block of a long sequence, the fastest from 128 to 512 on CPUs (`scripts/attention_speed.py`)."""
 
 _LEAST_IN_BLOCK, _FEWEST_BLOCKS = 8, 4
-_NO_SCORE = -1e30  # maximum of no scores: finite, so that two of them differ by 0
+_NO_SCORE = -1e30  # initial maximum; finite, so that differences of it are 0, not NaN
 
 
 class _Settings(NamedTuple):
@@ -122,7 +122,7 @@ def _backward(settings: _Settings, residuals: tuple[Any, ...], dy: Array) -> tup
     q, k, v, segments, part, y, log_sum = residuals
     pairs = _Pairs(settings, q, k, segments, part)
     queries, keys, values, grads = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v), pairs.of_queries(dy)
-    # The softmax subtracts from the gradient of each weight their weighted mean.
+    # The softmax's transpose subtracts the weighted mean of the weights' gradients from each of them.
     means = pairs.of_queries(jnp.sum(y.astype(pairs.wide) * dy.astype(pairs.wide), axis=-1, keepdims=True))
 
     def visit(turn: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -149,7 +149,7 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Pairs:
-    """The pairs of blocks that have anything to compute."""
+    """The pairs of a query block and a key block that have unmasked scores."""
 
     def __init__(self, settings: _Settings, q: Array, k: Array, segments: Array | None, part: Part | None):
         (rows, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape

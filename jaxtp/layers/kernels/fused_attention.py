@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, vary_like
 from jaxtp.layers.activations import Part, key_ranges, query_ranges
-from jaxtp.mesh import platform_here
+from jaxtp.mesh import current_platform
 
 MOST_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
 
@@ -37,10 +37,10 @@ DTYPES = ("bfloat16", "float16", "float32")  # dtypes of queries, keys and value
 _LEAST_HEAD_DIM = 16
 """Narrowest product that Triton computes; narrower heads are padded to it, others to a power of two."""
 
-_Ranges = tuple[Array, Array]  # the first and the last that each row sees or is seen by
+_Ranges = tuple[Array, Array]  # first and last key that each query sees, or first and last query that sees each key
 
 _LOG2_E = math.log2(math.e)
-_NOTHING_SEEN = -1e30  # A maximum below all scores; finite, so that differences of it are not NaN
+_NOTHING_SEEN = -1e30  # initial maximum: below all scores, finite so that its differences are not NaN
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Blocks:
     queries: int  # rows of a block of queries; a power of two, at least 16 on a GPU
     keys: int  # rows of a block of keys
     warps: int  # groups of 32 threads that share a program
-    stages: int  # blocks that are loaded ahead, and the one that is computed
+    stages: int  # pipeline depth: the current block and the prefetched blocks
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _run(
         out_specs=[spec for *_, spec in outputs],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _ in outputs],
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=platform_here() != "cuda",
+        interpret=current_platform() != "cuda",
         name=f"attention{kernel.__name__}".removesuffix("_kernel"),
     )(*(array for array, _ in inputs))
 

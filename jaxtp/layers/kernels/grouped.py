@@ -37,7 +37,7 @@ def grouped_matmul(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: M
     return _grouped(method, *(vary_like(x, *arrays) for x in arrays))
 
 
-def dense(method: Method, platform: str | None) -> bool:
+def is_dense(method: Method, platform: str | None) -> bool:
     """Returns whether all rows are multiplied by all kernels: E times the FLOPs, forward and backward.
 
     On an NVIDIA GPU this takes `2 E M K` elements of temporary memory.
@@ -45,8 +45,8 @@ def dense(method: Method, platform: str | None) -> bool:
     return method == "xla" and platform != "tpu"
 
 
-def method_of(requested: Implementation, platform: str | None) -> tuple[Method, str]:
-    """Returns the method and the reason; see `refused` for a requested method. None: unknown platform."""
+def pick_method(requested: Implementation, platform: str | None) -> tuple[Method, str]:
+    """Returns the method and the reason; `unsupported` checks a requested method. Platform None: unknown."""
     if requested != "auto":
         return requested, "as configured"
     if _has_pallas(platform):
@@ -58,7 +58,7 @@ def _has_pallas(platform: str | None) -> bool:
     return platform is None or platform.startswith(_PALLAS_PLATFORM)
 
 
-def refused(requested: Implementation, platform: str | None) -> Iterator[str]:
+def unsupported(requested: Implementation, platform: str | None) -> Iterator[str]:
     """Yields why the requested method cannot run."""
     if requested == "pallas" and not _has_pallas(platform):
         yield f"model.grouped=pallas: it runs on {_PALLAS_PLATFORM}, not on {platform}; use auto (xla)"
@@ -70,7 +70,7 @@ def _check(rows: Array, kernels: Array, sizes: Array) -> None:
             f"rows {rows.shape}, kernels {kernels.shape} and sizes {sizes.shape} are not [M, K], [E, K, N] and [E]"
         )
     if rows.shape[1] != kernels.shape[1] or kernels.shape[0] != sizes.shape[0]:
-        raise ValueError(f"rows {rows.shape} and sizes {sizes.shape} do not belong to kernels {kernels.shape}")
+        raise ValueError(f"rows {rows.shape} and sizes {sizes.shape} do not match kernels {kernels.shape}")
     if rows.dtype != kernels.dtype or not jnp.issubdtype(sizes.dtype, jnp.integer):
         dtypes = ", ".join(x.dtype.name for x in (rows, kernels, sizes))
         raise ValueError(f"rows, kernels and sizes are {dtypes}: the first two have one dtype, the last are integers")

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jaxtp.mesh import platform_here
+from jaxtp.mesh import current_platform
 
 DTYPES = ("bfloat16", "float16", "float32")  # dtypes of rows and kernels
 
@@ -38,7 +38,7 @@ class Blocks:
     columns: int  # columns of the output
     summed: int  # elements of a sum that are multiplied at a time
     warps: int  # groups of 32 threads that share a program
-    stages: int  # blocks that are loaded ahead, and the one that is computed
+    stages: int  # pipeline depth: the current block and the prefetched blocks
 
 
 def product_blocks(num_rows: int, groups: int, columns: int, summed: int, dtype: DTypeLike) -> Blocks:
@@ -139,18 +139,18 @@ def _run(
         grid=grid,
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=varying),
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=platform_here() != "cuda",
+        interpret=current_platform() != "cuda",
         name=f"grouped_{name}",
     )(*inputs)
 
 
 @dataclass(frozen=True)
 class _Span:
-    """`size` elements of a dim from `begin`, without those from `end`."""
+    """`size` elements of a dim from `begin`; elements from `end` on are masked."""
 
     begin: Array
     size: int
-    end: Array | None = None  # none where it is known that all are before it
+    end: Array | None = None  # None: no element is masked
 
     @property
     def slice(self) -> Any:

@@ -19,10 +19,10 @@ from jax import Array
 
 from jaxtp.layers.activations import Part, key_ranges, segment_mask
 from jaxtp.layers.kernels.blockwise_attention import MOST_IN_BLOCK, block_size, blockwise_attention, num_visited
-from jaxtp.mesh import device_here, platform_of
+from jaxtp.mesh import platform_of
 
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
-Implementation = Literal["auto", KernelName]
+KernelChoice = Literal["auto", KernelName]
 
 _HOPPER, _BLACKWELL = 9, 10  # major compute capabilities; consumer cards of Blackwell have 12
 
@@ -41,12 +41,7 @@ CAPABILITIES = {
 """Compute capability by `jax.Device.device_kind`, for devices of an abstract mesh: developer.nvidia.com/cuda-gpus."""
 
 _SHORT = MOST_IN_BLOCK
-"""Tokens up to which scores are no larger than one block of them: xla then holds no more than blockwise."""
-
-
-def architecture_here() -> str:
-    """Returns `architecture_of(device_here())`."""
-    return architecture_of(device_here())
+"""Longest sequence whose scores fit into one block: xla then stores no more of them than blockwise."""
 
 
 def architecture_of(device: Any) -> str:
@@ -66,12 +61,12 @@ def _capability(kind: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A use of attention; None is unknown and rules nothing out."""
+    """Properties of an attention call that decide its kernel; None means unknown and excludes no kernel."""
 
     head_dim: int
     window: int | None = None
     softcap: float | None = None
-    scale: float | None = None  # `factor`, where it is not head_dim ** -0.5
+    scale: float | None = None  # `factor`, if it is not head_dim ** -0.5
     dtype: str | None = None  # the compute dtype
     length: int | None = None  # tokens in a sequence
     packed: bool | None = None  # a sequence holds several documents that do not see each other
@@ -96,7 +91,7 @@ class Use:
 
     @property
     def scores(self) -> dict[str, Any]:
-        """Keyword arguments of a kernel: how scores are made."""
+        """Keyword arguments of a kernel that affect its scores."""
         return {"scale": self.factor, "softcap": self.softcap}
 
 
@@ -110,18 +105,18 @@ class Kernel:
     """Returns `[B, T, N, H]` of queries, keys, values and segments, as `blockwise_attention` does."""
 
     blocks: Callable[[Sequence[range], int | None], tuple[int, int, int]]
-    """Returns the number of products that make a head's scores, and the queries and keys of each, for the chunks of
-    positions of a device's queries, and a window."""
+    """Returns the number of products that compute a head's scores, and the queries and keys of each product. Arguments:
+    the chunks of positions of a device's queries, and a window."""
 
-    holds_scores: bool = False  # scores `[T, T]` lie in memory
-    streams_scores: bool = False  # scores go through memory between products, all at once or block by block
-    keeps_result: bool = True
-    """The backward pass need not run it again: remat policies can save its result and log-sum-exp."""
+    stores_scores: bool = False  # all of them, `[T, T]`, in memory
+    streams_scores: bool = False  # writes scores to memory between products, all at once or block by block
+    can_save_result: bool = True
+    """Remat policies can save its output and log-sum-exp, so that the backward pass does not run it again."""
 
     platforms: tuple[str, ...] | None = None  # None: everywhere
     sixteen_bits: bool = False  # computes in 16 bits only
     head_dims: Callable[[Use], tuple[int, int]] | None = None
-    """Returns the widest head of a use, and what its width is a multiple of."""
+    """Returns the largest head_dim for a use, and a number that must divide head_dim."""
 
     packed: bool = True  # keeps documents apart without a `[T, T]` mask
     softcap: bool = True  # can squash scores
@@ -141,11 +136,11 @@ class Kernel:
         if use.softcap is not None and not self.softcap:
             yield "it has no model.attention_softcap"
         if use.part and not self.part:
-            yield "it attends from whole sequences, and with mesh.context=gather a device has a part, with ulysses all"
+            yield "it needs whole sequences, which devices have with mesh.context=ulysses, but not with gather"
 
 
-def seen(chunks: Sequence[range], window: int | None) -> float:
-    """Returns the scores per head that causality and the window leave, with half of the diagonal.
+def num_scores(chunks: Sequence[range], window: int | None) -> float:
+    """Returns the number of unmasked scores per head, with half of the diagonal.
 
     `chunks` are the positions of a device's queries.
     """
@@ -159,7 +154,7 @@ def seen(chunks: Sequence[range], window: int | None) -> float:
 
 def _exact(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
     length = sum(map(len, chunks))
-    return 1, length, max(1, int(seen(chunks, window) // length))
+    return 1, length, max(1, int(num_scores(chunks, window) // length))
 
 
 def _by_blocks(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
@@ -175,7 +170,7 @@ def _whole(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
 def _cudnn(
     q: Array, k: Array, v: Array, segments_BT: None, *, scale: float, window: int | None, **without: None
 ) -> Array:  # never with `return_residual`: its log-sum-exp has no gradient
-    del segments_BT, without  # it has no documents, softcap and parts
+    del segments_BT, without  # `Kernel.problems` excludes documents, softcaps and parts
     reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale, is_causal=True, local_window_size=reach, implementation="cudnn"
@@ -221,13 +216,13 @@ def _xla(
         reach = None if window is None else (window - 1, 0)
         return _jax_attention(q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach)
     first, last = (x[:, :, None] for x in key_ranges(q.shape[:2], k.shape[1], window, segments_BT, part))
-    at, some = jnp.arange(k.shape[1]), first <= last
-    seen = ((first <= at) & (at <= last)) | ~some  # a softmax over nothing would be NaN
+    at, sees_any = jnp.arange(k.shape[1]), first <= last
+    seen = ((first <= at) & (at <= last)) | ~sees_any  # a softmax over nothing would be NaN
     if softcap is None:
         y = _jax_attention(q, k, v, mask=seen[:, None], scale=scale)
     else:
         y = masked_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen, scale=scale, softcap=softcap)
-    return jnp.where(some[..., None], y, 0)
+    return jnp.where(sees_any[..., None], y, 0)
 
 
 def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
@@ -239,7 +234,7 @@ def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
 def masked_attention(
     q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, seen_BTS: Array, *, scale: float, softcap: float | None
 ) -> Array:
-    """Returns `blockwise_attention` for keys and values with a matrix per kv head; each query must see a key."""
+    """Attends with an explicit mask; keys and values have a matrix per kv head, and each query must see a key."""
     rows, length, _, width = q_BTNH.shape
     groups = q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width)
     scores = scale * jnp.einsum("btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32)
@@ -257,7 +252,7 @@ KERNELS: dict[KernelName, Kernel] = {
             name="cudnn",
             run=_cudnn,
             blocks=_exact,
-            keeps_result=False,
+            can_save_result=False,
             platforms=("cuda",),
             sixteen_bits=True,
             head_dims=_heads_of_cudnn,
@@ -267,28 +262,28 @@ KERNELS: dict[KernelName, Kernel] = {
         ),
         Kernel(name="fused", run=_fused, blocks=_exact, platforms=("cuda",), head_dims=lambda use: (256, 2)),
         Kernel(name="blockwise", run=blockwise_attention, blocks=_by_blocks, streams_scores=True),
-        Kernel(name="xla", run=_xla, blocks=_whole, holds_scores=True, streams_scores=True, keeps_result=False),
+        Kernel(name="xla", run=_xla, blocks=_whole, stores_scores=True, streams_scores=True, can_save_result=False),
     )
 }
 """By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper."""
 
-_MEASURED: dict[Use, tuple[KernelName, str]] = {}  # the fastest kernel of `rivals` for each use, and the measurement
+_MEASURED: dict[Use, tuple[KernelName, str]] = {}  # the fastest of `candidates`, and the measurement
 
 
-def settle(use: Use, name: KernelName, why: str) -> None:
+def record_fastest(use: Use, name: KernelName, why: str) -> None:
     """Makes `auto` use the kernel that was measured fastest."""
     _MEASURED[use] = (name, why)
 
 
-def rivals(requested: Implementation, use: Use) -> list[Kernel]:
-    """Returns the result of `chosen` and kernels that may be faster, to time them."""
-    kernel, _ = chosen(requested, use)
+def candidates(requested: KernelChoice, use: Use) -> list[Kernel]:
+    """Returns the chosen kernel, then kernels that may be faster, to time them."""
+    kernel, _ = pick_kernel(requested, use)
     others = [] if requested != "auto" or kernel.platforms is None else [KERNELS["cudnn"], KERNELS["fused"]]
     return [kernel, *(other for other in others if other != kernel and not any(other.problems(use)))]
 
 
-def chosen(requested: Implementation, use: Use) -> tuple[Kernel, str]:
-    """Returns the kernel and the reason; see `refused` for a requested kernel."""
+def pick_kernel(requested: KernelChoice, use: Use) -> tuple[Kernel, str]:
+    """Returns the kernel and the reason; `unsupported` checks a requested kernel."""
     if requested != "auto":
         return KERNELS[requested], "as configured"
     if use in _MEASURED:
@@ -303,15 +298,14 @@ def chosen(requested: Implementation, use: Use) -> tuple[Kernel, str]:
         if problem is None:
             break
         reasons.append(f"{kernel.name}: {problem}")
-    preferred = "it is preferred where it can be used" if on_hopper else "cudnn is preferred on Hopper alone"
-    return kernel, "; ".join(reasons) or preferred
+    return kernel, "; ".join(reasons) or f"cudnn is preferred on Hopper{'' if on_hopper else ' only'}"
 
 
-def refused(requested: Implementation, use: Use) -> Iterator[str]:
+def unsupported(requested: KernelChoice, use: Use) -> Iterator[str]:
     """Yields why the requested kernel cannot run."""
     if requested == "auto":
         return
-    able = [
+    supported = [
         f"{kernel.name} on {' and '.join(kernel.platforms)}"
         if kernel.platforms and use.platform is None
         else kernel.name
@@ -319,4 +313,4 @@ def refused(requested: Implementation, use: Use) -> Iterator[str]:
         if not any(kernel.problems(use))
     ]
     for problem in KERNELS[requested].problems(use):
-        yield f"model.attention={requested}: {problem}; use auto ({' or '.join(able)})"
+        yield f"model.attention={requested}: {problem}; use auto ({' or '.join(supported)})"

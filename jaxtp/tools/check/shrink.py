@@ -15,7 +15,7 @@ from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.layers.activations import Context, Method, is_split
 from jaxtp.layers.branch import ShrinkSpec, smallest_congruent
 from jaxtp.mesh import AXES, CP, DP, FSDP, SEQUENCE, STORAGE, TP, batch_parts, check_sizes, mesh_shape, parts
-from jaxtp.models.config import padded_sizes, shrunk, violations
+from jaxtp.models.config import padded_sizes, shrink_model, violations
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.validation import check, context_problems, padding_problems, share_of
 
@@ -115,7 +115,8 @@ def methods_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Context]:
     """Returns the cp attention methods to check: the configuration's, and for auto also the others."""
     if sizes[CP] == 1 or config.mesh.context != "auto":
         return [config.mesh.context if sizes[CP] > 1 else "auto"]
-    taken = {block.attended(sizes[TP]).method(share_of(config, sizes))[0] for block in config.model.block_kinds()}
+    share = share_of(config, sizes)
+    taken = {block.context_attention(sizes[TP]).method(share)[0] for block in config.model.block_kinds()}
     automatic = taken.pop() if len(taken) == 1 else "auto"
     return [automatic, *(method for method in get_args(Method) if method != automatic)]
 
@@ -148,7 +149,7 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     schedule = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 10, "train.epochs": None}
     schedule |= {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON)}
     batch = {"data.sequence_length": sequence, "data.global_batch_size": rows, "train.accumulation": accumulation}
-    return replace_nested(config, {"model": shrunk(config.model, small), **batch, **schedule})
+    return replace_nested(config, {"model": shrink_model(config.model, small), **batch, **schedule})
 
 
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:

@@ -23,7 +23,7 @@ from jaxtp.config.schema import (
     replace_nested,
     to_short_yaml,
 )
-from jaxtp.mesh import MeshError, fill, mesh_shape
+from jaxtp.mesh import MeshError, mesh_shape, resolve_sizes
 from jaxtp.tools.estimate import foreign, generation
 from jaxtp.tools.estimate.compiler import (
     DoesNotFitError,
@@ -270,7 +270,7 @@ def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object])
 
 def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:
     try:
-        sizes = fill(config.mesh.sizes, where.devices)
+        sizes = resolve_sizes(config.mesh.sizes, where.devices)
     except MeshError:
         return None
     if math.prod(sizes.values()) != where.devices or list(violations_on(config, sizes)):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jaxtp.analysis.hardware import GB, MAX_DEVICES
 from jaxtp.config.schema import replace_nested
 from jaxtp.mesh import mesh_shape
-from jaxtp.models.config import adaptable
+from jaxtp.models.config import adapter_targets
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     NEAR,
@@ -143,7 +143,7 @@ def _shorter(run: Run) -> list[Alternative]:
 
 
 def _other_training(run: Run) -> Iterator[Alternative]:
-    targets, lora_config = adaptable(run.config.model), run.config.model.lora
+    targets, lora_config = adapter_targets(run.config.model), run.config.model.lora
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
     in_half: Change = {"model.precision.param": "bfloat16"}
     adapters: Change = {"model.lora.rank": LORA_RANK, "model.lora.targets": targets}

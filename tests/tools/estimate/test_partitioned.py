@@ -109,14 +109,14 @@ def test_of_every_family(name):
 
 def plant(monkeypatch):
     """Between attention and MLP, the whole batch on every device; returns the line that asks for it."""
-    norm = decoder.DecoderBlock.routed
+    norm = decoder.DecoderBlock.with_routing
 
     def resharding(self, x_BTD, *rest):
         mesh = jax.sharding.get_abstract_mesh()
         x_BTD = jax.lax.with_sharding_constraint(x_BTD, NamedSharding(mesh, P(None, None, None)))
         return norm(self, x_BTD, *rest)
 
-    monkeypatch.setattr(decoder.DecoderBlock, "routed", resharding)
+    monkeypatch.setattr(decoder.DecoderBlock, "with_routing", resharding)
     lines, first = inspect.getsourcelines(resharding)
     return first + next(i for i, line in enumerate(lines) if "with_sharding_constraint" in line)
 
