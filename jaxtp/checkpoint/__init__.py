@@ -1,6 +1,6 @@
 """Inspects, verifies and compares checkpoints.
 
-They are Orbax checkpoints that any mesh can restore.
+They are Orbax checkpoints; every mesh can restore them.
 """
 
 import logging

@@ -39,7 +39,7 @@ class Diff:
     a: Folder
     """Folder of a run (its newest checkpoint), or of one checkpoint."""
     b: Folder
-    """The other one."""
+    """Folder of a run or checkpoint to compare with."""
     json: OutFile = None
     """JSON file to write the result to."""
 

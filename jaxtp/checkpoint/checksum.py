@@ -23,7 +23,7 @@ from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
 
 _CHECKSUMS = "checksums"
-"""Name of the module in the audit of collectives."""
+"""Module name of the checksums in an audit of collectives."""
 DIAGNOSE = "Leave the host out of the run, and run its vendor's diagnostics (NVIDIA: dcgmi diag -r 4)"
 
 ReplicaGroups = list[list[int]]
@@ -34,7 +34,7 @@ MeshPositions = dict[str, set[int]]
 _SEEDS = (np.uint32(0x9E3779B9), np.uint32(0x7F4A7C15))
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _MAX_PROCESSES = 8
-"""Processes in a message."""
+"""Maximum number of processes in a message."""
 
 
 class UnequalCopiesError(NumericsError):
@@ -42,7 +42,7 @@ class UnequalCopiesError(NumericsError):
 
 
 class NonFiniteError(NumericsError):
-    """A state is not finite. It is never saved: it cannot recover."""
+    """A state is not finite. It is never saved: training cannot recover."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Sums:
 
 
 def sums(arrays: Mapping[str, Array]) -> Sums:
-    """Sums arrays with elements of at most 4 bytes, in temporary memory of one array; every process must call it."""
+    """Sums arrays with elements of at most 4 bytes, with temporary memory for one; every process must call it."""
     columns = [_columns(array) for array in arrays.values()]
     replicas = replica_groups_by_name(arrays)
     meshes = {_mesh_of(each) for each in columns}
@@ -92,7 +92,7 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
     """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`, without communication."""
 
     def on_device(*shards: Array) -> Array:
-        # A loop over layers would make XLA write gradients to memory that the update otherwise fuses.
+        # Not layer by layer: a loop would make XLA write out gradients that it otherwise fuses with the update.
         sums = [vary_everywhere(_checksum(shard, jnp.asarray(_SEEDS[0]))) for shard in shards]
         return jnp.stack(sums)[:, None]
 
@@ -119,7 +119,7 @@ def replica_groups_by_name(arrays: Mapping[str, Array]) -> dict[str, ReplicaGrou
 
 
 def minority_devices(table: Iterable[np.ndarray], replicas: Mapping[str, ReplicaGroups]) -> MeshPositions:
-    """Returns the devices whose checksum in `table` `[arrays, devices]` is not the majority's, all if there is none."""
+    """Returns the devices whose checksum in `table` `[arrays, devices]` is not the majority's, or all without one."""
     positions: MeshPositions = {}
     for row, (name, groups) in zip(table, replicas.items(), strict=True):
         for group in groups:
@@ -204,10 +204,10 @@ def _sums_at(part: Array, seeds: Sequence[Array], starts: Sequence[int | Array])
     if part.ndim > 2:  # one layer at a time needs less temporary memory
         layers = jnp.arange(part.shape[0], dtype=jnp.uint32) + jnp.uint32(starts[0])
 
-        def of_layer(layer: tuple[Array, Array]) -> Array:
+        def layer_sums(layer: tuple[Array, Array]) -> Array:
             return _sums_at(layer[0], [_mix(seed + layer[1]) for seed in seeds], starts[1:])
 
-        return jnp.sum(lax.map(of_layer, (part, layers)), axis=0, dtype=jnp.uint32)
+        return jnp.sum(lax.map(layer_sums, (part, layers)), axis=0, dtype=jnp.uint32)
     wrong = ~jnp.isfinite(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)
     return jnp.stack([*(_checksum(part, seed, starts) for seed in seeds), jnp.sum(wrong, dtype=jnp.uint32)])
 

@@ -1,6 +1,6 @@
 """Distinguishes corrupted checkpoints from transient I/O errors, with the same result in all processes.
 
-Each process reads its part without waiting; then all share their errors (`distributed/agreement.py`).
+Processes read their parts independently, then share their errors (`distributed/agreement.py`).
 """
 
 import contextlib
@@ -22,9 +22,9 @@ MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 """Errors that say nothing about the content of files."""
 _PERMANENT = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
-"""Errors of a file system that a new attempt does not mend."""
+"""File system errors that a retry does not fix."""
 PAUSES = (1.0, 3.0, 9.0)
-"""Seconds before each new attempt."""
+"""Seconds before each retry."""
 
 
 class CheckpointError(UserError):
@@ -32,7 +32,7 @@ class CheckpointError(UserError):
 
 
 class UnwritableError(CheckpointError):
-    """A checkpoint cannot be written; a retry may succeed and resumes from the previous checkpoint."""
+    """A checkpoint cannot be written; a retry resumes from the previous checkpoint and may succeed."""
 
     exit_code = FILES
 
@@ -65,7 +65,7 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
                 _read_every_byte(folder)
         raise DamagedError(f"{folder} is damaged ({failures[0]})")
 
-    hint = ", which proves no damage: nothing was changed, so run the same command again"
+    hint = "; this proves no damage, and nothing was changed: run the same command again"
     return retry_io(folder, attempt, hint)
 
 
@@ -84,7 +84,7 @@ def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
             why, pause = describe_error(error), next(pauses, None)
             if pause is None or not isinstance(error, OSError) or error.errno in _PERMANENT:
                 raise CheckpointError(f"{folder} cannot be read ({why}){hint}") from None
-        print(f"{folder} cannot be read now ({why}); next attempt in {pause:g} s", file=sys.stderr, flush=True)
+        print(f"{folder} cannot be read now ({why}); retry in {pause:g} s", file=sys.stderr, flush=True)
         time.sleep(pause)
 
 

@@ -1,6 +1,6 @@
 """Converts between padded arrays on a mesh and unpadded logical arrays.
 
-A size that tp does not divide is padded on that mesh. Checkpoints store logical shapes, so any mesh can read them.
+A dim that tp does not divide is padded on the mesh. Checkpoints store logical shapes, so any mesh can read them.
 """
 
 import math
@@ -54,13 +54,13 @@ def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeSt
 
 
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
-    """Returns `state` with logical arrays padded and sharded for `mesh`."""
+    """Returns `state` with logical arrays, padded and sharded for `mesh`."""
     variables = named_variables(state)
     return replace_arrays(state, {name: add_padding(arrays[name], variables[name], mesh) for name in variables})
 
 
 def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
-    """Returns a variable's declared mesh axes for each dim."""
+    """Returns the mesh axes that split each dim of a variable."""
     axes = [axes_of(entry) for entry in spec_of(variable)]
     return (*axes, *[()] * (len(variable.shape) - len(axes)))
 
@@ -68,7 +68,7 @@ def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
 def divisible_axes(
     shape: Sequence[int], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns each dim's axes; axes that do not divide their dim move to another that they divide."""
+    """Returns each dim's axes. Axes that do not divide their dim move to a dim that they divide, or are dropped."""
     result = [tuple(names) for names in axes]
     indivisible = [dim for dim, size in enumerate(shape) if size % parts(sizes, result[dim])]
     for dim in indivisible:
@@ -81,7 +81,7 @@ def divisible_axes(
 
 
 def logical_spec(variable: Variable, sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns a variable's spec without padding."""
+    """Returns the spec of a variable's logical shape."""
     return PartitionSpec(*divisible_axes(logical_shape(variable), split_dims(variable), sizes))
 
 

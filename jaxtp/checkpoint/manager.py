@@ -1,7 +1,7 @@
 """Saves and restores a run: asynchronously, sharded, atomically, verified, on any mesh and any number of processes.
 
-Orbax writes in the background, each process its part. The processes wait for each other when all parts are written,
-and when process 0 has committed the checkpoint; `SaveBarriers` ends the waiting if a process fails.
+Each process writes its part in the background, through Orbax. The processes wait for each other twice: for all parts to
+be written, and for process 0 to commit the checkpoint. If a process fails, `SaveBarriers` releases the others.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from jaxtp.distributed.agreement import all_gather_json, host_names, is_multipro
 from jaxtp.layers.parameter import spec_of
 
 BARRIER_SECONDS = 1200
-"""Time to write a checkpoint, after which a process that does not arrive has failed."""
+"""Timeout of a barrier: a process that does not write its part in this time has failed."""
 _BARRIERS = ("async_write_complete", "async_commit_complete")
-"""Orbax's names."""
+"""Orbax's names of a save's two barriers."""
 _FREE_SPACE = "; free some space and run the same command again, which first deletes the unfinished checkpoint"
 _CLOSE_SECONDS = 3.0
-"""How long a process that fails waits for the save in progress, if there are several processes."""
+"""How long a failing process waits for the save in progress, if there are other processes."""
 _instances = itertools.count()
 
 
@@ -50,15 +50,15 @@ class PeerUnwritableError(UnwritableError):
 
 
 class SaveBarriers:
-    """Barriers of the processes that write a checkpoint; Orbax calls it to wait.
+    """The barriers of a save: Orbax calls this object wherever processes wait for each other.
 
-    Orbax also calls it twice at the start and twice at the end of any save. A process that reaches the end without
-    passing a barrier has failed, and ends the waiting of the others.
+    Besides `_BARRIERS`, that is twice at the start and twice at the end of a save. A process that reaches the end
+    without passing `_BARRIERS` has failed, and releases the others.
     """
 
     def __init__(self) -> None:
         everyone = set(range(jax.process_count()))
-        self._prefix = f"jaxtp{next(_instances)}"  # equal in all processes, which open their folders in the same order
+        self._prefix = f"jaxtp{next(_instances)}"  # equal in all processes: they open folders in the same order
         self.processes = ocp.options.MultiprocessingOptions(
             primary_host=0, active_processes=everyone, barrier_sync_key_prefix=self._prefix
         )
@@ -66,21 +66,21 @@ class SaveBarriers:
         self._barrier = ocp.multihost.get_barrier_sync_fn(processes=everyone)
         # JAX's coordinator fails a barrier at once, for all, if a process arrives with another list of members.
         self._poison_barrier = ocp.multihost.get_barrier_sync_fn(processes=everyone | {len(everyone)})
-        self._ahead: list[str] = []
-        self._at_start = 0
+        self._unpassed: list[str] = []
+        self._start_calls = 0
 
     def start(self, step: int) -> None:
-        """Prepares for the save of a step, after the previous save."""
-        self._ahead = [f"{self._prefix}_{name}.{step}" for name in _BARRIERS]
-        self._at_start = 2
+        """Prepares for the save of a step."""
+        self._unpassed = [f"{self._prefix}_{name}.{step}" for name in _BARRIERS]
+        self._start_calls = 2
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Waits for all processes; raises `PeerUnwritableError` if any failed or is late."""
-        starts = key not in self._ahead and self._at_start > 0
-        self._at_start -= starts
-        if self._ahead and not starts and key not in self._ahead:
-            # This save failed here or elsewhere: no process waits at its end.
-            for skipped in self._ahead:
+        starts = key not in self._unpassed and self._start_calls > 0
+        self._start_calls -= starts
+        if self._unpassed and not starts and key not in self._unpassed:
+            # The end of a failed save: fail the barriers where others wait; no process waits at the end.
+            for skipped in self._unpassed:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._poison_barrier(key=skipped, timeout_ms=timeout_ms)
             return
@@ -90,8 +90,8 @@ class SaveBarriers:
             late = re.search(r"timed out task names:\s*(\d+)", str(error))
             why = f"process {late[1]} did not write its part within {BARRIER_SECONDS} s" if late else None
             raise PeerUnwritableError(why or "another process failed") from error
-        if key in self._ahead:
-            self._ahead.remove(key)
+        if key in self._unpassed:
+            self._unpassed.remove(key)
 
 
 class _KeepBest(policies.PreservationPolicy):
@@ -113,14 +113,14 @@ class _KeepBest(policies.PreservationPolicy):
 class Checkpoints:
     """The checkpoints of one run: a folder with a subfolder for each step.
 
-    A save returns when the arrays have been copied to host memory; a folder appears when it is complete. Arrays have
-    logical, unpadded shapes and checksums, which a restore verifies. All processes call the constructor and each
+    A save returns when the arrays are copied to host memory; a folder appears when it is complete. Arrays are stored
+    without padding, with checksums that a restore verifies. All processes call the constructor and each
     method together, and fail together.
 
     Args:
       keep: number of newest checkpoints to keep.
-      keep_every: also keeps multiples; 0 for none.
-      keep_best: also keeps the lowest validation loss.
+      keep_every: also keeps every step that it divides; 0 for none.
+      keep_best: also keeps the checkpoint with the lowest validation loss.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False):
@@ -134,7 +134,7 @@ class Checkpoints:
             preservation_policy=policies.AnyPreservationPolicy(rules),
             cleanup_tmp_directories=True,
             create=False,
-            save_root_metadata=False,  # needs a barrier for nothing to save
+            save_root_metadata=False,  # it would be empty, and needs a barrier
             multiprocessing_options=self._barriers.processes,
             async_options=self._barriers.options,
         )
@@ -178,7 +178,7 @@ class Checkpoints:
     def save(
         self, step: int, state: nnx.State, mesh: Mesh, info: Mapping[str, Any], *, eval_loss: float | None = None
     ) -> None:
-        """Starts to save `state` and `info` (JSON values), after the previous save has ended.
+        """Starts to save `state` and `info` (JSON values), after the previous save.
 
         Raises:
           UnwritableError: this or the previous save failed, or the step is not after the newest.
@@ -199,7 +199,7 @@ class Checkpoints:
         try:
             args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(sealed))
             saved = self._manager.save(step, args=args)
-        except Exception as error:  # other processes may be waiting, so do not exchange errors here
+        except Exception as error:  # the others may wait in a barrier, so do not exchange errors here
             raise self._unwritable(error) from error
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
@@ -259,7 +259,7 @@ class Checkpoints:
         return moved
 
     def close(self) -> None:
-        """Waits as `wait`, and closes."""
+        """Calls `wait`, then closes."""
         try:
             self.wait()
         finally:
@@ -269,7 +269,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Closes without replacing an active error; waits briefly, since other processes may lack it."""
+        """Closes without replacing an active error; waits only briefly, since other processes may not have failed."""
         if error is None:
             self.close()
             return
@@ -286,7 +286,7 @@ class Checkpoints:
     def require_sound(self, arrays: Arrays, mesh: Mesh, what: str, advice: str = "") -> Sums:
         """Returns the sums of arrays; all processes raise if elements are not finite or replicas differ.
 
-        `what` begins the error message, `advice` ends the one about elements that are not finite.
+        `what` begins a message; `advice` ends it if elements are not finite.
         """
         summed = sums(arrays)
         if counts := summed.not_finite():
@@ -299,26 +299,26 @@ class Checkpoints:
         return summed
 
     def describe_newest(self) -> str:
-        """Describes the newest checkpoint after the current save has ended."""
+        """Waits for the current save, then describes the newest checkpoint."""
         with contextlib.suppress(CheckpointError):
             self.wait()
         return self.describe_disk()
 
     def describe_disk(self) -> str:
-        """Describes the newest checkpoint on disk now."""
+        """Describes the newest checkpoint on disk."""
         try:
             last = _steps_in(self.folder)
         except OSError as error:
             return f"{self.folder} cannot be listed ({error.strerror})"
-        return f"the checkpoint at step {last[-1]} is whole" if last else "there is no checkpoint"
+        return f"the checkpoint at step {last[-1]} is complete" if last else "there is no checkpoint"
 
     def _unwritable(self, error: Exception) -> UnwritableError:
         timeout = isinstance(error, TimeoutError) and error.errno is None
         peer = timeout or isinstance(error, PeerUnwritableError | jax.errors.JaxRuntimeError)
         kind = PeerUnwritableError if peer else UnwritableError
         advice = "" if io_errors.disk_full_message(error) is None else _FREE_SPACE
-        # If the folder is missing, Orbax's message only covers its internals.
-        why = io_errors.describe_error(error) if self.folder.is_dir() else "the folder is gone"
+        # If the folder is missing, Orbax's message is about its own internals.
+        why = io_errors.describe_error(error) if self.folder.is_dir() else "the folder no longer exists"
         return kind(f"{self.folder}: a checkpoint could not be written ({why}); {self.describe_disk()}{advice}")
 
 
@@ -340,11 +340,11 @@ def restore_newest(
     """Restores the newest undamaged checkpoint: step, state and info, or None if there is none.
 
     Args:
-      accept: raises if the info belongs to another run.
-      warn: called for each damaged checkpoint, which is moved away.
+      accept: raises if the info is not of this run.
+      warn: called with a message for each damaged checkpoint, which is moved away.
 
     Raises:
-      CheckpointError: all are damaged, or the newest other is unreadable or of another model.
+      CheckpointError: all are damaged, or the newest undamaged checkpoint is unreadable or of another model.
     """
     damaged: list[tuple[int, DamagedError]] = []
     for step in reversed(checkpoints.steps()):
@@ -356,16 +356,16 @@ def restore_newest(
             damaged.append((step, error))
             continue
         for bad, why in damaged:
-            warn(f"{why}; moved to {checkpoints.set_aside(bad)}, going on from step {step}")
+            warn(f"{why}; moved to {checkpoints.set_aside(bad)}, resuming from step {step}")
         return restored
     if damaged:
         reasons = "; ".join(str(why) for _, why in damaged)
-        raise CheckpointError(f"{reasons}; name another --run.dir to start afresh")
+        raise CheckpointError(f"{reasons}; name another --run.dir to start a new run")
     return None
 
 
 def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Reads the parameters in a run's newest checkpoint, or in one checkpoint; returns them and its folder."""
+    """Returns the parameters in a checkpoint, or in the newest of a run, and the checkpoint's folder."""
     folder, info = storage.read_info_on_all(run, lambda: storage.newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = storage.read_verified(folder, target, info)

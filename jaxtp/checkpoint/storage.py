@@ -1,7 +1,7 @@
 """Reads a checkpoint's description and arrays, and bounds the host memory of reads and writes.
 
-A save first copies a process's part to host memory, because training continues meanwhile. Then it writes
-`MAX_BYTES_IN_FLIGHT` at a time, with a compressed copy in memory; a restore reads as many. Orbax's default is 96 GB per
+A save first copies a process's part to host memory, because training continues meanwhile. Then it compresses
+and writes at most `MAX_BYTES_IN_FLIGHT` at a time; a restore reads at most as many. Orbax's default is 96 GB per
 process. `StandardCheckpointHandler` cannot change it, and on GPUs it stages a save in pinned host memory, whose growth
 users have reported (orbax issue 2090). `PyTreeCheckpointHandler` writes the same files and has both settings.
 """
@@ -26,7 +26,7 @@ from jaxtp.config.files import fingerprint
 from jaxtp.distributed.agreement import is_multiprocess
 
 Info = dict[str, Any]
-"""JSON values that are saved with the arrays."""
+"""The JSON object that a checkpoint stores with its arrays."""
 Metadata = Mapping[str, Any]
 """Orbax's metadata of arrays, by name."""
 
@@ -45,7 +45,7 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
     async def async_save(self, directory: Path, *args: object, **kwargs: Any) -> object:
         """Starts to save."""
-        # A handler's limit cannot change, so each save makes a handler.
+        # A handler's limit is fixed, so each save makes its own handler.
         arrays = kwargs["args"].item.values()
         limit = _limit_gb(max(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays))
         handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, enable_pinned_host_transfer=False)
@@ -64,10 +64,10 @@ def _limit_gb(largest: int) -> float:
 
 def _open_reader(metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.PyTreeCheckpointHandler:
     me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    one_process = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     known = [(metadata[name], array) for name, array in target.items() if name in metadata]
     largest = max((_read_bytes(stored, array) for stored, array in known), default=0)
-    return ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, restore_concurrent_gb=_limit_gb(largest))
+    return ocp.PyTreeCheckpointHandler(multiprocessing_options=one_process, restore_concurrent_gb=_limit_gb(largest))
 
 
 def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct) -> int:
@@ -93,7 +93,7 @@ def read_info(folder: Path) -> Info:
     """Reads a checkpoint's info; raises `DamagedError`, or `CheckpointError` if unreadable."""
     sealed = read_or_explain(folder, lambda: dict(ocp.JsonCheckpointHandler().restore((folder / "info").resolve())))
     if sealed.pop("sha256", None) != fingerprint(sealed):
-        raise DamagedError(f"{folder} is damaged (its description was changed)")
+        raise DamagedError(f"{folder} is damaged (its info does not match its checksum)")
     return sealed
 
 
@@ -150,12 +150,12 @@ def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: M
 def _read_as_stored(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
     metadata = read_metadata(folder)
     shapes = {name: tuple(array.shape) for name, array in metadata.items()}
-    saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, shapes).items()}  # 0.1 did not record them
+    saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, shapes).items()}  # absent in version 0.1
     if saved.keys() != info[_CHECKSUMS].keys() or any(shapes.get(name) != shape for name, shape in saved.items()):
-        raise DamagedError(f"{folder} is damaged (it does not hold the arrays that were saved)")
+        raise DamagedError(f"{folder} is damaged (its arrays differ from the saved names or shapes)")
     wrong = [f"{n} is {saved.get(n)}, not {a.shape}" for n, a in target.items() if saved.get(n) != a.shape]
     if wrong:
-        raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:3])}")
+        raise CheckpointError(f"{folder} holds another model: {'; '.join(wrong[:3])}")
     stored = {n: jax.ShapeDtypeStruct(a.shape, metadata[n].dtype, sharding=a.sharding) for n, a in target.items()}
     return read_arrays(folder, stored, metadata)
 
@@ -212,22 +212,22 @@ class StoredCheckpoint:
         return read_arrays(self.folder, {name: self.arrays[name]}, self.metadata)[name]
 
     def verify(self, name: str) -> str | None:
-        """Returns an array's damage, or None; raises if unreadable."""
+        """Describes an array's damage, if any; raises if it is unreadable."""
         expected = self.info[_CHECKSUMS].get(name)
         if expected is None:
-            return "was not part of the state that was saved"
+            return "was not saved with this checkpoint"
         try:
             array = self.read(name)
         except DamagedError as error:
             return str(error)
         summed = sums({name: array})
         if summed.checksums()[name] != expected:
-            return "its checksum differs from the one saved with it"
+            return "does not match its saved checksum"
         return "has elements that are not finite" if summed.not_finite() else None
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
-    """Opens a checkpoint, or the newest of a run; raises `CheckpointError` if missing or damaged."""
+    """Opens a checkpoint, or the newest of a run; raises `CheckpointError` if it is missing or damaged."""
     folder = newest_checkpoint(folder)
     info, metadata = read_info(folder), read_metadata(folder)
     sharding = SingleDeviceSharding(jax.devices()[0])
@@ -238,7 +238,7 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
 
 
 def describe_difference(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> str | None:
-    """Describes a difference by relative L2 norm or in words; None if equal."""
+    """Returns the relative L2 norm of a difference, or a description; None if equal."""
     for present, absent in ((a, b), (b, a)):
         if name not in absent.arrays:
             return f"only in {present.folder}"

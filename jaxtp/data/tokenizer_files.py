@@ -11,7 +11,7 @@ from jaxtp.config.reading import MAX_JSON, inside, parse_json, read_bytes, trunc
 
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
-LONGEST = "max_position_embeddings"
+MAX_POSITIONS = "max_position_embeddings"
 """The context length in config.json."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TEMPLATE = 2**20
@@ -52,7 +52,7 @@ def end_ids(path: Path) -> list[int]:
 
 def context(path: Path) -> int | None:
     """Returns the context length in a config.json; raises `TokenizerError`."""
-    longest = read(path).get(LONGEST)
+    longest = read(path).get(MAX_POSITIONS)
     if longest is not None and (type(longest) is not int or longest < 1):
         raise TokenizerError(
             f"{path}: max_position_embeddings = {str(longest)[:100]}: should be a whole number, 1 or more"

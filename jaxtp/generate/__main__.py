@@ -48,9 +48,9 @@ DESCRIPTION = """Continues texts with a model: a run of jaxtp train, or a folder
 
 jaxtp generate --model runs/a --prompt "def main(" --prompt "import " --max-tokens 64
 
-A single text is printed while it is generated, several each as a whole; --json FILE writes an object for each. Without
---temperature the most likely token is taken; --top-p, --top-k and --min-p remove unlikely tokens. The same --seed gives
-the same texts on any mesh and in any batch, except for rounding.
+A single text is printed while it is generated, several texts when each is complete; --json FILE writes an object for
+each. Without --temperature the most likely token is taken; --top-p, --top-k and --min-p remove unlikely tokens. The
+same --seed gives the same texts on any mesh and in any batch, except for rounding.
 
 jaxtp generate --model DIR --chat --temperature 0.7 --max-tokens 1000
 
@@ -76,7 +76,7 @@ class GenerateConfig(SourceConfig):
     """A text to continue. Can be given several times."""
 
     prompt_file: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """A file of texts to continue: one per line, or JSONL if its name ends so. Blank lines are skipped but counted:
+    """A file of texts to continue: one per line, or JSONL if it ends in .jsonl. Blank lines are skipped but counted:
     without --prompt, line n has the index n - 1."""
 
     field: str = _DEFAULT_FIELD
@@ -100,8 +100,8 @@ class GenerateConfig(SourceConfig):
     """Prompts continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """File for one JSON object per prompt and line: text, ids, logprobs, and why the text ended; - for standard output,
-    instead of the texts."""
+    """File for one JSON object per line and prompt: text, ids, logprobs, and why the text ended; - writes them to
+    standard output, instead of the texts."""
 
     sampling: Annotated[GenerationSettings, tyro.conf.arg(name="")] = GenerationSettings()
     mesh: InferenceMeshConfig = InferenceMeshConfig()
@@ -275,14 +275,14 @@ def _continue_prompts(
                     with ExitStack() if to_stdout else writing("--json", config.json):
                         _write_line(file, json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))
             if done == 0:
-                status = Status()  # the first line comes some seconds after the first text
+                status = Status()  # progress starts some seconds after the first text
             elif total > 1 and not is_terminal(sys.stdout):
                 status(f"{done:,} of {total:,} texts, {tokens / (time.monotonic() - started):,.0f} tokens/s")
             interrupt.check()
 
 
 def _write_line(file: TextIO, text: str) -> None:
-    """Writes once, so that a killed process leaves whole lines."""
+    """Writes in one call: a killed process leaves whole lines."""
     file.write(f"{text}\n")
     file.flush()
 

@@ -29,11 +29,11 @@ GREETING = "(/reset starts again, Ctrl-C stops an answer, /quit or Ctrl-D ends t
 
 
 class ConversationEncoder:
-    """Encodes a conversation: special tokens become tokens in the template but text in messages.
+    """Encodes a conversation: special tokens are tokens in the template, and text in messages.
 
     Args:
       system: the system message of conversations.
-      special_tokens: special tokens spelled in messages, except the model's answers, become tokens too.
+      special_tokens: also encode special tokens spelled in system and user messages as tokens.
 
     Raises:
       TokenizerError: the tokenizer's special tokens cannot be distinguished from text.
@@ -117,7 +117,7 @@ class Chat:
         if problem := self._generator.limits.problem(ids, "start again by /reset"):
             raise GenerationError(f"the conversation {problem}")
         text, finish = "", None
-        # The first Ctrl-C stops where the generator's cache stays usable; a second stops at once.
+        # The first Ctrl-C waits until the generator's cache is usable; a second stops at once.
         interrupt = Interrupt(signal.SIGINT)
         check = lambda *_: interrupt.check()  # noqa: E731
         pieces = self._generator.stream([ids], self._settings, keep=True, progress=check)
@@ -131,7 +131,7 @@ class Chat:
                     finish = piece.result.finish
         print(flush=True)
         if finish is None:
-            say("(interrupted)" if text else "(interrupted before the answer began; the text is forgotten)")
+            say("(interrupted)" if text else "(interrupted before the answer began; the text is discarded)")
         if text or finish is not None:
             self._messages = [*messages, {"role": ASSISTANT, "content": without_noncharacters(text)}]
         if finish == "length":

@@ -1,8 +1,8 @@
-"""A decoder that reads a few tokens at a time with a KV cache.
+"""The model for decoding: a few tokens at a time, with a KV cache.
 
-Training scans over stacked weights of equal layers. Decoding uses every weight only once per token, so slicing a stack,
-casting, or gathering over fsdp would take as long as the product. `to_decode_model` therefore gives each layer separate
-arrays, in the compute dtype, split over tp only; fsdp splits the batch, like dp.
+Training scans over stacked weights of equal layers. Decoding reads every weight once per token, so slicing a stack,
+casting, or gathering over fsdp would take as long as the matrix product. `to_decode_model` therefore gives each layer
+separate arrays, in the compute dtype, split over tp only; fsdp splits the batch, like dp.
 """
 
 import math
@@ -83,7 +83,7 @@ def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -
 
 
 def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> DecodeModel:
-    """Converts a model for decoding.
+    """Returns a model in the layout for decoding.
 
     Args:
       mesh: `decode_mesh` of the model's mesh, if any.
@@ -92,7 +92,7 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
 
     def relayout(variable: nnx.Variable[Array], num_layers: int | None = None) -> list[nnx.Variable[Array]]:
         array: Array = variable[...]
-        # The layer dim of a stack is not split, so a layer has the spec of the remaining dims.
+        # The layer dim of a stack is not split: a layer keeps the spec of the other dims.
         spec = PartitionSpec(*tuple(spec_of(variable))[0 if num_layers is None else 1 :])
         sharding = None if mesh is None else NamedSharding(mesh, spec)
         is_weight = isinstance(variable, PARAMETERS)
@@ -113,11 +113,11 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
         repeats = zip(*(layers_of(kind, stack.repeats) for kind in kinds), strict=True)
         blocks += [block for repeat in repeats for block in repeat]
     graph, state = nnx.split(DecodeModel(model, ()))
-    ends = [(path, relayout(variable)[0]) for path, variable in nnx.to_flat_state(state)]
-    return DecodeModel(nnx.merge(graph, nnx.from_flat_state(ends)), blocks)
+    outer = [(path, relayout(variable)[0]) for path, variable in nnx.to_flat_state(state)]
+    return DecodeModel(nnx.merge(graph, nnx.from_flat_state(outer)), blocks)
 
 
-@cache  # cached: arrays of equal shape and later models are not traced again
+@cache  # so that arrays of equal shape, also of later models, are not traced again
 def _unstack(
     num_layers: int | None, dtype: jnp.dtype, sharding: NamedSharding | None
 ) -> Callable[[Array], list[Array]]:

@@ -1,11 +1,11 @@
 """`Generator`: streams texts by continuous batching.
 
-When a row's text has ended, the next prompt takes the row while the others continue (Yu et al., Orca, OSDI 2022).
-Prompts are packed: several share a sequence, and the last is cut, so no prompt is padded to another's length. A
-finished row keeps its tokens; a later prompt that begins with them, e.g. the next chat turn, is read from there.
+When a row's text ends, the next prompt takes the row while the others continue (Yu et al., Orca, OSDI 2022). Prompts
+are packed: several share a sequence, and the last may continue in the next call, so no prompt is padded to another's
+length. A finished row keeps its KV cache, and a prompt with the same first tokens (the next chat turn) reuses it.
 
-The kernels are shared with training on packed documents. A cut row's cached tokens precede the sequence, last token
-last, so each query still sees one range of keys. A few programs therefore serve prompts of any length.
+The attention kernels are those for packed documents. The cached tokens of a continued prompt come right before its new
+tokens, so each query attends to one range of keys. A few programs therefore serve prompts of any length.
 """
 
 import math
@@ -32,22 +32,22 @@ from jaxtp.mesh import CP, TP, batch_parts, current_platform, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
 MIN_SLOTS, CHAT_SLOTS = 64, 1024
-"""Smallest number of tokens of a row, and of a chat's row: each doubling compiles the programs again."""
+"""Minimum tokens of a row, in general and in a chat. Each doubling of a row compiles the programs again."""
 
 CPU_CHUNK, CHUNK = 512, 2048
-"""Most prompt tokens that a device reads in one call: enough to fill a CPU's cores, or a GPU."""
+"""Maximum prompt tokens that a device reads in one call: enough to use all of a CPU or GPU."""
 
 MIN_LENGTH = 16
 """Length of the shortest sequence of packed prompts."""
 
 MAX_WASTE = 2
-"""A compiled program is used for sequences up to this many times too long, rather than compiling another one."""
+"""A compiled program is reused if its sequences are at most this many times longer than needed."""
 
 SECONDS_PER_CALL = 0.1
-"""Roughly how long a decode call takes before it hands out its tokens."""
+"""Target duration of a decode call; its tokens arrive when it ends."""
 
 StepTokens = tuple[list[list[int]], list[list[float]]]
-"""Tokens and their log-probabilities, of each row at each step."""
+"""Tokens and their log-probabilities, for each step and row."""
 
 Chunk = tuple[int, int, int]
 """Prompt tokens to read: the row, and the range of positions."""
@@ -103,7 +103,7 @@ class Cache:
 
     shape: Shape
     arrays: KVCaches | None
-    """None during a call: it is donated, so nothing is left if the call fails."""
+    """None during a call, which donates them, and after a failed call."""
     tokens: list[list[int]]
     """The tokens of each row."""
 
@@ -114,7 +114,7 @@ class Generator:
     The weights are copied once into the layout for decoding (`decode_model.py`).
 
     Args:
-      model: built with `sequence_parallel=None` (or False): a single token cannot be split.
+      model: built with `sequence_parallel=None` (or False): tp cannot split a single token.
       tokenizer: its prefix, if any, comes before each text.
       end_ids: by default the tokenizer's end token, if any.
       batch_size: prompts to continue together, rounded up to a multiple of dp * fsdp.
@@ -218,7 +218,7 @@ class Generator:
                 self._cache = cache
 
     def _prepare(self, requests: Sequence[Request], settings: GenerationSettings, keep: bool) -> tuple[Programs, Cache]:
-        """Reuses the last KV cache if it has as many rows and enough slots; slots are powers of two: few programs."""
+        """Reuses a KV cache with as many rows and enough slots; slots are powers of two, to compile few programs."""
         parts = self._batch_parts
         rows = math.ceil(min(self._batch_size, len(requests)) / parts) * parts
         longest = max(request.num_prompt for request in requests) + settings.max_tokens
@@ -234,8 +234,8 @@ class Generator:
             f"the weights and a KV cache of {rows} x {shape.slots:,} tokens take",
             "use a smaller --max-tokens or --batch-size, or shorter prompts",
         )
-        self._cache = None  # frees one that is not reused
-        key = shape, replace(settings, max_tokens=1, seed=0, stop=())  # they do not affect compilation
+        self._cache = None  # frees a cache that is not reused
+        key = shape, replace(settings, max_tokens=1, seed=0, stop=())  # these do not affect the programs
         if key not in self._programs:
             self._programs[key] = Programs(self._model, self._mesh, shape, settings, self._num_ids, self.end_ids)
         programs, tokens = self._programs[key], [list[int]() for _ in range(rows)]
@@ -243,11 +243,11 @@ class Generator:
             return programs, Cache(shape, programs.empty(), tokens)
         return programs, cache if keep else replace(cache, tokens=tokens)
 
-    def _require_memory(self, needed: int, what: str, way_out: str) -> None:
+    def _require_memory(self, needed: int, what: str, remedy: str) -> None:
         memory = memory_per_device(self._mesh.local_devices)
         if memory is not None and needed > memory:
             raise GenerationError(
-                f"{what} {needed / 2**30:,.1f} GiB on each device, which has {memory / 2**30:,.1f}; {way_out}"
+                f"{what} {needed / 2**30:,.1f} GiB on each device, which has {memory / 2**30:,.1f}; {remedy}"
             )
 
 
@@ -255,7 +255,7 @@ class Scheduler:
     """Generates texts with the rows of one KV cache.
 
     Args:
-      num_parts: parts that the devices split the rows into.
+      num_parts: number of parts of the batch, dp * fsdp.
       max_chunk: maximum length of a packed sequence.
       progress: called with prompt tokens read so far and in total.
     """
@@ -286,7 +286,7 @@ class Scheduler:
             request = waiting.popleft()
             row = max(free, key=lambda row: _num_cached(self._cached[row], request.tokens))
             count = _num_cached(self._cached[row], request.tokens)
-            if not alone and count < request.num_prompt / 2:  # continued rows cannot share a sequence with earlier rows
+            if not alone and count < request.num_prompt / 2:  # a row with cached tokens must begin a sequence
                 count = 0
             del self._cached[row][count:]
             self.timing.kept_tokens += count
@@ -318,7 +318,7 @@ class Scheduler:
             start = len(self._cached[row])
             if row // self._rows_per_part != part:
                 continue
-            if room == 0 or (start and chunks):  # a row with cached tokens must come first
+            if room == 0 or (start and chunks):  # a row with cached tokens must begin a sequence
                 break
             stop = min(start + room, request.num_prompt)
             chunks.append((row, start, stop))
@@ -328,9 +328,9 @@ class Scheduler:
     def _decode(self, *, waiting: bool) -> Iterator[Piece]:
         rows = list(self._requests)
         sampled, seconds = self._call(partial(self._programs.decode, steps=self._steps, waiting=waiting))
-        # Several processes must make the same calls, and their clocks differ.
-        in_time = SECONDS_PER_CALL * len(sampled[0]) / max(seconds, 1e-9) if jax.process_count() == 1 else MAX_STEPS
-        self._steps = min(max(1, int(in_time)), 2 * self._steps, MAX_STEPS)  # the first call of a program is slower
+        # Processes must make the same calls, but would measure different times.
+        target = SECONDS_PER_CALL * len(sampled[0]) / max(seconds, 1e-9) if jax.process_count() == 1 else MAX_STEPS
+        self._steps = min(max(1, int(target)), 2 * self._steps, MAX_STEPS)  # the first call of a program is slower
         self.timing.decode_seconds += seconds
         pieces = self._append_tokens(sampled, rows)
         self.timing.decode_tokens += len(pieces)
@@ -380,20 +380,20 @@ class Scheduler:
         positions = np.full(shape, self._programs.shape.slots, np.int32)
         last = np.full((self._num_parts, self._rows_per_part), -1, np.int32)
         for part, chunks in enumerate(parts):
-            at = 0
+            offset = 0
             for row, start, stop in chunks:
-                request, place = self._requests[row], row % self._rows_per_part
-                here = slice(at, at + stop - start)
-                at = here.stop
-                ids[part, here], rows[part, here] = request.tokens[start:stop], place
-                positions[part, here] = np.arange(start, stop)
+                request, local_row = self._requests[row], row % self._rows_per_part
+                span = slice(offset, offset + stop - start)
+                offset = span.stop
+                ids[part, span], rows[part, span] = request.tokens[start:stop], local_row
+                positions[part, span] = np.arange(start, stop)
                 if stop == request.num_prompt:
-                    last[part, place] = at - 1
+                    last[part, local_row] = offset - 1
         continued = any(start > 0 for chunks in parts for _, start, _ in chunks)
         return PackedTokens(ids, rows, positions, last, continued)
 
     def _length(self, needed: int) -> int:
-        """Returns a compiled program's length if it fits, else a power of two."""
+        """Returns a fitting compiled program's length, else a power of two."""
         fits = [length for length in self._programs.read_lengths if needed <= length <= MAX_WASTE * needed]
         return min(fits, default=min(max(MIN_LENGTH, 1 << (needed - 1).bit_length()), self._max_chunk))
 
@@ -405,6 +405,6 @@ def wait(tokens: Array, logprobs: Array, steps: Array) -> StepTokens:
 
 
 def _num_cached(cached: Sequence[int], prompt: Sequence[int]) -> int:
-    """Counts cached prompt tokens, except the last: it is read again, for its logits."""
+    """Counts cached prompt tokens, except the last, whose logits are needed."""
     most = min(len(cached), len(prompt) - 1)
     return next((index for index in range(most) if cached[index] != prompt[index]), most)

@@ -1,6 +1,6 @@
-"""Opens a model for inference: its configuration, tokenizer and chat template first, its weights later.
+"""Opens a training run, a checkpoint, or a Hugging Face folder for inference.
 
-The path is a training run, one of its checkpoints, or a Hugging Face folder.
+The configuration, tokenizer and chat template are read first, the weights later.
 """
 
 import math
@@ -59,7 +59,7 @@ PROGRESS_SECONDS = 5.0
 
 
 class SourceError(UserError):
-    """A path has no readable model, or the model no tokenizer."""
+    """A path has no readable model, or a model without a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class SourceConfig:
     """Settings that override a model's files."""
 
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
-    """A tokenizer.json, or a folder with one, if it has moved since the model was trained."""
+    """The tokenizer.json, or its folder, if it has moved since the model was trained."""
 
     base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """For a run that trained adapters: the base model, if it has moved."""
@@ -76,8 +76,8 @@ class SourceConfig:
     """Adapters in PEFT's format to merge into the model, in float32 before the cast to --dtype."""
 
     ignore_config: Keys = ()
-    """Attributes of config.json that jaxtp does not know and that do not affect the model's outputs. Can be given
-    several times."""
+    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs. Can be given several
+    times."""
 
     special_tokens: Switch = False
     """Text that spells a special token, such as <|im_start|>, becomes that token; by default it stays text. A chat
@@ -97,10 +97,10 @@ class InferenceMeshConfig:
     """Copies of the model; dp and fsdp split the batch."""
 
     fsdp: int = 1
-    """Shards of each parameter. To generate, they are gathered once, so each device needs the memory of tp alone."""
+    """Shards of each parameter. Generation gathers them once, so each device holds weights split over tp only."""
 
     cp: int = 1
-    """Parts of each sequence, to evaluate long ones. Generating needs 1, since a KV cache cannot be split over cp."""
+    """Parts of each sequence, for long texts in evaluation. Generation needs 1: cp cannot split a KV cache."""
 
     tp: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Shards of each matrix product and of the heads; by default as many GPUs as the model's heads allow, and 1 on a
@@ -108,7 +108,7 @@ class InferenceMeshConfig:
 
 
 def request_devices(config: InferenceMeshConfig) -> None:
-    """Makes virtual devices if there is no GPU; call it before any other JAX function."""
+    """Requests virtual devices if there is no GPU; call it before any other JAX function."""
     request_virtual_devices(math.prod(max(size or 1, 1) for size in asdict(config).values()))
 
 
@@ -126,7 +126,7 @@ def inference_mesh(config: InferenceMeshConfig, model: ModelConfig) -> Mesh:
 
 
 def _default_tp(config: InferenceMeshConfig, model: ModelConfig) -> int:
-    """Returns the largest tp without padding, on the GPUs that other axes leave."""
+    """Returns the largest tp without padding on the remaining GPUs."""
     others = [size for axis, size in asdict(config).items() if axis != TP]
     if -1 in others or jax.default_backend() == "cpu":
         return 1
@@ -156,11 +156,11 @@ class ModelSource:
     context: int | None
     """Maximum number of tokens of prompt and text together; None if unknown."""
     trained_length: int | None = None
-    """Sequence length of a run that began with random weights."""
+    """Sequence length of a run that started from random weights."""
 
 
 def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
-    """Loads the weights; prints name, size and devices."""
+    """Loads the weights; prints the model's name and size, and the mesh."""
     device = mesh.devices.flat[0]
     keep_programs(device.platform)
     model = source.load(mesh)
@@ -195,22 +195,22 @@ class StoredModel:
 
     @property
     def is_run(self) -> bool:
-        """Whether jaxtp wrote it."""
+        """Whether it is a checkpoint of a run."""
         return bool(self.info)
 
     def load(self, config: ModelConfig, mesh: Mesh, progress: Progress | None = None) -> Decoder:
         """Loads the weights as in `config`; merges adapters in float32 and rounds once."""
-        before = config if self.adapters is None else self.config
+        unmerged = config if self.adapters is None else self.config
         if self.is_run:
-            model = load_merged(self.folder, self.info, before, mesh, self.base)
+            model = load_merged(self.folder, self.info, unmerged, mesh, self.base)
         else:
             with jax.set_mesh(mesh):
-                model = load_folder(open_folder(self.folder), before, mesh, progress)
+                model = load_folder(open_folder(self.folder), unmerged, mesh, progress)
         return model if self.adapters is None else merge_peft(model, self.adapters, config, mesh)
 
 
 def open_stored(path: Path, options: SourceConfig) -> StoredModel:
-    """Opens a folder in Hugging Face's format, a checkpoint, or the newest of a run, and `options.adapters`.
+    """Opens a Hugging Face folder, a checkpoint, or the newest checkpoint of a run, and `options.adapters`.
 
     Raises:
       ValueError: the model is damaged or unsupported (a subclass, e.g. `CheckpointError`, `HFError`).
@@ -327,13 +327,13 @@ def _inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
 
 
 def _tokenizer_of_run(folder: Path, recorded: str | None, location: Path | None, options: SourceConfig) -> Tokenizer:
-    """Returns the tokenizer with the sha256 that the checkpoint recorded."""
+    """Returns the tokenizer; raises `SourceError` if its sha256 is not the checkpoint's."""
     if recorded == BYTES:
         if options.tokenizer is not None:
             raise SourceError(f"{folder} was trained on bytes; leave --tokenizer out")
         return ByteTokenizer()
     if location is None:
-        raise SourceError(f"{folder} does not say which tokenizer it needs; give it by --tokenizer PATH")
+        raise SourceError(f"{folder} does not record its tokenizer; give it by --tokenizer PATH")
     if not location.exists():
         raise SourceError(f"the tokenizer of {folder} is no longer in {location}; give it by --tokenizer PATH")
     tokenizer = open_tokenizer(location, special_tokens=options.special_tokens)
@@ -359,7 +359,7 @@ def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokeniz
     content = read_tokenizer(file)
     try:
         return HuggingFaceTokenizer(content, str(file), special_tokens=special_tokens)
-    except TokenizerError:  # perhaps only for lack of an end token, which is not needed here
+    except TokenizerError:  # perhaps it only lacks an end token, which is not needed here
         return HuggingFaceTokenizer(content, str(file), has_eos=False, special_tokens=special_tokens)
 
 

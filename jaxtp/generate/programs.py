@@ -1,10 +1,10 @@
 """A generator's compiled programs: one reads prompt tokens, the other decodes several tokens per call.
 
 Both end by sampling, so logits never leave the devices. Each program updates its donated KV cache in place. A call
-returns the cache before its tokens are computed, so an interrupt while waiting for them loses nothing. No other call
-may run before then: virtual CPU devices can deadlock with several programs in flight.
+returns the cache before its tokens are computed, so an interrupt while waiting for tokens loses nothing. Wait for them
+before the next call: virtual CPU devices can deadlock with several programs in flight.
 
-A decode call runs until all rows have ended, or the first if a prompt is waiting.
+A decode call runs until all rows have ended; if a prompt is waiting, until the first row has.
 """
 
 import time
@@ -29,7 +29,7 @@ from jaxtp.layers.cache import KVCaches, NewTokens
 Ints = NDArray[np.int32] | Array
 
 MAX_STEPS = 32
-"""Maximum number of tokens of a row that one call decodes."""
+"""Maximum tokens that one call decodes for each row."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RowArrays:
     tokens: Ints
     """The last sampled token, not yet in the cache."""
     lengths: Ints
-    """Number of tokens in the cache; for a prompt that is being read, its whole length."""
+    """Number of tokens in the cache; while a prompt is read, the length of the prompt."""
     left: Ints
     """Number of tokens still to be generated; 0 for an idle row."""
     seeds: NDArray[np.uint32] | Array
@@ -77,7 +77,7 @@ class RowArrays:
 
 
 Sampled = tuple[Array, Array, Array]
-"""Pending tokens and log-probabilities, `[MAX_STEPS or 1, rows]`, and the number of valid steps."""
+"""Tokens and log-probabilities, `[MAX_STEPS or 1, rows]`, and the number of valid steps; may not be computed yet."""
 _Carry = tuple[Array, KVCaches, Array | None, Array, Array, Array, Array, Array]
 
 
@@ -115,7 +115,7 @@ class Programs:
         return self._program("empty", self._empty)(self._weights)
 
     def read(self, caches: KVCaches, packed: PackedTokens, rows: RowArrays) -> tuple[KVCaches, Sampled]:
-        """Reads prompt tokens, a row's in order, and samples the first token of each row whose prompt ends."""
+        """Reads prompt tokens, and samples the first new token of each row whose prompt ends."""
         key = ("read", packed.ids.shape[1], packed.continued)
         return self._program(key, self._read, caches, packed, rows)(self._weights, caches, packed, rows)
 
@@ -123,13 +123,13 @@ class Programs:
         """Decodes up to `steps` (at most `MAX_STEPS`) tokens of each row.
 
         Args:
-          waiting: return as soon as a row has ended, for a waiting prompt.
+          waiting: whether a prompt waits, so that the call ends with the first row.
         """
         arguments = caches, rows, np.int32(steps), np.bool_(waiting)
         return self._program("decode", self._decode, *arguments)(self._weights, *arguments)
 
     def compiled_decode(self, caches: KVCaches) -> jax.stages.Compiled:
-        """Returns the compiled decode program; arrays may be abstract."""
+        """Returns the compiled decode program; `caches` may be abstract."""
         zeros = np.zeros(self.shape.rows, np.int32)
         rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32))
         return self._program("decode", self._decode, caches, rows, np.int32(1), np.bool_(False))

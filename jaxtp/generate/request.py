@@ -1,4 +1,4 @@
-"""Prompts and their generated texts: tokens become whole characters, and stop texts end them."""
+"""Prompts and their generated texts: decodes tokens to whole characters, and ends texts at stop texts."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Finish = Literal["end", "stop", "length", "context"]
 _CONTEXT_TOKENS = 8
 """Prompt tokens decoded together with the first new token, whose spelling may depend on them."""
 _MAX_PENDING = 3
-"""Maximum number of pending tokens of an unfinished character: UTF-8 has up to four bytes, one in each token."""
+"""Maximum tokens of an unfinished character: UTF-8 has up to four bytes, each perhaps a token."""
 _REPLACEMENT = "\ufffd".encode()
 
 
@@ -38,11 +38,11 @@ class Limits:
     learned: bool
     """Whether the limit is the number of learned positions."""
 
-    def problem(self, ids: Sequence[int] | Ids, way_out: str = "") -> str:
-        """Returns why the model cannot read a prompt, to follow its name; empty if it can.
+    def problem(self, ids: Sequence[int] | Ids, remedy: str = "") -> str:
+        """Returns why the model cannot read a prompt, worded to follow its name; empty if it can.
 
         Args:
-          way_out: a remedy for too many tokens, besides a shorter prompt.
+          remedy: alternative to a shorter prompt.
         """
         array = np.asarray(ids)
         if not array.size:
@@ -58,11 +58,11 @@ class Limits:
         why = " (max_position_embeddings in its config.json)"
         if self.learned:
             why = ", the number of its learned positions (model.learned_positions)"
-        elif not way_out:
-            way_out = "allow it by --beyond-context"
+        elif not remedy:
+            remedy = "allow it by --beyond-context"
         return (
             f"has {array.size:,} tokens, and the model's context is {self.context:,}, generated text included{why}; "
-            f"shorten it by {array.size - self.context + 1:,}{', or ' if way_out else ''}{way_out}"
+            f"shorten it by {array.size - self.context + 1:,}{', or ' if remedy else ''}{remedy}"
         )
 
 
@@ -122,11 +122,11 @@ class Result:
     text: str
     """The text before the end token or the stop text."""
     ids: tuple[int, ...]
-    """Its tokens: without the end token, with the tokens of the stop text."""
+    """Tokens of the text and of the stop text, without the end token."""
     logprobs: tuple[float, ...]
     """Log-probability of each token in nats, before penalty, temperature and filters."""
     finish: Finish
-    """Why it ended: an end token, a stop text, `max_tokens`, or the model's context (prompt and text together)."""
+    """Why the text ended: an end token, a stop text, `max_tokens`, or the model's context (prompt and text)."""
     prompt_tokens: int
 
 
@@ -141,7 +141,7 @@ class Piece:
     text: str
     """Whole characters; may be empty."""
     result: Result | None
-    """The whole result, with the last piece."""
+    """The whole result in the last piece, else None."""
 
 
 class Request:
@@ -235,7 +235,7 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
     """Cuts a text before the first stop text to complete.
 
     Returns:
-      the text before it, or all that cannot be part of a stop text; the pending rest; and whether one is complete.
+      the text before it, or without one the text that cannot begin one; the pending rest; whether one is complete.
     """
     if found := [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]:
         return text[: min(found)[1]], "", True

@@ -1,7 +1,8 @@
 """Samples the next token from logits, on the devices.
 
-Each filter sets one row's removed logits to -inf, so filters compose. Tokens of equal probability stay or go together,
-whatever the sort order. A row's random numbers depend only on its seed and length, not on the batch or the mesh.
+Each filter sets the removed logits of a row to -inf, so filters compose. Tokens of equal probability are kept or
+removed together, whatever the sort order. A row's random numbers depend only on its seed and length, not on the batch
+or the mesh.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,8 +89,8 @@ def sample(
     Args:
       seen_BV: tokens already in a row, for the repetition penalty; None without penalty.
       seeds_B: seed of each row.
-      positions_B: tokens in each row, folded into its seed.
-      num_ids: tokenizer size; higher ids are padding and never sampled.
+      positions_B: number of tokens in each row, folded into its seed.
+      num_ids: vocabulary size of the tokenizer; higher ids are padding and never sampled.
 
     Returns:
       tokens `[B]` int32 and their log-probabilities `[B]` before penalty, temperature and filters, both replicated; and
@@ -146,7 +147,7 @@ def keep_top_k(logits: Array, k: int) -> Array:
 
 
 def keep_top_p(logits: Array, p: float) -> Array:
-    """Keeps a token if more likely tokens add up to less than p (Holtzman et al., arXiv 1904.09751)."""
+    """Keeps a token if the more likely tokens add up to less than p (Holtzman et al., arXiv 1904.09751)."""
     ordered = jnp.sort(logits, descending=True)
     probabilities = jax.nn.softmax(ordered)
     before = jnp.cumsum(probabilities) - probabilities

@@ -27,7 +27,7 @@ _KERNELS: Mapping[Target, str] = {
     "down_proj": "mlp.down.kernel",
 }
 _PLAIN: Mapping[Target, str | None] = {"gate_proj": None, "up_proj": "mlp.up.kernels.0"}
-"""Replacements in an MLP without a gate."""
+"""Replacements for `_KERNELS` in an MLP without a gate."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,20 @@ class Adapter:
 
 def adapters(config: ModelConfig) -> Iterator[Adapter]:
     """Yields the adapters of a model."""
-    before: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for target in filter(config.lora.adapted, TARGETS):
         for stack, layers, block in config.kinds():
             kernel = {**_KERNELS, **(_PLAIN if block.mlp == "plain" else {})}[target]
             if kernel is not None:
                 module = f"{stack}.{kernel.partition('.kernel')[0]}"
-                yield Adapter(target, f"{stack}.{kernel}", f"{module}.loras.{before[module]}", layers)
-                before[module] += 1
+                yield Adapter(target, f"{stack}.{kernel}", f"{module}.loras.{counts[module]}", layers)
+                counts[module] += 1
 
 
 def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
     """Returns a copy of a model, sharing its arrays, with new adapters that initially add zero.
 
-    The model has no adapters, and is on the mesh in context or on one device.
+    The model must be on the mesh in context or on one device.
 
     Raises:
       ConfigError: the model has adapters, or `lora` has none.
@@ -64,7 +64,7 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
     if model.config.lora.rank:
         raise ConfigError("the model has adapters already; add them to their kernels by merge_adapters first")
     if not (lora.rank and lora.targets):
-        raise ConfigError(f"lora.rank={lora.rank} and lora.targets={lora.targets} are no adapters; rank=8 is usual")
+        raise ConfigError(f"lora.rank={lora.rank} and lora.targets={lora.targets} make no adapters; rank=8 is usual")
     config = replace(model.config, lora=lora)
     graph, abstract = abstract_decoder(config)
     factors = nnx.filter_state(abstract, nnx.LoRAParam)
@@ -81,7 +81,7 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
 def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
     """Returns a model with adapters merged in float32, rounded once to `dtype`, by default the frozen weights' dtype.
 
-    Results may differ: an unmerged adapter adds to the layer's output in the compute dtype.
+    Outputs may differ slightly: an unmerged adapter is added to the layer's output, in the compute dtype.
     """
     config = model.config
     dtype = dtype or config.precision.param

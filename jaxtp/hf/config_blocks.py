@@ -1,4 +1,4 @@
-"""Reads and writes parts of config.json: rotary embeddings, windows, experts, and layers that differ in them.
+"""Reads and writes config.json attributes that may differ between layers: rotary embeddings, windows, experts.
 
 transformers 5 writes rotary embeddings in `rope_parameters`, older versions in `rope_theta` and `rope_scaling`.
 """
@@ -15,7 +15,7 @@ from jaxtp.hf.model_folder import Attributes, HFError, positive, quote, switch, 
 from jaxtp.layers.rope import UNSCALED, RopeScaling, rope_problems
 from jaxtp.models.config import BlockConfig, ModelConfig
 
-_ORIGINAL, _LONGEST = "original_max_position_embeddings", "max_position_embeddings"
+_ORIGINAL, _MAX_POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -28,10 +28,10 @@ _SCALINGS: Mapping[str, tuple[str, ...]] = {
 _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _LISTS = ("short_factor", "long_factor")
 _ATTENTION_SCALES = ("mscale", "mscale_all_dim")
-"""Parameters of yarn that are read, not written."""
+"""Parameters of YaRN that an export never writes."""
 _COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 _LOCAL_THETA = 10_000.0
-"""Default base in layers with a window."""
+"""Default of rope_local_base_freq."""
 _DEFAULT_LAYERS, _DEFAULT_EXPERT_WIDTH = 28, 768
 """Defaults of transformers."""
 _MAX_LAYERS = 1024
@@ -63,7 +63,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
             {"num_experts": 0, "d_ff": fields["d_ff"]},
             {"num_experts": fields["num_experts"], "d_ff": width},
         ]
-    layers = [{**windows[kind], **mlps[has]} for kind, has in zip(kinds, sparse, strict=True)]
+    layers = [{**windows[windowed], **mlps[has_experts]} for windowed, has_experts in zip(kinds, sparse, strict=True)]
     if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
@@ -112,8 +112,8 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
         if "max_window_layers" in names and (first := attributes.get("max_window_layers")):
             raise HFError(
                 f"max_window_layers = {quote(first)} and use_sliding_window = True: some versions of transformers have "
-                "a window in the layers from that one on, others in all; set max_window_layers to 0 for a window in "
-                "all, or use_sliding_window to false for none"
+                "a window to the layers from this number on, others to all layers; set max_window_layers to 0 for a "
+                "window in all layers, or use_sliding_window to false for none"
             )
         return [window is not None] * count
     if (types := attributes.get("layer_types")) is None:
@@ -162,7 +162,7 @@ def _read_sparse(attributes: Attributes, count: int) -> list[bool]:
     dense = attributes.get("mlp_only_layers")
     dense = [] if dense is None else dense
     if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):
-        raise HFError(f"mlp_only_layers = {quote(dense)}: should be a list of the numbers of layers, the first is 0")
+        raise HFError(f"mlp_only_layers = {quote(dense)}: should be a list of layer numbers, from 0")
     without = set(dense)
     return [i not in without and (i + 1) % step == 0 for i in range(count)]
 
@@ -180,7 +180,7 @@ def _write_experts(layers: Sequence[BlockConfig]) -> dict[str, object]:
 
 
 def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowed: bool) -> Settings:
-    """Returns plain `rope_theta` and `rope_scaling` of a block with or without a window."""
+    """Returns `rope_theta` and `rope_scaling` of blocks with or without a window."""
     default_theta = family.rope_theta
     if "rope_local_base_freq" in family.layer_attributes:
         nested = attributes.get("rope_parameters") or {}
@@ -198,45 +198,43 @@ def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowe
         raise HFError(f"rope_type = {quote(kind)} is not supported; a {family.model_type} can have {supported}")
     for key in parameters:
         if key not in {*_SCALINGS[kind], *_COMMON_PARAMETERS, *(_ATTENTION_SCALES if kind == "yarn" else ())}:
-            raise HFError(
-                f"{truncate(key)} of the rotary embedding {kind!r} is not understood; it may change the model"
-            )
+            raise HFError(f"{truncate(key)} of the rotary embedding {kind!r} is unknown; it may change the model")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise HFError(f"partial_rotary_factor = {quote(parameters['partial_rotary_factor'])}: only 1.0 is supported")
     values = [source["rope_theta"] for source in (parameters, attributes) if source.get("rope_theta") is not None]
     thetas = sorted({positive("rope_theta", value) for value in values}) or [default_theta]
     if len(thetas) > 1:
-        raise HFError(f"rope_theta is there twice, as {' and as '.join(map(str, thetas))}")
+        raise HFError(f"rope_theta has two values: {' and '.join(map(str, thetas))}")
     scaling = _read_scaling(kind, parameters, {_ORIGINAL: family.original_length, **attributes})
     for problem in rope_problems(head_dim, thetas[0], scaling):
-        raise HFError(f"the rotary embedding {kind!r} cannot be: {problem}")
+        raise HFError(f"the rotary embedding {kind!r} is invalid: {problem}")
     changed = {name: v for name, v in asdict(scaling).items() if name == "kind" or v != getattr(UNSCALED, name)}
     return {"rope_theta": thetas[0], "rope_scaling": changed}
 
 
 def _rope_parameters(attributes: Attributes) -> Attributes:
-    spelled = []
+    present = []
     for name in ("rope_parameters", "rope_scaling"):
         value = attributes.get(name)
         if value is not None and not isinstance(value, dict):
             raise HFError(f"{name} = {quote(value)} should be an object")
-        spelled += [value] if value else []
-    if len(spelled) == 2 and spelled[0] | {"rope_theta": None} != spelled[1] | {"rope_theta": None}:
-        raise HFError("rope_parameters and rope_scaling contradict each other; remove the one that does not hold")
-    return spelled[0] if spelled else {}
+        present += [value] if value else []
+    if len(present) == 2 and present[0] | {"rope_theta": None} != present[1] | {"rope_theta": None}:
+        raise HFError("rope_parameters and rope_scaling contradict each other; remove the wrong one")
+    return present[0] if present else {}
 
 
 def _read_scaling(kind: str, parameters: Attributes, attributes: Attributes) -> RopeScaling:
-    names, longest = _SCALINGS[kind], attributes.get(_LONGEST)
+    names, max_positions = _SCALINGS[kind], attributes.get(_MAX_POSITIONS)
     settings: dict[str, Any] = {"kind": "none" if kind == "default" else kind}
     defaults = {"beta_fast": UNSCALED.beta_fast, "beta_slow": UNSCALED.beta_slow}
     if _ORIGINAL in names:
-        lengths = (attributes.get(_ORIGINAL), parameters.get(_ORIGINAL), longest)
+        lengths = (attributes.get(_ORIGINAL), parameters.get(_ORIGINAL), max_positions)
         if (original := next((length for length in lengths if length is not None), None)) is None:
             raise HFError(f"{_ORIGINAL} of the rotary embedding is missing")
         settings["original_length"] = whole(_ORIGINAL, original)
-        if "attention_factor" in names and longest is not None:
-            defaults["factor"] = whole(_LONGEST, longest) / settings["original_length"]
+        if "attention_factor" in names and max_positions is not None:
+            defaults["factor"] = whole(_MAX_POSITIONS, max_positions) / settings["original_length"]
     for name in (name for name in _NUMBERS if name in names):
         value = parameters.get(name)
         settings[name] = positive(f"{name} of the rotary embedding", defaults.get(name) if value is None else value)
@@ -261,12 +259,12 @@ def _attention_factor(parameters: Attributes, factor: float) -> float | None:
     scales = [parameters.get(name) for name in _ATTENTION_SCALES]
     if not all(scales):
         return None
-    over, under = (0.1 * positive("mscale", scale) * math.log(factor) + 1 if factor > 1 else 1.0 for scale in scales)
-    return positive("what follows from mscale and mscale_all_dim", over / under)
+    plain, all_dim = (0.1 * positive("mscale", scale) * math.log(factor) + 1 if factor > 1 else 1.0 for scale in scales)
+    return positive("the attention factor from mscale and mscale_all_dim", plain / all_dim)
 
 
 def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
-    """Returns the older spelling, which every version reads, unless it cannot express a scaling."""
+    """Returns the older format, which every version reads, unless only the newer one can express a scaling."""
     full, sliding = (
         next((layer for layer in layers if (layer.sliding_window is not None) == windowed), layers[0])
         for windowed in (False, True)
@@ -274,19 +272,19 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
     theta, local_theta = (layer.rope_theta or family.rope_theta for layer in (full, sliding))
     scaling, parameters = full.rope_scaling, _scaling_parameters(full.rope_scaling)
     written: dict[str, object] = {"rope_theta": theta, "rope_scaling": parameters or None}
-    longest = {}
-    if _ORIGINAL in parameters:  # transformers requires the longest as well
-        longest = {_LONGEST: math.ceil(scaling.original_length * scaling.factor)}
-    if scaling.kind == "longrope":  # before transformers 5, its factor was the ratio of these two
+    max_positions = {}
+    if _ORIGINAL in parameters:  # transformers also requires this attribute
+        max_positions = {_MAX_POSITIONS: math.ceil(scaling.original_length * scaling.factor)}
+    if scaling.kind == "longrope":  # before transformers 5, the factor was max / original positions
         written[_ORIGINAL] = scaling.original_length
     if "rope_local_base_freq" not in family.layer_attributes:
-        return written | longest
+        return written | max_positions
     if sliding.rope_scaling.kind == "none":
-        return written | longest | {"rope_local_base_freq": local_theta}
+        return written | max_positions | {"rope_local_base_freq": local_theta}
     default = {"rope_type": "default"}
     local = {**default, **_scaling_parameters(sliding.rope_scaling), "rope_theta": local_theta}
     nested = {_FULL: {**default, **parameters, "rope_theta": theta}, _SLIDING: local}
-    return {"rope_parameters": nested, **longest}
+    return {"rope_parameters": nested, **max_positions}
 
 
 def _scaling_parameters(scaling: RopeScaling) -> dict[str, object]:

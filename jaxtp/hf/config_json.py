@@ -20,8 +20,8 @@ from jaxtp.hf.model_folder import (
     HFError,
     choice,
     join_problems,
-    named,
     open_folder,
+    prefix_errors,
     quote,
     read_attributes,
     whole,
@@ -34,11 +34,11 @@ from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig, architecture
 
 _ALWAYS_WRITTEN = ("hidden_act", "attention_dropout")
-"""Attributes with one supported value that are written."""
+"""Attributes that an export writes although they have only one supported value."""
 _EXPERT_DEFAULTS = {
     field.name: field.default for field in dataclasses.fields(ExpertsConfig) if not hasattr(MLPConfig, field.name)
 }
-"""Settings of experts, with their defaults."""
+"""Defaults of the settings that only experts have."""
 
 
 def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
@@ -82,21 +82,21 @@ def family_of(attributes: Attributes, source: str) -> Family:
 
 
 def model_config(attributes: Attributes, source: str, ignore_config: Collection[str] = ()) -> ModelConfig:
-    """Returns the configuration in attributes of the file `source`; raises as `read_config`."""
+    """Returns the configuration in the attributes; `source` names their file in messages. Raises as `read_config`."""
     family = family_of(attributes, source)
-    with named(source):
+    with prefix_errors(source):
         if problems := list(_problems(attributes, family, ignore_config)):
             raise HFError(join_problems(problems))
         fields = _fields(attributes, family)
-        return configuration.validate(ModelConfig, fields, source=f"{source} describes a model that cannot be")
+        return configuration.validate(ModelConfig, fields, source=f"{source} describes an invalid model")
 
 
 def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, object]:
-    """Returns config.json attributes that every transformers version reads; raises if the family has no such model."""
+    """Returns config.json attributes that every transformers version reads; raises if the family lacks such models."""
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **dict(_written(config, family)),
+        **dict(_family_attributes(config, family)),
         **{name: family.required[name] for name in _ALWAYS_WRITTEN if name in family.required},
         **write_layers(config, family),
         "torch_dtype": dtype,
@@ -104,20 +104,20 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     try:
         read = _comparable(model_config(written, "config.json"))
     except HFError as error:
-        raise HFError(f"a {family.model_type} cannot be this model: {error}") from None
+        raise HFError(f"a {family.model_type} cannot represent this model: {error}") from None
     if lost := configuration.differences(_comparable(config), read, "model."):
         changes = join_problems([truncate(line) for line in lost])
-        raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {changes}")
+        raise HFError(f"a {family.model_type} cannot represent this model (it has -> it would become): {changes}")
     return written
 
 
-def _written(config: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
+def _family_attributes(config: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
     config = _common_settings(config)
     for attribute in reversed(family.attributes):  # so the first attribute of a name wins
         value = getattr(config, attribute.fields[0])
         if isinstance(attribute.kind, Mapping):
-            spelled = (theirs for theirs, ours in attribute.kind.items() if ours == value)
-            yield attribute.name, next(spelled, attribute.default)
+            names = (theirs for theirs, ours in attribute.kind.items() if ours == value)
+            yield attribute.name, next(names, attribute.default)
         elif value is not None and attribute.power != 1:
             number = round(value ** (1 / attribute.power), 6)
             yield attribute.name, int(number) if number.is_integer() else number
@@ -134,7 +134,7 @@ def _common_settings(config: ModelConfig) -> ModelConfig:
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    """Returns the architecture; settings that differ between layers as lists, expert settings only with experts."""
+    """Returns the architecture. Settings that differ by layer are lists; dense layers have the experts' defaults."""
     fields = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
     plain = {
         block: configuration.to_plain(block) | ({} if block.num_experts else _EXPERT_DEFAULTS)
@@ -159,14 +159,14 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
             return family
         except HFError as error:
             reasons.append(str(error))
-    raise HFError("no family can be this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
+    raise HFError("no family can represent this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
 
 
 def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
     known = family.known_attributes()
     for name in ignored:
         if name in family.required or name in known or name == "architectures":
-            yield f"--ignore-config {truncate(name)}: it is known to change the model, and cannot be passed over"
+            yield f"--ignore-config {truncate(name)}: it is known to change the model, so it cannot be ignored"
         elif name not in attributes:
             close = difflib.get_close_matches(name, attributes, n=1)
             hint = f"; did you mean {truncate(close[0])}?" if close else ""
@@ -178,7 +178,7 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
                 yield f"{name} = {quote(value)} is not supported, only {only!r}: it is known to change the model"
         elif not (name in known or name in ignored or is_ignorable(name, value, family)):
             yield (
-                f"the attribute {truncate(name)} = {quote(value)} of a {family.model_type} is not understood and may "
+                f"the attribute {truncate(name)} = {quote(value)} of a {family.model_type} is unknown and may "
                 "change the model; if you know that it does not, ignore it by --ignore-config "
                 f"{shlex.quote(truncate(name))}"
             )
@@ -189,33 +189,32 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
 def _fields(attributes: Attributes, family: Family) -> Settings:
     fields, names = dict(family.always), dict[str, str]()
     for attribute in family.attributes:
-        name = _spelled(attribute, attributes, family)
+        name = _name_in_file(attribute, attributes, family)
         names |= dict.fromkeys(attribute.fields, name)
         fields |= dict.fromkeys(attribute.fields, _read(attribute, name, attributes, fields))
     fields["head_dim"] = _head_dim(attributes, family, fields)
-    most, chosen = fields.get("num_experts"), fields.get("experts_per_token", 0)
-    if most is not None and chosen > most:
+    num_experts, per_token = fields.get("num_experts"), fields.get("experts_per_token", 0)
+    if num_experts is not None and per_token > num_experts:
         raise HFError(
-            f"{names['experts_per_token']} = {chosen}: should be at most {names['num_experts']}, which is {most}"
+            f"{names['experts_per_token']} = {per_token}: should be at most {names['num_experts']} = {num_experts}"
         )
     return {**fields, **read_layers(attributes, family, fields)}
 
 
-def _spelled(attribute: Attribute, attributes: Attributes, family: Family) -> str:
-    """Returns the name of an attribute in a file."""
+def _name_in_file(attribute: Attribute, attributes: Attributes, family: Family) -> str:
     name, alias = attribute.name, attribute.alias
     if alias is None or alias not in attributes:
         return name
     if attributes.get(name, attributes[alias]) != attributes[alias]:
         both = f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])}"
-        raise HFError(f"{both} are one attribute of a {family.model_type}")
+        raise HFError(f"{both} are two names of one attribute, and must be equal")
     return alias
 
 
 def _read(attribute: Attribute, name: str, attributes: Attributes, fields: Settings) -> Any:
     value = attributes.get(name, attribute.default)
-    if value is None and attribute.other is not None:
-        value = fields[attribute.other] * attribute.times
+    if value is None and attribute.default_from is not None:
+        value = fields[attribute.default_from] * attribute.times
     if isinstance(attribute.kind, Mapping):
         return choice(name, value, attribute.kind)
     if value is None and attribute.can_be_null:

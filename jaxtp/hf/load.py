@@ -1,4 +1,4 @@
-"""Loads a Hugging Face folder onto a mesh; reads each device's part directly."""
+"""Loads a Hugging Face folder onto a mesh; reads each device's shard directly."""
 
 import dataclasses
 import difflib
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pad_array, replace_arrays
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
-from jaxtp.hf.model_folder import CONFIG, Folder, HFError, named, open_folder
+from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
 from jaxtp.hf.safetensors import Block, StoredTensor
 from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, match_tensors, name_of, split_path
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
@@ -31,9 +31,9 @@ Progress = Callable[[int, int], None]
 
 _TILE = 64
 _ALIGNMENT = 64
-"""Bytes, of XLA's arrays on CPUs."""
+"""Alignment in bytes that XLA needs to use a CPU array without a copy."""
 _EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
-"""The exponent's bits, which are all set in numbers that are not finite."""
+"""Unsigned dtype and exponent mask; a number is not finite if all exponent bits are set."""
 
 
 def load_hf(
@@ -47,7 +47,7 @@ def load_hf(
     """Loads a model from a Hugging Face folder, onto the mesh in context or one device.
 
     Each byte is read once. Besides the model, host memory holds at most one tensor, or one layer's kernel of all
-    experts. The model maps ids `[B, T]` to logits `[B, T, V]`.
+    experts.
 
     Args:
       path: folder with config.json and safetensors, in one file or several with an index.
@@ -77,7 +77,7 @@ def import_config(
     if "lora" in overrides:
         raise HFError("lora: load the model, then give it adapters: jaxtp.add_adapters(model, LoraConfig(rank=8))")
     if fixed := [name for name in overrides if name in architecture(config)]:
-        raise HFError(f"{', '.join(fixed)}: what the model is follows from {folder.path / CONFIG}; leave it out")
+        raise HFError(f"{', '.join(fixed)}: {folder.path / CONFIG} determines the architecture; leave it out")
     if precision is None:
         precision = Precision(param="bfloat16" if dtype_of(folder) == "bfloat16" else "float32")
     return dataclasses.replace(config, precision=precision, **overrides)
@@ -85,7 +85,7 @@ def import_config(
 
 def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None) -> Decoder:
     """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
-    with named(folder.path):
+    with prefix_errors(folder.path):
         validate_model(config, mesh_sizes(mesh), fixed=True)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
         graph, abstract = abstract_decoder(config)
@@ -99,7 +99,7 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
 def _checked_blocks(
     tensor: StoredTensor, copy: StoredTensor | None, first: int, last: int
 ) -> Iterator[tuple[int, Block]]:
-    """Yields rows in blocks; refuses non-finite values and a `copy` (a tied head) that differs."""
+    """Yields rows in blocks; refuses non-finite values, and a `copy` (a tied head) with other values."""
     unsigned, mask = _EXPONENTS[tensor.dtype]
     copied = None if copy is None else copy.blocks(first, last)
     for row, block in tensor.blocks(first, last):
@@ -121,36 +121,36 @@ def load_tensors(
 ) -> nnx.State:
     """Reads the `needed` parts of tensors into an abstract state; layers without a tensor are zero.
 
-    `copies` are tensors that must be equal to the tensor of their key: a tied head.
+    `copies` maps a tensor's name to a tensor that must be equal: a tied head.
     """
     done, total = 0, sum(tensors[name].num_bytes for name in needed)
     variables = named_variables(abstract)
-    remaining = Counter(place.target for parts in needed.values() for place in parts)
+    remaining = Counter(part.target for parts in needed.values() for part in parts)
     stacked = {ours: variable for ours, variable in variables.items() if split_path(ours)[0] is not None}
     shapes = {ours: (tuple(v.shape), v.dtype) for ours, v in stacked.items()}
     shardings = {ours: _sharding(mesh, spec_of(v)) for ours, v in stacked.items()}
     # One program, compiled once for all stacks.
     zeros = jax.jit(lambda: {ours: jnp.zeros(*shape) for ours, shape in shapes.items()}, out_shardings=shardings)
     arrays: dict[str, Array] = zeros()
-    parameters: dict[tuple[str, int | None], _Parameter] = {}
+    buffers_of: dict[tuple[str, int | None], _Buffers] = {}
     for name, parts in needed.items():
-        for ours, index in (place.target for place in parts):
-            if (ours, index) not in parameters:
-                parameters[ours, index] = _Parameter(variables[ours], mesh, stacked=index is not None)
-        filled = [(place, parameters[place.target]) for place in parts]
-        needed_rows = [rows for place, part in filled for _, (rows, *_) in part.slices(place) if rows[0] < rows[1]]
-        first, last = min((a for a, _ in needed_rows), default=0), max((b for _, b in needed_rows), default=0)
+        for ours, index in (part.target for part in parts):
+            if (ours, index) not in buffers_of:
+                buffers_of[ours, index] = _Buffers(variables[ours], mesh, stacked=index is not None)
+        filled = [(part, buffers_of[part.target]) for part in parts]
+        bounds = [rows for part, buffers in filled for _, (rows, *_) in buffers.slices(part) if rows[0] < rows[1]]
+        first, last = min((a for a, _ in bounds), default=0), max((b for _, b in bounds), default=0)
         for row, block in _checked_blocks(tensors[name], (copies or {}).get(name), first, last):
-            for place, part in filled:
-                part.take(place, row, block)
+            for part, buffers in filled:
+                buffers.fill(part, row, block)
             done += block.nbytes
             if progress is not None:
                 progress(done, total)
-        for ours, index in (place.target for place in parts):
+        for ours, index in (part.target for part in parts):
             remaining[ours, index] -= 1
-            if remaining[ours, index]:  # waits for tensors of other experts
+            if remaining[ours, index]:  # other experts of this kernel follow
                 continue
-            placed = parameters.pop((ours, index)).placed()
+            placed = buffers_of.pop((ours, index)).placed()
             if index is None:
                 arrays[ours] = placed
                 continue
@@ -172,37 +172,37 @@ _Bounds = tuple[tuple[int, int], ...]
 """Start and end in each dim."""
 
 
-class _Parameter:
-    """A parameter, or one of its layers, in transit to the devices."""
+class _Buffers:
+    """Host buffers for the shards of a parameter, or of one of its layers."""
 
     def __init__(self, variable: Variable, mesh: Mesh | None, *, stacked: bool):
-        dims = slice(1 if stacked else 0, None)  # layers are not split
+        dims = slice(1 if stacked else 0, None)  # the layer dim is not split
         self.padding = padding_of(variable)
         self.shape, self.padded = logical_shape(variable)[dims], tuple(variable.shape)[dims]
-        self.stored = _sharding(mesh, PartitionSpec(*tuple(spec_of(variable))[dims]))
+        self.padded_sharding = _sharding(mesh, PartitionSpec(*tuple(spec_of(variable))[dims]))
         self.sharding = _sharding(mesh, PartitionSpec(*tuple(logical_spec(variable, mesh_sizes(mesh)))[dims]))
         indices = self.sharding.addressable_devices_indices_map(self.shape)
         self.bounds = {device: _bounds(index, self.shape) for device, index in indices.items()}
         dtype = np.dtype(variable.dtype)
         self.blocks = {where: _aligned_zeros(tuple(b - a for a, b in where), dtype) for where in self.bounds.values()}
 
-    def slices(self, place: TensorPart) -> Iterator[tuple[Block, _Bounds]]:
-        """Yields each device's part of a tensor, with the dims of the file, and its bounds in the file."""
+    def slices(self, part: TensorPart) -> Iterator[tuple[Block, _Bounds]]:
+        """Yields each device's part of a tensor, in the dim order of the file, and its bounds in the file."""
         for where, block in self.blocks.items():
-            if place.expert is not None:
-                expert, where = place.expert - where[0][0], where[1:]
+            if part.expert is not None:
+                expert, where = part.expert - where[0][0], where[1:]
                 if not 0 <= expert < len(block):
                     continue
                 block = block[expert]
             (begin, end), before = where[-1], where[:-1]
-            columns = (begin + place.first, end + place.first)
-            if place.transposed:
+            columns = (begin + part.first, end + part.first)
+            if part.transposed:
                 yield block.swapaxes(-2, -1), (*before[:-1], columns, before[-1])
             else:
                 yield block, (*before, columns)
 
-    def take(self, place: TensorPart, row: int, rows: Block) -> None:
-        for block, ((start, stop), *columns) in self.slices(place):
+    def fill(self, part: TensorPart, row: int, rows: Block) -> None:
+        for block, ((start, stop), *columns) in self.slices(part):
             low, high = max(row, start), min(row + len(rows), stop)
             if low < high:
                 source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in columns))]
@@ -211,7 +211,7 @@ class _Parameter:
     def placed(self) -> Array:
         placed = [jax.device_put(self.blocks[where], device) for device, where in self.bounds.items()]
         array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
-        return array if self.shape == self.padded else pad_array(array, self.padding, self.stored)
+        return array if self.shape == self.padded else pad_array(array, self.padding, self.padded_sharding)
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:

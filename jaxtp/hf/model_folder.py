@@ -1,7 +1,7 @@
 """Reads an untrusted Hugging Face folder: config.json, and safetensors in one file or several with an index.
 
-Nothing in it is executed; pickles are never opened. Weights may be links to any file, parsed only as safetensors. Other
-files may be copied or printed, so they must be in the folder or a blob of the hub's cache (`models--.../blobs/...`).
+Nothing in it is executed; pickles are never opened. Weights may be links to any file, since they are parsed only as
+safetensors. Other files may be copied or printed: they must be in the folder or the hub's cache (`models--.../blobs/`).
 """
 
 import math
@@ -29,7 +29,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
 _LISTED = 10
-"""Problems in a message."""
+"""Maximum number of problems in a message."""
 
 Attributes = Mapping[str, object]
 """The JSON object in a configuration file."""
@@ -50,8 +50,8 @@ def open_folder(path: Path) -> Folder:
 
 
 @contextmanager
-def named(source: Path | str) -> Iterator[None]:
-    """Makes a mistake in a folder or file an `HFError` whose message begins with its name."""
+def prefix_errors(source: Path | str) -> Iterator[None]:
+    """Raises errors as `HFError`, with the name of the folder or file before the message."""
     try:
         yield
     except (ConfigError, HFError) as error:
@@ -102,7 +102,7 @@ def _read_headers(path: Path) -> dict[str, StoredTensor]:
     if os.path.lexists(path / INDEX):
         return _read_indexed(path, read_json(path, INDEX).get("weight_map"))
     if any(_SHARD.fullmatch(file.name) for file in path.iterdir()):
-        raise HFError(f"{path}: the weights are in several files, and {INDEX}, which says what is where, is missing")
+        raise HFError(f"{path}: the weights are in several files, and {INDEX}, which maps tensors to files, is missing")
     reason = explain_pickle(path, "transformers") or f"neither {WEIGHTS} nor {INDEX} is there"
     raise HFError(f"{path}: {reason}")
 
@@ -113,14 +113,14 @@ def explain_pickle(path: Path, library: str) -> str | None:
     if not pickles:
         return None
     return (
-        f"{pickles[0]} is a pickle, which can run any code when it is opened, and is never opened here; convert it to "
-        f"safetensors where you trust it: save_pretrained(folder) of {library} does"
+        f"{pickles[0]} is a pickle, which can run any code when it is opened, so jaxtp never opens it; if you "
+        f"trust it, convert it to safetensors by save_pretrained(folder) of {library}"
     )
 
 
 def _read_indexed(path: Path, weight_map: object) -> dict[str, StoredTensor]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise HFError(f"{path / INDEX}: weight_map should say for each tensor in which file it is")
+        raise HFError(f"{path / INDEX}: weight_map should map the name of each tensor to its file")
     if not weight_map:
         raise HFError(f"{path / INDEX}: weight_map is empty")
     tensors: dict[str, StoredTensor] = {}
@@ -128,16 +128,16 @@ def _read_indexed(path: Path, weight_map: object) -> dict[str, StoredTensor]:
         if not name.endswith(".safetensors"):
             raise HFError(f"{path / INDEX}: {truncate(name)!r} is not a safetensors file; no other is opened")
         if name != Path(name).name or "\\" in name or not name.isprintable():
-            raise HFError(f"{path / INDEX}: '{truncate(name)}' is not the plain name of a file in the folder")
+            raise HFError(f"{path / INDEX}: '{truncate(name)}' is not the name of a file in the folder")
         header = read_header(path / name)
         for tensor in header:
             if weight_map.get(tensor) != name:
-                raise HFError(f"{path / name}: holds {truncate(tensor)}, which {INDEX} does not say")
+                raise HFError(f"{path / name}: holds {truncate(tensor)}, which {INDEX} does not list there")
         tensors |= header
     missing = [tensor for tensor in weight_map if tensor not in tensors]
     if missing:
         file, name = weight_map[missing[0]], truncate(missing[0])
-        raise HFError(f"{path / file}: does not hold {name}, which {INDEX} says it does ({len(missing)} missing)")
+        raise HFError(f"{path / file}: lacks {name}, which {INDEX} lists there ({len(missing)} missing)")
     return tensors
 
 
@@ -175,7 +175,7 @@ def choice(name: str, value: object, choices: Mapping[Any, T]) -> T:
 
 
 READ = {int: whole, float: positive, bool: switch}
-"""Checks by type."""
+"""Functions that check and return a value, by its type."""
 
 
 def quote(value: object) -> str:

@@ -1,8 +1,8 @@
 """Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 The format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Tensor names decide which modules have
-adapters. A list in `target_modules` must agree; a regular expression is not run, since an attacker can make it run
-forever. A layer without an adapter gets zeros, which training does not change (`jaxtp/layers/lora.py`).
+adapters. A list in `target_modules` must agree; a regular expression is not evaluated, since a hostile one may never
+end. A layer without an adapter gets zeros, which training does not change (`jaxtp/layers/lora.py`).
 """
 
 import re
@@ -31,8 +31,8 @@ from jaxtp.hf.model_folder import (
     HFError,
     explain_pickle,
     join_problems,
-    named,
     positive,
+    prefix_errors,
     quote,
     read_attributes,
     switch,
@@ -54,7 +54,7 @@ _KNOWN = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "bias", "target_modules", "exclude_modules"),
         *("layers_to_transform", "layers_pattern", "init_lora_weights", "fan_in_fan_out", "task_type"),
-        # Without effect on what adapters compute, or only with another attribute, which is refused:
+        # No effect on outputs, or only together with another attribute, which is refused:
         *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "megatron_core"),
         *("qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying"),
     }
@@ -63,45 +63,44 @@ _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
 
-class _Place(NamedTuple):
+class _LayerAdapter(NamedTuple):
     adapter: Adapter
-    in_stack: int
+    stack_index: int
     """Index in the stack of layers."""
     tensor: Tensor
     """The adapted kernel in the model's file."""
 
 
-_Modules = Mapping[str, list[_Place]]
-"""The adapters of each module in PEFT, by name: several if the file fuses projections."""
+_Modules = Mapping[str, list[_LayerAdapter]]
+"""The adapters of each module in PEFT, by the module's name: several if the file fuses projections."""
 
 
 def _modules(config: ModelConfig, family: Family) -> _Modules:
     tensors = {tensor.ours: tensor for tensor in family.tensors}
-    modules: dict[str, list[_Place]] = {}
+    modules: dict[str, list[_LayerAdapter]] = {}
     for adapter in adapters(config):
         if (kernel := split_path(adapter.kernel)[1]) not in tensors:
             raise HFError(f"a {family.model_type} has no {kernel}")
         tensor = tensors[kernel]
         for index, layer in enumerate(adapter.layers):
             module = tensor.theirs.removesuffix(".weight").replace(LAYER, str(layer))
-            modules.setdefault(module, []).append(_Place(adapter, index, tensor))
+            modules.setdefault(module, []).append(_LayerAdapter(adapter, index, tensor))
     return modules
 
 
 def _tensor_parts(modules: _Modules, variables: Mapping[str, Variable]) -> Iterator[TensorPart]:
     """Yields A and B of each module; fused projections share A, and their Bs are concatenated."""
-    for module, places in modules.items():
+    for module, projections in modules.items():
         a, b = (f"{PREFIX}{module}.lora_{factor}.weight" for factor in "AB")
-        outputs = [logical_shape(variables[f"{place.adapter.lora}.b"])[-1] for place in places]
-        for i, (adapter, index, _) in enumerate(places):
+        outputs = [logical_shape(variables[f"{projection.adapter.lora}.b"])[-1] for projection in projections]
+        for i, (adapter, index, _) in enumerate(projections):
             _, inputs, rank = logical_shape(variables[f"{adapter.lora}.a"])
             yield TensorPart(f"{adapter.lora}.a", a, index, transposed=True, shape=(rank, inputs))
             shape, first = (sum(outputs), rank), sum(outputs[:i])
             yield TensorPart(f"{adapter.lora}.b", b, index, transposed=True, shape=shape, first=first)
 
 
-def _kind(module: str) -> str:
-    """Returns a module's name within its layer."""
+def _name_in_layer(module: str) -> str:
     return re.split(r"\.\d+\.", module, maxsplit=1)[-1]
 
 
@@ -110,7 +109,7 @@ def save_peft(
 ) -> None:
     """Writes a model's adapters, from any mesh, for `peft.PeftModel.from_pretrained`.
 
-    Layers whose adapters are zero, as they were read from PEFT, have none in the folder.
+    Layers whose adapters are all zero are left out: `load_peft` fills layers without adapters with zeros.
 
     Args:
       path: a new or empty folder; appears when complete.
@@ -135,7 +134,7 @@ def save_peft(
             )
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
     nonzero = {adapter: _nonzero_layers(variables[f"{adapter.lora}.a"][...]) for adapter in adapters(config)}
-    adapted = {module: at for module, at in modules.items() if at[0].in_stack in nonzero[at[0].adapter]} or modules
+    adapted = {m: each for m, each in modules.items() if each[0].stack_index in nonzero[each[0].adapter]} or modules
     files = {WEIGHTS: group_by_tensor(_tensor_parts(adapted, variables))}
     others = {CONFIG: json_bytes(_peft_config(config.lora, adapted, len(adapted) == len(modules), base))}
     write_folder(Path(path), variables, files, others, options.get("dtype") or config.lora.dtype, options)
@@ -143,15 +142,15 @@ def save_peft(
 
 def _nonzero_layers(stacked: Array) -> list[int]:
     sharding = stacked.sharding
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    nonzero = jax.jit(lambda a: jnp.any(a != 0, axis=(1, 2)), out_shardings=everywhere)(stacked)
+    replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    nonzero = jax.jit(lambda a: jnp.any(a != 0, axis=(1, 2)), out_shardings=replicated)(stacked)
     indices: list[int] = np.flatnonzero(nonzero).tolist()
     return indices
 
 
-def _peft_config(lora: LoraConfig, modules: _Modules, everywhere: bool, base: str | Path | None) -> dict[str, object]:
-    targets = {module: places[0].adapter.target for module, places in modules.items()}
-    short = [target if module.endswith(f".{target}") else _kind(module) for module, target in targets.items()]
+def _peft_config(lora: LoraConfig, modules: _Modules, all_layers: bool, base: str | Path | None) -> dict[str, object]:
+    targets = {module: projections[0].adapter.target for module, projections in modules.items()}
+    short = [target if module.endswith(f".{target}") else _name_in_layer(module) for module, target in targets.items()]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -160,33 +159,33 @@ def _peft_config(lora: LoraConfig, modules: _Modules, everywhere: bool, base: st
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
-        "target_modules": list(dict.fromkeys(short) if everywhere else modules),
+        "target_modules": list(dict.fromkeys(short) if all_layers else modules),
         "bias": "none",
-        "fan_in_fan_out": not all(place.tensor.transposed for places in modules.values() for place in places),
+        "fan_in_fan_out": not all(each.tensor.transposed for projections in modules.values() for each in projections),
         "inference_mode": True,
     }
 
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """A folder of adapters that fits a model, without its weights."""
+    """A folder of adapters that fit a model; their weights are not read yet."""
 
     path: Path
     lora: LoraConfig
     tensors: Mapping[str, StoredTensor]
     parts: Mapping[str, list[TensorPart]]
-    """By name of the tensor."""
+    """Parts of each tensor, by the tensor's name."""
     notes: tuple[str, ...]
     """Messages to print before training."""
     untrainable: str | None
-    """Why they can only be merged, not trained; or None."""
+    """Why the adapters can only be merged, not trained; None if they can be trained."""
 
     def check_trainable(self) -> None:
-        """Refuses adapters that cannot be trained."""
+        """Raises `HFError` if the adapters cannot be trained."""
         if self.untrainable is not None:
             raise HFError(
-                f"{self.path}: {self.untrainable}; make a model of both by `jaxtp convert export MODEL OUT "
-                f"--adapters {self.path}`, and train that"
+                f"{self.path}: {self.untrainable}; merge them by `jaxtp convert export MODEL OUT "
+                f"--adapters {self.path}`, and train OUT"
             )
 
 
@@ -215,7 +214,7 @@ def with_peft(model: Decoder, folder: PeftFolder, mesh: Mesh | None) -> Decoder:
 
 
 def read_peft(folder: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx.State:
-    """Reads adapters into the shapes and shardings of an abstract state."""
+    """Reads the adapters of an abstract state, in its shapes and shardings."""
     return load_tensors(folder.tensors, folder.parts, nnx.filter_state(abstract, nnx.LoRAParam), mesh)
 
 
@@ -223,9 +222,9 @@ def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> Pef
     """Opens a folder of adapters; raises `HFError` if they are unreadable, unsupported, or do not fit the model."""
     attributes = read_attributes(path, CONFIG, "PEFT's format")
     plain = replace(config, lora=LoraConfig())
-    with named(path):
+    with prefix_errors(path):
         _check_attributes(attributes)
-        return _fit(path, attributes, plain, choose_family(plain, family))
+        return _match_model(path, attributes, plain, choose_family(plain, family))
 
 
 def _check_attributes(attributes: Attributes) -> None:
@@ -236,13 +235,13 @@ def _check_attributes(attributes: Attributes) -> None:
         problems.append(f"bias = {quote(bias)} is not supported, only 'none': biases are not trained with adapters")
     if (init := attributes.get("init_lora_weights", True)) not in _INITS_THAT_KEEP_BASE:
         problems.append(
-            f"init_lora_weights = {quote(init)} is not supported: it changes the kernels as well; PEFT converts them "
-            "(path_initial_model_for_weight_conversion)"
+            f"init_lora_weights = {quote(init)} is not supported: it also changes the kernels; PEFT can convert "
+            "the adapters (path_initial_model_for_weight_conversion)"
         )
     if dropout := attributes.get("lora_dropout"):
         positive("lora_dropout", dropout)
     problems += [
-        f"{truncate(name)} = {quote(value)} is not supported: only LoRA as PEFT has it by default is"
+        f"{truncate(name)} = {quote(value)} is not supported, only LoRA with PEFT's defaults"
         for name, value in attributes.items()
         if name not in _KNOWN and value not in (None, False, {}, [])
     ]
@@ -250,7 +249,7 @@ def _check_attributes(attributes: Attributes) -> None:
         raise HFError(join_problems(problems))
 
 
-def _fit(path: Path, attributes: Attributes, config: ModelConfig, family: Family) -> PeftFolder:
+def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family: Family) -> PeftFolder:
     """Compares the names and shapes in a folder with a model's; raises `HFError` if they differ."""
     rank, alpha = whole("r", attributes.get("r")), positive("lora_alpha", attributes.get("lora_alpha"))
     rslora = switch("use_rslora", attributes.get("use_rslora") or False)
@@ -261,12 +260,12 @@ def _fit(path: Path, attributes: Attributes, config: ModelConfig, family: Family
     tensors = _read_factors(path, rank, possible, config, family, made_for)
     adapted = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
     _check_names(attributes, adapted, possible, made_for)
-    targets = {place.adapter.target for module in adapted for place in possible[module]}
+    targets = {projection.adapter.target for module in adapted for projection in possible[module]}
     lora = replace(lora, targets=tuple(target for target in TARGETS if target in targets))
     config = replace(config, lora=lora)
     modules = _modules(config, family)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
-    used = {module: places for module, places in modules.items() if module in adapted}
+    used = {module: projections for module, projections in modules.items() if module in adapted}
     parts = group_by_tensor(_tensor_parts(used, variables))
     for name, (part, *_) in parts.items():
         if tensors[name].shape != part.shape:
@@ -276,9 +275,9 @@ def _fit(path: Path, attributes: Attributes, config: ModelConfig, family: Family
     if dropout := attributes.get("lora_dropout"):
         notes.append(f"lora_dropout = {quote(dropout)} is not applied")
     if len(used) < len(modules):
-        notes.append(f"{len(used)} of {len(modules)} modules have an adapter, and the others stay as they are")
-    if fused := [module for module, places in used.items() if len(places) > 1]:
-        untrainable = f"{fused[0]} is several projections with one adapter, which would be trained apart"
+        notes.append(f"{len(used)} of {len(modules)} modules have an adapter; the others are not trained")
+    if fused := [module for module, projections in used.items() if len(projections) > 1]:
+        untrainable = f"{fused[0]} fuses several projections with one adapter, and jaxtp trains one for each"
     return PeftFolder(path, lora, tensors, parts, tuple(notes), untrainable)
 
 
@@ -294,18 +293,18 @@ def _read_factors(
         raise HFError(explain_pickle(path, "peft") or f"no {WEIGHTS} is there")
     if not (tensors := read_header(weights)):
         raise HFError(f"{WEIGHTS} holds no adapters")
-    kinds = ", ".join(dict.fromkeys(map(_kind, possible)))
+    kinds = ", ".join(dict.fromkeys(map(_name_in_layer, possible)))
     for name, tensor in tensors.items():
         if (match := _TENSOR.fullmatch(name)) is None:
-            raise HFError(f"{truncate(name, 200)} is not supported; adapters of {kinds} are")
+            raise HFError(f"{truncate(name, 200)} is not supported, only adapters of {kinds}")
         module, factor = match.groups()
         layer = re.search(r"\.(\d{1,9})\.", module)
         if module not in possible and layer is not None and module.replace(layer[0], ".0.", 1) in possible:
-            where = f"layer {layer[1]}, and the model has {config.num_layers}"
-            raise HFError(f"{PREFIX}{truncate(module, 200)} is of {where}{made_for}")
+            where = f"layer {layer[1]}, and the model has {config.num_layers} layers"
+            raise HFError(f"{PREFIX}{truncate(module, 200)} is in {where}{made_for}")
         if module not in possible:
             raise HFError(
-                f"adapters of {truncate(module, 200)} are not supported; a {family.model_type} can have them of {kinds}"
+                f"adapters of {truncate(module, 200)} are not supported in a {family.model_type}, only of {kinds}"
             )
         if tensor.dtype not in DTYPES:
             raise HFError(f"{truncate(name, 200)} is {tensor.dtype}, not float32, bfloat16 or float16")
@@ -318,7 +317,7 @@ def _read_factors(
 
 
 def _check_names(attributes: Attributes, adapted: Collection[str], possible: _Modules, made_for: str) -> None:
-    """Compares the modules that have adapters with target_modules, unless a regular expression chooses them."""
+    """Compares the adapted modules with the lists in the configuration, unless a regular expression chooses them."""
     lists = {name: attributes.get(name) for name in ("target_modules", "exclude_modules")}
     if any(isinstance(value, str) for value in lists.values()) or attributes.get("layers_pattern"):
         return
@@ -328,7 +327,7 @@ def _check_names(attributes: Attributes, adapted: Collection[str], possible: _Mo
     layers = attributes.get("layers_to_transform")
     layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
     if not all(type(layer) is int for layer in layers):
-        raise HFError(f"layers_to_transform = {quote(layers)}: should be numbers of layers")
+        raise HFError(f"layers_to_transform = {quote(layers)}: should be layer numbers")
     wanted, excluded = (set(value) if isinstance(value, list) else set() for value in lists.values())
     expected = [
         module
@@ -339,9 +338,9 @@ def _check_names(attributes: Attributes, adapted: Collection[str], possible: _Mo
     ]
     for module in expected:
         if module not in adapted:
-            raise HFError(f"missing: {PREFIX}{module}.lora_A.weight, which target_modules ask for{made_for}")
+            raise HFError(f"missing: {PREFIX}{module}.lora_A.weight, which target_modules require{made_for}")
     for module in sorted({*adapted} - {*expected}):
-        raise HFError(f"left over: {PREFIX}{module}.lora_A.weight, which target_modules do not name")
+        raise HFError(f"unexpected: {PREFIX}{module}.lora_A.weight, which target_modules do not name")
 
 
 def _suffixes(module: str) -> set[str]:

@@ -41,7 +41,7 @@ HF_FILES = "hf"
 def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
     """Returns the model in a run (its newest checkpoint) or a checkpoint, with any adapters, on the mesh in context.
 
-    `base` is the adapters' base model, if moved.
+    `base`: the adapters' base model, if it has moved.
 
     Raises:
       CheckpointError: the checkpoint is missing or damaged, or the base model does not match.
@@ -87,7 +87,7 @@ def load_adapted(checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Pa
     path = Path(info[BASE]["from"]) if base is None else base
     if not path.is_dir():
         where = f"--base {path}" if base is not None else f"{path}, the base model of {checkpoint}"
-        raise CheckpointError(f"{where}: no such folder; name the model's by --base DIR")
+        raise CheckpointError(f"{where}: no such folder; name the base model by --base DIR")
     weights, origin = load_base(path, config, mesh)
     check_base(info, describe_base(weights, origin, mesh), origin)
     model = load_adapters(checkpoint, config, mesh)
@@ -105,15 +105,15 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
 
 
 def run_model_config(checkpoint: Path, info: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model configuration of a checkpoint."""
+    """Returns the model configuration that a checkpoint records."""
     stored = info.get("config", {})
     if "model" not in stored:
-        raise CheckpointError(f"{checkpoint} does not say of which model it is; jaxtp train did not write it")
+        raise CheckpointError(f"{checkpoint} does not record its model; jaxtp train did not write it")
     return validate(ModelConfig, upgrade_settings(stored["model"]), source=f"{checkpoint}: its model")
 
 
 def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Returns the parameters except adapters in a model's folder, run or checkpoint; all processes must call it."""
+    """Returns the base model's parameters in a folder, run or checkpoint, and its path; all processes must call it."""
     whole = replace(config, lora=LoraConfig())
     if all_gather_json((path / CONFIG).is_file())[0]:
         with jax.set_mesh(mesh), raise_everywhere():
@@ -121,8 +121,8 @@ def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, P
     folder, info = read_info_on_all(path, lambda: newest_checkpoint(path))
     if run_model_config(folder, info).lora.rank:
         raise CheckpointError(
-            f"{folder} holds adapters alone; make a model of them by "
-            f"`jaxtp convert export {path} DIR --merged` and begin with --model.from-hf DIR"
+            f"{folder} holds only adapters; merge them by "
+            f"`jaxtp convert export {path} DIR --merged` and start from the result: --model.from-hf DIR"
         )
     with jax.set_mesh(mesh):
         _, abstract = abstract_decoder(whole)
@@ -132,7 +132,7 @@ def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, P
 def describe_base(weights: nnx.State, origin: Path, mesh: Mesh) -> dict[str, str]:
     """Returns a base model's folder and hash, for the checkpoints of its adapters."""
     arrays = to_logical(weights, mesh)
-    # In float32, so that copies in bfloat16 and float32 are equal.
+    # In float32, so that equal values have one hash in bfloat16 and float32.
     sums = {name: checksums({name: array.astype(jnp.float32)})[name] for name, array in sorted(arrays.items())}
     return {"from": str(origin.resolve()), "sha256": hashlib.sha256(json.dumps(sums).encode()).hexdigest()}
 
@@ -143,7 +143,7 @@ def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) ->
     if stored.get("sha256") != now["sha256"]:
         raise CheckpointError(
             f"the adapters were trained with the model in {stored.get('from', 'a folder that is not recorded')}, and "
-            f"what is in {origin} now has other values, or another dtype (model.precision.param)"
+            f"the model in {origin} has other values, or another dtype (model.precision.param)"
         )
 
 

@@ -25,7 +25,7 @@ from jaxtp.layers.parameter import DType
 Block = NDArray[Any]
 
 FORMATS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Supported dtypes of weights, as the format spells them."""
+"""Supported dtypes of weights, and their names in the format."""
 DTYPES = {name: np.dtype(jnp.dtype(dtype)) for dtype, name in FORMATS.items()}
 
 _ITEM_BYTES = {
@@ -38,7 +38,7 @@ _ALIGNMENT = 8
 _MAX_DIMS = 8
 _METADATA = "__metadata__"
 _BLOCK = 2**24
-"""Bytes to read at a time, about."""
+"""Approximate bytes per read."""
 
 
 class HFError(UserError):
@@ -47,7 +47,7 @@ class HFError(UserError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file; `dtype` as the format spells it, `offset` of its first byte in the file."""
+    """A tensor in a file; `dtype` as the format names it, `offset` of the first byte."""
 
     file: Path
     name: str
@@ -59,7 +59,7 @@ class StoredTensor:
     def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
         """Yields rows `[first, last)` in blocks, each with the index of its first row.
 
-        All blocks share one buffer, so a block is valid until the next. Raises `HFError` if the file is cut off."""
+        All blocks share one buffer: a block is valid until the next one. Raises `HFError` if the file is cut off."""
         rows = self.shape[0]
         last = rows if last is None else last
         row_bytes = self.num_bytes // rows
@@ -111,7 +111,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 Header = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Dtype (as the format spells it) and shape of each tensor, in the order of their data."""
+"""The format's dtype name and the shape of each tensor, in the order of their data."""
 
 
 def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -> None:
@@ -158,8 +158,8 @@ def _without_gaps(path: Path, tensors: list[StoredTensor], start: int, size: int
     ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
     for tensor in ordered:
         if tensor.offset != position:
-            wrong = "overlap" if tensor.offset < position else "leave a gap after"
-            raise HFError(f"{path}: {truncate(tensor.name)}: its data {wrong} those of {before}")
+            wrong = "overlap with" if tensor.offset < position else "leave a gap after"
+            raise HFError(f"{path}: {truncate(tensor.name)}: its data {wrong} the data of {before}")
         position, before = tensor.offset + tensor.num_bytes, truncate(tensor.name)
     if position != size:
         raise HFError(f"{path}: {size - position:,} bytes after the data of {before} belong to no tensor")

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jaxtp.checkpoint.checksum import NonFiniteError, describe_not_finite, sums
 from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config.files import sync_file, sync_folder
-from jaxtp.data.tokenizer_files import LONGEST
+from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.config_json import choose_family, write_attributes
 from jaxtp.hf.families.family import Layout
 from jaxtp.hf.load import Progress
@@ -38,9 +38,9 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""Files to copy with a model; they also say how to prompt it and sample from it."""
-_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", LONGEST, "initializer_range", "use_cache")
-"""Attributes that our models lack, copied from the folder of the tokenizer."""
+"""Files to copy with a model: tokenizer, chat template and sampling defaults."""
+_COPIED_ATTRIBUTES = ("bos_token_id", "eos_token_id", "pad_token_id", MAX_POSITIONS, "initializer_range", "use_cache")
+"""config.json attributes that `ModelConfig` lacks, copied from the tokenizer's folder."""
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 Tensors = Mapping[str, Sequence[TensorPart]]
@@ -48,24 +48,24 @@ Tensors = Mapping[str, Sequence[TensorPart]]
 
 
 class SaveOptions(TypedDict, total=False):
-    """How models and adapters are written."""
+    """Options for writing models and adapters."""
 
     family: str | None
     """`model_type`; by default the first that can represent the model."""
     tokenizer_from: str | Path | None
     """Source of tokenizer files and special token ids; without it, stderr reports that no tokenizer is written."""
     dtype: DType | None
-    """Dtype of the tensors; by default the parameters' dtype. A model loaded in it is equal bit by bit."""
+    """Dtype of the tensors; by default the parameters' dtype, which is lossless."""
     allow_non_finite: bool
-    """Also writes weights that are not finite."""
+    """Write weights even if they are not finite."""
     progress: Progress | None
 
 
 class ModelOptions(SaveOptions, total=False):
-    """How whole models are written."""
+    """Options for writing whole models."""
 
     attributes: Attributes | None
-    """More config.json attributes. Its max_position_embeddings overrides `tokenizer_from`."""
+    """Additional config.json attributes. max_position_embeddings overrides the value from `tokenizer_from`."""
     experts: Layout
     """"separate" (default) writes a tensor per expert, as on the Hub; "stacked" one per layer, as in transformers 5."""
     max_shard_size: int | str
@@ -99,9 +99,9 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     family, dtype = choose_family(config, options.get("family")), options.get("dtype") or config.precision.param
     more = options.get("attributes") or {}
     # Without pad_token_id, transformers uses the family's default, which may exceed the model's vocabulary.
-    attributes = {"pad_token_id": None, **more, **carried_attributes(options.get("tokenizer_from"))}
-    if LONGEST in more:
-        attributes[LONGEST] = more[LONGEST]
+    attributes = {"pad_token_id": None, **more, **copied_attributes(options.get("tokenizer_from"))}
+    if MAX_POSITIONS in more:
+        attributes[MAX_POSITIONS] = more[MAX_POSITIONS]
     aliases = {attribute.alias for attribute in family.attributes}
     attributes = {name: value for name, value in attributes.items() if name not in aliases}
     attributes |= write_attributes(config, family, dtype)
@@ -124,14 +124,14 @@ def write_folder(
     dtype: DType,
     options: SaveOptions,
 ) -> None:
-    """Writes safetensors `files`, `others` and the tokenizer's; every process must call it."""
+    """Writes safetensors `files`, the `others` and the tokenizer files; every process must call it."""
     if not options.get("allow_non_finite"):
         _require_finite(variables)
     others = {**others, **_tokenizer_files(options.get("tokenizer_from"))}
     tensors = {name: parts for group in files.values() for name, parts in group.items()}
     arrays = gather_tensors(variables, tensors, dtype, options.get("progress"))
     if jax.process_index() != 0:
-        for _ in arrays:  # a gather is collective
+        for _ in arrays:  # all processes must take part in each gather
             pass
         return
     with atomic_folder(path) as folder:
@@ -152,7 +152,7 @@ def _require_finite(variables: Mapping[str, Variable]) -> None:
 def gather_tensors(
     variables: Mapping[str, Variable], tensors: Tensors, dtype: DType, progress: Progress | None = None
 ) -> Iterator[Block]:
-    """Yields each tensor whole, as in the file; every process must iterate in the same order."""
+    """Yields each tensor whole, as in the file; every process must iterate to the end."""
     done, total = 0, sum(num_bytes(parts[0], dtype) for parts in tensors.values())
     last: dict[tuple[str, int | None], Block] = {}
 
@@ -201,7 +201,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     partial_folder = None
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise HFError(f"{path} is there already; name a new folder")
+            raise HFError(f"{path} already exists; name a new folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial_folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
         yield partial_folder
@@ -235,7 +235,7 @@ def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
         return {}
     files = read_files(Path(source), TOKENIZER_FILES)
     if not files:
-        raise HFError(f"{source}: no tokenizer there: none of {', '.join(TOKENIZER_FILES)}")
+        raise HFError(f"{source}: no tokenizer files there: none of {', '.join(TOKENIZER_FILES)}")
     return files
 
 
@@ -247,7 +247,7 @@ def has_tokenizer(folder: Path) -> bool:
 def _shards(tensors: Tensors, dtype: DType, most: int | str) -> dict[str, Tensors]:
     match = re.fullmatch(r"(\d{1,12}) ?(KB|MB|GB)?", str(most))
     if match is None or not int(match[1]):
-        raise HFError(f"max_shard_size = {most!r}: should be a number of bytes, or such as 5GB or 500MB")
+        raise HFError(f"max_shard_size = {most!r}: should be a number of bytes, or a size such as 5GB")
     limit = int(match[1]) * _UNITS.get(match[2], 1)
     groups: list[dict[str, Sequence[TensorPart]]] = [{}]
     size = 0
@@ -263,9 +263,9 @@ def _shards(tensors: Tensors, dtype: DType, most: int | str) -> dict[str, Tensor
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, start=1)}
 
 
-def carried_attributes(source: str | Path | None) -> dict[str, object]:
-    """Returns config.json attributes that describe no computation, e.g. special tokens."""
+def copied_attributes(source: str | Path | None) -> dict[str, object]:
+    """Returns a folder's config.json attributes without effect on outputs, e.g. special tokens."""
     if source is None or not os.path.lexists(Path(source) / CONFIG):
         return {}
     attributes = read_attributes(Path(source))
-    return {name: attributes[name] for name in _CARRIED if name in attributes}
+    return {name: attributes[name] for name in _COPIED_ATTRIBUTES if name in attributes}

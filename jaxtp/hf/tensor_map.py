@@ -1,4 +1,4 @@
-"""Maps parameters, their layers and experts to file tensors."""
+"""Maps parameters, layers and experts to file tensors."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A parameter, or one layer or expert of it, as a file tensor (`theirs`) or a part of it."""
+    """A parameter, layer or expert in a file: a tensor, or part of a fused tensor."""
 
     ours: str
     theirs: str
@@ -31,7 +31,7 @@ class TensorPart:
     shape: tuple[int, ...]
     """Shape of the whole tensor in the file."""
     first: int = 0
-    """Where the part begins along our last dim."""
+    """Start of the part along the last dim in jaxtp's order."""
     expert: int | None = None
     """Index of the expert; None if the tensor holds all experts, or the parameter has none."""
 
@@ -55,8 +55,8 @@ def tensor_parts(
     """Yields every parameter's tensors; raises `HFError` if the family has no name for a parameter.
 
     Args:
-      layout: chooses among several tensors that can be a parameter, if none is `stored`.
-      stored: names in a file by the name with `EXPERT` for the number of an expert.
+      layout: chooses between alternative tensors of a parameter, if `stored` has none of them.
+      stored: names in a file, keyed by the name with `EXPERT` in place of the expert number.
     """
     layers = {stack: numbers for stack, numbers, _ in config.kinds()}
     for path, variable in parameters.items():
@@ -66,7 +66,7 @@ def tensor_parts(
         for index, layer in enumerate(layers[stack]) if stack else [(None, "")]:
             tensor = _choose(tensors, str(layer), layout, stored or {})
             experts: Iterable[int | None] = range(logical_shape(variable)[1]) if EXPERT in tensor.theirs else (None,)
-            first, width = _extent(tensor, path, parameters, family)
+            first, width = _offset_and_width(tensor, path, parameters, family)
             inside = (stack is not None) + (EXPERT in tensor.theirs)
             shape = (*logical_shape(variable)[inside:-1], width)
             shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
@@ -81,7 +81,7 @@ def split_path(path: str) -> tuple[str | None, str]:
     return (None, path) if match is None else (match[1], f"{BLOCKS}.{match[2]}")
 
 
-def _extent(tensor: Tensor, path: str, parameters: Parameters, family: Family) -> tuple[int, int]:
+def _offset_and_width(tensor: Tensor, path: str, parameters: Parameters, family: Family) -> tuple[int, int]:
     stack, general = split_path(path)
     parts = [part.ours for part in family.tensors if part.theirs == tensor.theirs]
     paths = [part if stack is None else part.replace(BLOCKS, stack, 1) for part in parts]
@@ -92,11 +92,11 @@ def _extent(tensor: Tensor, path: str, parameters: Parameters, family: Family) -
 
 def _choose(tensors: Sequence[Tensor], layer: str, layout: Layout, stored: Mapping[str, str]) -> Tensor:
     names = {tensor.theirs.replace(LAYER, layer): tensor for tensor in tensors}
-    there = [name for name in names if name in stored]
-    if len(there) > 1:
-        both = " and ".join(truncate(stored[name], 200) for name in there)
-        raise HFError(f"there twice: {both} hold the same; remove one of them")
-    return names[there[0]] if there else next(tensor for tensor in tensors if tensor.layout in (None, layout))
+    present = [name for name in names if name in stored]
+    if len(present) > 1:
+        both = " and ".join(truncate(stored[name], 200) for name in present)
+        raise HFError(f"{both} are the same parameter; remove one of them")
+    return names[present[0]] if present else next(tensor for tensor in tensors if tensor.layout in (None, layout))
 
 
 def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
@@ -121,7 +121,7 @@ def full_names(stored: Mapping[str, StoredTensor], family: Family) -> Mapping[st
 
 
 def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
-    """Refuses a wrong number of layers or experts before anything is allocated; shapes tell it of stacked experts."""
+    """Refuses a wrong number of layers or separate experts before anything is allocated; shapes show stacked ones."""
     before = next(tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs)
     numbered = re.compile(rf"{re.escape(before)}(\d{{1,9}})\.")
     layers = {int(match[1]) for name in stored if (match := numbered.match(name))}
@@ -132,8 +132,8 @@ def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, famil
         (attribute, config.most_experts if experts else 0, "experts", experts),
     ):
         if count and (count != max(numbers, default=-1) + 1 or count > len(stored)):
-            last = f", the last of them {max(numbers)}" if numbers else ""
-            raise HFError(f"{name} = {count}, and the tensors are those of {len(numbers)} {what}{last}")
+            last = f", up to number {max(numbers)}" if numbers else ""
+            raise HFError(f"{name} = {count}, and the file has tensors of {len(numbers)} {what}{last}")
 
 
 def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
@@ -146,7 +146,7 @@ def match_tensors(
 ) -> tuple[Mapping[str, StoredTensor], dict[str, list[TensorPart]]]:
     """Returns a file's tensors by full name, and the parts of each that a model needs.
 
-    Raises `HFError` unless they agree in names, shapes and dtypes; a tied head may be there.
+    Raises `HFError` for wrong names, shapes or dtypes; the file may also hold a tied head.
     """
     stored = full_names(tensors, family)
     _check_counts(stored, config, family)
@@ -159,13 +159,13 @@ def match_tensors(
     both = {name: (stored[name], part) for name, (part, *_) in needed.items() if name in stored}
     wrong = {
         "missing": [name for name in needed if name not in stored],
-        "left over": [name for name in stored if name not in known and not _is_ignored(name, family)],
-        "of another shape": [
+        "unexpected": [name for name in stored if name not in known and not _is_ignored(name, family)],
+        "wrong shape": [
             f"{name} is {dims(tensor.shape)}, not {dims(part.shape)}"
             for name, (tensor, part) in both.items()
             if tensor.shape != part.shape
         ],
-        "not of float32, bfloat16 or float16": [
+        "not float32, bfloat16 or float16": [
             f"{name} is {tensor.dtype}" for name, (tensor, _) in both.items() if tensor.dtype not in DTYPES
         ],
     }
@@ -177,7 +177,7 @@ def match_tensors(
     if tied and head in stored and table in stored:
         a, b = stored[head], stored[table]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            problems.append(f"tie_word_embeddings is true, and {head} is {a.dtype} {dims(a.shape)}, not as {table}")
+            problems.append(f"tie_word_embeddings is true, and {head} is {a.dtype} {dims(a.shape)}, unlike {table}")
     if problems:
         raise HFError("; ".join(problems))
     return stored, needed
@@ -188,5 +188,5 @@ def _is_ignored(name: str, family: Family) -> bool:
 
 
 def dims(shape: tuple[int, ...]) -> str:
-    """Returns a shape as in `2x3`."""
+    """Formats a shape: `2x3`."""
     return "x".join(map(str, shape)) or "a scalar"

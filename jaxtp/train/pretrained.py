@@ -14,7 +14,7 @@ from jaxtp.checkpoint.storage import Info, newest_checkpoint, newest_info, read_
 from jaxtp.config.files import sha256
 from jaxtp.config.schema import ConfigError, differences, replace_nested
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
-from jaxtp.data.tokenizer_files import LONGEST
+from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
@@ -68,7 +68,7 @@ class Pretrained(InitSource):
 
     def length_warning(self, config: TrainConfig) -> str | None:
         """Compares the sequence length with config.json."""
-        longest, length = self.attributes.get(LONGEST), config.data.sequence_length
+        longest, length = self.attributes.get(MAX_POSITIONS), config.data.sequence_length
         if type(longest) is not int or length <= longest:
             return None
         return (
@@ -109,7 +109,7 @@ class Pretrained(InitSource):
         return RATE, "usual for all weights of a trained model"
 
     def _sequence_length(self, config: TrainConfig) -> Default:
-        longest = config.model.learned_positions or self.attributes.get(LONGEST)
+        longest = config.model.learned_positions or self.attributes.get(MAX_POSITIONS)
         if type(longest) is not int or longest < 1:
             return "data.sequence_length", config.data.sequence_length, "the model does not state its maximum"
         return "data.sequence_length", min(longest, LENGTH), f"the model was trained for {longest:,}"

@@ -200,9 +200,9 @@ def fail_to_write(place):
             began = time.monotonic()
             said = refused(write)
             assert time.monotonic() - began < 60
-            assert re.match(rf"process {failing} \(on .*could not be written.*checkpoint at step 2 is whole", said), (
-                said
-            )
+            assert re.match(
+                rf"process {failing} \(on .*could not be written.*checkpoint at step 2 is complete", said
+            ), said
             with contextlib.suppress(CheckpointError), opened:
                 raise CheckpointError("as a run that ends")
         print(failing, known, f"{time.monotonic() - began:.2f} s", said, flush=True)
@@ -230,7 +230,7 @@ def come_late(place):
         said = refused(write)
         with contextlib.suppress(CheckpointError), opened:
             raise CheckpointError("as a run that ends")
-    assert "process 2 did not write its part within 3 s); the checkpoint at step 2 is whole" in said, said
+    assert "process 2 did not write its part within 3 s); the checkpoint at step 2 is complete" in said, said
     assert restored(place, planned) == (2, [])
 
 

@@ -262,7 +262,7 @@ def test_a_step_that_is_not_after_the_newest_is_refused_aloud(tmp_path, step):
     state = plan.create(seed=0)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(2, state, plan.mesh, {})
-    with pytest.raises(CheckpointError, match=f"step {step} is not after the newest.*step 2 is whole"):
+    with pytest.raises(CheckpointError, match=f"step {step} is not after the newest.*step 2 is complete"):
         checkpoints.save(step, state, plan.mesh, {})
     checkpoints.close()
 
@@ -308,7 +308,7 @@ def test_steps_are_those_on_the_disk(tmp_path):
         (tmp_path / "run/3").rename(tmp_path / "run/3.orbax-checkpoint-tmp")
         (tmp_path / "run/notes").mkdir()
         assert checkpoints.steps() == [1, 2]
-        assert checkpoints.describe_disk() == "the checkpoint at step 2 is whole"
+        assert checkpoints.describe_disk() == "the checkpoint at step 2 is complete"
         shutil.rmtree(tmp_path / "run")
         assert checkpoints.steps() == []
         with pytest.raises(UnwritableError, match=r"could not be written .*; there is no checkpoint$"):
@@ -331,7 +331,7 @@ def test_a_save_that_fails_in_the_background_hides_no_other_error(tmp_path, monk
 
     monkeypatch.setattr(checkpoints._manager, "wait_until_finished", full)
     monkeypatch.setattr(checkpoints._manager, "close", lambda: None)
-    message = r"written \(No space left on device\); the checkpoint at step 1 is whole; free some space"
+    message = r"written \(No space left on device\); the checkpoint at step 1 is complete; free some space"
     with pytest.raises(CheckpointError, match=message), checkpoints:
         pass
     with pytest.raises(KeyError, match="the run's own"), checkpoints:
@@ -368,7 +368,7 @@ def test_if_all_are_damaged_nothing_is_touched(tmp_path):
     for path in (tmp_path / "checkpoints/1/info").iterdir():
         path.write_text("{}")
     opened = Checkpoints(tmp_path / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"1 is damaged.*name another --run.dir to start afresh"):
+    with pytest.raises(CheckpointError, match=r"1 is damaged.*name another --run.dir to start a new run"):
         restore_newest(opened, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
     opened.close()
     assert (tmp_path / "checkpoints/1").is_dir()

@@ -153,7 +153,7 @@ def test_a_text_whose_reading_is_interrupted_is_forgotten(monkeypatch, capsys):
             yield from super().stream(prompts, settings, keep=keep, progress=progress)
 
     assert talk(monkeypatch, Terminal("a\nb\nc\n"), generator=Reads("x", "y")) == ["[a]", "[a][x][c]"]
-    assert "the text is forgotten" in capsys.readouterr().err
+    assert "the text is discarded" in capsys.readouterr().err
 
 
 def test_noncharacters_of_the_model_are_no_marks(monkeypatch, capsys):

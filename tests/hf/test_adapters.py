@@ -170,7 +170,7 @@ def test_adapters_are_not_replaced_and_are_some(folders):
     with pytest.raises(ConfigError, match="has adapters already; add them to their kernels by merge_adapters"):
         jaxtp.add_adapters(adapted, LORA)
     for nothing in (LoraConfig(rank=0), LoraConfig(rank=2, targets=())):
-        with pytest.raises(ConfigError, match="are no adapters"):
+        with pytest.raises(ConfigError, match="make no adapters"):
             jaxtp.add_adapters(jaxtp.load_hf(folders[0] / "base"), nothing)
 
 

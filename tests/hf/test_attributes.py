@@ -87,7 +87,7 @@ def test_bookkeeping_says_nothing(name):
 def test_what_is_known_to_change_the_model_cannot_be_passed_over(name, value):
     with pytest.raises(jaxtp.HFError, match=f"{name} = .* it is known to change the model$"):
         model_config(SMOLLM2 | {name: value}, "config.json")
-    with pytest.raises(jaxtp.HFError, match=f"--ignore-config {name}: it is known to change the model, and cannot"):
+    with pytest.raises(jaxtp.HFError, match=f"--ignore-config {name}: it is known to change the model, so it cannot"):
         model_config(SMOLLM2 | {name: value}, "config.json", [name])
 
 
@@ -185,7 +185,7 @@ def test_layers_that_differ_are_few_stacks():
         (GEMMA2 | {"sliding_window": None}, "sliding_window = missing: should be a whole number"),
         (GEMMA2 | {"layer_types": ["full_attention"]}, "layer_types = .*for each of 42 layers"),
         (GEMMA2 | {"layer_types": [{}] * 42}, "layer_types = .*should be full_attention or sliding_attention"),
-        (GEMMA2 | {"sliding_window_pattern": 2}, "sliding_window_pattern = 2 of a gemma2 is not understood"),
+        (GEMMA2 | {"sliding_window_pattern": 2}, "sliding_window_pattern = 2 of a gemma2 is unknown"),
         (GEMMA2 | {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers = 2147483647: .*at most 1,024"),
         (GEMMA2 | {"rope_parameters": {"full_attention": {}}}, "full_attention of the rotary embedding 'default'"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported, only None"),
@@ -196,7 +196,7 @@ def test_layers_that_differ_are_few_stacks():
             GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"] * 13, "sliding_window_pattern": 6},
             "layer_types and sliding_window_pattern = 6 contradict each other",
         ),
-        (GPT2 | {"hidden_size": 64}, "hidden_size = 64 and n_embd = 768 are one attribute of a gpt2"),
+        (GPT2 | {"hidden_size": 64}, "hidden_size = 64 and n_embd = 768 are two names of one attribute"),
         (GPT2 | {"scale_attn_weights": 1}, "scale_attn_weights = 1 is not supported; True, False are"),
         (
             GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_layer": 2**31 - 1},

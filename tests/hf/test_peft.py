@@ -166,7 +166,7 @@ def test_projections_in_one_share_their_a(name, tmp_path):
     merged = named_variables(nnx.state(jaxtp.merge_adapters(with_peft(model, found, None))))
     for (path, layer), array in added.items():
         np.testing.assert_allclose(merged[path][...][layer], before[path][layer] + array, atol=1e-5)
-    with pytest.raises(jaxtp.HFError, match=r"is several projections with one adapter.*export MODEL OUT --adapters"):
+    with pytest.raises(jaxtp.HFError, match=r"fuses several projections with one adapter.*export MODEL OUT --adapters"):
         load_peft(model, folder, family=name)
 
 
@@ -214,7 +214,7 @@ REFUSED = {
     "no folder": (lambda folder: folder.rename(folder.parent / "adapter"), "no such folder; did you mean"),
     "no configuration": (lambda folder: (folder / SETTINGS).unlink(), "no adapter_config.json"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "no adapter_model.safetensors is there"),
-    "a pickle": (pickled, "adapter_model.bin is a pickle, .* save_pretrained.folder. of peft does"),
+    "a pickle": (pickled, "adapter_model.bin is a pickle, .* save_pretrained.folder. of peft"),
     "a link out of the folder": (link(SETTINGS, "/etc/passwd"), "is a link to /etc/passwd, outside of the folder"),
     "weights out of the folder": (link(WEIGHTS, "../elsewhere"), "outside of the folder"),
     "a device": (link(WEIGHTS, "/dev/zero"), "outside of the folder"),
@@ -242,24 +242,24 @@ REFUSED = {
     "names of numbers": (attributes(target_modules=[3]), r"target_modules = \[3\]: should be a list of names"),
     "several ranks": (attributes(rank_pattern={"q_proj": 4}), "rank_pattern = .* is not supported"),
     "dropout of text": (attributes(lora_dropout="a"), "lora_dropout = .a.: should be a number above 0"),
-    "layers of text": (attributes(layers_to_transform=["a"]), "should be numbers of layers"),
+    "layers of text": (attributes(layers_to_transform=["a"]), "should be layer numbers"),
     "several scales": (attributes(alpha_pattern={"q_proj": 2}), "alpha_pattern = .* is not supported"),
     "missing": (arrays(**{f"{Q}__lora_B__weight": None}), "missing: .*q_proj.lora_B.weight"),
     "a layer missing": (
         arrays(**{f"{Q}__lora_{factor}__weight": None for factor in "AB"}),
-        "missing: .*layers.0.self_attn.q_proj.lora_A.weight, which target_modules ask for; they were made for someone",
+        "missing: .*layers.0.self_attn.q_proj.lora_A.weight, which target_modules require; they were made for someone",
     ),
     "left over": (
         arrays(**{f"{Q.replace('q_', 'o_')}__lora_{f}__weight": s for f, s in (("A", ZEROS), ("B", ZEROS.T))}),
-        "left over: .*o_proj.lora_A.weight, which target_modules do not name",
+        "unexpected: .*o_proj.lora_A.weight, which target_modules do not name",
     ),
     "layer 99": (
         arrays(model__layers__99__self_attn__q_proj__lora_A__weight=ZEROS),
-        "is of layer 99, and the model has 3",
+        "is in layer 99, and the model has 3 layers",
     ),
     "a head": (
         arrays(lm_head__lora_A__weight=ZEROS),
-        "adapters of lm_head are not supported; a llama can have them of self",
+        "adapters of lm_head are not supported in a llama, only of self",
     ),
     "an embedding": (arrays(model__embed_tokens__lora_embedding_A=ZEROS), "lora_embedding_A is not supported"),
     "another model": (

@@ -116,7 +116,7 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path, capsys):
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(jaxtp.HFError, match="is there already; name a new folder"):
+    with pytest.raises(jaxtp.HFError, match="already exists; name a new folder"):
         jaxtp.save_hf(jaxtp.Decoder(SMALL, rngs=nnx.Rngs(0)), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
@@ -181,10 +181,10 @@ def test_the_family_follows_from_the_model(family):
 def test_what_no_family_can_be_is_refused():
     config = dataclasses.replace(SMALL, qk_norm="projection")
     with pytest.raises(
-        jaxtp.HFError, match=r"no family can be this model:\n  a llama cannot .*qk_norm: projection -> none"
+        jaxtp.HFError, match=r"no family can represent this model:\n  a llama cannot .*qk_norm: projection -> none"
     ):
         choose_family(config, None)
-    with pytest.raises(jaxtp.HFError, match=r"a llama cannot be this model .*sliding_window: 4 -> None"):
+    with pytest.raises(jaxtp.HFError, match=r"a llama cannot represent this model .*sliding_window: 4 -> None"):
         write_attributes(dataclasses.replace(SMALL, sliding_window=4), FAMILIES["llama"], "float32")
 
 

@@ -141,7 +141,7 @@ def test_a_run_of_adapters_goes_on_beside_the_same_model_only(tmp_path, command,
     shutil.copy(tmp_path / "other/model.safetensors", copied)
     before = records(tmp_path / "run")
     assert main([*command, "--train.steps", "5"]) == 2
-    assert f"{copied} now has other values" in capsys.readouterr().err
+    assert f"the model in {copied} has other values" in capsys.readouterr().err
     assert records(tmp_path / "run") == before
 
 
@@ -170,7 +170,7 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, command, mod
     assert "adapters in PEFT's format, without a model" in capsys.readouterr().err
     jaxtp.save_hf(jaxtp.Decoder(MODEL, rngs=nnx.Rngs(6)), tmp_path / "other")
     assert convert(["export", str(tmp_path / "run"), str(tmp_path / "z"), "--base", str(tmp_path / "other")]) == 2
-    assert "now has other values" in capsys.readouterr().err
+    assert "has other values" in capsys.readouterr().err
     model_is = tmp_path / "moved"
     assert generate([*generate_by, "--base", str(model_is)]) == 2
     assert f"--base {model_is}: no such folder" in capsys.readouterr().err
@@ -186,7 +186,7 @@ def test_what_only_adapters_have_is_refused_of_other_runs(tmp_path, command, cap
     at = command.index("--model.from-hf")
     begin = [*command[:at], *command[at + 2 :], *SIZES, "--run.init-from", str(tmp_path / "lora")]
     assert main([*begin, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "next")]) == 2
-    assert "holds adapters alone; make a model of them by `jaxtp convert export" in capsys.readouterr().err
+    assert "holds only adapters; merge them by `jaxtp convert export" in capsys.readouterr().err
 
 
 @pytest.mark.journey

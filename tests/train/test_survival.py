@@ -184,7 +184,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(tmp_
     assert main([*command, "--train.steps", "15", "--run.dir", str(damaged)]) == 0
     out = capsys.readouterr().out
     assert "checkpoints/10 is damaged" in out
-    assert "going on from step 5" in out
+    assert "resuming from step 5" in out
     assert "resumed from the checkpoint at step 5" in out
     assert (damaged / "damaged/10").is_dir()
     # Ten steps planned at first, fifteen later: the rates of steps 1 to 5 differ, the data do not.
@@ -226,7 +226,7 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(tmp_path, comm
     monkeypatch.setattr(manager.ocp.CheckpointManager, "save", full)
     assert main([*command, "--train.steps", "20", "--run.dir", str(run)]) == FILES
     error = capsys.readouterr().err
-    assert "could not be written (No space left on device); the checkpoint at step 5 is whole; free some space" in error
+    assert "written (No space left on device); the checkpoint at step 5 is complete; free some space" in error
     monkeypatch.undo()
     assert main([*command, "--train.steps", "6", "--run.dir", str(run)]) == 0
 
@@ -265,7 +265,7 @@ def test_a_folder_that_is_lost_is_not_said_to_be_whole(tmp_path, command, capsys
     error = capsys.readouterr().err
     assert code == (FILES if left else 0)
     assert left in error
-    assert "is whole" not in error
+    assert "is complete" not in error
     assert "orbax" not in error.lower()
 
 

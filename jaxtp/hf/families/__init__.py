@@ -15,4 +15,4 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
 }
-"""By `model_type`; of those that can hold a model, the first is the one that it is exported as."""
+"""By `model_type`. An export uses the first family that can represent the model."""

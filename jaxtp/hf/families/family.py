@@ -1,7 +1,7 @@
-"""The parts of a family's table, which serves import and export.
+"""Types and shared entries of the families' tables, which serve import and export.
 
-A new family is a file in this folder with a `Family`, and a row in `__init__.py`. A config.json attribute missing from
-the table stops an import, unless `--ignore-config` names it: it may change the model's output.
+A new family is a file in this folder, listed in `__init__.py`. An import refuses config.json attributes that the table
+lacks, unless `--ignore-config` names them: they may change the model's output.
 """
 
 import re
@@ -10,26 +10,26 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 LAYER, EXPERT = "{layer}", "{expert}"
-"""Placeholders in tensor names for the numbers of a layer and of an expert; our parameters are stacked."""
+"""Placeholders for the layer and the expert number in tensor names; jaxtp stacks layers and experts."""
 
 Layout = Literal["separate", "stacked"]
-"""Experts in a file: one tensor each, or all of a layer stacked."""
+"""Experts in a file: one tensor per expert, or one stacked tensor per layer."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file (`theirs`) and the dotted path of its parameter (`ours`), without the number of a stack.
+    """A file's tensor name (`theirs`) and the dotted path of the parameter (`ours`), without the index of its stack.
 
-    Entries with the same file name are parts, concatenated along the outputs. Entries with the same parameter are
-    alternatives; files may mix them between layers.
+    Entries with the same `theirs` are parts of one tensor, concatenated along the output dim. Entries with the same
+    `ours` are alternatives; a file may use another one in each layer.
     """
 
     ours: str
     theirs: str
     transposed: bool = False
-    """The file has `[out, in]`, we have `[in, out]`; a stack of experts comes first in both."""
+    """The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both."""
     layout: Layout | None = None
-    """Set if the parameter has another tensor in the other layout of experts."""
+    """The layout of experts that has this tensor; None: both have it."""
 
 
 @dataclass(frozen=True)
@@ -39,31 +39,30 @@ class Attribute:
     name: str
     fields: tuple[str, ...]
     kind: type | Mapping[Any, Any]
-    """int, float or bool; or a map from its values to those of the fields."""
+    """int, float or bool; or a map from the attribute's values to the fields' values."""
     default: Any = None
-    """As in transformers, if config.json lacks it. None: it is required."""
+    """The default of transformers; None: the attribute is required."""
     alias: str | None = None
-    """Another name of it."""
-    other: str | None = None
-    """Field, set before, whose value it has if it is null, or missing without a default."""
+    """Alternative name in config.json."""
+    default_from: str | None = None
+    """Field of an earlier attribute. Multiplied by `times`, it replaces null, and a missing value without `default`."""
     times: int = 1
-    """Factor for that field."""
     power: float = 1.0
-    """The fields have the attribute raised to this power."""
+    """Exponent: the fields are the attribute raised to it."""
     can_be_null: bool = False
     """Null switches the feature off."""
 
 
 ROPE = frozenset({"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"})
-"""Attributes of rotary embeddings; with rope_local_base_freq, layers with a window have another one."""
+"""Attributes of rotary embeddings; with rope_local_base_freq, layers with a window have their own base."""
 WINDOW = frozenset({"sliding_window"})
-"""Attribute of a window in all layers; layer_types names the layers that have one."""
+"""Attribute that gives all layers a window; layer_types restricts it to some layers."""
 SWITCHED_WINDOW = WINDOW | {"use_sliding_window", "max_window_layers"}
 DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size"})
 """Attributes that name dense layers; the others have experts of moe_intermediate_size."""
 SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
-"""Attribute that, if true, divides the scores of layer i by i."""
-USUAL = ROPE | {"head_dim"}
+"""Attribute that, if true, divides the attention scores of layer i (from 1) by i."""
+COMMON = ROPE | {"head_dim"}
 TP_PLAN: dict[str, str] = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -78,9 +77,9 @@ EXPERTS_TP_PLAN = {
     "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     "layers.*.mlp.experts.down_proj": "rowwise",
 }
-"""transformers also lists `layers.*.mlp.experts`, which splits nothing and sums their outputs."""
+"""transformers also lists `layers.*.mlp.experts`, which splits no weight and sums the experts' outputs."""
 REPLICATED = dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
-"""Plan of norms of queries and keys by head."""
+"""Plan of the query and key norms of each head."""
 
 
 @dataclass(frozen=True)
@@ -91,41 +90,41 @@ class Family:
     architecture: str
     """Class name in transformers."""
     tensors: tuple[Tensor, ...]
-    """All tensors that a model may have; those whose parameters a model has are required."""
+    """All tensors that a model may have; a tensor is required if the model has its parameter."""
     attributes: tuple[Attribute, ...]
-    """The first of a name is written."""
-    layer_attributes: frozenset[str] = USUAL
-    """More attributes, which `hf/config_blocks.py` reads; a family without one lacks what it describes."""
+    """If several entries have one name, an export writes the first."""
+    layer_attributes: frozenset[str] = COMMON
+    """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks its feature."""
     prefix: str = "model."
     """Prefix of all tensor names except the head's; a file may lack it."""
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
-    """Tensors that may be in a file and are not needed."""
+    """Tensors in files that an import skips."""
     default_window: int | None = 4096
-    """sliding_window if config.json lacks it."""
+    """Default of sliding_window."""
     window_period: int = 2
-    """Without layer_types, the last layer of each period has no window; sliding_window_pattern overrides it."""
+    """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n."""
     rope_theta: float = 10_000.0
-    """If config.json lacks it; 10,000 in layers with a window."""
+    """Default of rope_theta; with rope_local_base_freq, it is 10,000 in layers with a window."""
     rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
     """Supported kinds of rotary embedding."""
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of these kinds, in older files."""
     original_length: int | None = None
-    """original_max_position_embeddings if config.json lacks it outside of the rotary embedding; None: the value in the
-    rotary embedding, or max_position_embeddings."""
+    """Default of a top-level original_max_position_embeddings; None: the value in rope_scaling or rope_parameters, else
+    max_position_embeddings."""
     default_head_dim: int | None = None
-    """head_dim if config.json lacks it; None: hidden_size / num_attention_heads."""
+    """Default of head_dim; None: hidden_size / num_attention_heads."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ModelConfig` with a fixed value."""
     required: Mapping[str, object] = field(default_factory=dict)
     """Attributes with one supported value; others would change the model."""
     ignored_attributes: frozenset[str] = frozenset()
-    """More `IGNORED_ATTRIBUTES`."""
+    """Ignored in addition to `IGNORED_ATTRIBUTES`."""
     tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
-    """`base_model_tp_plan` of transformers 5, and the head's."""
+    """`base_model_tp_plan` of transformers 5, with a row for the head."""
 
     def known_attributes(self) -> frozenset[str]:
-        """Returns the attributes that are read."""
+        """Returns the attributes that an import reads."""
         names = {name for each in self.attributes for name in (each.name, each.alias) if name is not None}
         return self.layer_attributes | names | {"model_type"}
 
@@ -177,7 +176,7 @@ STACKED_EXPERTS = tuple(
 
 
 def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
-    """Returns the tensors of separately stored experts in a module of the layer; `names` are of gate, up and down."""
+    """Returns the tensors of a layer's module with one per expert; `names` are file names of gate, up and down."""
     before = f"model.layers.{{layer}}.{module}.experts.{{expert}}"
     return tuple(
         Tensor(f"blocks.mlp.{ours}", f"{before}.{theirs}.weight", transposed=True, layout="separate")
@@ -196,12 +195,12 @@ ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
     "swish": "silu",
 }
-"""Names in transformers; the first of an activation is written."""
+"""Activations by their names in transformers; an export writes the first name."""
 
 
 def kv_heads(default: int | None = None) -> Attribute:
     """Returns num_key_value_heads; by default equal to num_attention_heads."""
-    return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, other="num_heads")
+    return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, default_from="num_heads")
 
 
 def sizes(eps: float = 1e-6, *, tied: bool = False) -> tuple[Attribute, ...]:
@@ -232,12 +231,12 @@ _REQUIRED: Mapping[str, object] = {
 
 
 def required(without: Collection[str] = (), **more: object) -> dict[str, object]:
-    """Returns attributes with one supported value: the usual ones, except `without`, and more."""
+    """Returns `_REQUIRED`, except `without`, and `more`: attributes with one supported value."""
     return {name: value for name, value in _REQUIRED.items() if name not in without} | more
 
 
 ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
-"""Attributes of training that the model's output does not depend on."""
+"""Training attributes without effect on the model's output."""
 IGNORED_ATTRIBUTES = frozenset(
     {
         *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "name_or_path"),
@@ -255,18 +254,18 @@ IGNORED_ATTRIBUTES = frozenset(
         *("remove_invalid_values", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
     }
 )
-"""Ignored by all families. max_position_embeddings is the trained length, which limits nothing here."""
+"""Ignored by all families. max_position_embeddings is the trained length; a `ModelConfig` has no such limit."""
 _BOOKKEEPING = re.compile(
     r"_.*"  # internal to transformers: _name_or_path, _attn_implementation, _flash_attn_2_enabled
     r"|\w+_token_ids?"
     r"|attn_implementation|use_(flash_att\w*|sdpa|xformers|memor+y_efficient_attention|fused_\w+|liger_kernel)"
     r"|unsloth_\w+"
 )
-"""More ignored names: ids of tokens, and choices of kernels that compute the same."""
+"""Further ignored names: token ids, and choices between kernels with equal results."""
 
 
 def is_ignorable(name: str, value: object, family: Family) -> bool:
     """Returns whether an attribute has no effect on model output."""
-    if name == "auto_map":  # classes in Python files of the folder; those named AutoModel... may compute anything
+    if name == "auto_map":  # classes in Python files of the folder; an AutoModel... class may compute anything
         return value is None or (isinstance(value, dict) and not any(key.startswith("AutoModel") for key in value))
     return name in IGNORED_ATTRIBUTES | family.ignored_attributes or _BOOKKEEPING.fullmatch(name) is not None

@@ -27,7 +27,7 @@ GEMMA2 = base.Family(
         base.Attribute("attn_logit_softcapping", ("attention_softcap",), float, 50.0, can_be_null=True),
         base.Attribute("final_logit_softcapping", ("logit_softcap",), float, 30.0, can_be_null=True),
     ),
-    layer_attributes=base.USUAL | base.WINDOW | {"layer_types"},
+    layer_attributes=base.COMMON | base.WINDOW | {"layer_types"},
     default_head_dim=256,
     always={"norm": "rms_plus_one", "norm_placement": "both"},
     required=base.required(without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False),

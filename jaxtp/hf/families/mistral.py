@@ -9,7 +9,7 @@ MISTRAL = base.Family(
     architecture="MistralForCausalLM",
     tensors=base.BODY,
     attributes=(*base.sizes(), base.kv_heads(8)),
-    layer_attributes=base.USUAL | base.WINDOW,
+    layer_attributes=base.COMMON | base.WINDOW,
     required=base.required(attention_bias=False, mlp_bias=False),
 )
 
@@ -33,7 +33,7 @@ MIXTRAL = base.Family(
         base.Attribute("num_local_experts", ("num_experts",), int, 8, alias="num_experts"),
         base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
     ),
-    layer_attributes=base.USUAL | base.WINDOW,
+    layer_attributes=base.COMMON | base.WINDOW,
     default_window=None,
     rope_theta=1e6,
     required=base.required(attention_bias=False, mlp_bias=False, router_jitter_noise=0.0),

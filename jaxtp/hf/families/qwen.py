@@ -7,7 +7,7 @@ QWEN2 = base.Family(
     architecture="Qwen2ForCausalLM",
     tensors=base.BODY + base.QKV_BIASES,
     attributes=(*base.sizes(), base.kv_heads(32)),
-    layer_attributes=base.USUAL | base.SWITCHED_WINDOW | {"layer_types"},
+    layer_attributes=base.COMMON | base.SWITCHED_WINDOW | {"layer_types"},
     always={"attention_bias": True},  # of q, k and v; config.json has no attribute for it
     required=base.required(mlp_bias=False),
 )
@@ -18,7 +18,7 @@ QWEN3 = base.Family(
     architecture="Qwen3ForCausalLM",
     tensors=base.BODY + base.QKV_BIASES + base.OUT_BIAS + base.QK_NORMS,
     attributes=(*base.sizes(), base.kv_heads(32), base.ATTENTION_BIAS),
-    layer_attributes=base.USUAL | base.SWITCHED_WINDOW | {"layer_types"},
+    layer_attributes=base.COMMON | base.SWITCHED_WINDOW | {"layer_types"},
     default_head_dim=128,
     always={"qk_norm": "head"},
     required=base.required(mlp_bias=False),
@@ -43,7 +43,7 @@ QWEN3_MOE = base.Family(
         base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 8),
         base.Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
     ),
-    layer_attributes=base.USUAL | base.SWITCHED_WINDOW | base.DENSE_LAYERS,
+    layer_attributes=base.COMMON | base.SWITCHED_WINDOW | base.DENSE_LAYERS,
     always={"qk_norm": "head"},
     required=base.required(mlp_bias=False),
     ignored_attributes=base.ROUTER_LOSS,

@@ -1,8 +1,8 @@
 """`jaxtp bench`: times collectives along each mesh axis, and the matrix products of a transformer block.
 
 A collective is timed in a loop within one program: starting a program from Python takes longer than a small message.
-All groups along an axis communicate at once. For an H100 the loop adds nothing to an all-reduce, a copy of 1/n of the
-message to an all-gather and a reduce-scatter, and a copy of the message to a permute.
+All groups along an axis communicate at once. On an H100 the loop adds nothing to an all-reduce, a copy of 1/n of the
+message to an all-gather or a reduce-scatter, and a copy of the message to a permute.
 """
 
 import contextlib
@@ -62,14 +62,14 @@ configs/), for its mesh and sizes; dotted flags override it. --out writes a hard
   jaxtp bench comm --config configs/llama3_8b.yaml --out h100.yaml
   jaxtp estimate --config configs/llama3_8b.yaml --hardware h100.yamlx8
 
-Without GPUs it measures virtual CPU devices: that tries the command, and says nothing about hardware. Several
+Without GPUs it measures virtual CPU devices: this tests the command, but says nothing about hardware. Several
 processes, started as for jaxtp train, measure together; the first prints and writes.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig(TrainConfig):
-    """Command line of a measurement: the mesh and the sizes of a training configuration."""
+    """Flags of `jaxtp bench comm`, and a training configuration for mesh and sizes."""
 
     message_bytes: Annotated[tuple[Count, ...], tyro.conf.arg(metavar="16384 1048576 ...")] = ()
     """Sizes of messages in bytes. By default 16 KiB to 256 MiB in steps of four, on CPUs to 1 MiB."""
@@ -78,14 +78,14 @@ class CommConfig(TrainConfig):
     """Measurements of each program; the median counts."""
 
     in_a_row: Count = 10
-    """Runs in each measurement, so that starting one from Python counts for little."""
+    """Runs in each measurement, which share the time to start a program from Python."""
 
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.yaml")] = None
     """Write a hardware file, for jaxtp estimate --hardware FILE.yamlx8."""
 
     like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
-    """Hardware of the table to compare products with, and to take the rest of the file from; by default the row of
-    the devices."""
+    """Row of the hardware table, for the peak of products and values that --out does not measure; by default the
+    row of the devices."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Write every number to this file."""
@@ -137,7 +137,7 @@ class TimedProduct(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Seconds of collectives along an axis, as `latency + bytes sent / speed`."""
+    """Fitted seconds of collectives along an axis: `latency + bytes sent / speed`."""
 
     axis: str
     devices: int
@@ -169,13 +169,13 @@ class Measured:
 
     @property
     def lines(self) -> list[Line]:
-        """A line for each axis whose times grow with the bytes."""
+        """The fitted line of each axis whose times grow with the bytes."""
         by_axis = itertools.groupby(self.messages, key=lambda message: message.axis)
         return [line for _, group in by_axis if (line := fit_line(list(group))) is not None]
 
     @property
     def matmul_efficiency(self) -> float | None:
-        """The products' share of the peak, at the nearest tp; None if the peak is unknown."""
+        """The products' share of the peak, at the tp nearest to the mesh's; None if unknown."""
         if self.peak is None:
             return None
         tp = min({product.tp for product in self.products}, key=lambda tp: abs(tp - self.sizes[TP]))
@@ -201,8 +201,8 @@ class Measured:
         lines, hardware, efficiency = self.lines, self.hardware, self.matmul_efficiency
         if without := {message.axis for message in self.messages} - {line.axis for line in lines}:
             raise ConfigError(
-                f"--out: over {' and '.join(sorted(without))} times do not grow with messages, so there is no "
-                "bandwidth to write; give a wider range of --message-bytes, or more --rounds"
+                f"--out: over {' and '.join(sorted(without))} times do not grow with messages, so no "
+                "bandwidth can be fitted; give a wider range of --message-bytes, or more --rounds"
             )
         assert hardware is not None
         assert efficiency is not None
@@ -281,13 +281,13 @@ def _measure(options: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
     for line in measured.lines:
         print(
             f"{line.axis} {line.devices}: {digits(line.latency * 1e6)} us and {digits(line.speed / 1e9)} GB/s; half of "
-            f"the times are within {line.error:.0%} of that"
+            f"the times are within {line.error:.0%} of this line"
         )
     return measured
 
 
 def devices_text(platform: str, kind: str, sizes: Mapping[str, int]) -> str:
-    """Formats number and kind: `8 x NVIDIA H100 80GB HBM3`."""
+    """Formats devices: `8 x NVIDIA H100 80GB HBM3`."""
     count = math.prod(sizes.values())
     return f"{count} virtual CPU devices" if platform == "cpu" else f"{count} x {kind}"
 
@@ -334,12 +334,12 @@ def measure_messages(mesh: Mesh, dtype: str, sizes: Sequence[int], rounds: int, 
     """Times every kind of collective along every axis larger than 1, on messages of `sizes` bytes."""
     make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES)))
     for axis, size in itertools.product((axis for axis in AXES if mesh.shape[axis] > 1), sizes):
-        each = max(1, size // (jnp.dtype(dtype).itemsize * mesh.shape[axis])) * mesh.shape[axis]
-        x = make(jax.random.key(0), (mesh.size * each,), dtype)
+        elements = max(1, size // (jnp.dtype(dtype).itemsize * mesh.shape[axis])) * mesh.shape[axis]
+        x = make(jax.random.key(0), (mesh.size * elements,), dtype)
         with jax.set_mesh(mesh):
             programs = {kind: partial(jax.jit(repeated(kind, axis, in_a_row)).lower(x).compile(), x) for kind in KINDS}
         for kind, seconds in medians(programs, rounds).items():
-            one = Collective(kind, (axis,), mesh.shape[axis], each * jnp.dtype(dtype).itemsize)
+            one = Collective(kind, (axis,), mesh.shape[axis], elements * jnp.dtype(dtype).itemsize)
             yield Message(axis, one.group, kind, int(one.bytes), one.bytes_sent, seconds / in_a_row)
 
 
@@ -380,8 +380,8 @@ def medians(
 ) -> dict[str, float]:
     """Returns the median seconds of a call of each program.
 
-    A program returns arrays. Rounds run all programs in turn, so that all see the same machine. A measurement starts
-    `calls` calls, then waits.
+    Each round runs all programs in turn, so that changes of the machine's speed affect all. A measurement starts
+    `calls` calls, then waits for their arrays.
     """
     for program in programs.values():
         for _ in range(WARM_UP):

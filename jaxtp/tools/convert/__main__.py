@@ -20,7 +20,7 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
 from jaxtp.config.schema import Keys, Switch, UserPath, expand, to_yaml
-from jaxtp.data.tokenizer_files import LONGEST
+from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.families.family import LAYER, Family, Layout, Tensor
@@ -28,7 +28,7 @@ from jaxtp.hf.load import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import save_peft
 from jaxtp.hf.runs import BASE, copy_hf_files, hf_files_of, load_adapted, load_adapters
-from jaxtp.hf.save import SaveOptions, atomic_folder, carried_attributes, has_tokenizer, save_hf
+from jaxtp.hf.save import SaveOptions, atomic_folder, copied_attributes, has_tokenizer, save_hf
 from jaxtp.hf.tensor_map import HEAD, TABLE, split_path
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, Precision, spec_of
@@ -58,14 +58,14 @@ PLAN_HELP = """Compares how transformers splits each module of a model over tp (
 jaxtp convert plan models/Llama-3.2-1B
 """
 PLAN = "base_model_tp_plan"
-_SAME = {
+_EQUIVALENT = {
     "colwise": {"colwise", "colwise_rep", "colwise_gather_output", "local_colwise", "packed_colwise"},
     "rowwise": {"rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "packed_rowwise"},
     "embedding_rowwise": {"embedding_rowwise", "rowwise", "rowwise_rep"},
     "grouped_gemm": {"grouped_gemm"},
     "replicated": {"replicated", "replicated_with_grad_allreduce", "sequence_parallel", "local"},
 }
-"""Styles of transformers equivalent to ours up to gathering the output."""
+"""Styles of transformers that split as jaxtp's style does; they may differ in gathering the output."""
 
 
 IMPORTED = "imported"
@@ -119,7 +119,7 @@ class Export:
     tokenizer_from: OptionalDir = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
     merged: Switch = False
-    """Writes the whole model of a run that trained adapters, merged into the kernels."""
+    """Write the whole model of a run that trained adapters, with the adapters merged into the kernels."""
     adapters: OptionalDir = None
     """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
     base: OptionalDir = None
@@ -129,11 +129,11 @@ class Export:
     the parameters (model.precision.param)."""
     experts: Layout = "separate"
     """Tensors of a mixture of experts: separate has one for each expert, as on the Hub; stacked has one for all experts
-    of a layer, as transformers 5 has in memory."""
+    of a layer, as in the memory of transformers 5."""
     max_shard_size: str = "5GB"
     """Maximum size of a file; a tensor is never split."""
     allow_non_finite: Switch = False
-    """Also writes weights that are not finite."""
+    """Write weights even if they are not finite."""
     ignore_config: Keys = ()
     """Unknown attributes of config.json to ignore, as in an import. Repeatable."""
     mesh: MeshFlags = MeshFlags()
@@ -183,7 +183,7 @@ def _progress(verb: str) -> Iterator[Progress]:
 
 
 def import_run(command: Import) -> str:
-    """Makes a run of an imported model, which appears when complete; returns a message."""
+    """Imports a model as a run, whose folder appears when complete; returns a message."""
     target = command.run
     with atomic_folder(target) as partial:
         source = open_folder(command.source)
@@ -218,7 +218,7 @@ def export_run(command: Export) -> str:
         raise HFError(f"{name} has no adapters; leave {'--base' if command.base is not None else '--merged'} out")
     if only_adapters and command.experts != "separate":
         raise HFError(f"--experts {command.experts} is for a whole model, and adapters are exported; add --merged")
-    attributes, tokenizer = _run_files(source) if source.is_run else (carried_attributes(command.run), command.run)
+    attributes, tokenizer = _run_files(source) if source.is_run else (copied_attributes(command.run), command.run)
     options: SaveOptions = {
         "family": command.family or source.family,
         "tokenizer_from": command.tokenizer_from or (tokenizer if tokenizer and has_tokenizer(tokenizer) else None),
@@ -252,15 +252,15 @@ def _export_adapters(command: Export, source: StoredModel, mesh: Mesh, options: 
 
 
 def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
-    """Returns config.json attributes that describe no computation, and the folder of the tokenizer."""
+    """Returns config.json attributes without effect on outputs, and the folder of the tokenizer."""
     hf_files, data = hf_files_of(source.folder), source.info["config"].get("data", {})
     trained, path = data.get("sequence_length"), data.get("path")
     folders = (hf_files, None if path is None else expand(Path(path)))
     tokenizer = next((folder for folder in folders if folder is not None and has_tokenizer(folder)), None)
-    attributes = carried_attributes(hf_files)
-    longest = attributes.get(LONGEST)
+    attributes = copied_attributes(hf_files)
+    longest = attributes.get(MAX_POSITIONS)
     if hf_files is None or (trained and type(longest) is int and longest < trained):
-        attributes[LONGEST] = trained  # it was trained on longer sequences
+        attributes[MAX_POSITIONS] = trained  # the run trained on longer sequences
     return attributes, tokenizer
 
 
@@ -271,13 +271,13 @@ def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]
     config, family = model_config(attributes, source, ignore_config), family_of(attributes, source)
     theirs, origin = attributes.get(PLAN), f"{PLAN} of {source}"
     if theirs is None:
-        theirs, origin = family.tp_plan, "the plan that transformers has for it"
+        theirs, origin = family.tp_plan, "the plan of transformers"
     if not isinstance(theirs, Mapping) or not all(isinstance(style, str) for style in theirs.values()):
         raise HFError(f"{source}: {PLAN} should give a style for each module")
     ours = _our_plan(abstract_decoder(config)[1], family)
     yield f"{family.model_type}, {origin}"
     yield ""
-    yield f"{'module':<36}{'transformers':<32}{'ours':<20}"
+    yield f"{'module':<36}{'transformers':<32}{'jaxtp':<20}"
     for module in dict.fromkeys((*ours, *theirs)):
         yield f"{module:<36}{theirs.get(module, '-'):<32}{ours.get(module, '-'):<20}{_verdict(module, theirs, ours)}"
 
@@ -309,10 +309,10 @@ def _style(tensor: Tensor, declared: PartitionSpec) -> str:
 
 def _verdict(module: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
     if module not in theirs:  # transformers replicates modules that its plan lacks
-        return "" if ours[module] == "replicated" else "split by us alone"
+        return "" if ours[module] == "replicated" else "split by jaxtp only"
     if module not in ours:
         return "no such module in this model"
-    return "same" if theirs[module] in _SAME[ours[module]] else "differs"
+    return "same" if theirs[module] in _EQUIVALENT[ours[module]] else "differs"
 
 
 if __name__ == "__main__":

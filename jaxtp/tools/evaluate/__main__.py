@@ -96,14 +96,14 @@ def _measure_models(config: EvaluateConfig) -> None:
             about = {"data": [each.name for each in documents], "stride": config.stride or length}
             measured = _measure(config, source, documents, mesh, length)
             records.append({**_describe(source, mesh, length), **about, **_record(measured, config.by)})
-    finally:  # reports the models before a failure
+    finally:  # also reports the models measured before a failure
         if records:
             record = records[0] if len(sources) == 1 else {"models": records}
             _report(_table(records), config.json, record)
 
 
 def _measure(config: EvaluateConfig, source: ModelSource, inputs: Sequence[Input], mesh: Mesh, length: int) -> Measured:
-    """Frees the weights before the next model loads."""
+    """Measures one model; its weights are freed on return."""
     scorer = Scorer(load_model(source, mesh), config.batch_size)
     total, started, status = sum(each.num_documents for each in inputs), time.monotonic(), Status()
     stride = f" that start {config.stride:,} apart" if config.stride not in (None, length) else ""

@@ -14,7 +14,7 @@ from jaxtp.generate.request import limits_of
 from jaxtp.mesh import CP
 
 MAX_DEFAULT_LENGTH = 2048
-"""Maximum window length unless a setting or a run says otherwise."""
+"""Maximum window length, unless a setting or a run determines it."""
 
 _Models = Annotated[tuple[UserPath, ...], tyro.conf.arg(metavar="DIR ...")]
 _Paths = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATH")]
@@ -30,7 +30,7 @@ class EvaluateConfig(SourceConfig):
 
     model: _Models = ()
     """A run of jaxtp train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format.
-    Several are compared in one table."""
+    A table compares several models."""
 
     data: _Datasets = ()
     """A dataset of jaxtp prepare, made with the model's tokenizer. Can be given several times."""
@@ -49,20 +49,19 @@ class EvaluateConfig(SourceConfig):
     """Refuse larger documents, and lines of JSONL: a document and its tokens take ten times as much memory."""
 
     by: _Groupings = ()
-    """Also show the numbers by length of documents in tokens, or by source: dataset or file. Can be given twice."""
+    """Also show the numbers by document length in tokens, or by source (dataset or file). Can be given twice."""
 
     limit: Count | None = None
     """Read at most this many documents of each dataset and file, or examples of each task."""
 
     sequence_length: Count | None = None
-    """Maximum number of tokens in a window. By default the model's context, up to 2,048, also for a run that started
-    from a model in Hugging Face's format; for other runs the length they were trained on. Several models use the
-    shortest of their windows."""
+    """Maximum number of tokens in a window. By default the model's context, up to 2,048; for a run that started from
+    random weights, the training length. Several models all use the shortest of their windows."""
 
     stride: Count | None = None
     """Tokens between the starts of two windows of a long document; by default sequence-length, so windows do not
-    overlap. With less, each token after the first window sees at least sequence-length - stride + 1 tokens; it is
-    counted once."""
+    overlap. With a smaller stride, each token after the first window sees at least sequence-length - stride + 1
+    tokens; it counts once."""
 
     beyond_context: Switch = False
     """Allow a --sequence-length beyond the model's context (max_position_embeddings in its config.json)."""
@@ -81,7 +80,7 @@ class EvaluateConfig(SourceConfig):
     """Ask tasks' questions as chat messages, with the model's chat template."""
 
     cache: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder for the answers to tasks, so that an interrupted command can be repeated."""
+    """Folder that stores the answers to tasks, so that an interrupted command can continue."""
 
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
@@ -135,7 +134,7 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
 
 
 def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int:
-    """Returns the tokens of a window, the same for all models; for tasks, the maximum tokens of a request.
+    """Returns the window length of all models; for tasks, the maximum tokens of a request.
 
     Raises:
       ConfigError: it exceeds a model's context, is not divisible by cp, or is less than the stride.

@@ -1,8 +1,8 @@
 """Runs lm-evaluation-harness tasks; importing it needs the extra `eval`.
 
 Requests that differ only in their last token, for example the answers A to D to a question, share a row. Rows are
-sorted by length and padded on the right to a few powers of two, each compiled once. Tokens, windows and the empty
-context's prefix follow the harness's `hf` model, so the numbers are the same.
+sorted by length and padded on the right to a few powers of two, each compiled once. Tokens, windows and the prefix of
+an empty context are as in the harness's `hf` model, so results agree.
 """
 
 import difflib
@@ -53,7 +53,7 @@ Settings = Mapping[str, object]
 
 
 class HarnessError(UserError):
-    """Tasks that do not exist, or exceed the model's abilities."""
+    """A task does not exist, or the model cannot run it."""
 
 
 class _Instance(Protocol):
@@ -68,7 +68,7 @@ class JaxtpLM(TemplateLM):
       interrupt: checked after each batch.
     """
 
-    tokenizer_name = ""  # a key of cached requests, which are off
+    tokenizer_name = ""  # part of the key of cached requests, which are off
 
     def __init__(self, model: Decoder, source: ModelSource, *, batch_size: int, max_length: int, interrupt: Interrupt):
         super().__init__()
@@ -77,7 +77,7 @@ class JaxtpLM(TemplateLM):
 
     @cached_property
     def _generator(self) -> Generator:
-        # It copies the weights, and few tasks generate.
+        # Made on first use: it copies the weights, and few tasks generate.
         source, rows = self.source, self._scorer.batch_size
         return Generator(self._model, source.tokenizer, end_ids=source.end_ids, batch_size=rows)
 
@@ -161,7 +161,7 @@ class JaxtpLM(TemplateLM):
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **ignored: object
     ) -> list[Answer]:
         answers: dict[int, Answer] = {}
-        # Indices of requests by the tokens that the model reads: all but the last, cut on the left to max_length.
+        # Indices of requests by input tokens: all but the last, cut on the left to max_length.
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             self._check(context, continuation)
@@ -184,7 +184,7 @@ class JaxtpLM(TemplateLM):
         return [answers[index] for index in range(len(requests))]
 
     def _scores(self, rows: Sequence[tuple[int, ...]], length: int) -> Callable[[int, int, list[int]], Answer]:
-        """Returns a function of a row, its number of tokens, and a continuation, whose last token follows the row."""
+        """Returns a function of a row, its length, and a continuation: all but its last token are at the row's end."""
         size = self._scorer.batch_size
         batch = {name: np.stack([array] * size) for name, array in empty_row(length).items()}
         last = np.zeros(size, np.int32)
@@ -273,7 +273,7 @@ def run(
       the table of the harness's command, and the results for JSON.
 
     Raises:
-      HarnessError: a task exceeds the model's abilities.
+      HarnessError: the model cannot run a task.
     """
     cache = None if config.cache is None else str(config.cache / _cache_key(config, source, length))
     with Interrupt(signal.SIGINT) as interrupt:  # waits for the batch
@@ -295,7 +295,7 @@ def run(
 
 
 def _cache_key(config: EvaluateConfig, source: ModelSource, length: int) -> str:
-    """Changes with the model's files and settings."""
+    """Hashes the model's files and settings."""
     folders = [folder for folder in (*config.model, config.base, config.adapters) if folder is not None]
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
     stats = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -22,7 +22,7 @@ from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
 
 
 class InputError(UserError):
-    """Documents that are missing, unreadable, or for another model."""
+    """Documents are missing, unreadable, or for another model."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _documents_of_texts(read: Callable[[], Iterator[list[str]]], name: str, mode
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             tokens = np.concatenate([prefix, ids.astype(np.int32)])
             _check_ids(tokens, model, name)
-            uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])
+            uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])  # the first token is not predicted
             yield Document(tokens, max(len(prefix), 1), max(len(text.encode()) - uncounted, 0))
 
 

@@ -1,8 +1,8 @@
-"""Sums a model's losses over documents: float32 losses of tokens, added in float64 on the host.
+"""Sums a model's losses over documents: float32 token losses, added in float64 on the host.
 
 Documents are cut into windows, and windows share rows. A window is at most T + 1 consecutive tokens: all but the last
 are read, and all but the first are predicted from earlier tokens in the window. A token that overlapping windows
-predict twice counts the first time. So every token counts once, except a document's first, or its prompt.
+predict twice counts the first time. So each token counts once, except a document's first token or its prompt.
 """
 
 import itertools
@@ -31,9 +31,9 @@ from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.inputs import Input, InputError
 
 MAX_EXPONENT = 700.0
-"""`math.exp` overflows a little above."""
+"""`math.exp` overflows above 709."""
 GROUPS = "groups"
-"""Key of a row: the group of documents of each counted label, `[T]`; -1 for none."""
+"""Key of a row: the group of each counted label's document, `[T]`; -1 for other labels."""
 POOL_TOKENS = 2**20
 """Number of tokens whose windows are packed together. Independent of the batch size, so packing is reproducible."""
 MIN_ROW = 64
@@ -53,7 +53,7 @@ class Window:
 
 
 def spans(num_tokens: int, first: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yields a document's windows: begin, end, and the number of counted tokens, at the end.
+    """Yields a document's windows: begin, end, and the number of counted tokens, the last ones.
 
     Args:
       first: index of the first counted token, at least 1.
@@ -72,7 +72,7 @@ def spans(num_tokens: int, first: int, length: int, stride: int) -> Iterator[tup
 def rows(windows: Iterable[Window], length: int, multiple: int = 1) -> Iterator[Row]:
     """Yields rows `[T]` of `inputs`, `labels`, `GROUPS` and `SEGMENTS`, which windows share.
 
-    A row is shorter if it holds everything; `multiple` divides its length, as it divides T.
+    A row is shorter than T if it holds all windows; `multiple` divides T and each row's length.
     """
     for pool in _pools(windows):
         sizes = np.array([len(window.tokens) - 1 for window in pool], np.int64)
@@ -90,10 +90,10 @@ def row_length(size: int, length: int, multiple: int = 1) -> int:
 
 
 def batches(rows: Iterable[Row], size: int, multiple: int = 1) -> Iterator[Row]:
-    """Yields batches `[B, T]` of successive rows of equal length; ignored rows fill up the last.
+    """Yields batches `[B, T]` of successive rows of equal length; empty rows fill the last.
 
     Args:
-      size: B; a length with fewer rows gets a smaller batch, also a single shape.
+      size: B, or less for a length with fewer rows; each length has one B.
       multiple: divides B.
     """
     for _, same_length in itertools.groupby(rows, lambda row: len(row["inputs"])):
@@ -139,7 +139,7 @@ class Scorer:
             losses = Scores(*merged.token_losses_of_hidden(x_BTD, batch["labels"]))
             return losses, jax.nn.log_softmax(logits_BV, axis=-1)
 
-        replicated = NamedSharding(self._mesh, P())  # every process reads all
+        replicated = NamedSharding(self._mesh, P())  # so that every process can read all scores
         self._scores = jax.jit(scores, out_shardings=replicated)
         self._next_token_logprobs = jax.jit(next_token_logprobs, out_shardings=replicated)
 
@@ -208,7 +208,7 @@ class Group(NamedTuple):
 class Measured:
     """Sums of each group of documents.
 
-    Documents count when they are read, and their tokens when they are scored: reading is ahead of the devices.
+    Documents count when they are read, their tokens later, when the devices have scored them.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class Measured:
         self._tokens_read = 0
 
     def documents_scored(self) -> float:
-        """Returns roughly the number of documents whose tokens are scored."""
+        """Estimates the number of documents whose tokens are scored."""
         whole = self.whole()
         return whole.documents * whole.tokens / self._tokens_read
 
@@ -271,7 +271,7 @@ def measure(
     """Measures a model on documents.
 
     Args:
-      inputs: inputs of one name count as one source.
+      inputs: the documents; inputs with equal names are one source.
       length: tokens of a window.
       stride: tokens between the starts of two windows.
       progress: called after each batch.
@@ -289,7 +289,7 @@ def measure(
             measured.add_scores(*pending)
             progress(measured)
 
-    # A process that ends during a computation may crash: Ctrl-C, and any error, waits for the batch.
+    # Exiting during a computation may crash, so Ctrl-C and errors wait for the batch.
     with Interrupt(signal.SIGINT) as interrupt:
         try:
             # The next batch is packed while the devices compute.

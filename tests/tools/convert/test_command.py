@@ -166,12 +166,12 @@ def test_training_from_it_and_exporting_that(imported, tmp_path, capsys):
 def test_mistakes(imported, tmp_path, capsys):
     for command, expected in {
         ("import", str(tmp_path / "none"), str(tmp_path / "run")): "no such folder",
-        ("import", str(imported / "source"), str(imported / "run")): "is there already; name a new folder",
+        ("import", str(imported / "source"), str(imported / "run")): "already exists; name a new folder",
         ("import", str(imported / "source"), str(tmp_path / "run"), "--mesh.fsdp", "3"): "fsdp can be 1, 2",
         ("export", str(tmp_path), str(tmp_path / "out")): "no finished checkpoint there",
         ("export", str(imported / "run"), str(tmp_path / "out"), "--family", "bert"): "supported are llama, mistral",
-        ("export", str(imported / "run"), str(tmp_path / "out"), "--family", "llama"): "a llama cannot be this model",
-        ("export", str(imported / "run"), str(tmp_path / "o"), "--tokenizer-from", str(tmp_path)): "no tokenizer there",
+        ("export", str(imported / "run"), str(tmp_path / "out"), "--family", "llama"): "a llama cannot represent",
+        ("export", str(imported / "run"), str(tmp_path / "o"), "--tokenizer-from", str(tmp_path)): "no tokenizer file",
         ("plan", str(tmp_path)): "no config.json",
     }.items():
         assert main(command) == 2, command
