@@ -1,7 +1,7 @@
 """Tensor-parallel training of transformer models in JAX that you can trust.
 
-Each name of `__all__` is imported when it is first used: `import jaxtp` itself takes milliseconds, and a command, or a
-script that needs the layers alone, does not wait for Orbax or pydantic.
+Each name in `__all__` is imported at its first use. So `import jaxtp` takes milliseconds, and a script that needs only
+the layers does not wait for Orbax or pydantic.
 """
 
 import re
@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from jaxtp.config import entry as _entry  # noqa: F401 (first: it ends Ctrl-C while the others are imported)
+from jaxtp.config import entry as _entry  # noqa: F401 (first: it handles Ctrl-C during the other imports)
 
 if TYPE_CHECKING:
     from jaxtp.analysis.audit import Audit as Audit
@@ -80,13 +80,13 @@ if TYPE_CHECKING:
 with open(__file__, encoding="utf-8") as _source:
     _IMPORTS = re.findall(r"(?m)^    from (.+) import (\w+) as \2$", _source.read())
 _MODULE_OF = {name: module for module, name in _IMPORTS}
-"""The module of each public name, from the imports above: type checkers see them, and Python does not run them."""
+"""The module of each public name, parsed from the imports above, which only type checkers evaluate."""
 
 __all__ = sorted(_MODULE_OF)
 
 
 class _Package(ModuleType):
-    """Keeps `jaxtp.parallelize` the function: importing the package of that name would replace it."""
+    """Keeps `jaxtp.parallelize` a function: importing the package of that name would replace it."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _MODULE_OF or not isinstance(value, ModuleType):
@@ -97,20 +97,20 @@ sys.modules[__name__].__class__ = _Package
 
 
 class _InitSignature:
-    """Gives a class the signature of its `__init__`, where the metaclass (NNX's, for one) defines `__call__`."""
+    """Shows the signature of `__init__` where a metaclass, such as NNX's, defines `__call__`."""
 
     def __get__(self, instance: object, owner: Any) -> object:
-        if instance is not None:  # `inspect` then reads the instance's `__call__`
+        if instance is not None:  # makes `inspect` read the instance's `__call__`
             return None
         inspect = import_module("inspect")
         parameters = [*inspect.signature(owner.__init__).parameters.values()]
         return inspect.Signature(() if owner.__init__ is object.__init__ else parameters[1:])
 
 
-if not TYPE_CHECKING:  # which would take any name for one that is there
+if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Imports a name of `__all__`, or reads the version, where it is first used."""
+        """Imports a name in `__all__`, or reads the version, at its first use."""
         if name == "__version__":
             value = import_module("importlib.metadata").version(__name__)
         elif name in _MODULE_OF:
@@ -118,7 +118,7 @@ if not TYPE_CHECKING:  # which would take any name for one that is there
             if isinstance(value, type) and type(value).__call__ is not type.__call__:
                 value.__signature__ = _InitSignature()
             elif hasattr(value, "__dataclass_fields__") and isinstance(value, type):
-                plain = get_type_hints(value.__init__)  # without the ranges and flags in `Annotated`
+                plain = get_type_hints(value.__init__)  # without `Annotated`
                 value.__init__.__annotations__ = {**plain, "return": None}
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -127,5 +127,5 @@ if not TYPE_CHECKING:  # which would take any name for one that is there
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, imported or not."""
+    """Returns the public names, also those not imported yet."""
     return [*__all__, "__version__"]

@@ -1,4 +1,4 @@
-"""`jaxtp`: the commands of the package, `jaxtp train` and others; `python -m jaxtp.train` is the same."""
+"""`jaxtp`: the commands of the package; `jaxtp train` and `python -m jaxtp.train` are the same."""
 
 import ast
 import importlib
@@ -15,7 +15,7 @@ from jaxtp.config.command_line import Command, choose_name, completion
 
 PROGRAM = "jaxtp"
 COMPLETION = "completion"
-SUMMARY = "Prints what a shell needs to complete commands."
+SUMMARY = "Prints a completion script for a shell."
 COMMANDS = {
     "bench": "jaxtp.tools.bench",
     "check": "jaxtp.tools.check",
@@ -40,7 +40,7 @@ HELP = f"""
 
 
 def commands() -> dict[str, str]:
-    """Returns each command, and the first line of its package's docstring; no command is imported."""
+    """Returns the first line of the docstring of each command's package, without importing it."""
     texts = {name: Path(__file__).parent.joinpath(*at.split(".")[1:], "__init__.py") for name, at in COMMANDS.items()}
     trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in texts.items()}
     return {name: (ast.get_docstring(tree) or "").partition("\n")[0] for name, tree in trees.items()}
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script() -> NoReturn:
-    """Runs `jaxtp` as it is installed."""
+    """Runs the installed script `jaxtp`."""
     entry.run(PROGRAM, main)
 
 
@@ -67,7 +67,7 @@ def _run(argv: Sequence[str]) -> int:
 @dataclass(frozen=True, kw_only=True)
 class _Completion:
     shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]
-    """Shell to print it for."""
+    """Shell of the completion script."""
 
 
 def _complete(argv: Sequence[str]) -> int:

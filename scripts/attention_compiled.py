@@ -1,17 +1,17 @@
-"""What the compiler makes of fused attention for an H100 that need not be there, beside XLA's attention.
+"""Compares compiled fused attention with XLA's attention, for an H100 that need not be present.
 
     python scripts/attention_compiled.py
 
-1. Forward and backward of one layer's attention as a device of Llama 3 8B at tp 8 computes it (4 query heads, 1 kv head
-   of 128, bfloat16, one row): temporaries; the largest array of the program, in elements per pair of positions (T x T
-   scores of 4 heads would be 4); calls of Triton's kernels, and tensor-core instructions in the PTX of each (forward,
-   queries, keys).
-2. Every width and dtype of the kernels, with documents, a window and a softcap: shared memory of each, which a program
-   must have to itself. An H100 has 227 KB of it, an A100 163, an L40S 99.
-3. The same attention where the sequence is split over 8 devices, two chunks in zigzag order on each: queries of a part,
-   keys of all. Which device it is is known at run time only.
+1. Attention of one layer, forward and backward, as on a device of Llama 3 8B at tp 8 (4 query heads, 1 kv head of 128,
+   bfloat16, one row). Columns: temporaries; the largest array, in elements per pair of positions (scores of 4 heads,
+   T x T, would be 4); calls of Triton kernels; tensor-core instructions in the PTX of each kernel (forward, gradients
+   of queries, gradients of keys).
+2. Each head width and dtype of the kernels, with documents, a window and a softcap: shared memory of each kernel. An
+   H100 has 227 KB of it, an A100 163, an L40S 99.
+3. As 1, with the sequence split over 8 devices in zigzag order: queries of two chunks, and all keys. The device index
+   is a runtime value.
 
-In 1 and 3 a kernel that spilled registers would fail to compile; in float32 the widest spills a few. Nothing is run.
+In 1 and 3 a kernel that spills registers fails to compile; in float32 the widest spills a few. Nothing is executed.
 Needs the extra estimate-gpu.
 """
 
@@ -53,7 +53,7 @@ _ARRAY = re.compile(r"\b(?:f64|f32|bf16|f16|s32|u32|s8|u8|pred)\[([\d,]+)\]")
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program."""
+    """Measurements of a compiled program."""
 
     temporaries: int
     """Bytes."""
@@ -62,13 +62,13 @@ class Program:
     """Elements of the largest array."""
 
     shared: dict[str, int]
-    """Bytes of shared memory of each kernel that Triton made."""
+    """Bytes of shared memory of each Triton kernel."""
 
     tensor_core: dict[str, int]
-    """Tensor-core instructions in the PTX of each of them."""
+    """Tensor-core instructions in the PTX of each Triton kernel."""
 
     calls: int
-    """Custom calls of Triton's kernels."""
+    """Custom calls of Triton kernels."""
 
 
 def xla(q: Array, k: Array, v: Array, segments: Array | None, *, scale: float) -> Array:
@@ -77,7 +77,7 @@ def xla(q: Array, k: Array, v: Array, segments: Array | None, *, scale: float) -
 
 
 def zigzag(place: Array, size: int, devices: int) -> Part:
-    """Returns the two chunks of so many queries that the device at this place has, beside all keys."""
+    """Returns the attention part of device `place`: two chunks of queries in zigzag order, and all keys."""
     chunk = jnp.arange(size, dtype=jnp.int32)
     return Part(jnp.concatenate([place * size + chunk, (2 * devices - 1 - place) * size + chunk]), 0)
 
@@ -96,7 +96,7 @@ def compile_with_gradients(
     devices: int = 1,
     may_spill: bool = False,
 ) -> Program:
-    """Compiles it forward and backward, inside of `shard_map` as a layer has it; for one of the devices of a split."""
+    """Compiles attention with its gradients inside `shard_map`, as a layer runs it; `devices` split the sequence."""
 
     def step(q: Array, k: Array, v: Array, do: Array, segments: Array | None, place: Array) -> tuple[Array, ...]:
         part = {} if devices == 1 else {"part": zigzag(place, q.shape[1] // 2, devices)}
@@ -127,7 +127,7 @@ def compile_with_gradients(
 
 
 def over_lengths(lengths: tuple[int, ...], attentions: dict[str, Callable[..., Array]], devices: int = 1) -> str:
-    """The first table, and the third; T is the length of a sequence."""
+    """Returns table 1, or table 3 with several `devices`; T is the sequence length."""
     rows = []
     for length, packed in itertools.product(lengths, (False, True)):
         for name, attend in attentions.items():
@@ -141,7 +141,7 @@ def over_lengths(lengths: tuple[int, ...], attentions: dict[str, Callable[..., A
 
 
 def over_widths() -> str:
-    """The second table."""
+    """Returns table 2."""
     rows = []
     for dtype in DTYPES:
         for head_dim in (16, 32, 64, 80, 128, MOST_HEAD_DIM):

@@ -1,8 +1,8 @@
-"""Times the kernels of attention that run everywhere, in turn: forward alone, and with the backward pass.
+"""Times the attention kernels that run on every platform: the forward pass, and forward with backward.
 
     python scripts/attention_speed.py | tee scripts/results/attention_speed.txt
 
-A sequence of eight query heads and two kv heads of 64, float32; a packed one has five documents. Medians.
+Float32, eight query heads, two kv heads of 64; packed rows have five documents. Kernels take turns; medians are shown.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ HEADS, KV_HEADS, WIDTH = 8, 2, 64
 
 
 def programs(name: KernelName, qkv: list[jax.Array], segments: jax.Array | None) -> dict[str, Callable[[], object]]:
-    """Returns both passes of a kernel, compiled where they are first called."""
+    """Returns both programs of a kernel, which compile at their first call."""
     settings = {"scale": WIDTH**-0.5, "window": None, "softcap": None}
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""What a checkpoint costs: time that training waits, throughput against the disk's own, host memory at a restore.
+"""Measures checkpoints: time that training waits, throughput relative to the disk, and host memory of a restore.
 
     python scripts/checkpoint_speed.py
 
-Everything is measured in one run: the disk by writing and reading one plain file of the state's size beside it, with
-fsync and after dropping it from the page cache where the system lets us. Medians of `--repeats`.
+The same run measures the disk: it writes a plain file of the state's size with fsync, drops it from the page cache if
+the system allows that, and reads it. Numbers are medians of `--repeats`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from jaxtp.train.state import Blueprint, plan_state
 
 
 def plan(megabytes: int) -> Blueprint:
-    """The state of a decoder of about this size on (1, 2, 4)."""
+    """Returns the plan of a decoder's state of about this size, on mesh (1, 2, 4)."""
     width = 256 * max(1, round((megabytes / 12) ** 0.5 / 3))
     model = jaxtp.ModelConfig(
         vocab_size=8192, d_model=width, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=width // 8, d_ff=4 * width
@@ -35,14 +35,14 @@ def plan(megabytes: int) -> Blueprint:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """The time that it takes."""
+    """Returns the duration of an action."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 def write_plain(path: Path, data: bytes) -> None:
-    """To the disk itself."""
+    """Writes a plain file with fsync."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -59,7 +59,7 @@ def forget(folder: Path) -> None:
 
 
 def measure(megabytes: int, repeats: int, folder: Path) -> dict[str, float]:
-    """Median seconds of each action, and the state's bytes."""
+    """Returns median seconds of each action, and the bytes of the state."""
     blueprint = plan(megabytes)
     state = jax.block_until_ready(blueprint.create(seed=0))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -85,13 +85,13 @@ def measure(megabytes: int, repeats: int, folder: Path) -> dict[str, float]:
 
 
 def restore_memory(megabytes: int, folder: Path) -> float:
-    """Bytes that a process of its own grows by at the peak of a restore, the arrays included."""
+    """Returns the peak growth in bytes, arrays included, of a separate process that restores."""
     command = [sys.executable, __file__, "--megabytes", str(megabytes), "--restore-from", str(folder / "checkpoints")]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def restore_here(megabytes: int, folder: Path) -> None:
-    """Prints the growth of this process's memory, at its peak, over a restore."""
+    """Prints the peak growth of this process's memory during a restore."""
     blueprint = plan(megabytes)
     checkpoints = Checkpoints(folder, keep=1)
     (step,) = checkpoints.steps()
@@ -103,20 +103,19 @@ def restore_here(megabytes: int, folder: Path) -> None:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Returns this process's resident bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def most_resident() -> int:
-    """The most that it has been; not `ru_maxrss`, which a process inherits from the one that started it."""
+    """Returns this process's peak resident bytes; a child inherits `ru_maxrss` from its parent."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=1000, help="about the size of the state (default 1000)")
+    parser.add_argument("--megabytes", type=int, default=1000, help="approximate size of the state (default 1000)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--restore-from", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)

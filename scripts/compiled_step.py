@@ -1,16 +1,16 @@
-"""What the compiled training step moves, holds and computes, on meshes of virtual CPU devices; nothing is run.
+"""Measures communication, memory and FLOPs of the compiled training step on virtual CPU devices, without running it.
 
     python scripts/compiled_step.py
 
-Four tables, for a Llama of 0.2 billion parameters:
+It prints four tables for a Llama of 0.2 billion parameters:
 
-1. Bytes that a device sends in a step, by mesh axis, in the HLO after SPMD partitioning: explicit layers (this package)
-   beside the same modules with sharding constraints only, which is what most JAX trainers do. A GPU's compiler later
-   merges part of what the partitioner added.
-2. Memory: temporaries per device at tp = 8 against an eighth of those of one device, and the share of the state whose
-   memory is reused. XLA's CPU backend assigns these buffers; a GPU's differ.
-3. FLOPs of all matrix products over all devices, against one device.
-4. Time to compile 64 layers against 4, the two taking turns; medians.
+1. Bytes that a device sends in a step, by mesh axis, in the HLO after SPMD partitioning. Explicit layers (this package)
+   are compared with the same modules under sharding constraints alone, as in most JAX trainers. A GPU's compiler later
+   merges some of the collectives that the partitioner adds.
+2. Memory: temporaries per device at tp 8, relative to an eighth of one device's, and the donated share of the state.
+   XLA's CPU backend assigns these buffers; a GPU's differ.
+3. FLOPs of all matrix products over all devices, relative to one device.
+4. Median time to compile 64 layers, and 4 layers; the two take turns.
 """
 
 import argparse
@@ -47,7 +47,7 @@ MODEL = jaxtp.ModelConfig(
     num_kv_heads=8,
     head_dim=64,
     d_ff=4096,
-    attention="xla",  # what the constraints are put around
+    attention="xla",  # the constraints wrap it
     loss_chunk=4096,
     precision=jaxtp.Precision(compute="bfloat16"),
 )
@@ -76,7 +76,7 @@ class Measured:
         self.collectives = count_collectives_in_hlo(self.text, self.sizes)
 
     def sent(self) -> dict[tuple[str, ...], float]:
-        """Bytes that a device sends, by mesh axes."""
+        """Returns the bytes that a device sends, by mesh axes."""
         sent: dict[tuple[str, ...], float] = {}
         for collective, times in self.collectives.items():
             sent[collective.axes] = sent.get(collective.axes, 0) + times * collective.bytes_sent
@@ -84,7 +84,7 @@ class Measured:
 
 
 def plan_without_layers(model: jaxtp.ModelConfig, optimizer: object, mesh: jax.sharding.Mesh) -> Blueprint:
-    """The same parameters with the same shardings, their modules built without a mesh: plain mathematics."""
+    """Returns a plan with the same parameters and shardings, whose modules are built without a mesh."""
     state = nnx.eval_shape(lambda: TrainState(model, optimizer, seed=0))
     graph, abstract = nnx.split(state)
     return Blueprint(graph, abstract, nnx.get_named_sharding(abstract, mesh), mesh, model, optimizer)
@@ -92,8 +92,8 @@ def plan_without_layers(model: jaxtp.ModelConfig, optimizer: object, mesh: jax.s
 
 @contextmanager
 def constraints_only(mesh: jax.sharding.Mesh) -> Iterator[None]:
-    """Every layer's output, and what goes into and out of attention, constrained to the sharding that it has in this
-    package; the rest is left to the compiler."""
+    """Constrains the outputs of layers, and inputs and outputs of attention, to their sharding in this package; the
+    compiler chooses the rest."""
 
     def constrain(x: object, spec: P) -> object:
         return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec)), x)
@@ -126,11 +126,11 @@ def constraints_only(mesh: jax.sharding.Mesh) -> Iterator[None]:
 
 
 def traffic(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
-    """The first table."""
+    """Returns table 1."""
     table = []
     for mesh in MESHES:
         explicit = Measured(model, mesh, rows, length)
-        whole = dataclasses.replace(model, loss_chunk=rows * length)  # chunks of what is split would cost it more
+        whole = dataclasses.replace(model, loss_chunk=rows * length)  # chunks would make constraints alone send more
         constrained = Measured(whole, mesh, rows, length, explicit=False)
         budget = sum(step_costs(model, explicit.sizes, batch_size=rows, sequence_length=length).budget.values())
         ours, theirs = explicit.sent(), constrained.sent()
@@ -144,7 +144,7 @@ def traffic(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
 
 
 def memory_and_flops(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
-    """The second and third tables."""
+    """Returns tables 2 and 3."""
     table = []
     one = Measured(model, (1, 1, 1), rows, length)
     flops, temporaries = count_flops_in_hlo(one.text), one.compiled.memory_analysis().temp_size_in_bytes
@@ -166,7 +166,7 @@ def memory_and_flops(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
 
 
 def compile_times(model: jaxtp.ModelConfig, rows: int, length: int, repeats: int) -> str:
-    """The fourth table."""
+    """Returns table 4."""
     times: dict[int, list[float]] = {4: [], 64: []}
     for _ in range(repeats):
         for layers, seconds in times.items():
@@ -178,15 +178,14 @@ def compile_times(model: jaxtp.ModelConfig, rows: int, length: int, repeats: int
 
 
 def describe(mesh: tuple[int, int, int]) -> str:
-    """`fsdp 2 x tp 4`."""
+    """Returns a label such as `fsdp 2 x tp 4`."""
     return str(Case(mesh_sizes(jaxtp.make_mesh(*mesh)), sequence_parallel=False))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a tiny model, to see that it works")
-    parser.add_argument("--repeats", type=int, default=3, help="compilations of each depth")
+    parser.add_argument("--small", action="store_true", help="compile a tiny model, to test the script")
+    parser.add_argument("--repeats", type=int, default=3, help="number of compilations of each depth (default 3)")
     arguments = parser.parse_args(argv)
     model, rows, length = (SMALL, 8, 64) if arguments.small else (MODEL, BATCH, SEQUENCE)
     print(f"jax {jax.__version__}, 8 virtual CPU devices, {rows} x {length} tokens\n{model}\n")

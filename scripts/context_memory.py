@@ -1,14 +1,14 @@
-"""Memory of a device over cp, from the compiler for H100s that need not be there.
+"""Measures a device's memory as cp grows, by compiling for H100s that need not be present.
 
     python scripts/context_memory.py --out scripts/results/context_memory.txt
 
-The training step of Llama 3.1 8B (`configs/llama31_8b_128k.yaml`) with sequences of 131,072 tokens, packed, on 16 H100:
-cp 1 to 16, and fsdp so that every mesh stores the same share of the weights; one sequence for each cp group. For each
-mesh and method of attention: tokens on a device; temporaries of the step; the part of them that grows with the tokens,
-which is what activations take (temporaries less those of a sequence a 32nd as long, times 32/31); and the arrays of the
-program that have two dims of positions (T, T/cp or T/(2cp)), as scores `[T, T]` or any part of them would.
+The step trains Llama 3.1 8B (`configs/llama31_8b_128k.yaml`) on packed sequences of 131,072 tokens, one for each cp
+group, on 16 H100s. cp grows from 1 to 16, and fsdp shrinks, so every mesh stores the same share of the weights. Columns
+for each mesh and attention method: tokens per device; temporaries; the part of the temporaries that grows with the
+tokens, namely activations (temporaries minus those at 1/32 of the length, times 32/31); and the number of arrays with
+two dims of positions (T, T/cp or T/(2cp)), like scores `[T, T]` or a part of them.
 
-Nothing is run. Needs the extra estimate-gpu.
+Nothing is executed. Needs the extra estimate-gpu.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _ARRAY = re.compile(r"\b(?:f64|f32|bf16|f16|s32|u32|s8|u8|pred)\[([\d,]+)\]")
 
 
 def compiled(sizes: dict[str, int], context: str, length: int) -> tuple[int, int]:
-    """Returns the bytes of temporaries of the step on a mesh, and the number of its arrays of pairs of positions."""
+    """Returns the bytes of a step's temporaries, and its number of arrays with two dims of positions."""
     config = from_yaml(TrainConfig, CONFIG)
     values = {"mesh": config.mesh.of_sizes(sizes), "mesh.context": context, "data.sequence_length": length}
     rows = sizes["fsdp"] * sizes["dp"]
@@ -53,7 +53,6 @@ def compiled(sizes: dict[str, int], context: str, length: int) -> tuple[int, int
 
 
 def row(cp: int, context: str, length: int) -> tuple[str, ...]:
-    """Returns a line of the table."""
     sizes = mesh_shape(fsdp=DEVICES // cp, cp=cp)
     temporaries, pairs = compiled(sizes, context, length)
     shorter, _ = compiled(sizes, context, length // SHORTER)

@@ -1,11 +1,11 @@
-"""The program that makes tokens, as the compiler for GPUs makes it for absent H100s: what it reads for each token.
+"""Measures the memory traffic of decoding, in the program that XLA compiles for H100s that need not be present.
 
     python scripts/decode_on_h100.py | tee scripts/results/decode_on_h100.txt
 
-Llama 3 8B in bfloat16, laid out for reading, eight rows. Read: bytes that the instructions of one turn of its loop
-read of arrays of 1 MiB and more, beside those of weights and cache of a device; rearranged: instructions that copy,
-convert, transpose, gather or concatenate one; temporaries: memory beside weights and cache. Needs the extra estimate-
-gpu, and tests/accounts.py, which reads the compiled program.
+The model is Llama 3 8B in bfloat16, sharded for decoding, with eight rows. Read: bytes that one iteration of the decode
+loop reads from arrays of at least 1 MiB, next to the bytes of a device's weights and KV cache. Rearranged: instructions
+that copy, convert, transpose, gather or concatenate such an array. Temporaries: memory besides weights and KV cache.
+Needs the extra estimate-gpu, and tests/accounts.py, which parses the compiled program.
 """
 
 import argparse
@@ -37,17 +37,16 @@ from accounts import bytes_of_a_turn  # noqa: E402
 
 ROWS, LEAST = 8, 2**20
 CASES = [(1, 1024), (8, 8192)]
-"""tp, and slots of the cache."""
+"""Sizes of tp, and slots of the KV cache."""
 
 
 def sharded(tree, mesh: jax.sharding.Mesh, spec):
-    """Abstract arrays with their sharding."""
+    """Returns abstract arrays with their sharding."""
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def measure(config: jaxtp.ModelConfig, mesh: jax.sharding.Mesh, slots: int) -> list[str]:
-    """Returns the cells of a line."""
     make = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
     with jax.set_mesh(mesh):
         model, reader = nnx.eval_shape(make), nnx.eval_shape(lambda: to_decode_model(make(), mesh))
@@ -79,9 +78,8 @@ def measure(config: jaxtp.ModelConfig, mesh: jax.sharding.Mesh, slots: int) -> l
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, help="fewer than the model has, to be quick")
+    parser.add_argument("--layers", type=int, help="number of layers; fewer compile faster")
     arguments = parser.parse_args(argv)
     target = topologies.get_topology_desc("1x1x8", "cuda", topology="1x1x8", target_config=TARGET_CONFIGS["h100"])
     config = from_yaml(TrainConfig, ROOT / "configs/llama3_8b.yaml").model

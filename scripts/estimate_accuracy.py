@@ -1,14 +1,14 @@
-"""Modelled memory of a training step beside what the compiler for an H100 allots, on a machine without one.
+"""Compares the modelled memory of a training step with the memory that the H100 compiler allocates; no GPU needed.
 
-    python scripts/estimate_accuracy.py                  # compile what is not in the results yet, then the table
+    python scripts/estimate_accuracy.py                  # compiles missing points, then prints the table
     python scripts/estimate_accuracy.py --table-only
 
-Each point is the shape of a Llama, with adapters or without, or of a mixture of experts, with an optimizer, a sequence
-length, a remat policy and a mesh; the compiler's numbers are appended to scripts/results/estimate_accuracy.jsonl as
-they come, so that it can be stopped and goes on. It needs the extra estimate-gpu. Those that are there are of jax
-0.10.2; the constants of the model were settled on the first 41 points. When the update came to be made in place, 37
-were compiled anew: all with dp or accumulation, all whose peak had been in the update. The others were left, for where
-the peak is in the backward pass it stayed within 3 kB (but for 0.5 GB of 42 at dp 2 x fsdp 2 x tp 2).
+A point is a Llama, with or without adapters, or a mixture of experts, with an optimizer, a sequence length, a remat
+policy and a mesh. Each result is appended to scripts/results/estimate_accuracy.jsonl, so the script can be stopped and
+restarted. It needs the extra estimate-gpu. The stored results are from jax 0.10.2. The first 41 points fitted the
+model's constants. When the optimizer update became in-place, 37 points were compiled again: all with dp or
+accumulation, and all whose peak was in the update. The others stayed, because a peak in the backward pass had changed
+by less than 3 kB (except at dp 2 x fsdp 2 x tp 2: 0.5 GB of 42).
 """
 
 import argparse
@@ -33,7 +33,7 @@ SHAPES = {
     "8b": {"d_model": 4096, "num_layers": 32, "num_heads": 32, "head_dim": 128, "d_ff": 14336},
     "70b": {"d_model": 8192, "num_layers": 80, "num_heads": 64, "head_dim": 128, "d_ff": 28672},
 }
-"""Llama 3.2 1B, Llama 3 8B and 70B."""
+"""Shapes of Llama 3.2 1B, Llama 3 8B and 70B."""
 
 MIXTURES = {
     "8x7b": {
@@ -45,12 +45,12 @@ MIXTURES = {
         **{"head_dim": 128, "d_ff": 768, "num_experts": 128, "experts_per_token": 8, "qk_norm": "head"},
     },
 }
-"""Mixtral 8x7B and Qwen3-30B-A3B."""
+"""Shapes of Mixtral 8x7B and Qwen3-30B-A3B."""
 
 POLICIES = ("none", "save_dots", "save_gathered", "full", "offload")
 SEQUENCES = (2048, 4096, 8192)
 _FIRST_FIELDS = 7
-"""Fields of a point that are always in its key."""
+"""The number of fields that are in the key of every point."""
 MESHES = [
     (1, f, t) for f, t in [(1, 1), (8, 1), (1, 8), (2, 2), (4, 1), (1, 2), (8, 8), (2, 4), (4, 8), (1, 4), (8, 2)]
 ]
@@ -58,7 +58,7 @@ MESHES = [
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """What is compiled."""
+    """Settings of a step to compile."""
 
     shape: str
     sequence: int
@@ -76,8 +76,8 @@ class Point:
         model = jaxtp.ModelConfig(
             rope_theta=500000.0,
             remat=self.remat,
-            loss_chunk=512 * self.micro,  # as the points that are there were compiled, in tokens
-            attention="xla" if self.cp == 1 else "auto",  # scores of long sequences are too large to be held
+            loss_chunk=512 * self.micro,  # in tokens, as the stored points were compiled
+            attention="xla" if self.cp == 1 else "auto",  # scores of long sequences do not fit
             precision=jaxtp.Precision(compute="bfloat16"),
             lora=LoraConfig(rank=self.lora),
             **({"vocab_size": 128256, "num_kv_heads": 8} | (SHAPES | MIXTURES)[self.shape]),
@@ -101,7 +101,7 @@ class Point:
     def key(self) -> str:
         values, defaults = dataclasses.astuple(self), [field.default for field in dataclasses.fields(self)]
         given = max(i for i, (value, default) in enumerate(zip(values, defaults, strict=True)) if value != default)
-        return json.dumps(values[: max(given + 1, _FIRST_FIELDS)])  # as it was before there were the others
+        return json.dumps(values[: max(given + 1, _FIRST_FIELDS)])  # keys from before later fields were added
 
     @classmethod
     def from_key(cls, key: str) -> "Point":
@@ -109,7 +109,7 @@ class Point:
 
 
 def points() -> list[Point]:
-    """Every shape with every policy four times, the lengths and meshes going round; and what these leave out."""
+    """Returns each shape with each remat policy four times, cycling through lengths and meshes, then further points."""
     everywhere = [
         Point(shape, SEQUENCES[(i // 15 + i) % 3], policy, MESHES[7 * i % len(MESHES)])
         for i, (_, policy, shape) in enumerate((r, p, s) for r in range(4) for p in POLICIES for s in SHAPES)
@@ -164,7 +164,7 @@ def points() -> list[Point]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table-only", action="store_true", help="compile nothing")
+    parser.add_argument("--table-only", action="store_true", help="print the table without compiling")
     arguments = parser.parse_args(argv)
     if not arguments.table_only:
         compile_missing()
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def compile_missing() -> None:
-    """Appends a line for each point that has none."""
+    """Compiles each point without a result, and appends the result."""
     done = read()
     for point in points():
         if point.key in done:
@@ -194,13 +194,13 @@ def compile_missing() -> None:
 
 
 def read() -> dict[str, dict]:
-    """Rows by point."""
+    """Returns the stored results by point."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     return {row["point"]: row for row in map(json.loads, lines)}
 
 
 def table(rows: dict[str, dict]) -> str:
-    """Modelled beside compiled, and how far apart: the whole, and what is not state alone."""
+    """Returns the table of modelled and compiled memory, with relative errors of total and temporaries."""
     header = (
         "shape",
         "optimizer",

@@ -1,10 +1,10 @@
-"""What the compiler for GPUs makes of the shipped Llama configurations, and of a 70B model as tp grows; no GPU needed.
+"""Compiles the shipped Llama configurations, and a 70B model as tp grows, for GPUs that need not be present.
 
     python scripts/estimate_targets.py
 
-1. Each shipped configuration on its hardware, and 8B with packed sequences of 32,768: seconds, peak memory, and what
-   the schedule computes beside collectives.
-2. Peak memory of a device of a 70B model at tp 1, 2, 4, 8 (fsdp 1, one sequence of 8192), against 1/tp of one device.
+1. Each shipped configuration on its hardware, and 8B with packed sequences of 32,768: seconds to compile, peak memory,
+   and overlap of computation and collectives in the schedule.
+2. A 70B model's peak memory per device at tp 1, 2, 4, 8 (fsdp 1, one sequence of 8192), relative to 1/tp of tp 1.
 
 Needs the extra estimate-gpu.
 """
@@ -31,11 +31,11 @@ SHIPPED = [
     ("llama3_70b.yaml", "h100", 8, None),
     ("llama3_405b.yaml", "h100", 64, None),
 ]
-"""With the GPUs, the hosts of eight of them each, and tokens in a sequence where they are not those of the file."""
+"""Each configuration with its GPUs, number of eight-GPU hosts, and sequence length if it differs from the file's."""
 
 
 def compile_on(hardware: str, config: TrainConfig, sizes: dict[str, int]) -> tuple[Compiled, float]:
-    """Returns the compiled step, and the seconds that it took in all, a process of its own included."""
+    """Returns the compiled step, and the seconds from the start of its process to the end."""
     devices = math.prod(sizes.values())
     hosts = max(1, devices // 8)
     started = time.perf_counter()
@@ -44,14 +44,14 @@ def compile_on(hardware: str, config: TrainConfig, sizes: dict[str, int]) -> tup
 
 
 def whole_mesh(config: TrainConfig, devices: int) -> dict[str, int]:
-    """The configured mesh; -1 is what the other axes leave."""
+    """Returns the configured mesh; -1 becomes the number of remaining devices."""
     sizes = config.mesh.sizes
     given = math.prod(size for size in sizes.values() if size != -1)
     return {axis: devices // given if size == -1 else size for axis, size in sizes.items()}
 
 
 def shipped() -> str:
-    """The first table."""
+    """Returns table 1."""
     rows, moved = [], []
     for name, hardware, hosts, length in SHIPPED:
         config = from_yaml(TrainConfig, CONFIGS / name)
@@ -71,7 +71,7 @@ def shipped() -> str:
 
 
 def over_tp() -> str:
-    """The second table."""
+    """Returns table 2."""
     rows, one = [], None
     for tp in (1, 2, 4, 8):
         point = Point("70b", 8192, "full", (1, 1, tp))
@@ -86,7 +86,6 @@ def over_tp() -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the tables."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     print("GB on each device; seconds with those of starting Python and tracing, and the compiler's own\n")
     print(shipped(), flush=True)

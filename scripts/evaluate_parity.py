@@ -1,15 +1,15 @@
-"""What `jaxtp evaluate` measures, beside what transformers and lm-evaluation-harness's `hf` model do.
+"""Compares `jaxtp evaluate` with transformers and with lm-evaluation-harness's `hf` model.
 
     python scripts/evaluate_parity.py MODEL FOLDER --jaxtp PYTHON > scripts/results/evaluate_parity.txt
 
-MODEL is a folder in Hugging Face's format with a tokenizer.json; FOLDER takes what is made on the way. The script needs
-torch, transformers and lm-eval; PYTHON is that of an environment with jaxtp[eval].
+MODEL is a folder in Hugging Face format with a tokenizer.json; FOLDER receives intermediate files. The script needs
+torch, transformers and lm-eval; PYTHON is the Python of an environment with jaxtp[eval].
 
-Losses: of texts, by transformers in float32 without a cache. Unpacked: each window of a document by itself, with and
-without overlap. Packed: documents in one row, with an attention mask of blocks and positions that begin anew; and one
-after the other, each row as if it were one document. Tasks: multiple choice with words and with letters, the perplexity
-of texts, and texts that are generated, from files that are made here; nothing is downloaded. The `hf` model sums its
-softmax in float64 here (softmax_dtype): in float32, as by default, it and transformers' own `labels=` are off by 4e-6.
+Losses: transformers computes the losses of texts in float32 without a KV cache. Unpacked: it reads each window of a
+document separately, with and without overlap. Packed: one row has several documents, either with a block-diagonal mask
+and positions that restart, or as if the row were one document. Tasks: multiple choice with words and with letters,
+perplexity, and generation, from local files; nothing is downloaded. The `hf` model sums its softmax in float64
+(softmax_dtype): with the default, float32, it and transformers' own `labels=` are off by 4e-6.
 """
 
 import argparse
@@ -28,7 +28,7 @@ NAMES = {"cat": "meows", "dog": "barks", "horse": "neighs", "eagle": "flies", "s
 
 
 def write_texts(folder: Path) -> list[str]:
-    """Writes documents of a few to some hundred tokens as JSONL; returns them."""
+    """Writes documents of a few to a few hundred tokens as JSONL; returns them."""
     chosen = random.Random(1)
 
     def sentence() -> str:
@@ -76,7 +76,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def ours(python: str, folder: Path, flags: list[str]) -> dict[str, Any]:
-    """Returns what the command writes."""
+    """Returns the JSON that `jaxtp evaluate` writes."""
     out = folder / "numbers.json"
     command = [python, "-m", "jaxtp", "evaluate", *flags, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -106,13 +106,13 @@ class Theirs:
         return torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
 
     def loss_attribute(self, ids: list[int]) -> float:
-        """Returns the loss that transformers itself gives with `labels`."""
+        """Returns the loss that transformers computes with `labels`."""
         given = self.torch.tensor([ids])
         with self.torch.no_grad():
             return float(self.model(input_ids=given, labels=given, use_cache=False).loss)
 
     def separate(self, documents: list[list[int]], length: int, stride: int) -> tuple[float, int]:
-        """Returns sum and number of losses of windows, each by itself; of overlaps what is new."""
+        """Returns sum and number of the losses of separate windows; each token counts once, also in overlaps."""
         total, count = 0.0, 0
         for ids in documents:
             done, begin = 1, 0
@@ -123,7 +123,7 @@ class Theirs:
         return total, count
 
     def in_one_row(self, documents: list[list[int]]) -> tuple[float, int]:
-        """Returns the same of documents in one row that do not see each other."""
+        """Returns sum and number of losses of documents in one row under a block-diagonal mask."""
         torch, ids = self.torch, [token for document in documents for token in document]
         owner = torch.tensor([index for index, document in enumerate(documents) for _ in document])
         positions = torch.tensor([[at for document in documents for at in range(len(document))]])
@@ -134,7 +134,7 @@ class Theirs:
 
 
 def compared_losses(model: Path, folder: Path, python: str) -> Iterator[tuple[str, int, float, float]]:
-    """Yields for each way of reading: number of tokens, our loss, theirs."""
+    """Yields for each packing: its name, number of tokens, jaxtp's loss, transformers' loss."""
     texts = write_texts(folder)
     theirs = Theirs(model)
     documents: list[list[int]] = theirs.tokenizer(texts)["input_ids"]
@@ -165,7 +165,7 @@ def compared_losses(model: Path, folder: Path, python: str) -> Iterator[tuple[st
 
 
 def compared_tasks(model: Path, folder: Path, python: str) -> Iterator[tuple[str, str, float, float]]:
-    """Yields for each task its metrics: ours, and the harness's own `hf` model's."""
+    """Yields task, metric, jaxtp's value, and the value of the harness's `hf` model."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

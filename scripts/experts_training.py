@@ -2,12 +2,11 @@
 
     python scripts/experts_training.py | tee scripts/results/experts_training.txt
 
-All of them have as many active parameters: each of 8 experts is half as wide as the dense MLP, and a token uses two
-(the router aside). The MLP is narrow, half of d_model, so that in minutes it lacks capacity rather than tokens. Data,
-order of samples, batch, steps, learning rate and seeds are the same, on one CPU device. The numbers after "balance" are
-the weight of the balance loss. What is measured of the balance is the mean over the second half of a run's records; the
-share of experts that no token of a batch chose is the worst of it, because a mean would hide one that was unused for a
-while.
+All models have equally many active parameters, except for the router: each of 8 experts is half as wide as the dense
+MLP, and a token uses two. The MLP is narrow (half of d_model), so that within minutes capacity limits the loss, not the
+number of tokens. Data, sample order, batch, steps, learning rate and seeds are the same, on one CPU device. The number
+after "balance" is the weight of the balance loss. Balance metrics are means over the second half of a run's records.
+The share of experts without a token in a batch is a maximum, because a mean would hide a temporarily unused expert.
 """
 
 import argparse
@@ -31,7 +30,7 @@ DENSE, EXPERTS, CHOSEN = 32, 8, 2
 
 @dataclass(frozen=True)
 class Variant:
-    """A model, and what the training does for its balance."""
+    """A model, and the balance method of its training."""
 
     name: str
     model: dict[str, object]
@@ -39,7 +38,7 @@ class Variant:
 
 
 PARTS = 4
-"""Evaluations of a run."""
+"""Number of evaluations in a run."""
 
 MIXTURE: dict[str, object] = {"num_experts": EXPERTS, "experts_per_token": CHOSEN, "d_ff": DENSE // CHOSEN}
 BIASED: dict[str, object] = {"balance_loss": 0.001, "selection_bias_rate": 0.01}
@@ -50,11 +49,11 @@ VARIANTS = [
     Variant("experts, 0.001 and bias 0.01", MIXTURE | {"selection_bias": True}, BIASED),
     Variant("experts, balance 0", MIXTURE, {"balance_loss": 0.0}),
 ]
-"""The first two are compared, by the medians of several seeds; of the others one seed shows what balance does."""
+"""The first two are compared by medians over seeds; the others show the effect of balancing with one seed."""
 
 
 def sizes(variant: Variant) -> tuple[int, int]:
-    """Returns the number of parameters, and of those that a token uses, routers aside."""
+    """Returns the numbers of all parameters and of active parameters, without routers."""
     config = replace_nested(jaxtp.ModelConfig(), {**SIZES, **variant.model})
     model = nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
     every = {".".join(map(str, path)): param.size for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))}
@@ -64,7 +63,7 @@ def sizes(variant: Variant) -> tuple[int, int]:
 
 
 def train(variant: Variant, seed: int, steps: int, folder: Path) -> list[dict[str, float]]:
-    """Returns the records of a run, which goes on if it is there."""
+    """Trains, or resumes an existing run, and returns its records."""
     flags: dict[str, object] = {f"model.{name}": value for name, value in (SIZES | variant.model).items()}
     flags |= {f"train.{name}": value for name, value in variant.train.items()}
     flags |= {"mesh.dp": 1, "mesh.fsdp": 1, "mesh.tp": 1, "model.remat": "none", "run.seed": seed, "train.steps": steps}
@@ -78,7 +77,7 @@ def train(variant: Variant, seed: int, steps: int, folder: Path) -> list[dict[st
 
 
 def row(variant: Variant, seed: int, records: list[dict[str, float]]) -> tuple[float, list[str]]:
-    """Returns the last validation loss of a run, and its cells of the table."""
+    """Returns a run's last validation loss, and its row of the table."""
     losses = [record["eval_loss"] for record in records if "eval_loss" in record]
     cells = [variant.name, str(seed), *(f"{loss:.4f}" for loss in losses[1:])]
     balance = [record for record in records if "experts/max_load" in record]
@@ -95,11 +94,11 @@ def row(variant: Variant, seed: int, records: list[dict[str, float]]) -> tuple[f
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns 1 if the mixture is not the better one or leaves an expert unused, else 0."""
+    """Returns 1 if the mixture is not better than the dense model or leaves an expert unused, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="of each run, a multiple of 4 (default 600)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of each run, a multiple of 4 (default 600)")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
-    parser.add_argument("--runs", type=Path, help="keep the runs here; those that are there go on")
+    parser.add_argument("--runs", type=Path, help="folder of the runs; existing runs resume")
     arguments = parser.parse_args(argv)
     evaluated = [arguments.steps // PARTS * part for part in range(1, PARTS + 1)]
     for variant in VARIANTS[:2]:

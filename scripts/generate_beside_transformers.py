@@ -1,12 +1,12 @@
-"""Generating beside transformers on the same CPU cores: the same model, dtype, prompts and tokens, in turn.
+"""Compares the generation speed of jaxtp and transformers on the same CPU cores.
 
     python scripts/generate_beside_transformers.py --model DIR --transformers-python PATH
 
-Each of the two is a process that waits while the other works. What is timed is one call of each, as a user makes it:
-`Generator.generate`, and `model.generate` of transformers (greedy, with its cache). Prefill is a call that makes one
-token of each prompt; decode is what a call that makes more takes beyond that. Medians of `--repeats` calls, after one
-that compiles. All prompts of a batch are of one length, which spares transformers its padding. Both give the same
-tokens, or the script fails.
+Model, dtype, prompts and number of tokens are the same. Each library has its own process, which waits while the other
+works. The script times calls of `Generator.generate`, and of transformers' `model.generate` (greedy, with its cache).
+Prefill is the time of a call for one token per prompt; decode is the additional time of a call for more. Numbers are
+medians of `--repeats` calls, after one that compiles. All prompts of a batch have one length, so transformers needs no
+padding. If the tokens differ, the script fails.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 CASES = [(1, 16), (8, 16), (1, 512), (8, 128)]
-"""Prompts of a batch, and the tokens of each."""
+"""Prompts in a batch, and tokens in each prompt."""
 DTYPES = ("float32", "bfloat16")
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
@@ -64,7 +64,7 @@ WORKERS = {"jaxtp": of_jaxtp, "transformers": of_transformers}
 
 
 def work(name: str, folder: str, dtype: str) -> None:
-    """Answers each line of standard input, prompts and a number of tokens, by the seconds that it took, and the ids."""
+    """Reads lines with prompts and a number of tokens from standard input; answers each with seconds and ids."""
     answers, sys.stdout = sys.stdout, sys.stderr
     generate = WORKERS[name](folder, dtype)
     print("{}", file=answers, flush=True)
@@ -76,7 +76,7 @@ def work(name: str, folder: str, dtype: str) -> None:
 
 
 class Worker:
-    """A process that generates, and waits otherwise."""
+    """A process that generates on request."""
 
     def __init__(self, python: str, name: str, folder: str, dtype: str):
         command = [python, __file__, "--worker", name, "--model", folder, "--dtypes", dtype]
@@ -98,7 +98,7 @@ class Worker:
 
 
 def compare(workers: dict[str, Worker], rows: int, length: int, tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Returns the tokens per second of prefill and decode of each worker."""
+    """Returns prefill and decode tokens per second of each worker."""
     found: dict[str, list[list[float]]] = {name: [] for name in workers}
     for turn in range(repeats + 1):
         prompts = [[(31 * turn + 7 * row + 13 * place) % 1000 + 50 for place in range(length)] for row in range(rows)]
@@ -117,14 +117,11 @@ def compare(workers: dict[str, Worker], rows: int, length: int, tokens: int, rep
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder in Hugging Face's format")
-    parser.add_argument(
-        "--transformers-python", default=sys.executable, help="a Python that has torch and transformers"
-    )
+    parser.add_argument("--model", required=True, help="folder in Hugging Face format")
+    parser.add_argument("--transformers-python", default=sys.executable, help="a Python with torch and transformers")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
-    parser.add_argument("--tokens", type=int, default=48, help="made for each prompt, beyond the first")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens for each prompt, after the first (default 48)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)

@@ -1,12 +1,12 @@
-"""A file of prompts of random lengths: rows that end make room for the next prompt, beside batches that wait.
+"""Compares continuous batching with static batches, on prompts of random lengths.
 
     python scripts/generate_file.py
 
-A decoder with random weights over tp 2, virtual CPU devices. A text ends at random, by one of a few end tokens, as
-texts do. Both ways have the same number of rows, the same programs and the same prompts, in turn; the batches are
-what a loop over `Generator.generate` makes, each as long as its longest text. Medians of `--repeats`. The texts of
-both, and those of each prompt by itself, are the same, or the script fails. Memory is the process's, before the first
-prompt and at the end.
+In continuous batching a finished row takes the next prompt. Static batches are a loop over `Generator.generate`; each
+runs until its longest text ends. The model is a decoder with random weights over tp 2, on virtual CPU devices, so texts
+end at random. Both methods use the same rows, programs and prompts, and take turns. Numbers are medians of `--repeats`.
+If the texts differ between the methods, or from texts of single prompts, the script fails. Memory is the process's,
+before the first prompt and at the end.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.models.decoder import abstract_decoder
 
 ENDS = frozenset(range(3))
-"""End tokens: about one token of a hundred."""
+"""End tokens, about one in a hundred tokens."""
 
 
 def build(mesh: jax.sharding.Mesh) -> jaxtp.Decoder:
-    """A decoder of 4 million parameters, four query heads to each kv head."""
+    """Returns a decoder of 4 million parameters, with four query heads per kv head."""
     config = jaxtp.ModelConfig(
         vocab_size=256, d_model=256, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32, d_ff=1024, remat="none"
     )
@@ -40,17 +40,16 @@ def build(mesh: jax.sharding.Mesh) -> jaxtp.Decoder:
 
 
 def resident() -> float:
-    """MiB of memory that the process has now."""
+    """Returns this process's resident MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--longest", type=int, default=200, help="tokens of a prompt, at most")
-    parser.add_argument("--tokens", type=int, default=192, help="tokens of a text, at most")
+    parser.add_argument("--longest", type=int, default=200, help="maximum tokens of a prompt (default 200)")
+    parser.add_argument("--tokens", type=int, default=192, help="maximum tokens of a text (default 192)")
     parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args(argv)
     mesh, rng = jaxtp.make_mesh(tp=2), np.random.default_rng(0)
@@ -66,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def in_batches() -> list[tuple[int, ...]]:
         found = []
-        for start in range(0, len(prompts), arguments.rows):  # None is counted: a prompt keeps its number, so its seed
+        for start in range(0, len(prompts), arguments.rows):  # keeps each prompt's number, and so its seed
             found += at_once([None] * start + prompts[start : start + arguments.rows])
         return found
 

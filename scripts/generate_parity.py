@@ -1,12 +1,12 @@
-"""Greedy tokens and their log-probabilities beside transformers', over batches and meshes.
+"""Compares greedy tokens and their log-probabilities with transformers, over batch sizes and meshes.
 
     python scripts/generate_parity.py --model DIR --transformers-python PATH
 
-Prompts are pieces of this repository's own texts, of 4 to 60 tokens. Transformers reads and continues each by itself,
-in float32, in a process of its own; jaxtp in batches of several sizes on several meshes of virtual CPU devices.
-Reported are the texts whose tokens are the same, and the largest difference of a log-probability in nats over those
-tokens. Where two tokens are as likely but for rounding, either may be the likeliest: for a text that differs, the
-difference of their log-probabilities in transformers is given.
+Prompts are excerpts of 4 to 60 tokens from this repository's texts. Transformers continues each separately in float32,
+in its own process; jaxtp continues them in batches of several sizes on several meshes of virtual CPU devices. The table
+has the number of texts with equal tokens, and the largest difference in nats between log-probabilities of these tokens.
+Rounding may decide between two tokens with nearly equal probabilities; so for a text that differs, the table has the
+difference between their log-probabilities in transformers.
 """
 
 import argparse
@@ -19,7 +19,7 @@ BATCHES, TPS = (1, 8, 32), (1, 3)
 
 
 def prompts_of(tokenizer, count: int) -> list[list[int]]:
-    """Ids of texts, of lengths that differ."""
+    """Returns the ids of prompts of different lengths."""
     root = Path(__file__).parent.parent
     text = "\n".join(path.read_text() for path in (root / "README.md", root / "jaxtp/README.md"))
     lines = [line.strip() for line in text.splitlines() if len(line.split()) > 6]
@@ -28,7 +28,7 @@ def prompts_of(tokenizer, count: int) -> list[list[int]]:
 
 
 def of_transformers(folder: str) -> None:
-    """Reads prompts as JSON from standard input, and prints the tokens and the log-probabilities of each."""
+    """Reads prompts as JSON from standard input; prints tokens and log-probabilities."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -48,9 +48,8 @@ def of_transformers(folder: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder in Hugging Face's format")
+    parser.add_argument("--model", required=True, help="folder in Hugging Face format")
     parser.add_argument("--transformers-python", default=sys.executable, help="a Python with torch and transformers")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=24)

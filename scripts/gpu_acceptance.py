@@ -1,11 +1,11 @@
-"""What a GPU makes of the package, in one command: for one GPU, or all of a host.
+"""Tests correctness and speed of the package on one GPU, or on all GPUs of a host.
 
     python scripts/gpu_acceptance.py --out runs/acceptance
 
-Each part runs in a process of its own, so that one that fails takes no other with it. Results go to `results.json`, a
-table of them is printed, and what each part said is kept in its log. A part that has passed on these devices and
-versions is not run again; `--only` names parts, `--again` forgets what is there. On CPUs all of it runs small, which
-tries the command and says nothing about speed. What cannot be done here (no second GPU, no torch) is said and left out.
+Each part runs in its own process, so a failure affects no other part. `results.json` has the results, which are also
+printed as a table; each part writes a log. A part that has passed on these devices and versions is skipped; `--only`
+selects parts, and `--again` ignores earlier results. On CPUs all parts run at a small size, which tests the script and
+not the speed. The script names and omits parts that this machine cannot run (no second GPU, no torch).
 """
 
 import argparse
@@ -46,12 +46,12 @@ SMALL = ": everything runs small, and says nothing about speed"
 
 
 class LeftOutError(Exception):
-    """This machine cannot do a part; the message says why."""
+    """This machine cannot run a part; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The devices that are there, as a process of its own has seen them."""
+    """This machine's devices, as a separate process sees them."""
 
     platform: str
     kind: str
@@ -61,12 +61,12 @@ class Machine:
 
     @property
     def is_small(self) -> bool:
-        """Whether everything is tried small."""
+        """Whether parts run at a small size."""
         return self.platform == "cpu"
 
     @property
     def hardware(self) -> str:
-        """Returns the name by which `jaxtp estimate` knows a device; h100 for CPUs."""
+        """Returns the device's name in `jaxtp estimate`; h100 for CPUs."""
         from jaxtp.analysis.hardware import of_kind
 
         found = of_kind(self.kind)
@@ -76,7 +76,7 @@ class Machine:
 
 
 def look() -> Machine:
-    """Returns what this process sees."""
+    """Returns the devices that this process sees."""
     import jax
 
     first = jax.devices()[0]
@@ -87,10 +87,10 @@ def look() -> Machine:
 
 
 def run(command: list[str], log: Path, *, codes: tuple[int, ...] = (0,), **environment: str) -> str:
-    """Returns what a command prints; its output is added to the log.
+    """Runs a command, appends its output to the log, and returns its output.
 
     Raises:
-      RuntimeError: it ends with another exit code.
+      RuntimeError: the exit code is not in `codes`.
     """
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     with log.open("a") as file:
@@ -101,7 +101,7 @@ def run(command: list[str], log: Path, *, codes: tuple[int, ...] = (0,), **envir
 
 
 def train(out: Path, name: str, settings: Result, log: Path, **environment: str) -> list[Result]:
-    """Returns the logged steps of a run of that configuration."""
+    """Trains with these settings, and returns the logged steps."""
     folder = out / name
     file = out / f"{name}.yaml"
     settings = {**settings, "run": {"dir": str(folder)}, "checkpoint": {"every": 0}}
@@ -114,7 +114,7 @@ def train(out: Path, name: str, settings: Result, log: Path, **environment: str)
 
 
 def step_settings(machine: Machine, model: Mapping[str, Any], rows: int, **mesh: int) -> Result:
-    """Returns the configuration of a run of a few steps."""
+    """Returns the settings of a run of a few steps."""
     steps, length = (6, 64) if machine.is_small else (30, SEQUENCE)
     return {
         "model": {
@@ -130,7 +130,7 @@ def step_settings(machine: Machine, model: Mapping[str, Any], rows: int, **mesh:
 
 
 def devices(machine: Machine, out: Path, log: Path) -> Result:
-    """Times the self-check of the devices and of the collectives between them."""
+    """Times the self-check of the devices and their collectives."""
     import jax
 
     from jaxtp.config.entry import NumericsError
@@ -148,7 +148,7 @@ def devices(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def allocators(machine: Machine, out: Path, log: Path) -> Result:
-    """Trains with each allocator of the GPU's memory: the losses are the same; on CPUs it has no effect."""
+    """Trains with each GPU memory allocator, and compares losses; on CPUs the setting has no effect."""
     import jax
 
     names = ["default", "cuda_async", *(["platform"] if jax.__version_info__ >= (0, 11) else [])]
@@ -165,7 +165,7 @@ def allocators(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def attention(machine: Machine, out: Path, log: Path) -> Result:
-    """Compares every kernel that can run here with plain products in float32, and times it."""
+    """Compares each attention kernel that runs here with plain float32 attention, and times it."""
     import jax
 
     from jaxtp.layers.kernels.select import KERNELS, Use
@@ -206,7 +206,7 @@ def attention(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def experts(machine: Machine, out: Path, log: Path) -> Result:
-    """Compares products of experts, and their gradients, with one product after the other in float32; times them."""
+    """Compares grouped products of experts, and their gradients, with a float32 loop over experts; times them."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -219,7 +219,7 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
 
     groups, rows, width, features = (4, 64, 16, 24) if machine.is_small else (32, 8192, 2048, 768)
     random = np.random.default_rng(0)
-    sizes = random.multinomial(rows - rows // 8, random.dirichlet(np.ones(groups)))  # uneven, and some rows of none
+    sizes = random.multinomial(rows - rows // 8, random.dirichlet(np.ones(groups)))  # uneven; some rows have no expert
     ends = np.cumsum(sizes)
     shapes = ((rows, width), (groups, width, features), (rows, features))
     arrays = [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
@@ -253,7 +253,7 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def numbers(machine: Machine, out: Path, log: Path) -> Result:
-    """Trains a small model on the CPU and here, in float32 with products at the highest precision: losses agree."""
+    """Trains a small model on the CPU and here in float32 with the highest matmul precision, and compares losses."""
     settings = step_settings(dataclasses.replace(machine, platform="cpu"), TINY, 4)
     settings["train"] = {"steps": 20, "log_every": 1}
     exact = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
@@ -267,7 +267,7 @@ def numbers(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def step(machine: Machine, out: Path, log: Path, name: str, model: Mapping[str, Any], rows: int = 4) -> Result:
-    """Times a training step, with its memory, beside what `jaxtp estimate` says of it."""
+    """Compares time and memory of a training step with `jaxtp estimate`."""
     settings = step_settings(machine, model, rows)
     records = train(out, name, settings, log)
     last = records[len(records) // 2 :]
@@ -291,12 +291,12 @@ def one_b(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def eight_b(machine: Machine, out: Path, log: Path) -> Result:
-    """Times a step of 8B's width, with as many layers as fit."""
+    """Times a step of an 8B model with as many layers as fit."""
     return step(machine, out, log, "step-8b", {**EIGHT_B, "num_layers": layers_that_fit(machine)}, rows=2)
 
 
 def layers_that_fit(machine: Machine) -> int:
-    """Returns the most layers of 8B's width of which a step takes 85% of the memory."""
+    """Returns the most layers of an 8B model whose step takes at most 85% of the memory."""
     from jaxtp.config.schema import validate
     from jaxtp.mesh import mesh_shape
     from jaxtp.train.config import TrainConfig
@@ -315,7 +315,7 @@ def layers_that_fit(machine: Machine) -> int:
 
 
 def ceiling(machine: Machine, out: Path, log: Path) -> Result:
-    """Times one large product: the most FLOP/s that a program can reach here."""
+    """Times one large matrix product, the upper limit of FLOP/s on this device."""
     import jax
     import jax.numpy as jnp
 
@@ -329,7 +329,7 @@ def ceiling(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def peer(machine: Machine, out: Path, log: Path) -> Result:
-    """Times the 1B model in transformers, compiled, in turn with ours."""
+    """Times the 1B model in compiled transformers, alternating with jaxtp."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise LeftOutError(f"{' and '.join(missing)} not installed")
@@ -344,7 +344,7 @@ def peer(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def torch_step(model: Mapping[str, Any], length: int, rows: int = 4) -> Result:
-    """Returns the tokens per second of a step of the model in transformers, AdamW included."""
+    """Returns the tokens per second of training the model in transformers, AdamW included."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -385,7 +385,7 @@ def torch_step(model: Mapping[str, Any], length: int, rows: int = 4) -> Result:
 
 
 def profile(machine: Machine, out: Path, log: Path) -> Result:
-    """Traces two steps of the 1B model, and sums the time of operations by the module that they belong to."""
+    """Profiles two steps of the 1B model, and sums the time of operations by module."""
     settings = step_settings(machine, ONE_B, 4) | {"profile": {"start": 3, "steps": 2}}
     train(out, "profile", settings, log)
     (trace,) = (out / "profile" / "profile").rglob("perfetto_trace.json.gz")
@@ -402,7 +402,7 @@ def profile(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def several(machine: Machine, out: Path, log: Path) -> Result:
-    """Measures the links, and steps at every tp, with and without rings."""
+    """Measures the bandwidth between devices, and steps at each tp with and without ring overlap."""
     if machine.count < 2:
         raise LeftOutError("there is one device")
     file = str(out / "hardware.yaml")
@@ -433,7 +433,7 @@ PARTS: dict[str, Callable[[Machine, Path, Path], Result]] = {
 
 
 def attempt(name: str, out: Path) -> Result:
-    """Returns the result of a part, run in a process of its own."""
+    """Runs a part in its own process, and returns its result."""
     started, log = time.perf_counter(), out / f"{name}.log"
     log.write_text("")
     command = [sys.executable, __file__, "--out", str(out), "--part", name]
@@ -442,7 +442,7 @@ def attempt(name: str, out: Path) -> Result:
         try:
             printed, errors = process.communicate(timeout=SECONDS_PER_PART)
         except BaseException as ended:
-            os.killpg(process.pid, signal.SIGKILL)  # with what it has started, which would hold the GPU
+            os.killpg(process.pid, signal.SIGKILL)  # also kills its children, which would occupy the GPU
             if isinstance(ended, subprocess.TimeoutExpired):
                 return {"failed": f"it took more than {SECONDS_PER_PART} s"}
             raise
@@ -456,7 +456,7 @@ def attempt(name: str, out: Path) -> Result:
 
 
 def part(name: str, out: Path) -> Result:
-    """Returns the result of a part, run in this process."""
+    """Runs a part in this process, and returns its result."""
     try:
         return PARTS[name](look(), out, out / f"{name}.log")
     except LeftOutError as reason:
@@ -464,7 +464,6 @@ def part(name: str, out: Path) -> Result:
 
 
 def row(name: str, result: Result) -> str:
-    """Returns a line of the table."""
     for key, verdict in (("left_out", "left out"), ("failed", "FAILED")):
         if key in result:
             return f"{name:<12}{verdict:<10}{result[key]}"
@@ -475,7 +474,7 @@ def row(name: str, result: Result) -> str:
 
 
 def earlier(file: Path, machine: Result) -> dict[str, Result]:
-    """Returns the results of parts that a file has of this machine; none if it is of another, or damaged."""
+    """Returns the earlier results of this machine; none if the file is from another machine or damaged."""
     try:
         kept = json.loads(file.read_text())
         if all(kept["machine"][name] == machine[name] for name in ("kind", "count", "versions")):
@@ -489,16 +488,16 @@ def earlier(file: Path, machine: Result) -> dict[str, Result]:
 
 
 def has_passed(result: Result | None) -> bool:
-    """Returns whether a part has a result that stands."""
+    """Returns whether a part's result need not be repeated."""
     return result is not None and not {"failed", "left_out"} & result.keys() and result.get("right") is not False
 
 
 def main() -> int:
-    """Runs the parts that have no result yet; returns 1 if one fails or is wrong."""
+    """Runs the parts without a result; returns 1 if one fails or has wrong numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), help="folder of results and logs")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
-    parser.add_argument("--again", action="store_true", help="run parts that have a result too")
+    parser.add_argument("--again", action="store_true", help="also run parts that have a result")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--torch", help=argparse.SUPPRESS)
     parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)

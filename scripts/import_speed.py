@@ -1,12 +1,12 @@
-"""What an import costs: bytes read, anonymous host memory at its peak, time beside safetensors' own loader.
+"""Measures an import: bytes read, peak anonymous host memory, and time relative to safetensors' own loader.
 
     pip install safetensors
     python scripts/import_speed.py
 
-A synthetic Llama in several files is made in a temporary folder and imported, in a process of its own each time, onto
-one device and onto fsdp 2 x tp 4: virtual CPU devices, whose arrays are host memory themselves. Bytes are those of read
-calls (`rchar` of /proc/self/io), which count what comes from the page cache too, and the sampling itself; memory is
-RssAnon, sampled every two milliseconds. The same files are read by `safetensors.numpy.load_file`, which maps them.
+The script writes a synthetic Llama in several files to a temporary folder. Separate processes import it onto one device
+and onto fsdp 2 x tp 4; the devices are virtual CPU devices, so their arrays are in host memory. Bytes count read calls
+(`rchar` of /proc/self/io), including reads from the page cache and by the sampling. Memory is RssAnon, sampled every
+two milliseconds. `safetensors.numpy.load_file`, which maps files, reads the same files.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """Of every tensor, by name."""
+    """Returns the shape of each tensor by name."""
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, D)}
     for layer in range(layers):
         name = f"model.layers.{layer}"
@@ -41,7 +41,7 @@ def shapes(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def make(folder: Path, gigabytes: float, dtype: str) -> None:
-    """A folder in Hugging Face format of about this size, in files of half a gigabyte."""
+    """Writes a folder in Hugging Face format of about this size."""
     itemsize = DTYPES[DTYPE[dtype]].itemsize
     layer = sum(np.prod(shape) for name, shape in shapes(1).items() if "layers" in name) * itemsize
     layers = max(1, -(-int(gigabytes * 1e9 - 2 * VOCAB * D * itemsize) // int(layer)))
@@ -63,7 +63,7 @@ def make(folder: Path, gigabytes: float, dtype: str) -> None:
 
 
 def write_shards(folder: Path, wanted: dict[str, tuple[int, ...]], dtype: str) -> None:
-    """Random weights, in files of at most half a gigabyte or one tensor."""
+    """Writes random weights, in files of at most half a gigabyte or one tensor."""
     groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     size = 0
     for name, shape in wanted.items():
@@ -87,7 +87,7 @@ def write_shards(folder: Path, wanted: dict[str, tuple[int, ...]], dtype: str) -
 
 
 class Peak:
-    """The most anonymous memory of this process, sampled by a thread."""
+    """The peak anonymous memory of this process, sampled by a thread."""
 
     def __init__(self) -> None:
         self.start, self.most, self.done = anonymous(), 0, threading.Event()
@@ -105,25 +105,25 @@ class Peak:
 
 
 def anonymous() -> int:
-    """Bytes of anonymous memory of this process that are resident."""
+    """Returns this process's resident anonymous bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
 def bytes_read() -> int:
-    """By read calls of this process."""
+    """Returns the bytes of this process's read calls."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
 def import_here(folder: Path, fsdp: int, tp: int) -> dict[str, float]:
-    """Imports in this process."""
+    """Imports in this process, and returns the measurements."""
     import jax
     from flax import nnx
 
     import jaxtp
 
     mesh = jaxtp.make_mesh(fsdp=fsdp, tp=tp)
-    jax.block_until_ready(jax.numpy.zeros(1) + 1)  # the backend has started
+    jax.block_until_ready(jax.numpy.zeros(1) + 1)  # starts the backend
     with jax.set_mesh(mesh):
         read, peak, started = bytes_read(), Peak(), time.perf_counter()
         model = jaxtp.load_hf(folder)
@@ -138,7 +138,7 @@ def import_here(folder: Path, fsdp: int, tp: int) -> dict[str, float]:
 
 
 def safetensors_here(folder: Path) -> dict[str, float]:
-    """Reads all files by the library."""
+    """Reads all files with safetensors, and returns the measurements."""
     from safetensors.numpy import load_file
 
     read, peak, started = bytes_read(), Peak(), time.perf_counter()
@@ -149,7 +149,7 @@ def safetensors_here(folder: Path) -> dict[str, float]:
 
 
 def in_a_process(how: str, folder: Path) -> dict[str, float]:
-    """The numbers of one way, in a process of its own."""
+    """Returns the measurements of one loader, in a separate process."""
     command = [sys.executable, __file__, "--folder", str(folder), "--how", how]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     found: dict[str, float] = json.loads(output.splitlines()[-1])
@@ -177,7 +177,6 @@ def measure(folder: Path, dtype: str, gigabytes: float, repeats: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.2)
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPE), default=["bfloat16", "float32"])

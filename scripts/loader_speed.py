@@ -1,11 +1,11 @@
-"""What the loader delivers by itself, and what memory it takes.
+"""Measures the data loader's throughput and memory, without training.
 
     python scripts/loader_speed.py
 
-Writes datasets of synthetic documents (bytes; log-normal lengths, median 300), one and another five times as large,
-then times the batches that a training process would get, on the host: from memory-mapped files through packing,
-shuffling and stacking. Memory is what a process of its own has more than before, and not as pages of files, which the
-operating system may drop at any time.
+The script writes two datasets of synthetic documents (bytes; log-normal lengths, median 300); one is five times as
+large as the other. It times the batches of a training process on the host: memory-mapped files, packing, shuffling and
+stacking. Memory is the growth of a separate process's anonymous memory; pages of mapped files do not count, because the
+operating system may drop them.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROWS = 64
 
 
 def write_dataset(folder: Path, tokens: int) -> None:
-    """About so many tokens, by `jaxtp prepare`."""
+    """Writes a dataset of about `tokens` tokens with `jaxtp prepare`."""
     random = np.random.default_rng(0)
     lengths = []
     while sum(lengths) < tokens:
@@ -48,7 +48,7 @@ def write_dataset(folder: Path, tokens: int) -> None:
 
 
 def measure(folder: Path, length: int, packing: str, seconds: float) -> dict[str, float]:
-    """Tokens per second, not counting padding; and the time until the first batch."""
+    """Returns tokens per second, without padding, and the seconds until the first batch."""
     started = time.perf_counter()
     rows = make_rows(open_dataset(folder).splits["train"], RowSettings(length, VOCAB, packing))
     samples = shuffled([rows], [1.0], seed=0)
@@ -63,19 +63,19 @@ def measure(folder: Path, length: int, packing: str, seconds: float) -> dict[str
 
 
 def anonymous_bytes() -> int:
-    """Of this process, now: memory that is not a file's."""
+    """Returns this process's anonymous bytes, which exclude pages of files."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
 
 def in_process(folder: Path, length: int, packing: str, seconds: float) -> dict[str, float]:
-    """`measure` in a process of its own, with the memory that it ends with above that of its imports."""
+    """Runs `measure` in a separate process; adds the growth of its memory after the imports."""
     command = [sys.executable, __file__, "--measure", str(folder), str(length), packing, str(seconds)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
 def table(sizes: list[int], seconds: float, repeats: int, folder: Path) -> None:
-    """Prints a line for each kind of rows and size of data."""
+    """Prints a row for each packing and dataset."""
     print(f"{'rows':<28}{'data':>14}{'tokens/s':>14}{'padding':>10}{'first batch, s':>16}{'memory, MB':>12}")
     for tokens in sizes:
         write_dataset(folder / str(tokens), tokens)
@@ -96,10 +96,10 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--tokens", type=int, default=80_000_000, help="of the small dataset; the other has five times as many"
+        "--tokens", type=int, default=80_000_000, help="tokens of the small dataset; the other has five times as many"
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--repeats", type=int, default=3, help="of each; the median is shown")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each measurement (default 5)")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats; the table has medians (default 3)")
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.measure:

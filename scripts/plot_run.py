@@ -1,8 +1,8 @@
-"""Draws the metrics of one or several runs over each other.
+"""Draws the metrics of one or several runs in one figure.
 
     python scripts/plot_run.py runs/a runs/d --out runs/plot.png
 
-A panel for each name given by --metrics; a run is named by its folder. `jaxtp train --plot FILE.png` draws one run.
+Each metric has a panel; the legend names runs by folder. `jaxtp train --plot FILE.png` draws one run.
 """
 
 import argparse
@@ -15,11 +15,10 @@ from jaxtp.train.metrics import CURVES, draw
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--metrics", nargs="+", default=CURVES, help=f"default: {' '.join(CURVES)}")
-    parser.add_argument("--x", default="step", help="metric to draw over: step (default), tokens")
+    parser.add_argument("--x", default="step", help="metric of the x axis: step (default), tokens")
     parser.add_argument("--out", type=Path, default=Path("runs/plot.png"), help="default: runs/plot.png")
     arguments = parser.parse_args(argv)
     try:

@@ -1,9 +1,9 @@
-"""What preparing data costs: the command on the standard library's sources and on a JSONL file, and reading it back.
+"""Times `jaxtp prepare` on the standard library's sources and on a JSONL file, and reading the datasets.
 
     python scripts/prepare_speed.py
 
-Each command is a process of its own, start included, with the most memory that it held; medians of `--repeats`. Beside
-it what the tokenizers library alone needs for the same text, in this process.
+Each command is a separate process; its time includes the start, and the table has its peak memory. Numbers are medians
+of `--repeats`. For comparison, the tokenizers library alone encodes the same text in this process.
 """
 
 import argparse
@@ -32,14 +32,14 @@ READS = 200_000
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """The time that it takes."""
+    """Returns the duration of an action."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 def command(out: Path, *arguments: str) -> tuple[float, float]:
-    """Runs the command afresh; its seconds, and the most MB that it held."""
+    """Runs the command in a new process; returns seconds and peak MB."""
     run = [sys.executable, __file__, "--command", *arguments, "--out", str(out), "--overwrite"]
     started = time.perf_counter()
     output = subprocess.run(run, check=True, capture_output=True, text=True).stdout
@@ -47,13 +47,12 @@ def command(out: Path, *arguments: str) -> tuple[float, float]:
 
 
 def most_resident() -> float:
-    """The most MB that this process has held; not `ru_maxrss`, which it inherits from the one that started it."""
+    """Returns this process's peak resident MB; a child inherits `ru_maxrss` from its parent."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
 
 
 def row(name: str, out: Path, repeats: int, *arguments: str) -> None:
-    """A line of the table."""
     found = [command(out, *arguments) for _ in range(repeats)]
     took, memory = (statistics.median(values) for values in zip(*found, strict=True))
     split = open_dataset(out).splits["train"]
@@ -66,7 +65,7 @@ def row(name: str, out: Path, repeats: int, *arguments: str) -> None:
 
 
 def write_jsonl(path: Path, split: Split, copies: int) -> None:
-    """The documents of a split of bytes, several times."""
+    """Writes `copies` of the documents of a split of bytes."""
     with path.open("w", encoding="utf-8") as file:
         for copy in range(copies):
             for index in range(split.num_documents):
@@ -74,7 +73,7 @@ def write_jsonl(path: Path, split: Split, copies: int) -> None:
 
 
 def compare_with_library(folder: Path) -> None:
-    """Encoding by the library alone, on all cores; every document decodes to its bytes."""
+    """Times the library alone on all cores, and checks that each document decodes to its bytes."""
     tokenizer, split = load_tokenizer(folder / "bpe"), open_dataset(folder / "bpe").splits["train"]
     decoded = [tokenizer.decode(split.document(index)) for index in range(split.num_documents)]
     plain = open_dataset(folder / "bytes").splits["train"]
@@ -87,7 +86,7 @@ def compare_with_library(folder: Path) -> None:
 
 
 def read_back(split: Split) -> None:
-    """Documents in random order, by one thread and by four."""
+    """Times random reads of documents with one thread and with four."""
     order = np.random.default_rng(0).integers(0, split.num_documents, READS).tolist()
     took = seconds(lambda: [split.document(index, 0, 128) for index in order])
     print(f"{READS / took:,.0f} documents/s read by one thread, {1e6 * took / READS:.1f} us each")
@@ -98,10 +97,9 @@ def read_back(split: Split) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--copies", type=int, default=8, help="of the library's sources in the JSONL file (default 8)")
+    parser.add_argument("--copies", type=int, default=8, help="copies of the sources in the JSONL file (default 8)")
     arguments = parser.parse_args(argv)
     load = f"load average {os.getloadavg()[0]:.1f} at the start"
     print(f"{os.cpu_count()} cores, {load}, Python {sys.version.split()[0]}; sources of the standard library\n")

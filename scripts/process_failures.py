@@ -1,11 +1,11 @@
-"""Ends one process of a run of four again and again, and compares what is left with a run that was never disturbed.
+"""Repeatedly ends one of a run's four processes, and compares the metrics with an uninterrupted run.
 
     python scripts/process_failures.py
 
-The process is killed (SIGKILL), stopped (SIGSTOP) or fails with an exception, at a random instant; checkpoints are
-written every third step, so that many fall into a save. The others have to end within a minute, with an exit code that
-is not 0 and a message that names it. Then the run goes on with two processes, until one of them is asked to stop. In
-the end each step must be there exactly once, with the losses of the undisturbed run to 1e-4.
+At a random instant a process is killed (SIGKILL), stopped (SIGSTOP) or raises an exception. The run saves every third
+step, so many failures happen during a save. The other processes must end within a minute, with a nonzero exit code and
+a message that names the process. Then two processes resume the run, until one receives SIGUSR1. At the end the metrics
+must have each step exactly once, with the losses of the uninterrupted run to 1e-4.
 """
 
 import argparse
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from torture import SMALL, differences, read
 
 LIMIT = 60.0
-"""Seconds within which the others have to end."""
+"""Seconds within which the other processes must end."""
 DEVICES = 4
 HOW = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "failing": signal.SIGUSR2}
 PROGRAM = """
@@ -38,24 +38,23 @@ from jaxtp.config import entry
 from jaxtp.train.__main__ import PROGRAM, main
 entry.run(PROGRAM, main)
 """
-"""A training run that fails when it is told to."""
+"""A training run that raises an exception on SIGUSR2."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run, whatever the number of its processes."""
+    """A run that each call may start with another number of processes."""
 
     folder: Path
     text: Path
     steps: int
 
     def log(self, index: int) -> Path:
-        """The log of a process."""
         return self.folder / f"process-{index}.log"
 
     @contextmanager
     def started(self, count: int) -> Iterator[list[subprocess.Popen]]:
-        """So many processes that share four devices; none of them is left behind."""
+        """Starts `count` processes that share four devices, and kills them at the end."""
         self.folder.mkdir(parents=True, exist_ok=True)
         flags = SMALL | {"run.dir": self.folder / "run", "data.path": self.text, "train.steps": self.steps}
         flags |= {"mesh.fsdp": 2, "mesh.tp": 2}
@@ -80,7 +79,7 @@ class Job:
                 process.wait()
 
     def wait_for_progress(self, processes: list[subprocess.Popen]) -> None:
-        """Waits for a step that is new."""
+        """Waits until the run logs a new step."""
         before, until = max(read(self.folder / "run"), default=0), time.monotonic() + 300
         while max(read(self.folder / "run"), default=0) <= before:
             assert all(process.poll() is None for process in processes), self.log(0).read_text()
@@ -88,7 +87,7 @@ class Job:
             time.sleep(0.01)
 
     def disturb(self, how: str, chance: random.Random) -> str:
-        """One of four processes ends in this way; returns what the others did, in a line."""
+        """Ends one of four processes; returns a line about the others."""
         with self.started(4) as processes:
             self.wait_for_progress(processes)
             time.sleep(chance.uniform(0, 1))
@@ -105,7 +104,7 @@ class Job:
         return line
 
     def _end(self, processes: list[subprocess.Popen], victim: int, number: signal.Signals) -> float:
-        """Ends one; returns the seconds until the others have ended."""
+        """Sends a signal to the victim; returns the seconds until the others have ended."""
         began = told = time.monotonic()
         processes[victim].send_signal(number)
         while any(process.poll() is None for index, process in enumerate(processes) if index != victim):
@@ -118,7 +117,7 @@ class Job:
         return time.monotonic() - began
 
     def go_on(self) -> str:
-        """The run goes on with two processes, until one of them is asked to stop; returns a line on that."""
+        """Resumes with two processes, and stops the run by SIGUSR1; returns a line about it."""
         with self.started(2) as processes:
             self.wait_for_progress(processes)
             processes[1].send_signal(signal.SIGUSR1)
@@ -127,14 +126,13 @@ class Job:
         return f"went on with two processes to step {max(read(self.folder / 'run'))}"
 
     def finish(self, count: int) -> None:
-        """The run goes to its end."""
+        """Resumes the run, and waits for its end."""
         with self.started(count) as processes:
             codes = [process.wait(timeout=1800) for process in processes]
         assert not any(codes), self.log(0).read_text()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=HOW, nargs="+", default=list(HOW), help="how processes end (default: all)")
     parser.add_argument("--rounds", type=int, default=10, help="number of rounds of each kind (default 10)")

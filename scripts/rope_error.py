@@ -1,9 +1,9 @@
-"""How far rotary angles are off, and what they cost, beside float32 products of positions and frequencies.
+"""Compares error and cost of jaxtp's rotary angles with float32 products of positions and frequencies.
 
     python scripts/rope_error.py
 
-Errors are the largest over random positions below each length and all dims of a head of 128, in radians, against
-float64. Times are medians of a gradient through queries `[1, 4096, 8, 128]`, the two ways in turns.
+An error is the largest difference from float64, in radians, over random positions below a length and all dims of a head
+of 128. Times are medians of a gradient through queries `[1, 4096, 8, 128]`; the two methods take turns.
 """
 
 import math
@@ -22,12 +22,12 @@ REPEATS = 31
 
 
 def products(positions, frequencies):
-    """Angles as they are computed mostly."""
+    """Returns angles as most implementations compute them."""
     return positions[..., None].astype(jnp.float32) * frequencies.astype(np.float32)
 
 
 def largest_error(angles, length, theta):
-    """The largest error over 20,000 positions below a length, the last one among them, by sines and cosines."""
+    """Returns the largest error over 20,000 positions below a length, including the last, from sines and cosines."""
     positions = np.append(np.random.default_rng(0).integers(0, length, 20_000), length - 1).astype(np.int32)
     frequencies = rope.rope_frequencies(HEAD_DIM, theta, rope.UNSCALED, length)
     found = jax.jit(lambda positions: angles(positions, frequencies))(positions)
@@ -37,13 +37,13 @@ def largest_error(angles, length, theta):
 
 
 def square(x):
-    """A number that all of the rotated queries are in."""
+    """Returns a scalar that depends on all rotated queries."""
     rotated = rope.apply_rope(x, jnp.arange(x.shape[1]), 1e4, rope.UNSCALED, x.shape[1])
     return (rotated.astype(jnp.float32) ** 2).sum()
 
 
 def times(*ways):
-    """The median seconds of each way to compute angles, within the gradient of a rotation."""
+    """Returns the median seconds of a rotation's gradient for each method."""
     x = jnp.ones((1, 4096, 8, HEAD_DIM), jnp.bfloat16)
     programs = []
     for angles in ways:

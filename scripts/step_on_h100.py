@@ -1,16 +1,16 @@
-"""A training step of Llama 3 8B and 70B, as the compiler for GPUs makes it for absent H100s: bytes, memory, overlap.
+"""Measures communication, memory and overlap of the Llama 3 8B and 70B training step, compiled for absent H100s.
 
     python scripts/step_on_h100.py | tee scripts/results/step_on_h100.txt
     python scripts/step_on_h100.py --of ../before | tee scripts/results/step_on_h100_before.txt
 
-Packed documents in sequences of 4,096 tokens, one for each device of a mesh but for tp (of 32,768, one in all);
-bfloat16 compute and reductions. Beside 8B stands what MaxText 0.2.5 compiles to on the same meshes (cuDNN's attention,
-which ignores packing; remat full), measured once by the same compiler. Sent: bytes of each device in a step, around
-rings; exposed: those of them that have no matrix product beside them in the schedule; T x T: whether the program has an
-array of so many elements; TFLOP: of the matrix products of each device, those inside a kernel of attention not among
-them. Needs the extra estimate-gpu.
+Sequences have 4,096 tokens of packed documents, one per device outside tp (or 32,768 tokens, one in total). Compute and
+reductions are in bfloat16. The 8B rows include MaxText 0.2.5 on the same meshes (cuDNN's attention, which ignores
+packing; remat full), measured once with the same compiler. Sent: bytes that each device sends in a step, with ring
+collectives. Exposed: the part of them that the schedule does not overlap with a matrix product. T x T: whether the
+program has an array of this size. TFLOP: matrix products of each device outside attention kernels. Needs the extra
+estimate-gpu.
 
-`--of` compiles the step of another checkout of this repository, by its own layers, with its default attention.
+`--of` compiles the step of another checkout of this repository, with its own layers and default attention.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
 ROOT = Path(__file__).parent.parent
 GIB, GB = 2**30, 1e9
 MAXTEXT = {(1, 1, 8): (101.5, 17.76), (1, 2, 4): (50.7, 21.43), (1, 8, 1): (38.5, 20.77)}
-"""GB sent and GiB at the peak, by mesh."""
+"""GB sent, and peak GiB, by mesh."""
 LONG = 32768
 STEPS = [
     *(("llama3_8b", mesh, 4096, 8, remat) for mesh in MAXTEXT for remat in ("full", "save_reduced")),
@@ -70,18 +70,18 @@ with open(asked["out"], "w") as file:
         "text": compiled.as_text(),
     }, file)
 """
-"""Compiles a step with the jaxtp that Python finds first; what it uses is there in every checkout."""
+"""Compiles a step with the first jaxtp on Python's path; it uses only names that every checkout has."""
 
 
 def sizes_of(mesh: tuple[int, int, int]) -> dict[str, int]:
-    """Returns the sizes of every axis, of those along dp, fsdp and tp."""
+    """Returns the sizes of all axes from sizes of dp, fsdp and tp."""
     return mesh_shape(**dict(zip(("dp", "fsdp", "tp"), mesh, strict=True)))
 
 
 def compiled(
     checkout: Path, name: str, mesh: tuple[int, int, int], length: int, sequences: int, remat: str, *overlap: str
 ) -> dict[str, Any]:
-    """Returns peak and FLOPs of a step and the text of its program."""
+    """Returns a step's peak memory, FLOPs and compiled HLO."""
     changes = {"data.sequence_length": length, "model.precision.reduce": "bfloat16", "train.accumulation": 1}
     changes |= {"model.remat": remat, "data.global_batch_size": sequences}
     if overlap:
@@ -103,7 +103,6 @@ def compiled(
 def row(
     checkout: Path, name: str, mesh: tuple[int, int, int], length: int, sequences: int, *how: str
 ) -> tuple[str, ...]:
-    """Returns a line of the table."""
     sizes = sizes_of(mesh)
     opening = (name, describe_mesh(sizes), f"{length:,}", ", ".join(how))
     found = compiled(checkout, name, mesh, length, sequences, *how)

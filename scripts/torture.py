@@ -1,11 +1,11 @@
-"""Kills a training run again and again, and compares what is left with a run that was never disturbed.
+"""Repeatedly kills a training run, and compares its metrics with an uninterrupted run.
 
     python scripts/torture.py
 
-Half of the rounds stay on one mesh: the joined metrics must be those of the undisturbed run bit for bit. In the other
-half each round is on another mesh: the losses within 1e-4. A round ends by SIGKILL or SIGTERM at a random instant;
-checkpoints are written every third step, so that many fall into a save. Each step must be there exactly once, with the
-number of tokens that it should have seen.
+Half of the rounds stay on one mesh; their joined metrics must equal the uninterrupted run's bit for bit. The other half
+changes the mesh in each round; losses must agree within 1e-4. A round ends with SIGKILL or SIGTERM at a random instant.
+The run saves at every third step, so many signals arrive during a save. The metrics must have each step exactly once,
+with the right number of tokens.
 """
 
 import argparse
@@ -38,7 +38,7 @@ COMPARED = ("loss", "grad_norm", "param_norm", "tokens")
 
 @dataclass
 class Round:
-    """How one round ended."""
+    """The end of a round."""
 
     mesh: tuple[int, int, int]
     signal: str
@@ -47,7 +47,7 @@ class Round:
 
 
 def start(folder: Path, text: Path, steps: int, mesh: tuple[int, int, int]) -> subprocess.Popen:
-    """A training run in a process of its own."""
+    """Starts a training run in its own process."""
     flags = SMALL | {"run.dir": folder, "data.path": text, "train.steps": steps}
     flags |= dict(zip(("mesh.dp", "mesh.fsdp", "mesh.tp"), mesh, strict=True))
     command = [sys.executable, "-m", "jaxtp.train", *(str(part) for k, v in flags.items() for part in (f"--{k}", v))]
@@ -55,13 +55,13 @@ def start(folder: Path, text: Path, steps: int, mesh: tuple[int, int, int]) -> s
 
 
 def read(folder: Path) -> dict[int, dict]:
-    """The logged steps of a run; each must be there once."""
+    """Returns the logged steps of a run, and checks that each occurs once."""
     path, steps = folder / "metrics.jsonl", {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # being written
+            continue  # the line is being written
         if "loss" in record:
             assert record["step"] not in steps, f"step {record['step']} twice"
             steps[record["step"]] = record
@@ -69,7 +69,7 @@ def read(folder: Path) -> dict[int, dict]:
 
 
 def disturb(process: subprocess.Popen, folder: Path, chance: random.Random) -> tuple[str, bool]:
-    """Waits for a step that is new to this run, then a moment, then kills: how, and whether in a save."""
+    """Waits for a new step and a random time, then kills the run; returns the signal, and whether a save was active."""
     before = max(read(folder), default=0)
     while process.poll() is None and max(read(folder), default=0) <= before:
         time.sleep(0.01)
@@ -83,7 +83,7 @@ def disturb(process: subprocess.Popen, folder: Path, chance: random.Random) -> t
 
 
 def torture(folder: Path, text: Path, steps: int, rounds: int, same_mesh: bool, chance: random.Random) -> list[Round]:
-    """So many disturbed rounds, then one to the end."""
+    """Runs `rounds` rounds that end by a signal, then one to the last step."""
     done = []
     for _ in range(rounds):
         mesh = MESHES[0] if same_mesh else chance.choice(MESHES)
@@ -98,18 +98,17 @@ def torture(folder: Path, text: Path, steps: int, rounds: int, same_mesh: bool, 
 
 
 def differences(whole: Path, joined: Path) -> dict[str, float]:
-    """The largest difference of each compared number over all steps, which must be the same."""
+    """Returns the largest difference of each metric over the steps, which must be the same in both runs."""
     expected, actual = read(whole), read(joined)
     assert list(actual) == list(expected), "steps are missing"
     return {key: max(abs(actual[step][key] - expected[step][key]) for step in expected) for key in COMPARED}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=26, help="in all (default 26)")
-    parser.add_argument("--steps", type=int, default=150, help="of the run (default 150)")
-    parser.add_argument("--seed", type=int, default=0, help="of the instants and meshes")
+    parser.add_argument("--rounds", type=int, default=26, help="total number of rounds (default 26)")
+    parser.add_argument("--steps", type=int, default=150, help="steps of the run (default 150)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the instants and meshes")
     arguments = parser.parse_args(argv)
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:

@@ -1,10 +1,10 @@
-"""What verification costs: the checksums of gradients in every step, and one verification, beside the step itself.
+"""Times verification: a step, a step with gradient checksums, and a verified step.
 
     python scripts/verify_cost.py | tee scripts/results/verify_cost.txt
 
-All is measured in one run, in turns, on virtual CPU devices of this machine: medians of `--repeats`, with the quartiles
-beside them. What reading checksums takes is given by itself too, because it is less than steps differ by; and so is the
-way of the state to host memory and back, which a GPU has a link of its own for.
+The measurements take turns in one run on virtual CPU devices; the table has medians and quartiles of `--repeats`. It
+lists the reading of checksums separately, because it takes less time than steps vary by. It also lists the copy of the
+state to host memory and back, for which a GPU uses a link of its own.
 """
 
 import argparse
@@ -53,13 +53,13 @@ class Bench:
         self.verifier = verify.Verifier(self.config, self.plan, Checkpoints(folder / "checkpoints"), None)
 
     def step(self, made: Callable[..., Any]) -> Any:
-        """Makes a step and waits for its numbers; returns the checksums, if it gives some."""
+        """Runs a step and waits for its numbers; returns the checksums, if any."""
         self.state, scalars, *checksums = made(self.state, self.batch)
         fetch(scalars)
         return jax.block_until_ready(checksums)
 
     def noted(self) -> None:
-        """Makes a step as a run does that verifies some."""
+        """Runs a step with checksums, as a run with verification does between verifications."""
         self.verifier.record(1, *self.step(self.summed))
 
     def verified(self) -> None:
@@ -69,7 +69,7 @@ class Bench:
         self.verifier.finish(1, self.state, checksums)
 
     def read(self, part: str = "") -> None:
-        """Reads what every device holds of the state, as a verification does four times; or of a part of it."""
+        """Computes checksums of the state's shards, or of a part of the state; a verification does so four times."""
         arrays = verify.named_arrays(self.state)
         jax.block_until_ready(verify.checksums({name: arrays[name] for name in arrays if name.startswith(part)}))
 
@@ -81,7 +81,7 @@ class Bench:
 
 
 def quartiles(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Returns three seconds for each action; they take turns, so that what else the machine does meets all of them."""
+    """Returns the quartiles of each action's seconds; actions take turns, so other load affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats + 1):
         for name, action in actions.items():
@@ -92,7 +92,6 @@ def quartiles(actions: dict[str, Callable[[], object]], repeats: int) -> dict[st
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=128, help="the model's d_model (default 128)")
     parser.add_argument("--length", type=int, default=64, help="tokens in a sequence (default 64)")

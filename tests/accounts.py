@@ -1,4 +1,4 @@
-"""What a step really moves, computes and keeps, to hold against what its layers declare."""
+"""Measures bytes, FLOPs and residuals of a step, for comparison with the costs that its layers declare."""
 
 import math
 import re
@@ -22,18 +22,18 @@ from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
 
 B, T = 16, 16
-"""Sequences of a step, and their length."""
+"""Batch size and sequence length."""
 
 
 def step_of(config, mesh, accumulation, context="auto"):
-    """A training step, and the plan of its state."""
+    """Returns a training step, and the plan of its state."""
     run = TrainConfig(model=config, train=LoopConfig(accumulation=accumulation), mesh=MeshConfig(context=context))
     plan = plan_state(config, optimizers.build(run.optimizer, run.train.steps), mesh)
     return make_train_step(run, plan), plan
 
 
 def step_bytes(config, mesh, accumulation=1, context="auto"):
-    """Bytes sent by place: counted in the jaxpr of a whole step, and as budgeted."""
+    """Returns bytes sent, by place: counted in the jaxpr of a whole step, and budgeted."""
     sizes = sizes_of(mesh)
     counted = bytes_by_place(step_collectives(config, sizes, accumulation, context))
     rows = {"batch_size": B, "sequence_length": T, "accumulation": accumulation, "context": context}
@@ -41,7 +41,7 @@ def step_bytes(config, mesh, accumulation=1, context="auto"):
 
 
 def step_collectives(config, sizes, accumulation=1, context="auto"):
-    """Collectives in the jaxpr of a whole step, and how often each runs."""
+    """Returns the collectives in the jaxpr of a whole step, and how often each runs."""
     mesh = mesh_of(sizes)
     step, plan = step_of(config, mesh, accumulation, context)
     with jax.set_mesh(mesh):
@@ -49,7 +49,7 @@ def step_collectives(config, sizes, accumulation=1, context="auto"):
 
 
 def compiled_flops(config, mesh, accumulation):
-    """Operations in the products of a whole step, after partitioning."""
+    """Returns the FLOPs of matrix products in a whole step, after partitioning."""
     mesh = jaxtp.make_mesh(*mesh)
     step, plan = step_of(config, mesh, accumulation)
     with jax.set_mesh(mesh):
@@ -59,7 +59,7 @@ def compiled_flops(config, mesh, accumulation):
 
 
 def equations(jaxpr):
-    """Every equation of a jaxpr, and of those that they run."""
+    """Yields the equations of a jaxpr and of its inner jaxprs."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
@@ -69,7 +69,7 @@ def equations(jaxpr):
 
 
 def kept(config, rows, length, tp=1):
-    """The arrays that autodiff keeps of one block, abstract and whole."""
+    """Returns the residuals of one block, as abstract global arrays."""
     with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
         graph, params, frozen = nnx.split(abstract, nnx.Param, ...)
@@ -83,7 +83,7 @@ def kept(config, rows, length, tp=1):
 
 
 def kept_activations(config, rows, length, tp=1):
-    """Bytes of what is kept of a block on all devices, but for its weights."""
+    """Returns the bytes of a block's residuals on all devices, without weights."""
     return sum(array.size * array.dtype.itemsize for array in kept(config, rows, length, tp) if array.ndim > 2)
 
 
@@ -93,10 +93,10 @@ _SIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1,
 
 
 def bytes_of_a_turn(text, least):
-    """What the outermost loop of a compiled program does in a turn with arrays of at least so many bytes: the bytes
-    that its instructions read, and those instructions that make another such array by rearranging one.
+    """Returns what one iteration of a program's outermost loop does with arrays of at least `least` bytes: bytes that
+    its instructions read, and the instructions that rearrange one such array into another.
 
-    An array in which an instruction looks places up, or writes some in place, is not read.
+    An instruction that gathers from an array, or updates it in place, does not count as reading the array.
     """
     module, entry = parse_module(text)
     (loop,) = [instruction for instruction in module[entry] if instruction.opcode == "while"]
@@ -119,13 +119,13 @@ def bytes_of_a_turn(text, least):
 
 
 def _bytes(type):
-    """Bytes of an array; 0 of a tuple."""
+    """Returns the bytes of an array; 0 for a tuple."""
     found = re.match(r"(\w+)\[([\d,]*)\]", type)
     return _SIZES[found[1]] * math.prod(int(dim) for dim in found[2].split(",") if dim) if found else 0
 
 
 def _only_looked_up(computation, index):
-    """Whether all that a fusion does with an argument is to look places up in it, or write some of it in place."""
+    """Returns whether a fusion only gathers from an argument or updates it in place."""
     (parameter,) = [i for i in computation if i.opcode == "parameter" and i.rest.startswith(f"{index})")]
     names, users = {parameter.name}, []
     for instruction in computation:

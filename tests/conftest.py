@@ -1,4 +1,4 @@
-"""Sixteen virtual CPU devices, on a machine with GPUs too, and a compilation cache that survives the run."""
+"""Sets sixteen virtual CPU devices, also on machines with GPUs, and a compilation cache that outlives the run."""
 
 import gc
 import itertools
@@ -40,9 +40,9 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def _random_bits(key_1, key_2, count_1, count_2):
-    """Two words that follow from a key and a counter, as those of Threefry do, without its twenty rounds.
+    """Returns two words that depend on key and counter, as Threefry does, without its twenty rounds.
 
-    XLA takes half of the time of a program that draws weights for Threefry.
+    Threefry takes half of the time of a program that draws weights.
     """
     word = key_1 * np.uint32(0x9E3779B1) + key_2 * np.uint32(0x85EBCA77) + count_1 * np.uint32(0xC2B2AE3D) + count_2
     words = []
@@ -55,8 +55,8 @@ def _random_bits(key_1, key_2, count_1, count_2):
 
 
 def _shared(make_context, lowerings=100):
-    """Returns a maker of MLIR's contexts whose results serve many programs each: in JAX 0.10, which makes one for each
-    program, a context takes five of the six milliseconds that lowering a small one does."""
+    """Returns a function that makes one MLIR context for many programs. JAX 0.10 makes one per program, which takes
+    five of the six milliseconds of lowering a small program."""
     contexts = itertools.chain.from_iterable(itertools.repeat(make_context(), lowerings) for _ in itertools.count())
     return lambda: next(contexts)
 
@@ -66,7 +66,7 @@ if version("jax").startswith("0.10."):
 
 
 def pytest_configure(config):
-    """Journeys have Threefry, as runs do: they compare this process with others that they start."""
+    """Uses Threefry in journeys, because they compare this process with runs in other processes."""
     if config.option.markexpr and not re.search(r"(?<!not )(journey|cluster)", config.option.markexpr):
         mlir.register_lowering(threefry2x32_p, mlir.lower_fun(_random_bits, multiple_results=True), platform="cpu")
 
@@ -89,7 +89,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """A test is in one tier, so that nothing runs twice and nothing is left out."""
+    """Checks that each test is in exactly one tier, so that CI runs it once."""
     for item in items:
         assert len(TIERS.intersection(mark.name for mark in item.iter_markers())) <= 1, f"{item.nodeid}: several tiers"
     if (n := config.option.sample) > 1:
@@ -102,8 +102,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays, and traces make a million objects that do: looking through them again and again
-    for cycles took a tenth of the time."""
+    """Excludes imported objects from garbage collection. Traces make a million long-lived objects; searching them for
+    cycles took a tenth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 50, 100)

@@ -1,4 +1,4 @@
-"""Small datasets: their inputs in every format, the command in-process, and what is in what it makes."""
+"""Small datasets: inputs in every format, `jaxtp prepare` in this process, and its output decoded."""
 
 import gzip
 import json
@@ -14,14 +14,14 @@ WORDS = ["the", "of", "naïve", "語", "🙂", "def", "x1", "'", "3.14", "<|endo
 
 
 def texts(count, seed=0, longest=60):
-    """Documents of mixed scripts, some of them several times."""
+    """Returns documents of mixed scripts, some of them repeated."""
     numbers = random.Random(seed)
     made = [" ".join(numbers.choices(WORDS, k=numbers.randint(1, longest))) or "x" for _ in range(count)]
     return [made[numbers.randrange(i + 1)] if i % 5 == 4 else text for i, text in enumerate(made)]
 
 
 def jsonl(path, rows):
-    """Rows as JSONL, compressed as the suffix says; a plain text is a row with that text."""
+    """Writes rows as JSONL, compressed by suffix; a string is a row with this text."""
     rows = [{"text": row} if isinstance(row, str) else row for row in rows]
     content = "".join(json.dumps(row, ensure_ascii=i % 2 == 0) + "\n" for i, row in enumerate(rows)).encode()
     path.write_bytes(packed(path.suffix, content))
@@ -33,7 +33,7 @@ def packed(suffix, content):
 
 
 def parquet(path, rows, **settings):
-    """Rows as Parquet, in row groups of 10."""
+    """Writes rows as Parquet, in row groups of 10."""
     import pyarrow
     from pyarrow import parquet
 
@@ -43,20 +43,20 @@ def parquet(path, rows, **settings):
 
 
 def prepared(out, *arguments):
-    """The dataset that the command makes."""
+    """Runs the command, and returns its dataset."""
     assert main([*map(str, arguments), "--out", str(out)]) == 0
     return open_dataset(out)
 
 
 def decoded(dataset, split="train"):
-    """The documents of a split, as bytes."""
+    """Returns the documents of a split, as bytes."""
     tokenizer = load_tokenizer(dataset.folder)
     found = dataset.splits[split]
     return [tokenizer.decode(found.document(index)) for index in range(found.num_documents)]
 
 
 def refused(capsys, *arguments):
-    """The message of a command that ends with exit code 2."""
+    """Runs a command that ends with exit code 2, and returns its message."""
     capsys.readouterr()
     assert main([*map(str, arguments)]) == 2
     captured = capsys.readouterr()

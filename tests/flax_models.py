@@ -1,4 +1,4 @@
-"""Small models in plain Flax, as somebody would write them for one device: nothing here knows of jaxtp."""
+"""Small models in plain Flax, written for one device, without jaxtp."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def rope(x, theta=10_000.0):
 
 
 class Attention(nnx.Module):
-    """Llama's: separate wq, wk, wv."""
+    """Llama's attention, with separate wq, wk and wv."""
 
     def __init__(self, rngs, *, kv_heads=K, use_bias=False):
         self.heads = (N, kv_heads)
@@ -59,7 +59,7 @@ class LlamaBlock(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The names of the usual PyTorch tutorial."""
+    """A Llama with the names of the usual PyTorch tutorial."""
 
     def __init__(self, rngs, *, num_layers=2, **block):
         self.tok_embeddings = nnx.Embed(V, D, rngs=rngs)
@@ -75,7 +75,7 @@ class Llama(nnx.Module):
 
 
 class Perceptron(nnx.Module):
-    """A named list, a dict and an nnx.Sequential of layers."""
+    """Layers in a named list, a dict and an nnx.Sequential."""
 
     def __init__(self, rngs):
         self.norms = nnx.Dict({"first": nnx.LayerNorm(D, rngs=rngs), "last": nnx.LayerNorm(D, rngs=rngs)})
@@ -89,7 +89,7 @@ class Perceptron(nnx.Module):
 
 
 class TiedLanguageModel(nnx.Module):
-    """Learned positions; the table of tokens is the head too."""
+    """A language model with learned positions, whose head is the token embedding."""
 
     def __init__(self, rngs):
         self.tokens = nnx.Embed(V, D, rngs=rngs)
@@ -130,7 +130,7 @@ class ConvNet(nnx.Module):
 
 
 class Universal(nnx.Module):
-    """One block, by two names and three times; two linear layers with one kernel."""
+    """One block with two names, called three times; two linear layers share a kernel."""
 
     def __init__(self, rngs):
         self.first = FeedForward(rngs)
@@ -203,7 +203,7 @@ class General(nnx.Module):
 
 
 class Homemade(nnx.Module):
-    """Parameters that no type tells anything about: a norm, positions, a table of kernels."""
+    """Plain parameters, not layers: a norm, positions, a table of kernels."""
 
     class Norm(nnx.Module):
         def __init__(self):
@@ -227,7 +227,7 @@ class Homemade(nnx.Module):
 
 
 class Grouped(nnx.Module):
-    """Convolutions over a sequence that no plan can split: by groups, masked; and one transposed."""
+    """Convolutions over a sequence that no plan can split: grouped, masked and transposed."""
 
     def __init__(self, rngs):
         mask = np.tril(np.ones((D, D)))[None]

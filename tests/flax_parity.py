@@ -1,4 +1,4 @@
-"""A model in plain Flax, trained for three steps with and without a mesh."""
+"""Trains a model in plain Flax for three steps, with and without a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ STEPS = 3
 
 @nnx.jit
 def step(model, optimizer, inputs):
-    """One AdamW update of a random linear function of the outputs; what came out, and the gradients."""
+    """Makes one AdamW update of a random linear function of the outputs; returns outputs and gradients."""
 
     def loss(model):
         y = jnp.asarray(model(*inputs))
@@ -28,7 +28,7 @@ def step(model, optimizer, inputs):
 
 
 def train(model, inputs):
-    """Outputs and gradients of each step, and everything that the model holds in the end, on the host, by name."""
+    """Returns outputs and gradients of each step, and the model's final state, on the host, by name."""
     inputs = [x.astype(float) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in inputs]
     # A gradient that is zero but for rounding (of a bias of keys) would be all that a small eps looks at.
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2, eps=1e-3), wrt=nnx.Param)
@@ -45,7 +45,7 @@ def by_name(state):
 
 
 def in_float64(model):
-    """The same model in double precision, in which rounding hides nothing."""
+    """Returns the model in double precision, where rounding hides no error."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Embed):
             node.dtype = None
@@ -55,7 +55,7 @@ def in_float64(model):
 
 
 def assert_same(actual, expected, tolerance=TOLERANCE):
-    """Every array, relative to its norm, or to a thousandth of the largest one of its group."""
+    """Compares arrays, relative to the array's norm or a thousandth of the largest norm in its group."""
     for group, arrays in expected.items():
         assert actual[group].keys() == arrays.keys()
         floor = 1e-3 * max(np.linalg.norm(x) for x in arrays.values())
@@ -68,13 +68,13 @@ def assert_same(actual, expected, tolerance=TOLERANCE):
 
 
 def train_alone(build, inputs):
-    """As `train`, of a new model on one device, in float64."""
+    """Runs `train` on a new model on one device, in float64."""
     with jax.enable_x64(True):
         return train(in_float64(build()), inputs)
 
 
 def train_on(mesh, build, plan, inputs, *, sharded=True, **options):
-    """As `train_alone`, of a model that is made in its parts, or split when it is there."""
+    """Runs `train_alone` on a mesh; the model is created sharded, or created whole and then sharded."""
     with jax.enable_x64(True), jax.set_mesh(mesh_of(sizes_of(mesh))):
         make = lambda: in_float64(build())
         return train(jaxtp.parallelize(make if sharded else make(), plan, **options), inputs)

@@ -1,4 +1,4 @@
-"""Silent corruption, planted: a bit that one device holds otherwise than the others."""
+"""Injects silent corruption: flips a bit on one device."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from jaxtp.train.state import named_arrays
 
 
 def flipped(array, position, bit=0):
-    """The array, with one bit of the device at a position of the mesh turned over; each process has its own shards."""
+    """Returns the array with one bit flipped on the device at a mesh position; works in several processes."""
     wrong = array.sharding.mesh.devices.flat[position]
     parts = []
     for shard in array.addressable_shards:
@@ -27,7 +27,7 @@ def with_flip(state, name, position, bit=0):
 
 
 def flip_in_run(step, name, position, bit=0):
-    """From now on a run's state gets a wrong bit, once, after that step; returns what makes it right again."""
+    """Patches `Loop` to flip a bit of the state once, after `step`; returns the original method."""
     finish, left = Loop._finish_step, [step]
 
     def finish_and_flip(self):

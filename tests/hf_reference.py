@@ -1,7 +1,7 @@
-"""Reference models in Hugging Face format, with what they compute in float64; `tests/hf/references/README.md` has more.
+"""Reference models in Hugging Face format, with their float64 results; see `tests/hf/references/README.md`.
 
-Gradients are kept as sketches: a fixed random signed sum of their elements into `SIZE` buckets. The sketch of a
-difference is the difference of the sketches, and has its L2 norm, but for a few per cent.
+Gradients are stored as sketches: fixed random signed sums of their elements in `SIZE` buckets. The difference of two
+sketches has the L2 norm of the gradients' difference, to a few per cent.
 """
 
 import zlib
@@ -16,9 +16,9 @@ TRAINED = ["gemma2", "gemma3", "olmo2", "phi3", "gpt2"]
 MADE = ["mistral", "llama_linear", "llama_yarn", "qwen2_window", "qwen3_bias", *TRAINED]
 EXPERTS = ["mixtral", "qwen3_moe", "qwen3_moe_dense"]
 MADE += ["gpt2_scaled", "gpt2_unscaled", "phi3_long", *EXPERTS]
-"""Those of `TRAINED` have updates too."""
+"""Models; those in `TRAINED` also have updates."""
 LOGITS, LOSS, GRAD_NORM, GRADIENT = 5e-5, 5e-6, 2e-6, 1e-5
-"""Tolerances: largest difference; the same; relative; relative L2 norm of each tensor."""
+"""Tolerances: absolute for logits and loss, relative for the norm, relative L2 norm for each gradient."""
 
 
 def sketch(name, array):
@@ -30,14 +30,14 @@ def sketch(name, array):
 
 
 def pack(arrays, prefix):
-    """Sketches and norms of arrays by name, to be stored."""
+    """Returns sketches and norms of arrays, by name."""
     sketches = {f"{prefix}/{name}": sketch(name, array).astype(np.float32) for name, array in arrays.items()}
     norms = {f"{prefix}_norm/{name}": np.linalg.norm(np.float64(array)) for name, array in arrays.items()}
     return sketches | norms
 
 
 def sketched_errors(arrays, stored, prefix):
-    """The relative L2 error of each array, by name; the names are those that are stored."""
+    """Returns the relative L2 error of each array by name; checks that the stored names are the same."""
     names = {key.removeprefix(f"{prefix}/") for key in stored if key.startswith(f"{prefix}/")}
     assert arrays.keys() == names
     return {
@@ -47,6 +47,6 @@ def sketched_errors(arrays, stored, prefix):
 
 
 def load(name):
-    """What a model computes, as a dict of arrays."""
+    """Returns a model's results, as a dict of arrays."""
     with np.load(FOLDER / name / "reference.npz") as stored:
         return dict(stored)

@@ -1,10 +1,10 @@
-"""Runs the command again and again, killed at random instants, until it is through; prints how often it was killed.
+"""Repeats a `jaxtp prepare` command that it kills at random instants, until it ends; prints the number of kills.
 
     python tests/killer.py SEED BATCH OUT ARGUMENT...
 
-Each run is a fork of this process, so that it is killed at its work rather than while it imports. Batches are of BATCH
-documents, and every one is saved. An instant is some number of saves after the start, so that there is progress however
-slow the machine is, and then a few milliseconds; or now and then so soon that nothing is saved.
+Each run is a fork of this process, so a kill does not hit its imports. Batches have BATCH documents, and each batch is
+saved. A kill comes a few milliseconds after some number of saves, so there is progress on slow machines too; sometimes
+it comes before the first save.
 """
 
 import os
@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=R
 
 
 def saves(journal):
-    """What changes with every save."""
+    """Returns a value that changes with every save."""
     try:
         status = journal.stat()
     except FileNotFoundError:
@@ -31,7 +31,7 @@ def saves(journal):
 
 
 def live(process, journal, count, seconds):
-    """Waits for so many saves, and then so many seconds; the exit code if it ends before, else None."""
+    """Waits for `count` saves, then `seconds`; returns the exit code if the process ends before, else None."""
     last, until = saves(journal), None
     while until is None or time.monotonic() < until:
         found, status = os.waitpid(process, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""A mixture of experts as plain mathematics in float64, sharing no code with the package, and the layer to compare."""
+"""A plain float64 mixture of experts without the package's code, and the layer to compare with it."""
 
 from functools import cache
 
@@ -18,19 +18,19 @@ from jaxtp.mesh import mesh_of
 
 B, T, D, E, F = 8, 8, 16, 6, 8
 NOT_TIED = 1e-5
-"""How far apart the last chosen score and the next are, where they are not equal."""
+"""Minimum gap between the last chosen score and the next, unless they are equal."""
 
 ROUTING = ("times_chosen", "scores", "squared_normaliser", "entropy", "computed")
 
 
 # The mathematics, without anything of the package.
 def choose(scores, k):
-    """The k experts of the highest score, of equal ones the first: `[N, E] -> [N, k]`."""
+    """Returns the k experts with the highest scores; ties go to the first: `[N, E] -> [N, k]`."""
     return np.argsort(-np.asarray(scores), axis=1, kind="stable")[:, :k]
 
 
 def mixture(weights, x, counts, config, experts):
-    """Output `[N, D]` and sums over tokens of `[N, D]` of which `counts` says which are no padding."""
+    """Returns outputs for tokens `x [N, D]`, and per-token terms of the sums; `counts` is False for padding."""
     logits = x @ weights["router"]
     normaliser = jnp.log(jnp.sum(jnp.exp(logits), axis=1))
     scores = jnp.exp(logits - normaliser[:, None])
@@ -53,7 +53,7 @@ def mixture(weights, x, counts, config, experts):
 
 
 def probe(y, sums):
-    """A scalar of all of which a loss is made, each with another weight."""
+    """Returns a scalar that depends on all outputs and sums, each with its own weight."""
     random = np.random.default_rng(7)
     total = jnp.sum(y * random.standard_normal(y.shape).astype(np.float32))
     for name in ("scores", "squared_normaliser"):
@@ -62,7 +62,7 @@ def probe(y, sums):
 
 
 def expected(weights, x, counts, config):
-    """What the loop over experts gives, in float64."""
+    """Returns the results of a float64 loop over experts."""
     with jax.enable_x64(True):
         weights = {name: jnp.asarray(np.asarray(array), jnp.float64) for name, array in weights.items()}
         flat, counts = jnp.asarray(np.asarray(x), jnp.float64).reshape(-1, D), np.asarray(counts).reshape(-1)
@@ -91,7 +91,7 @@ def build(config, sequence_parallel=None):
 
 @cache
 def program(config, mesh, sequence_parallel, packed):
-    """A function of weights, inputs and segments that gives what the layer does, on a mesh."""
+    """Returns a function of weights, inputs and segments that runs the layer on a mesh."""
     on = mesh_of(sizes_of(mesh))
     make = lambda: build(config, sequence_parallel)
 
@@ -118,7 +118,7 @@ def program(config, mesh, sequence_parallel, packed):
 
 # Balance.
 def balance_of(router, layers, counts, labels, chosen, k):
-    """The auxiliary loss and the z-loss of routers that see `[L, B, T, D]`: for each label that of its sequence."""
+    """Returns the auxiliary loss and z-loss of routers with inputs `[L, B, T, D]`; each label counts its sequence's."""
     logits = layers @ router
     scores = jnp.where(counts[:, :, None], jax.nn.softmax(logits), 0.0)
     n = np.maximum(counts.sum(axis=1), 1)[:, None]
@@ -130,7 +130,7 @@ def balance_of(router, layers, counts, labels, chosen, k):
 
 
 def expected_balance(weights, layers, counts, labels, config):
-    """Losses, and the gradients of a weighted sum of them, in float64."""
+    """Returns the losses, and gradients of their weighted sum, in float64."""
     k, counts = config.experts_per_token, np.asarray(counts)
     with jax.enable_x64(True):
         router, layers = (jnp.asarray(np.asarray(a), jnp.float64) for a in (weights["router"], layers))
@@ -148,7 +148,7 @@ def expected_balance(weights, layers, counts, labels, config):
 
 
 def balance_program(config, mesh, sequence_parallel=None):
-    """A function that gives the same of the layer on a mesh, and how often each expert was chosen."""
+    """Returns a function that gives the layer's losses, gradients and expert counts on a mesh."""
     on = mesh_of(sizes_of(mesh))
     make = lambda: build(config, sequence_parallel)
 
@@ -180,8 +180,8 @@ def balance_program(config, mesh, sequence_parallel=None):
 
 # Work.
 def work(mesh, config, width=64, batch=32, length=32):
-    """What a device does with its rows, forward and backward: the equations of its program, and the largest array that
-    it makes."""
+    """Returns the equations of a device's program, forward and backward, and the size of the largest array that
+    they make."""
     with jax.set_mesh(mesh_of(sizes_of(mesh))):
         make = lambda: MixtureOfExperts(width, config, LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0))
         graph, state = nnx.split(nnx.eval_shape(make))

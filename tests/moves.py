@@ -1,4 +1,4 @@
-"""What a step of a plain Flax model moves under a plan, read from the HLO after SPMD partitioning."""
+"""Measures the communication of a plain Flax model under a plan, in the HLO after SPMD partitioning."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from jaxtp.mesh import BATCH, TP, mesh_of, mesh_sizes
 
 
 def mean_of_random_parts(model, *inputs):
-    """A loss that every output has its own gradient in."""
+    """Returns a loss in which each output has a different gradient."""
     y = jnp.asarray(model(*inputs))
     return jnp.mean(y * jax.random.normal(jax.random.key(3), y.shape))
 
 
 def collectives_over_tp(build, plan, inputs, mesh, loss=mean_of_random_parts):
-    """The collectives over tp of the loss and its gradients, and how often each runs; nothing is allocated."""
+    """Returns the collectives over tp of the loss and its gradients, and how often each runs; allocates nothing."""
     with jax.set_mesh(mesh):
         model = jaxtp.parallelize(nnx.eval_shape(build), plan, mesh=mesh)
         graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -37,12 +37,12 @@ def collectives_over_tp(build, plan, inputs, mesh, loss=mean_of_random_parts):
 
 
 def bytes_over_tp(*args, **kwargs):
-    """Bytes that each device sends over tp."""
+    """Returns the bytes that each device sends over tp."""
     return sum(c.bytes_sent * times for c, times in collectives_over_tp(*args, **kwargs).items())
 
 
 def audit_gradients(mesh, build, shape, split=None):
-    """The audit of the gradients of a model, of weights and of an input of that shape."""
+    """Audits a model's gradients of weights and of an input with this shape."""
     mesh = mesh_of(sizes_of(mesh))
     with jax.set_mesh(mesh):
         graph, state = nnx.split(build())
@@ -54,12 +54,12 @@ def audit_gradients(mesh, build, shape, split=None):
 
 
 def sent(found, axis):
-    """Bytes that each device sends over an axis in what was audited."""
+    """Returns the bytes that each device sends over an axis in an audit."""
     return sum(times * c.bytes_sent for c, times in found.realised.items() if axis in c.axes)
 
 
 def assert_weights_alone_move(found, axis):
-    """Over four devices weights are gathered twice and gradients scattered once; each device stores a quarter."""
+    """Checks that over four devices weights are all-gathered twice, and gradients reduce-scattered once."""
     weights = sum(h.bytes for h in found.holdings)
     assert not found.added
     assert {c.kind for c in found.realised} == {"all-gather", "reduce-scatter"}

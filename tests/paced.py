@@ -1,8 +1,8 @@
-"""Trains at the pace of a file, so that a test meets a run in the midst of it; takes no more CPU than the run does.
+"""Trains with a pause in each step, so that a test can act during the run; a pause takes no CPU time.
 
     PYTHON="python tests/paced.py" PACE=FILE sbatch ...
 
-Each step waits for as many seconds as the file says at that time.
+Each step reads the seconds of its pause from the file.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The same mathematics written down plainly, sharing no code with the package: dense, on one device."""
+"""Reference mathematics without the package's code: dense, on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ def rms_norm(x, scale, eps):
 
 
 def rotate(x, theta):
-    """Complex rotation of the pairs (x[i], x[i + H/2])."""
+    """Rotates the pairs (x[i], x[i + H/2]) as complex numbers."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half) * 2.0 / x.shape[-1])
     angle = jnp.arange(x.shape[1])[:, None] * frequencies
@@ -18,7 +18,7 @@ def rotate(x, theta):
 
 
 def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None):
-    """`w`: q, k, v, o and optionally bq, bk, bv, bo. A position sees `window` of those up to itself, or all."""
+    """Weights `w` are q, k, v, o and optionally bq, bk, bv, bo. Causal; a position sees the last `window` positions."""
     batch, length, _ = x.shape
     project = lambda name, heads: (x @ w[name] + w.get("b" + name, 0.0)).reshape(batch, length, heads, head_dim)
     q, k, v = project("q", num_heads), project("k", num_kv_heads), project("v", num_kv_heads)
@@ -35,14 +35,14 @@ def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None):
 
 
 def swiglu(x, w):
-    """`w`: gate, up, down and optionally bgate, bup, bdown."""
+    """Weights `w` are gate, up, down and optionally bgate, bup, bdown."""
     gate = x @ w["gate"] + w.get("bgate", 0.0)
     up = x @ w["up"] + w.get("bup", 0.0)
     return (gate / (1 + jnp.exp(-gate)) * up) @ w["down"] + w.get("bdown", 0.0)
 
 
 def cross_entropy(logits, labels):
-    """Sum over the labels that are not -100, and their number."""
+    """Returns the sum of losses over labels other than -100, and their number."""
     valid = labels != -100
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
     picked = jnp.take_along_axis(log_probabilities, jnp.where(valid, labels, 0)[..., None], axis=-1)[..., 0]
@@ -58,14 +58,14 @@ MLP = {"gate": "gate_up.kernels.0", "up": "gate_up.kernels.1", "down": "down.ker
 
 
 def named(weights, names, prefix=""):
-    """Our weights under this file's names."""
+    """Returns the package's weights under this file's names."""
     return {short: weights[prefix + long] for short, long in names.items() if prefix + long in weights}
 
 
 def decoder_logits(weights, config, ids, layers=None):
-    """The whole model from a dict of its weights.
+    """Returns the logits of the whole model, from a dict of its weights.
 
-    `layers`: of every layer the stack that it is in, its place there, its window and the base of its rotation.
+    `layers` has for each layer its stack, its index in the stack, its window and its RoPE theta.
     """
     x = jnp.asarray(weights["embedding.embedding"])[ids]
     for stack, place, window, theta in layers or [

@@ -1,4 +1,4 @@
-"""Small training runs: their flags, what they leave, and processes of their own."""
+"""Small training runs: their flags, outputs and processes."""
 
 import contextlib
 import json
@@ -38,11 +38,11 @@ SMOL_LM = {
     **{"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
     **{"tie_word_embeddings": True, "rope_theta": 100000, "torch_dtype": "bfloat16"},
 }
-"""What SmolLM2-135M says of itself; no power of two divides its heads."""
+"""The config.json of SmolLM2-135M, whose number of heads no power of two divides."""
 
 
 def smol_lm(folder):
-    """A folder of that model without its weights."""
+    """Writes a folder of SmolLM2-135M without weights."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SMOL_LM))
     return folder
@@ -54,7 +54,7 @@ def mesh(dp, fsdp, tp, cp=1):
 
 
 def records(folder, key="loss"):
-    """`{step: value}` of the metrics; each step must be there once, in order."""
+    """Returns `{step: value}` of the metrics; checks that each step occurs once, in order."""
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if key in row]
     steps = [row["step"] for row in rows]
@@ -64,7 +64,7 @@ def records(folder, key="loss"):
 
 @contextlib.contextmanager
 def full_disk(size):
-    """No file can grow beyond `size` bytes. Compile before: what JAX keeps in its cache would be cut short too."""
+    """Limits files to `size` bytes. Compile before: JAX's compilation cache would be truncated too."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -78,7 +78,7 @@ def contents(folder):
 
 
 def free_address():
-    """Where processes can meet."""
+    """Returns a free address for a coordinator."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{free.getsockname()[1]}"

@@ -1,7 +1,7 @@
-"""Slurm itself: a cluster of two nodes on this machine, with daemons of its own and everything in one folder.
+"""A real Slurm cluster of two nodes on this machine, with its own daemons, in one folder.
 
-A node is a `slurmd` with a name, a hosts file and a port of its own. Its eight GPUs are empty files, so that jobs can
-ask for GPUs while what they start runs on CPUs. Times that Slurm waits for are cut to seconds.
+A node is a `slurmd` with its own name, hosts file and port. Its eight GPUs are empty files: jobs request GPUs, and run
+on CPUs. Slurm's waiting times are shortened to seconds.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ PATH = f"{os.environ['PATH']}:/usr/sbin"
 NODES = ("n1", "n2")
 GPUS = 8
 KILL_WAIT = 15
-"""Seconds that Slurm waits between SIGTERM and SIGKILL; 30 by default."""
+"""Seconds between Slurm's SIGTERM and SIGKILL; Slurm's default is 30."""
 OF_NODE = 'mount --bind "$1" /etc/hosts && hostname "$0" && exec slurmd -D -N "$0"'
 CONFIGURATION = """
 ClusterName=jaxtp
@@ -56,7 +56,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
 
 
 def missing():
-    """Returns what this machine lacks for a cluster, in words; empty if it lacks nothing."""
+    """Returns a text that names the missing requirements of a cluster; empty if there are none."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if absent:
         return f"{', '.join(absent)} not installed"
@@ -73,7 +73,7 @@ def wait_for(happened, what, seconds=120, logs=lambda: ""):
 
 
 def free_ports(count):
-    """Returns ports that nothing listens on."""
+    """Returns unused ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -82,7 +82,7 @@ def free_ports(count):
 
 
 def variables_of(process):
-    """Returns the variables with which a process started; none of one that has ended."""
+    """Returns the variables with which a process started; empty if it has ended."""
     try:
         text = Path(f"/proc/{process}/environ").read_text(errors="replace")
     except OSError:
@@ -91,16 +91,16 @@ def variables_of(process):
 
 
 def processes_with(**variables):
-    """Returns the processes of this machine that started with such variables."""
+    """Returns the processes on this machine that started with these variables."""
     every = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
     return [process for process in every if variables.items() <= variables_of(process).items()]
 
 
 class Cluster:
-    """A running cluster; as a context manager it leaves no daemon and no task behind.
+    """A context manager that runs a cluster, and ends all daemons and tasks.
 
     Args:
-      folder: place of its configuration, state and logs; with a short name, because it is part of a socket's.
+      folder: folder of configuration, state and logs; its path must be short, because socket paths are limited.
     """
 
     def __init__(self, folder):
@@ -135,7 +135,7 @@ class Cluster:
                 os.kill(process, signal.SIGKILL)
 
     def __call__(self, *command):
-        """Runs a command of Slurm; returns what it prints."""
+        """Runs a Slurm command; returns its output."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout.strip()
@@ -145,7 +145,7 @@ class Cluster:
             (self.folder / name).mkdir()
         own, ports = socket.gethostname(), free_ports(1 + len(NODES))
         about = {"host": own, "ports": ports, "user": getpass.getuser(), "folder": self.folder, "kill_wait": KILL_WAIT}
-        # JAX takes the coordinator's port from the number of the job: two clusters of one machine need others.
+        # JAX derives the coordinator's port from the job number: two clusters on a machine need different numbers.
         text = CONFIGURATION.format(**about, first=random.randrange(1, 2**20))
         for node, port in zip(NODES, ports[1:], strict=True):
             text += f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} CPUs=16 Gres=gpu:{GPUS}\n"
@@ -165,7 +165,7 @@ class Cluster:
         self._start(node, "unshare", "--mount", "--uts", "sh", "-c", OF_NODE, node, f"{self.folder}/hosts")
 
     def kill(self, name, number=signal.SIGKILL):
-        """Ends a daemon: `slurmctld`, or that of a node by the node's name."""
+        """Ends `slurmctld`, or the daemon of a node."""
         daemon = self._daemons.pop(name)
         daemon.send_signal(number)
         try:
@@ -175,7 +175,7 @@ class Cluster:
             daemon.wait()
 
     def tasks(self, **variables):
-        """Returns the processes of a job's tasks that have such variables."""
+        """Returns the processes of a job's tasks with these variables."""
         return [
             process
             for process in processes_with(SLURM_CONF=f"{self.folder}/slurm.conf", **variables)
@@ -188,10 +188,10 @@ class Cluster:
         wait_for(lambda: self(*states).split() == ["idle"] * len(NODES), "idle nodes", 60, self.logs)
 
     def job(self, job):
-        """Returns what Slurm says of a job."""
+        """Returns Slurm's record of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job)))
 
     def logs(self):
-        """Returns the ends of the daemons' logs."""
+        """Returns the last part of each daemon's log."""
         files = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in files)

@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that people use, as small as they can be."""
+"""Minimal tokenizers of the common kinds."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -6,7 +6,7 @@ TEXT = "Grüße, 世界! 🙂🙃 naïve café — two  spaces\n\tand a tab"
 
 
 def byte_level():
-    """A tokenizer.json of GPT-2's kind."""
+    """Returns a tokenizer.json like GPT-2's: byte level."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -16,7 +16,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """One of Llama 2's kind: pieces with a mark for spaces, bytes for what is in none, and a first token."""
+    """Returns one like Llama 2's: pieces with a mark for spaces, byte fallback, and a BOS token."""
     pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"Graetwospcdnbüß,!▁"]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
@@ -33,7 +33,7 @@ CHAT_TOKENS = ["<|begin|>", "<|end|>", "<|turn|>", "<|stop|>"]
 
 
 def begins_texts():
-    """One of Llama 3's kind: byte level, with tokens of a chat, and a template of its own that begins each text."""
+    """Returns one like Llama 3's: byte level, with chat tokens, and a post-processor that adds BOS."""
     tokenizer = Tokenizer.from_str(byte_level().decode())
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CHAT_TOKENS])
     first = CHAT_TOKENS[0]

@@ -1,4 +1,4 @@
-"""Values of any structure, for property tests of what reads files that nobody vouches for."""
+"""Values of any structure, for property tests of readers of untrusted files."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -16,17 +16,17 @@ SCALARS = st.one_of(
 
 
 def extended(values):
-    """Lists and objects of values."""
+    """Returns a strategy for lists and objects of values."""
     keys = st.text(max_size=3)
     return st.one_of(st.lists(values, max_size=4), st.dictionaries(keys, values, max_size=3))
 
 
 VALUES = st.recursive(SCALARS, extended, max_leaves=6)
-"""What JSON and YAML can both say."""
+"""Values that both JSON and YAML can express."""
 
 
 def places(value, at=()):
-    """The path of every value in a value."""
+    """Yields the path of each value inside a value."""
     yield at
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -34,7 +34,7 @@ def places(value, at=()):
 
 
 def replaced(value, place, new):
-    """A copy of a value with another one at a place."""
+    """Returns a copy of a value with `new` at a path."""
     if not place:
         return new
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -44,7 +44,7 @@ def replaced(value, place, new):
 
 @st.composite
 def changed(draw, value):
-    """A value with up to three places replaced, or keys added, by values of any kind."""
+    """Draws a value with up to three inner values replaced, or keys added."""
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.sampled_from(list(places(value))))
         value = replaced(value, place, draw(VALUES))
@@ -54,14 +54,14 @@ def changed(draw, value):
 
 
 def is_one_clear_message(error):
-    """Whether a message can be printed, and read."""
+    """Returns whether an error's message is printable and short."""
     text = str(error)
     text.encode()
     return 0 < len(text) < 8000 and all(line.isprintable() for line in text.splitlines()) and "Traceback" not in text
 
 
 def gives_one_of(expected, mistake, action):
-    """Checks that an action gives a value of a type, or an error of a type with one clear message."""
+    """Checks that an action returns an `expected` value, or raises a `mistake` with a clear message."""
     raised = None
     try:
         found = action()
@@ -71,5 +71,5 @@ def gives_one_of(expected, mistake, action):
 
 
 def examples(count):
-    """Settings of a property test that writes a file for each example."""
+    """Returns Hypothesis settings for a test that writes a file for each example."""
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,4 +1,4 @@
-"""Building the same weights with and without a mesh, and comparing what comes out."""
+"""Builds models with equal weights with and without a mesh, and compares results."""
 
 import itertools
 import zlib
@@ -23,13 +23,13 @@ TOLERANCE = 1e-5  # relative L2 norm per tensor, float32
 
 
 def sizes_of(mesh):
-    """Devices along each axis of a mesh (dp, fsdp, tp), or (dp, fsdp, cp, tp)."""
+    """Returns axis sizes of a mesh (dp, fsdp, tp) or (dp, fsdp, cp, tp)."""
     dp, fsdp, *cp, tp = mesh
     return mesh_shape(dp=dp, fsdp=fsdp, cp=cp[0] if cp else 1, tp=tp)
 
 
 def random_weights(build, seed=0, scale=0.1):
-    """The arrays of `build()` without a mesh, by name, each parameter (biases and scales too) moved off its default."""
+    """Returns the arrays of `build()` without a mesh, by name; changes each parameter from its initial value."""
     named = named_variables(jax.jit(lambda: nnx.state(build()))())
     return {
         name: moved(name, variable[...], seed, scale) if isinstance(variable, PARAMETERS) else variable[...]
@@ -43,14 +43,14 @@ def moved(name, array, seed, scale):
 
 
 def state_on_mesh(build, weights, mesh):
-    """`graph, state` of `build()` on a mesh, holding the given weights."""
+    """Returns `graph, state` of `build()` on a mesh, with these weights."""
     with jax.set_mesh(mesh):
         graph, abstract = nnx.split(nnx.eval_shape(build))
     return graph, place(weights, abstract, mesh)
 
 
 def without_mesh(build, weights):
-    """`graph, state` of `build()` without a mesh, holding the given weights."""
+    """Returns `graph, state` of `build()` without a mesh, with these weights."""
     graph, state = nnx.split(nnx.eval_shape(build))
     filled = [(path, v.replace(jnp.asarray(weights[".".join(map(str, path))]))) for path, v in nnx.to_flat_state(state)]
     return graph, nnx.from_flat_state(filled)
@@ -60,7 +60,7 @@ by_name = on_host
 
 
 def cached_and_whole(graph, state, ids, cut):
-    """The hidden states of rows that are read in two parts from a cache, and at once."""
+    """Returns the hidden states of rows read in two parts with a KV cache, and read at once."""
 
     @jax.jit
     def run(state, first, second):
@@ -80,20 +80,20 @@ def continue_rows(reader, ids_BT, caches, lengths_B):
 
 
 def sweep(cases, *first):
-    """Parameters of a test with one argument: every case, those that are not among `first` in the wide tier."""
+    """Returns parameters of a test with one argument; cases not in `first` are in the wide tier."""
     assert all(case in cases for case in first), "a case of the default suite is not among the cases"
     return [pytest.param(case, marks=() if case in first else pytest.mark.wide) for case in cases]
 
 
 def sweep_of(lists, *first):
-    """Parameters of a test with several arguments: every combination of a case from each list, tiers as in `sweep`."""
+    """Returns parameters of a test with several arguments: all combinations, with tiers as in `sweep`."""
     cases = list(itertools.product(*lists))
     assert all(case in cases for case in first), "a case of the default suite is not among the cases"
     return [pytest.param(*case, marks=() if case in first else pytest.mark.wide) for case in cases]
 
 
 def relative_error(actual, expected):
-    """L2 norm of the difference over that of the expected value."""
+    """Returns the L2 norm of the difference, relative to the norm of `expected`."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape
     norm = np.linalg.norm(expected)
@@ -110,7 +110,7 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
 
 @contextmanager
 def compilations():
-    """The names of the programs that are compiled inside, or taken from the compilation cache."""
+    """Yields a list of the programs that are compiled inside, or loaded from the compilation cache."""
     names = []
 
     def listen(event, _, **about):

@@ -1,4 +1,4 @@
-"""The examples: plain Flax, under their plans equal to one device; they learn, and a proposed plan moves no more."""
+"""Examples equal one device under their plans, and learn; a proposed plan sends no more."""
 
 import functools
 import importlib
@@ -31,7 +31,7 @@ def example(name):
 
 
 def inputs_of(module, size=8):
-    """What the model is called with."""
+    """Returns the model's inputs."""
     arrays = module.batch(np.random.default_rng(1), size)
     return arrays if module.__name__ == "encoder_decoder" else arrays[:1]
 
@@ -43,7 +43,7 @@ def on_one_device(name):
 
 
 def builder(module):
-    """The example's model, of which float64 numbers can be taken: a cell's first carry is of `param_dtype`."""
+    """Returns a function that builds the example in float64; a cell's initial carry has `param_dtype`."""
 
     def build():
         model = module.build()
@@ -74,7 +74,7 @@ def test_so_does_its_proposed_plan(name):
 @pytest.mark.wide
 @pytest.mark.parametrize("name", NAMES)
 def test_a_proposed_plan_moves_no_more_than_the_one_by_hand(name):
-    """Nothing but what it says: the bytes of the compiled step are those that were predicted."""
+    """Also checks that the compiled step sends the predicted bytes."""
     (module, by_hand), mesh = example(name), jaxtp.make_mesh(fsdp=2, tp=4)
     batch = module.batch(np.random.default_rng(1), 8)
     proposed = jaxtp.propose_plan(module.build, *inputs_of(module), mesh=mesh, report=None)
@@ -85,7 +85,7 @@ def test_a_proposed_plan_moves_no_more_than_the_one_by_hand(name):
 
 @pytest.mark.parametrize("name", sweep(NAMES, "vit"))
 def test_a_proposed_plan_is_megatron_s(name):
-    """As by hand, patterns apart: without the vocabulary, which is too small here, and the cell, which has no pairs."""
+    """Equals the plan by hand, except for the vocabulary, which is too small, and the cell, which has no pairs."""
     module, by_hand = example(name)
     proposed = jaxtp.propose_plan(module.build, *inputs_of(module, 64), mesh={"tp": 4}, report=None)
     left = {"encoder_decoder": ("embedding", "head"), "recurrent": ("rnn",)}.get(name, ())
@@ -94,7 +94,7 @@ def test_a_proposed_plan_is_megatron_s(name):
 
 
 def expanded(module, plan):
-    """A plan by path instead of by pattern."""
+    """Returns the plan with paths instead of patterns."""
     paths = [info.paths for info in find_modules(module.build())]
     styles = zip(paths, assign_styles(plan, paths), strict=True)
     return {path[0]: style for path, (_, style) in styles if style}

@@ -1,4 +1,4 @@
-"""`scripts/gpu_acceptance.py`, small, on the CPU: what it does, leaves out and does not do twice."""
+"""Runs `scripts/gpu_acceptance.py` small on the CPU: its parts, omitted parts, and parts that it skips."""
 
 import json
 import subprocess

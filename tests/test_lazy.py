@@ -1,4 +1,4 @@
-"""`import jaxtp` costs nothing; its names are imported when they are used."""
+"""`import jaxtp` imports no library; names are imported at their first use."""
 
 import ast
 import importlib.metadata
@@ -57,7 +57,7 @@ FUNCTIONS_AND_CLASSES = [
 
 @pytest.mark.parametrize("name", FUNCTIONS_AND_CLASSES)
 def test_a_public_class_or_function_has_its_own_signature(name):
-    """The metaclass of NNX's modules shows `(*args, **kwargs)` for all of them."""
+    """NNX's metaclass would show `(*args, **kwargs)`."""
     public = getattr(jaxtp, name)
     signature = inspect.signature(public)
     assert list(signature.parameters) != ["args", "kwargs"]

@@ -18,7 +18,7 @@ from jaxtp.mesh import (
 
 
 class FakeGPU:
-    """Enough of a device for the count to be checked."""
+    """A device with the attributes that the check of the count reads."""
 
     platform = "gpu"
     device_kind = "NVIDIA H100"
@@ -116,7 +116,7 @@ def test_indivisible_weight_is_refused_not_replicated():
 
 
 def test_no_more_virtual_devices_are_asked_for_than_can_be_had(monkeypatch):
-    """A billion of them take all memory."""
+    """A billion virtual devices would take all memory."""
     asked = []
     config = SimpleNamespace(jax_num_cpu_devices=-1, update=lambda name, value: asked.append(value))
     monkeypatch.setattr("jaxtp.mesh.jax", SimpleNamespace(config=config))

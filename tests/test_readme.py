@@ -1,7 +1,7 @@
-"""What the README, the recipes and the guides promise runs.
+"""Runs the commands of the README, the recipes and the guides.
 
-Each page is followed by itself, from its first command to its last, in a folder that has what it says that a reader
-has: the repository's configurations and scripts, texts, conversations, and models, here tiny ones.
+Each page runs separately, from its first command to its last, in a folder with the files that it assumes: the
+repository's configurations and scripts, texts, conversations, and tiny models.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ MODELS = {
     "Qwen3-8B": "finetune_qwen3_8b",
     "Qwen3-30B-A3B": "qwen3_30b_a3b",
 }
-"""Models that pages name, and the configurations that say what is special about them."""
+"""Models that pages name, with their special configuration values."""
 SIZES = {
     "vocab_size": 1024,
     "d_model": 16,
@@ -78,20 +78,20 @@ def value_of(words, name):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Datasets by the command that made them, and tiny models by their names; made once."""
+    """Datasets by command, and tiny models by name; each is made once."""
     return tmp_path_factory.mktemp("library")
 
 
 class Reader:
-    """Follows a page in a folder of its own."""
+    """Runs the commands of a page in its own folder."""
 
     def __init__(self, library, place, capsys):
         self.library, self.place, self.capsys = library, place, capsys
         self.steps = {}
-        """By folder of a run and step that the page says: the step that it comes to here."""
+        """The actual step, by run folder and step on the page."""
 
     def prepared(self, words):
-        """Runs `jaxtp prepare`, or copies what the same command made for another page."""
+        """Runs `jaxtp prepare`, or copies the dataset that the same command made for another page."""
         out = value_of(words, "--out")
         kept = self.library / re.sub(r"\W+", "_", " ".join(words))
         if not kept.exists():
@@ -122,7 +122,7 @@ class Reader:
         return [*flags, "--train.steps", str(steps)]
 
     def follow(self, line, shown):
-        """Runs a command of the page; `shown` is the block below it."""
+        """Runs a command of the page; `shown` is the output on the page."""
         if SET_UP in line:
             return
         words = shlex.split(line)
@@ -150,12 +150,12 @@ class Reader:
         self.compare(name, flags == rest, said.out, shown)
 
     def here(self, word):
-        """Returns a word with the step of a checkpoint as it is here."""
+        """Replaces a checkpoint's step on the page by the actual step."""
         found = re.fullmatch(r"(.*)/checkpoints/(\d+)", word)
         return f"{found[1]}/checkpoints/{self.steps[found[1], int(found[2])]}" if found else word
 
     def compare(self, name, whole, said, shown):
-        """Compares what is the same every time with what the page shows."""
+        """Compares the deterministic part of the output with the page."""
         if name == "check":
             assert re.search(r"all \d+ equal one device", said)
         if whole and (name == "explain" or (name == "estimate" and "tokens/s" in shown)):
@@ -198,7 +198,7 @@ def tiny_models(library):
 
 
 def furnish(place, tiny_models):
-    """Puts into a folder what the pages take to be there."""
+    """Creates the files that the pages assume."""
     for name in ("configs", "scripts", "jaxtp", "README.md", "LICENSE"):
         (place / name).symlink_to(ROOT / name)
     shutil.copytree(tiny_models, place / "models")
@@ -264,7 +264,7 @@ def test_what_a_step_moves_is_what_the_page_says_at_a_small_size_too(capsys):
 
 
 def test_tables_are_the_stored_results():
-    """Each line of a table that opens like the script's is one of its raw output."""
+    """Each line of such a table is in the script's raw output."""
     results = {path: path.read_text().splitlines() for path in ROOT.glob("scripts/results/*.txt")}
     shown = [text.strip().splitlines() for page in PAGES for kind, text in blocks(page) if not kind and text.strip()]
     for path, lines in results.items():
@@ -277,7 +277,7 @@ def test_tables_are_the_stored_results():
 
 
 def test_the_numbers_of_recipes_are_those_of_their_files():
-    """The table of recipes says what the head of each file says."""
+    """The table of recipes agrees with the head of each file."""
     rows = re.findall(
         r"^\| \[.*?\| \[(\w+\.yaml)\].*?\| [^|]+ \| ([\d.]+) \| ([\d, to]+) \|$", PAGES[1].read_text(), re.M
     )
@@ -299,7 +299,7 @@ def test_set_up_commands_are_what_ci_runs():
 
 @pytest.mark.journey
 def test_a_script_in_the_folder_that_holds_the_clone_imports_the_package(tmp_path):
-    """`git clone` names the clone's folder as the package, and Python would take it for a namespace package."""
+    """`git clone` makes a folder with the package's name, which Python could import as a namespace package."""
     (tmp_path / "jaxtp").symlink_to(ROOT)
     (tmp_path / "mine.py").write_text("import jaxtp\nprint(jaxtp.Decoder.__name__)")
     done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -307,7 +307,7 @@ def test_a_script_in_the_folder_that_holds_the_clone_imports_the_package(tmp_pat
 
 
 def test_every_command_of_the_pages_is_one_that_is_followed():
-    """A line of another kind would be shown and not run."""
+    """A line of another kind would not be run."""
     for page in FOLLOWED:
         for line in lines_of(page):
             assert line.startswith(("jaxtp ", "python scripts/")) or SET_UP in line, line

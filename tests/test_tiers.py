@@ -1,4 +1,4 @@
-"""The suite by itself: it asks for CPU devices, and CI runs every tier or fails."""
+"""The test suite requests CPU devices, and CI runs every tier or fails."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def test_a_part_of_ci_that_is_left_out_for_time_fails(tmp_path):
 
 @pytest.mark.journey
 def test_where_there_are_gpus_the_suite_takes_cpu_devices():
-    """Where `JAX_PLATFORMS` asks for a platform that is not there, whoever looks for a device fails."""
+    """If `JAX_PLATFORMS` names an absent platform, each use of a device fails."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", "fitting_meshes or axes", "tests/test_mesh.py"]
     environment = os.environ | {"JAX_PLATFORMS": "cuda"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

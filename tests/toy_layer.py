@@ -1,7 +1,7 @@
-"""A layer that the package does not have, with its settings, and a model composed from it: a gated causal convolution.
+"""A gated causal convolution, which the package lacks, with its settings and a model.
 
-`out(silu(gate) * convolution(values))`: gate and values are one column layer's, the convolution mixes each feature with
-those of the positions before it in its document, and a row layer sums.
+It computes `out(silu(gate) * convolution(values))`. One column layer computes gate and values; the convolution mixes
+each feature over earlier positions of its document; `out` is a row layer.
 """
 
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ class ConvolutionConfig(BranchConfig):
     """Settings of a block's convolution."""
 
     conv_features: Count = 64
-    """Features that are convolved. Divisible by mesh.tp."""
+    """Number of convolved features, divisible by mesh.tp."""
 
     conv_width: Count = 3
-    """Positions that each one is made of, itself and those before it."""
+    """Width of the convolution in positions, including the current one."""
 
     def problems(self, sizes):
         yield from super().problems(sizes)
@@ -48,7 +48,7 @@ class ConvolutionConfig(BranchConfig):
 
 
 class CausalConvolution(nnx.Module):
-    """Taps `[W, F]`, of which each feature has its own; features are split over tp."""
+    """A depthwise convolution with taps `[W, F]`; features are split over tp."""
 
     def __init__(self, config, precision, rngs):
         self.precision = precision
@@ -87,8 +87,8 @@ class CausalConvolution(nnx.Module):
 
 
 class GatedConvolution(Branch):
-    """The branch. It needs positions before its own, and finds them on the same device only: it does not say that it
-    works `over_cp`, and a model with it is refused there."""
+    """The branch. It reads earlier positions on its own device only, so it does not declare `over_cp`, and cp refuses a
+    model with it."""
 
     def __init__(self, d_model, config, context, *, rngs):
         self.config, self.precision = config, context.precision
@@ -127,7 +127,7 @@ class ToyModel(jaxtp.ModelConfig, ToyBlock):
 
 
 class LocallyNormed(CausalConvolution):
-    """Wrong: divides by the mean square of the features that a device happens to have."""
+    """Wrong: divides by the mean square of a device's own features."""
 
     def _sum(self, weights, before):
         y_BTF = super()._sum(weights, before)
@@ -135,7 +135,7 @@ class LocallyNormed(CausalConvolution):
 
 
 class WrongConvolution(GatedConvolution):
-    """A convolution that is right on one device."""
+    """A convolution that is correct on one device only."""
 
     def __init__(self, d_model, config, context, *, rngs):
         super().__init__(d_model, config, context, rngs=rngs)
@@ -144,6 +144,6 @@ class WrongConvolution(GatedConvolution):
 
 @dataclass(frozen=True, kw_only=True)
 class WrongModel(ToyModel):
-    """A decoder of them."""
+    """A decoder of wrong convolutions."""
 
     layer = WrongConvolution

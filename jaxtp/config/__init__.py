@@ -1,1 +1,1 @@
-"""Settings, flags, errors, and files that nobody vouches for."""
+"""Settings, flags, errors, and untrusted files."""

@@ -1,7 +1,7 @@
-"""The settings of a configuration, and marks on them: the effects of a change, and a place in the short help.
+"""The settings of a configuration, and annotations on them: effects of a change, and whether `--help` lists them.
 
-A mark annotates a field: `steps: Annotated[Count, STEP, SHORT_HELP] = 400`; a section's mark applies to its unmarked
-fields. Imports only the standard library, so that any room can use it.
+An example is `steps: Annotated[Count, STEP, SHORT_HELP] = 400`. Fields without `Affects` have their section's. This
+file imports only the standard library, so any room can use it.
 """
 
 import dataclasses
@@ -16,19 +16,19 @@ class Affects:
     """The effects of changing a setting."""
 
     numbers: bool = False
-    """Losses and weights, beyond the order of sums."""
+    """Changes losses and weights by more than rounding."""
 
     cost: bool = False
-    """Time or memory of a step."""
+    """Changes time or memory of a step."""
 
     samples: bool = False
-    """The training data, and nothing else of a step: commands that make up a batch ignore it."""
+    """Changes only the training data: commands that use a synthetic batch ignore it."""
 
     architecture: bool = False
-    """The shapes or the meaning of parameters."""
+    """Changes shapes or meaning of parameters."""
 
     fixed: bool = False
-    """A checkpoint with another value cannot be resumed."""
+    """A run cannot resume from a checkpoint with another value."""
 
 
 NOTHING = Affects()
@@ -48,18 +48,18 @@ class Setting:
 
     owner: type
     path: tuple[str, ...]
-    """Names of the fields that lead to it."""
+    """Names of its sections' fields, and of its own."""
     keys: tuple[str, ...]
-    """Its place in a file: the names, or their aliases."""
+    """Its keys in a file: `path`, with aliases."""
     flag: str
     """`--mesh.tp`."""
     kind: object
     """Type, without annotations."""
     marks: tuple[object, ...]
-    """Annotations."""
+    """Metadata of `Annotated`."""
     default: object
     effects: Affects | None
-    """Its mark, or its section's."""
+    """Its `Affects`, or its section's."""
 
     @property
     def name(self) -> str:
@@ -112,25 +112,25 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
 
 
 def find_setting(schema: type, name: str) -> Setting | None:
-    """Returns the setting of a dotted name, which may continue inside its value (`data.mixture.code`)."""
+    """Returns the setting of a dotted name, which may extend into its value (`data.mixture.code`)."""
     keys = name.split(".")
     known = settings_of(schema)
     return next((known[at] for n in range(len(keys), 0, -1) if (at := ".".join(keys[:n])) in known), None)
 
 
 def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
-    """Returns the mark of a setting, its section's if it has none, else `default`."""
+    """Returns the `Affects` of a setting or of its section, else `default`."""
     setting = find_setting(schema, name)
     return default if setting is None else setting.effects or default
 
 
 def settings(schema: type, accept: Callable[[Affects], bool], default: Affects = STEP) -> list[str]:
-    """Returns dotted names of the settings with an accepted mark."""
+    """Returns dotted names of the settings whose `Affects` is accepted."""
     return [
         name for name, each in settings_of(schema).items() if not each.is_section and accept(each.effects or default)
     ]
 
 
 def in_short_help(schema: type) -> Iterator[str]:
-    """Yields dotted names of the settings in `--help`."""
+    """Yields dotted names of the settings with `SHORT_HELP`."""
     return (name for name, setting in settings_of(schema).items() if SHORT_HELP in setting.marks)

@@ -1,8 +1,8 @@
-"""Command lines: dataclasses filled from a YAML file and flags, with help, completion and one-line errors.
+"""Command lines: fills dataclasses from a YAML file and flags; prints help, completion scripts and one-line errors.
 
 Every command takes `--config FILE` (YAML), dotted flags that override it (`--mesh.tp 4`), `--mesh fsdp=2,tp=4`,
 `--print-config`, `--help`, `--help SECTION` and `--help-all`. tyro formats help and completion scripts; flags are
-parsed here and validated by pydantic, like files, so that an error is one line that names the flag.
+parsed here and validated by pydantic, as in files, so an error is one line that names the flag.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ T = TypeVar("T")
 HELP, ALL_HELP = "--help", "--help-all"
 _HELP_WORDS = (HELP, "-h", ALL_HELP, "--help_all")
 _MIN_COLUMNS = 20
-"""tyro hangs in a terminal of less than six columns."""
+"""Minimum width of the help; tyro hangs below six columns."""
 OTHER_NAMES = {
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
     "optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",
@@ -65,24 +65,22 @@ OTHER_NAMES = {
     "max_tokens": "max_new_tokens max_gen_len",
     "processes": "nproc_per_node num_processes",
 }
-"""Names of settings in other programs, for suggestions."""
+"""Names that other programs use for these settings; errors suggest ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
-    """Flags of all commands."""
-
+class _CommonFlags:
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """YAML file of settings; flags replace them."""
+    """YAML file of settings; flags override it."""
 
     print_config: Switch = False
-    """Prints the resulting settings as YAML and exits."""
+    """Prints the resulting settings as YAML, and exits."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
-    """Size of each axis of the mesh, by default 1."""
+    """Size of each mesh axis; 1 by default."""
 
 
-_CONFIG, _PRINT, _MESH = settings_of(_Common).values()
+_CONFIG, _PRINT, _MESH = settings_of(_CommonFlags).values()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +94,16 @@ class Command(Generic[T]):
     """Dataclass of its settings."""
 
     description: str
-    """Purpose and examples for the help; the first line stands in lists of commands."""
+    """Purpose and examples, for the help; lists of commands show the first line."""
 
-    first: tuple[str, ...] = ()
+    short_help: tuple[str, ...] = ()
     """Dotted names of the settings that --help shows; empty for all."""
 
-    without: tuple[str, ...] = ()
-    """Dotted names of settings and sections that a --config file may have but the command ignores."""
+    ignored: tuple[str, ...] = ()
+    """Dotted names of settings and sections that the command ignores; a --config file may contain them."""
 
     printed: Callable[[T], object] = lambda config: config
-    """Selects what --print-config prints of the configuration."""
+    """Selects the part of the configuration that --print-config prints."""
 
     def load(
         self, argv: Sequence[str], fit: Callable[[T, Set[str]], tuple[T, list[str]]] | None = None
@@ -113,8 +111,8 @@ class Command(Generic[T]):
         """Returns the configuration of a command line, and notes on its defaults.
 
         Args:
-          fit: fills in defaults from the configuration and the dotted names of explicit settings, which it must not
-            change; returns the configuration and notes.
+          fit: takes the configuration and the dotted names of explicit settings; returns the configuration with other
+            defaults filled in, and notes. It must not change explicit settings.
 
         Raises:
           ConfigError: unreadable YAML, unknown key or flag, wrong type, or value out of range.
@@ -136,7 +134,7 @@ class Command(Generic[T]):
         if path is not None:
             validate(self.schema, in_file, source=str(path))
         given = merged(in_file, nested(flags.items()))
-        config = validate(self.schema, given, source="command line", spelled=self._spelled)
+        config = validate(self.schema, given, source="command line", describe=self._describe)
         explicit = {".".join(map(str, keys)) for keys in (*(keys for keys, _ in leaves(in_file)), *flags)}
         config, notes = fit(config, explicit) if fit else (config, [])
         if printing:
@@ -144,17 +142,17 @@ class Command(Generic[T]):
             raise SystemExit(0)
         return config, notes
 
-    def offered(self) -> list[Setting]:
-        """Returns the settings, `--config`, `--print-config` and `--mesh` first."""
+    def used_settings(self) -> list[Setting]:
+        """Returns common flags, then the settings that the command uses."""
         settings = [setting for setting in leaf_settings(self.schema) if not self._is_unused(setting)]
         own = [] if any(setting.is_required for setting in settings) else [_CONFIG, _PRINT]
         mesh = find_setting(self.schema, "mesh")
-        if mesh and mesh.is_section and not any(each.flag == mesh.flag for each in settings):  # check takes a list
+        if mesh and mesh.is_section and not any(each.flag == mesh.flag for each in settings):  # check has its own
             own += [_MESH]
         return own + settings
 
     def help_schema(self, settings: Iterable[Setting], *, short: bool = True) -> type:
-        """Returns a flat dataclass of settings for tyro; if `short`, with the first clause of each text."""
+        """Returns a flat dataclass of settings for tyro; `short` cuts each help text after its first clause."""
         fields: list[tuple[str, object, Any]] = []
         for setting in settings:
             default, text = setting.default, _docstrings(setting.owner).get(setting.path[-1], "")
@@ -170,7 +168,7 @@ class Command(Generic[T]):
         return dataclasses.make_dataclass("Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""})
 
     def _print_help(self, asked: str, section: str) -> None:
-        settings = self.offered()
+        settings = self.used_settings()
         sections = list(dict.fromkeys(each.keys[0] for each in settings if len(each.keys) > 1))
         text, is_short = self.description.strip(), False
         if asked in (ALL_HELP, "--help_all"):
@@ -181,9 +179,9 @@ class Command(Generic[T]):
                 hint = f"did you mean {close}?" if close else f"there are {', '.join(sections) or 'none'}"
                 raise ConfigError(f"{HELP} {truncate(section)}: {self.program} has no such section; {hint}")
             settings = [each for each in settings if each.keys[0] == section]
-        elif self.first:
+        elif self.short_help:
             is_short = True
-            settings = [each for each in settings if each.name in self.first or each.owner is _Common]
+            settings = [each for each in settings if each.name in self.short_help or each.owner is _CommonFlags]
             text += f"\n\nMore settings: {HELP} SECTION ({', '.join(sections)}), or {ALL_HELP}"
         schema = self.help_schema(settings, short=is_short)
         width = max(_MIN_COLUMNS, shutil.get_terminal_size().columns)
@@ -205,61 +203,61 @@ class Command(Generic[T]):
             if not _is_flag(word):
                 rest.append(word)
                 continue
-            spelled, equals, value = word.partition("=")
-            setting = self._find(spelled)
+            flag, equals, value = word.partition("=")
+            setting = self._find(flag)
             if setting.kind is bool:
                 if equals:
                     raise ConfigError(f"{word}: takes no value; {' or '.join(map(_flag, spellings(setting)))}")
-                values[setting] = _key(spelled) != _negated(_key(setting.flag))
+                values[setting] = _key(flag) != _negated(_key(setting.flag))
                 continue
             if setting in values and setting.flag in ("--config", "--mesh") and not setting.is_list:
-                raise ConfigError(f"{spelled} is given twice")
+                raise ConfigError(f"{flag} is given twice")
             many = setting.is_list and tyro.conf.UseAppendAction not in setting.marks
             found = [value] if equals else []
             while words and not equals and (many or not found) and not _is_flag(words[0]) and words[0] != "--":
                 found.append(words.popleft())
-            if not found or (setting.owner is _Common and found == [""]):
-                raise ConfigError(f"{spelled} needs a value; a value that begins with - is written {spelled}=-...")
+            if not found or (setting.owner is _CommonFlags and found == [""]):
+                raise ConfigError(f"{flag} needs a value; a value that begins with - is written {flag}=-...")
             values[setting] = (*values.get(setting, ()), *found) if setting.is_list else _value(setting, found[0])
         for setting in leaf_settings(self.schema):
             if _is_positional(setting) and rest:
                 values[setting] = tuple(rest) if setting.is_list else rest[0]
                 rest = [] if setting.is_list else rest[1:]
             if setting.is_required and setting not in values:
-                raise ConfigError(f"{self.program} needs {_place(setting)}; see {self.program} {HELP}")
+                raise ConfigError(f"{self.program} needs {_name_in_errors(setting)}; see {self.program} {HELP}")
         if rest:
             raise ConfigError(f"{truncate(rest[0], 300) or repr('')}: unexpected argument; see {self.program} {HELP}")
         return values
 
-    def _find(self, spelled: str) -> Setting:
-        name = _key(spelled)
-        known = {other: setting for setting in self.offered() for other in spellings(setting)}
+    def _find(self, flag: str) -> Setting:
+        name = _key(flag)
+        known = {other: setting for setting in self.used_settings() for other in spellings(setting)}
         if name not in known:
-            raise ConfigError(f"{truncate(spelled)}: {self._suggestion(name, list(known))}")
-        if not spelled.startswith("--"):
-            raise ConfigError(f"{spelled}: flags begin with two dashes; did you mean -{spelled}?")
+            raise ConfigError(f"{truncate(flag)}: {self._suggestion(name, list(known))}")
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag}: flags begin with two dashes; did you mean -{flag}?")
         return known[name]
 
     def _suggestion(self, name: str, known: Sequence[str]) -> str:
         if any(name in spellings(setting) for setting in leaf_settings(self.schema)):
-            return f"{self.program} does not use it; leave it out (a --config file may have it)"
+            return f"{self.program} does not use it; leave it out (a --config file may contain it)"
         setting = find_setting(self.schema, name)
         if setting is not None and _is_positional(setting):
-            return f"give {_place(setting)} without a flag"
+            return f"give {_name_in_errors(setting)} without a flag"
         if setting is not None and tyro.conf.Fixed in setting.marks:
             return f"{setting.name} has no flag; set it in a --config file"
         if within := next((other for other in known if other.startswith(f"{name}.")), None):
             return f"is a section of settings, such as {_flag(within)}"
-        close = _nearest(name, known)
-        hint = f"did you mean {_flag(close)}?" if close else f"see {self.program} {ALL_HELP if self.first else HELP}"
+        close, all_help = _nearest(name, known), ALL_HELP if self.short_help else HELP
+        hint = f"did you mean {_flag(close)}?" if close else f"see {self.program} {all_help}"
         return f"{self.program} has no such setting; {hint}"
 
     def _is_unused(self, setting: Setting) -> bool:
-        return any(f"{setting.name}.".startswith(f"{other}.") for other in self.without)
+        return any(f"{setting.name}.".startswith(f"{other}.") for other in self.ignored)
 
-    def _spelled(self, keys: Sequence[object], value: object) -> str:
+    def _describe(self, keys: Sequence[object], value: object) -> str:
         setting = find_setting(self.schema, ".".join(map(str, keys)))
-        return f"{_place(setting) if setting else keys[0]} {truncate(value, 300) or repr(value)}"
+        return f"{_name_in_errors(setting) if setting else keys[0]} {truncate(value, 300) or repr(value)}"
 
 
 def leaf_settings(schema: object) -> list[Setting]:
@@ -268,7 +266,7 @@ def leaf_settings(schema: object) -> list[Setting]:
 
 
 def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> dict[str, int]:
-    """Parses `fsdp=2,tp=4`; other axes have size 1. `allow_rest` accepts -1, for the remaining devices."""
+    """Parses `fsdp=2,tp=4`; other axes have size 1. `allow_rest` accepts -1: all remaining devices."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (piece.strip() for piece in part.partition("="))
@@ -288,7 +286,7 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
 
 
 def choose(program: str, commands: Mapping[str, Command[Any]], argv: Sequence[str]) -> tuple[Command[Any], list[str]]:
-    """Splits off the command of a family, as `choose_name`."""
+    """Splits off a command, as `choose_name` does."""
     summaries = {name: command.description.partition("\n")[0] for name, command in commands.items()}
     name, rest = choose_name(program, summaries, argv)
     return commands[name], rest
@@ -297,11 +295,11 @@ def choose(program: str, commands: Mapping[str, Command[Any]], argv: Sequence[st
 def choose_name(
     program: str, commands: Mapping[str, str], argv: Sequence[str], note: str = ""
 ) -> tuple[str, list[str]]:
-    """Splits off the name of a command of `program`, such as `jaxtp convert`; `--help` lists them and exits.
+    """Splits off the name of a command of `program`, such as `jaxtp convert`; `--help` lists the names and exits.
 
     Args:
       commands: one-line summaries by name.
-      note: ends the list.
+      note: last lines of the list.
     """
     name, *rest = argv or (HELP,)
     if name in _HELP_WORDS:
@@ -336,9 +334,9 @@ def completion(program: str, commands: Commands, shell: str) -> str:
 
 def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -> Any:
     if isinstance(command, Command):
-        return Annotated[command.help_schema(command.offered()), tyro.conf.subcommand(name=name)]
+        return Annotated[command.help_schema(command.used_settings()), tyro.conf.subcommand(name=name)]
     kinds = [_subcommand(*item) for item in command.items()]
-    if len(kinds) == 1:  # tyro would mistake it for the family, and complete its flags without its name
+    if len(kinds) == 1:  # tyro would complete the flags of an only command without its name
         kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
     inner: object = Union[tuple(kinds)]  # noqa: UP007
     return Annotated[dataclasses.make_dataclass(name, [("command", inner)]), tyro.conf.subcommand(name=name)]
@@ -352,13 +350,12 @@ def _is_positional(setting: Setting) -> bool:
     return tyro.conf.Positional in setting.marks
 
 
-def _place(setting: Setting) -> str:
-    """Name in errors: `HF_DIR` or `--mesh.tp`."""
+def _name_in_errors(setting: Setting) -> str:
     return (_mark(setting, "metavar") or setting.name.upper()) if _is_positional(setting) else setting.flag
 
 
 def spellings(setting: Setting) -> Iterator[str]:
-    """Yields its flags without leading dashes, words joined by _."""
+    """Yields its flags, without leading dashes, with _ between words."""
     if _is_positional(setting) or tyro.conf.Fixed in setting.marks:
         return
     yield _key(setting.flag)
@@ -377,7 +374,7 @@ def _value(setting: Setting, word: str) -> object:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str | None:
-    # Tries other programs' names, the same key in other sections, then misspellings.
+    # Tries names of other programs, the same key in other sections, then misspellings.
     last = name.rpartition(".")[2].lower()
     for setting, others in OTHER_NAMES.items():
         if last in others.split() and setting in known:

@@ -1,4 +1,4 @@
-"""Output of long commands: lines, and a progress bar in a terminal."""
+"""Output of long commands: lines, and in a terminal a progress bar."""
 
 import contextlib
 import os
@@ -11,15 +11,15 @@ from typing import Self, TextIO
 from jaxtp.config.entry import end_by_closed_pipe, silence
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
-"""Variables of processes that a scheduler started. `mpirun` and `srun --pty` give them terminals that are logs."""
-_CLEAR, _CUT = "\r\x1b[2K", "\x1b[?7l{}\x1b[?7h"
-"""Escape sequences that clear the current line, and cut a text at the right edge of the terminal."""
-_CELLS = 30
+"""Variables that a scheduler sets. `mpirun` and `srun --pty` give processes a terminal, but log its output."""
+_CLEAR, _UNWRAPPED = "\r\x1b[2K", "\x1b[?7l{}\x1b[?7h"
+"""Escape sequences: clear the current line, and print a text without wrapping it."""
+_BAR_WIDTH = 30
 _REDRAW_SECONDS = 0.1
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Returns whether a person may be watching the stream."""
+    """Returns whether the stream is a terminal that a person may watch."""
     try:
         return stream is not None and stream.isatty() and not any(name in os.environ for name in _RANKS)
     except ValueError:  # closed
@@ -29,13 +29,13 @@ def is_terminal(stream: TextIO | None) -> bool:
 class Display:
     """Prints lines, above a progress bar in a terminal.
 
-    If the stream fails (a closed terminal, a full disk), the display goes silent and the command continues.
+    After an error of the stream (a closed terminal, a full disk) it prints nothing, and the command continues.
 
     Args:
       counter: format of the bar's label (`step {done}/{total}`).
       quiet: prints nothing.
       stream: standard output by default.
-      unread: called when a pipe loses its reader (`| head`); by default ends the process, as SIGPIPE does.
+      unread: called when the pipe is closed (`| head`); by default ends the process, as SIGPIPE does.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Display:
             return
         seconds = (now - self._start) * (self._total - done) / (done - self._first) if done > self._first else None
         left = "" if seconds is None else f"  {timedelta(seconds=round(seconds))} left"
-        filled = "#" * (_CELLS * done // self._total)
+        filled = "#" * (_BAR_WIDTH * done // self._total)
         label = self._counter.format(done=done, total=self._total)
-        self._bar, self._drawn = _CUT.format(f"{label} [{filled:.<{_CELLS}}] {text}{left}"), now
+        self._bar, self._drawn = _UNWRAPPED.format(f"{label} [{filled:.<{_BAR_WIDTH}}] {text}{left}"), now
         self._write(_CLEAR + self._bar)
 
     def _write(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Entry and exit of commands: one line, no traceback, for mistakes, Ctrl-C, closed pipes and full disks.
+"""Entry and exit of commands: mistakes, Ctrl-C, closed pipes and full disks print one line, no traceback.
 
 A command's `__main__.py` defines `main(argv)`, which calls `attempt`, and ends with `run(PROGRAM, main)`.
 """
@@ -16,21 +16,21 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 STANDARD_OUTPUT = "standard output"
-"""The `filename` of an error of writing to it."""
+"""The `filename` of errors in writing to standard output."""
 
 MISTAKE = 2
 """The exit code after a user's mistake."""
 WRONG = 3
-"""The exit code where numbers are not finite or differ between devices: a retry is no use."""
+"""The exit code if numbers are not finite or differ between devices: a retry would fail again."""
 FILES = 74
-"""The exit code where files can no longer be written or read (EX_IOERR of sysexits.h): a retry may succeed."""
-PASSING = 75
-"""The exit code of a process of several that was stuck, or has lost another (EX_TEMPFAIL of sysexits.h)."""
+"""The exit code if files can no longer be written or read (EX_IOERR of sysexits.h): a retry may succeed."""
+TEMPORARY = 75
+"""The exit code of a process that was stuck or lost another process of its run (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130
-"""The exit code after Ctrl-C: 128 and the number of the signal, as in shells."""
+"""The exit code after Ctrl-C: 128 plus the number of the signal, as in shells."""
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal may obey, except for the end of a line."""
+"""Control characters, except for newlines."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -49,8 +49,8 @@ class UserError(ValueError):
 def attempt(program: str, action: Callable[[], int | None], interrupted: str = "interrupted") -> int:
     """Runs a command and returns its exit code.
 
-    The code is 0, `exit_code` of a `UserError` or `NumericsError`, or 2 for a full disk or unusable file. A closed
-    pipe on standard output (`| head`) ends the process silently.
+    The code is the action's, the `exit_code` of a `UserError` or `NumericsError`, or 2 for a full disk or unusable
+    file. A closed pipe on standard output (`| head`) ends the process silently.
 
     Args:
       program: prefix of messages on stderr.
@@ -89,13 +89,13 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
     def flushed() -> int:
         try:
             return main(sys.argv[1:])
-        finally:  # also after --help: at the interpreter's exit it is too late to handle errors
+        finally:  # also after --help; errors at the interpreter's exit cannot be handled
             sys.stdout.flush()
 
-    if signal.getsignal(signal.SIGINT) is _end_import:
+    if signal.getsignal(signal.SIGINT) is _exit_during_import:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (stays open)
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = text_output(sys.stdout.fileno(), sys.stdout)
     code = attempt(program, flushed)
@@ -105,10 +105,10 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 
 class Output(io.FileIO):
-    """Standard output, whose errors have `filename = STANDARD_OUTPUT`; silent after the first."""
+    """Standard output; errors have `filename = STANDARD_OUTPUT`, and later output is discarded."""
 
     def write(self, data: bytes, /) -> int:  # type: ignore[override]
-        """Writes as `FileIO` does."""
+        """Writes, and marks errors."""
         try:
             return super().write(data)
         except OSError as error:
@@ -118,7 +118,7 @@ class Output(io.FileIO):
 
 
 def text_output(descriptor: int, like: io.TextIOWrapper) -> io.TextIOWrapper:
-    """Wraps an `Output` for text, with encoding and buffering of `like`."""
+    """Wraps an `Output` for text, with the encoding and buffering of `like`."""
     raw = Output(descriptor, "w", closefd=False)
     return io.TextIOWrapper(
         raw if like.write_through else io.BufferedWriter(raw),  # type: ignore[type-var, arg-type]
@@ -130,7 +130,7 @@ def text_output(descriptor: int, like: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 def silence(descriptor: int) -> None:
-    """Sends all further output to /dev/null, so that Python's flush at exit cannot fail."""
+    """Redirects a descriptor to /dev/null, so that Python's flush at exit cannot fail."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), descriptor)
 
@@ -143,22 +143,22 @@ def end_by_closed_pipe() -> int:
 
 
 def say(text: str) -> None:
-    """Prints a line on stderr, if open."""
+    """Prints a line on stderr, if stderr is open."""
     if sys.stderr is not None:  # `print` with `file=None` would use standard output
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)
 
 
-_SECOND: dict[signal.Signals, Any] = {
+_SECOND_HANDLERS: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
     signal.SIGHUP: signal.SIG_IGN,
     signal.SIGUSR1: signal.SIG_IGN,
 }
-"""Handlers after the first signal. A closed terminal sends several SIGHUPs, from its kernel and from its shell, and a
-scheduler may repeat SIGUSR1: they are no second request."""
-SIGNALS = tuple(_SECOND)
-"""Signals that ask for an end."""
+"""Handlers of a second signal. Repeated SIGHUP and SIGUSR1 are ignored: the kernel and the shell each send SIGHUP when
+a terminal closes, and a scheduler may repeat SIGUSR1."""
+SIGNALS = tuple(_SECOND_HANDLERS)
+"""Signals that request a stop."""
 
 
 def signal_name(number: int) -> str:
@@ -170,14 +170,14 @@ def signal_name(number: int) -> str:
 
 
 class InterruptError(KeyboardInterrupt):
-    """Request to stop, raised where all work can be saved."""
+    """Request to stop, raised where the work can be saved."""
 
 
 class Interrupt:
     """Context manager that records signals; inactive outside the main thread.
 
-    The first signal waits until work can be saved, the second ends the process. Signals already ignored stay ignored,
-    such as SIGHUP under nohup.
+    `check` raises after the first signal; the second ends the process. Signals that are ignored, such as
+    SIGHUP under nohup, stay ignored.
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
@@ -187,9 +187,9 @@ class Interrupt:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python's condition for handling signals
-            heard = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._first) for number in heard}
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
+            handled = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._record) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -201,21 +201,21 @@ class Interrupt:
         if self.received is not None:
             raise InterruptError
 
-    def _first(self, number: int, _: FrameType | None) -> None:
-        # An exception here could be lost in a callback, such as JAX's during garbage collection.
+    def _record(self, number: int, _: FrameType | None) -> None:
+        # Raises nothing: a callback, such as JAX's during garbage collection, could swallow an exception.
         self.received = signal.Signals(number).name
         for each in self._before:
-            signal.signal(each, _SECOND[each])
+            signal.signal(each, _SECOND_HANDLERS[each])
 
 
-def _end_import(number: int, frame: FrameType | None) -> None:
-    # A library that tries an import could swallow a `KeyboardInterrupt`.
+def _exit_during_import(number: int, frame: FrameType | None) -> None:
+    # Exits at once: a library that tries an import could swallow a `KeyboardInterrupt`.
     say(f"\n{_command()}: interrupted")
     os._exit(INTERRUPTED)
 
 
 def _command() -> str:
-    # The running command, such as `jaxtp train`; empty for other programs.
+    # Returns the running command, such as `jaxtp train`; empty for other programs.
     found = re.search(r"\bjaxtp(?:\.(?:\w+\.)*(\w+))?$", sys.orig_argv[-len(sys.argv)])
     if found is None:
         return ""
@@ -223,8 +223,8 @@ def _command() -> str:
     return f"jaxtp {name}".strip()
 
 
-# The package imports this module first, and this module imports only the standard library, so that Ctrl-C during the
-# other imports, which take seconds, also ends in one line. Other programs are left alone.
+# The package imports this module first, and this module imports only the standard library. So Ctrl-C also prints one
+# line during the other imports, which take seconds. The handler is set only in jaxtp's own commands.
 _starting = sys.argv[:1] == ["-m"] or os.path.basename(next(iter(sys.argv), "")) == "jaxtp"
 if _starting and _command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _end_import)
+    signal.signal(signal.SIGINT, _exit_during_import)

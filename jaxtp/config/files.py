@@ -1,4 +1,4 @@
-"""Files: checksums, atomic writes, syncing, and checks that output can be written."""
+"""Files: checksums, atomic and synced writes, and checks of output paths."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import IO, Any
 from jaxtp.config.schema import ConfigError
 
 PARTIAL = ".partial"
-"""The end of a file's name while it is written."""
+"""Suffix of a file that is being written."""
 
 
 def sha256(path: Path) -> str:
@@ -32,7 +32,7 @@ def sync_file(file: IO[Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs a folder's entries to disk, such as a renamed file's."""
+    """Syncs a folder's entries to disk, for example after a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -41,7 +41,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a whole file or nothing, safe against crashes and concurrent writers; synced on return."""
+    """Writes a file and syncs it; after a crash or with concurrent writers the file is whole or unchanged."""
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with partial.open("wb") as file:
@@ -60,7 +60,7 @@ def require_writable(flag: str, path: Path | None) -> None:
     if path is None:
         return
     if str(path) == "-":
-        raise ConfigError(f"{flag} -: standard output has the text; name a file")
+        raise ConfigError(f"{flag} -: standard output is used for text; name a file")
     with writing(flag, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         was_there = path.exists()
@@ -86,7 +86,7 @@ def write_json(flag: str, path: Path | None, record: Mapping[str, object]) -> No
 
 
 def require_picture(flag: str, path: Path | None) -> None:
-    """Checks that a flag's picture, if any, can be drawn: matplotlib, the suffix, the folder."""
+    """Checks matplotlib, and the suffix and folder of a flag's picture, if any."""
     if path is None:
         return
     try:
@@ -100,7 +100,7 @@ def require_picture(flag: str, path: Path | None) -> None:
 
 
 def write_picture(flag: str, path: Path | None, draw: Callable[[Any], None]) -> None:
-    """Lets `draw` draw a flag's picture, if any, on a matplotlib `Figure`; `require_picture` has checked it."""
+    """Calls `draw` on a matplotlib `Figure` and writes a flag's picture, if any, after `require_picture`."""
     if path is None:
         return
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
-"""Hints for sizes that do not fit: changes of one setting, tried before they are suggested.
+"""Suggests values for sizes that do not fit.
 
-A suggested value fixes all problems of its setting and causes no others.
+Each suggestion changes one setting, fixes all its problems, and causes no others.
 """
 
 import math
@@ -15,24 +15,24 @@ class Problem:
     """Sizes that do not fit each other."""
 
     text: str
-    """Which, and their values."""
+    """The message, with names and values."""
 
     among: Mapping[str, int] = field(default_factory=dict)
-    """Settings that may be changed to a divisor of a number: `{"mesh.tp": 9}`."""
+    """Settings that must divide a number, by name: `{"mesh.tp": 9}`."""
 
     multiples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Sizes that may be changed, and the values nearest to what they are: `{"model.d_ff": (96, 104)}`."""
+    """Settings that must be a multiple, and the nearest multiples: `{"model.d_ff": (96, 104)}`."""
 
 
 Problems = Callable[[Mapping[str, int]], Iterable[Problem]]
-"""Finds the problems after changes: `problems({"mesh.tp": 3})`."""
+"""Returns the problems after changes of settings: `problems({"mesh.tp": 3})`."""
 
 
 def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
-    """Yields each problem with values that would work.
+    """Yields the message of each problem, with values that would work.
 
     Args:
-      problems: finds the problems after changes.
+      problems: returns the problems after changes of settings.
       fixed: the model cannot be changed.
     """
     found = list(problems({}))
@@ -55,7 +55,7 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
 
 
 def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[str, int]) -> Iterator[Problem]:
-    """Yields a problem if setting `name`, with `value`, is not divisible by `by`, which `by_name` names."""
+    """Yields a problem if `value` of setting `name` is not divisible by `by`, the value of `by_name`."""
     if value % by:
         sizes = tuple(multiple for multiple in nearest_multiples(value, by) if multiple < 2**31)
         yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})
@@ -73,12 +73,12 @@ def divisors(number: int) -> list[int]:
 
 
 def mesh_settings(axes: Iterable[str]) -> tuple[str, ...]:
-    """Returns `mesh.fsdp` for axis fsdp."""
+    """Returns the settings of axes: `mesh.fsdp` for fsdp."""
     return tuple(f"mesh.{axis}" for axis in axes)
 
 
 def mesh_product(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
-    """Returns the divisor of an array over `axes`, `mesh.fsdp * mesh.cp`; omits axes of size 1."""
+    """Returns the number of shards over `axes` as a text, `mesh.fsdp * mesh.cp`; omits axes of size 1."""
     return " * ".join(mesh_settings(axis for axis in axes if sizes[axis] > 1))
 
 

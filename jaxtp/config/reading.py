@@ -1,7 +1,7 @@
-"""Limited reading of untrusted files, and their JSON and YAML.
+"""Reads untrusted files, JSON and YAML, within limits.
 
-Never opens devices, waits for pipes, or reads more bytes than a file of its kind has. Nesting depth, number of values
-and length of integers are limited, so that callers can safely compare, copy and print values.
+It opens no devices or pipes, and limits the size of each kind of file. It also limits nesting depth, number of values
+and length of integers, so that callers can safely compare, copy and print values.
 """
 
 import errno
@@ -18,20 +18,20 @@ from typing import Any, BinaryIO
 import yaml
 
 MAX_JSON = 2**25
-"""Bytes; the index of the largest models has less than 10 million."""
+"""Maximum bytes of a JSON file; the weight index of the largest models has less than 10 million."""
 MAX_YAML = 2**18
-"""Bytes."""
+"""Maximum bytes of a YAML file."""
 _MAX_JSON_VALUES = 2**22
 _MAX_DEPTH = 64
 _MAX_DIGITS = 100
-"""Most digits of a number, so that each integer is also a float."""
+"""Maximum digits of a number; each such integer can be converted to a float."""
 _LFS = rb"version https://git-lfs\.github\.com/spec/(?:[^\0]*^size (\d{1,18})$)?"
 _BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""Errors that PyYAML raises for the 45th of a month, a code point that does not exist, an integer without digits."""
+"""Errors of PyYAML for, say, the 45th of a month, an invalid code point, or an integer without digits."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file; an `OSError` names a folder, pipe, device or unfetched Git LFS pointer."""
+    """Opens a regular file; raises an `OSError` for a folder, pipe, device or unfetched Git LFS pointer."""
     try:
         mode = path.stat().st_mode
     except ValueError:  # a null byte, or half of a surrogate pair
@@ -61,9 +61,9 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Returns the path of a file in an untrusted folder, or raises an `OSError`.
+    """Returns the path of a file in an untrusted folder; raises an `OSError` if it is outside.
 
-    Links may lead elsewhere in the folder, or to a blob in a Hugging Face hub cache.
+    Symbolic links may point into the folder, or to a blob in a Hugging Face hub cache.
     """
     path = folder / name
     try:
@@ -98,7 +98,7 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
 
 
 def parse_yaml(content: bytes) -> object:
-    """Parses a YAML document, or raises a `ValueError` with the place; None if empty."""
+    """Parses a YAML document; None if empty. Raises a `ValueError` with line and column."""
     try:
         found = yaml.load(content, Loader=_Strict)  # a SafeLoader
         _require_printable(found)
@@ -116,14 +116,14 @@ def parse_yaml(content: bytes) -> object:
 
 
 def truncate(value: object, most: int = 100) -> str:
-    """Returns the start of a value on one line without control characters."""
+    """Returns the start of a value as one printable line."""
     text = str(value)
     cut = text[:most] + ("..." if len(text) > most else "")
     return cut if cut.isprintable() else cut.encode("unicode_escape").decode()
 
 
 class _Strict(yaml.SafeLoader):
-    """Refuses aliases, by which a few lines stand for billions of values, and duplicate keys: PyYAML keeps the last."""
+    """Refuses duplicate keys, and aliases, which can expand a few lines to billions of values."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -170,7 +170,7 @@ def _integer(digits: str) -> int:
 
 
 def _require_printable(value: object) -> None:
-    # Python cannot compare or print values that are too deep.
+    # Comparing or printing a value that is nested too deeply would raise a RecursionError.
     left = [(value, 0)]
     while left:
         item, depth = left.pop()

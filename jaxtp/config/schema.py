@@ -1,7 +1,7 @@
-"""Configuration files as frozen dataclasses, with errors that name the key.
+"""Reads configuration files into frozen dataclasses; errors name the key.
 
-A schema is a frozen dataclass of frozen dataclasses; each field has a type (with `pydantic` constraints), a default,
-and a docstring that becomes its help. YAML files set values; flags (`jaxtp.config.command_line`) override them.
+A schema is a frozen dataclass of frozen dataclasses. Each field has a type (with `pydantic` constraints), a default,
+and a docstring, which is its help text. YAML files set values; flags (`jaxtp.config.command_line`) override them.
 """
 
 import dataclasses
@@ -27,25 +27,25 @@ T = TypeVar("T")
 _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = cache(pydantic.TypeAdapter)
 
 BASE = "base"
-"""The key of a YAML file that includes another."""
+"""The key by which a YAML file includes another."""
 
-_INSTEAD = {"train.steps": "epochs", "train.epochs": "steps"}
-"""Keys that exclude each other: a flag or a file that gives one of them replaces the other in the files below it."""
+_EXCLUSIVE = {"train.steps": "epochs", "train.epochs": "steps"}
+"""Keys that exclude each other: a flag or file that sets one removes the other from the files that it overrides."""
 
 HF_PREFIX = "hf:"
-"""Prefix of a dataset of the library datasets, as an input of `jaxtp prepare`."""
+"""Prefix of an input of `jaxtp prepare` that the `datasets` library loads."""
 
 _MAX_BASES = 16
 _MAX_PROBLEMS = 20
-"""Most problems of one file in a message."""
+"""Maximum number of problems in one message."""
 
 
 class ConfigError(UserError):
-    """A user's mistake; the message has the problem, the value, and the nearest that works."""
+    """A mistake in a setting; the message has the problem, the value, and the nearest valid value."""
 
 
 def allowed(values: str) -> object:
-    """Annotation that shows a field's range in `--help`: `allowed("1 or more")`."""
+    """Returns an annotation that shows a range in `--help`: `allowed("1 or more")`."""
     return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
 
 
@@ -66,8 +66,8 @@ def expand(path: Path) -> Path:
     if url := re.match(r"([a-z][a-z0-9+.-]+):/+(.*)", str(path)):
         raise ConfigError(
             f"should be a path, but {url[1]}://{url[2]} is an address. A run needs a folder that all hosts mount, on a "
-            "file system that locks, appends and renames (NFS, Lustre); what is only read may also lie in a mounted "
-            "bucket (gcsfuse, Mountpoint for S3)"
+            "file system that locks, appends and renames (NFS, Lustre); inputs may also be in a mounted bucket "
+            "(gcsfuse, Mountpoint for S3)"
         )
     try:
         return path.expanduser()
@@ -76,7 +76,7 @@ def expand(path: Path) -> Path:
 
 
 def _not_empty(path: object) -> object:
-    # An empty path, as from an unset variable, would mean the current folder.
+    # An empty path, for example from an unset variable, would mean the current folder.
     if path == "":
         raise ConfigError("should be a path, but is empty; . is the current folder")
     return path
@@ -89,7 +89,7 @@ UserPath = Annotated[Path, pydantic.BeforeValidator(_not_empty), pydantic.AfterV
 def _prepared(path: T) -> T:
     if (text := str(path)).startswith(HF_PREFIX):
         folder = f"data/{text.removeprefix(HF_PREFIX).partition(':')[0].rpartition('/')[2]}"
-        raise ConfigError(f"jaxtp prepare {text} --out {folder} makes a dataset of it; then give {folder}")
+        raise ConfigError(f"jaxtp prepare {text} --out {folder} makes a dataset of it; then use {folder}")
     return path
 
 
@@ -98,12 +98,12 @@ DataPath = Annotated[UserPath, pydantic.AfterValidator(_prepared)]
 DataKey = Annotated[str, pydantic.AfterValidator(_prepared)]
 """A dataset of a mixture."""
 FromPath = Annotated[UserPath | None, pydantic.Field(alias="from"), tyro.conf.arg(name="from", metavar="DIR")]
-"""A path whose key is `from`, which no field of a class can be named."""
+"""A path whose key is `from`, a word that Python does not allow as a field's name."""
 
 Keys = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY")]
-"""Words that a flag gives one at a time."""
+"""A list whose flag takes one word and may be repeated."""
 Switch = tyro.conf.FlagCreatePairsOff[bool]
-"""A flag that is given or not, without --no-... beside it."""
+"""A boolean flag without its --no-... form."""
 
 
 def from_yaml(schema: type[T], path: str | Path) -> T:
@@ -114,19 +114,19 @@ def from_yaml(schema: type[T], path: str | Path) -> T:
     return validate(schema, read_values(Path(path)), source=str(path))
 
 
-def read_yaml(path: Path, asked_by: str = "") -> object:
-    """Returns the values in a YAML file; None if empty. `asked_by` follows the path in errors."""
+def read_yaml(path: Path, included_by: str = "") -> object:
+    """Returns the values in a YAML file; None if empty. `included_by` follows the path in errors."""
     try:
         return parse_yaml(read_bytes(path, MAX_YAML))
     except OSError as error:
         hint = nearest_file(path) if isinstance(error, FileNotFoundError) else ""
-        raise ConfigError(f"{truncate(path)}{asked_by}: {error.strerror}{hint}") from None
+        raise ConfigError(f"{truncate(path)}{included_by}: {error.strerror}{hint}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
 
 
 def read_values(path: Path, including: tuple[str, ...] = ()) -> dict[str, object]:
-    """Returns the values in a YAML file, which `including` files include, merged over its `base` files."""
+    """Returns a YAML file's values, merged over its `base` files; `including` files include it."""
     values = read_yaml(path, f" (the base of {including[-1]})" if including else "")
     real = os.path.realpath(path)
     if real in including:
@@ -144,8 +144,8 @@ def read_values(path: Path, including: tuple[str, ...] = ()) -> dict[str, object
 
 
 def merged(below: Mapping[str, object], above: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Merges nested mappings key by key; `above` wins, and removes keys of `below` that it excludes (`_INSTEAD`)."""
-    result = {key: value for key, value in below.items() if above.get(_INSTEAD.get(f"{prefix}{key}", "")) is None}
+    """Merges nested mappings; `above` wins, and removes keys of `below` that it excludes (`_EXCLUSIVE`)."""
+    result = {key: value for key, value in below.items() if above.get(_EXCLUSIVE.get(f"{prefix}{key}", "")) is None}
     for key, value in above.items():
         was = result.get(key)
         if isinstance(was, Mapping) and isinstance(value, Mapping):
@@ -169,19 +169,19 @@ def validate(
     values: Mapping[str, object],
     *,
     source: str,
-    spelled: Callable[[Sequence[object], object], str] = _assignment,
+    describe: Callable[[Sequence[object], object], str] = _assignment,
 ) -> T:
-    """Builds the schema from plain values, and reports all problems at once.
+    """Builds the schema from plain values; the error lists all problems.
 
     Args:
       source: origin of the values, for messages.
-      spelled: formats keys and a value as the source writes them.
+      describe: formats keys and a value as the source writes them.
     """
     problems = list(_unknown_keys(schema, values, ""))
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
     except pydantic.ValidationError as error:
-        problems += [f"{spelled(item['loc'], item['input'])}: {_complaint(item)}" for item in error.errors()]
+        problems += [f"{describe(item['loc'], item['input'])}: {_complaint(item)}" for item in error.errors()]
     if problems:
         more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
         raise ConfigError("\n  ".join([f"{source}:", *problems[:_MAX_PROBLEMS], *more]))
@@ -199,7 +199,7 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
 
 
 def to_plain(config: object) -> dict[str, Any]:
-    """Returns plain dicts, lists, strings and numbers; each section by its actual class."""
+    """Returns plain dicts, lists, strings and numbers; a section has the fields of its subclass."""
     plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
     inner = {name: to_plain(value) for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
     return plain | inner
@@ -211,7 +211,7 @@ def to_yaml(config: object) -> str:
 
 
 def to_short_yaml(config: object, always: Set[str]) -> str:
-    """Returns YAML for `from_yaml`: non-default values and the settings in `always`."""
+    """Returns YAML of non-default values and the settings in `always`."""
     defaults = dict(leaves(to_plain(type(config)())))
     values = leaves(to_plain(config))
     differing = ((at, value) for at, value in values if value != defaults.get(at) or ".".join(at) in always)
@@ -228,7 +228,7 @@ def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: st
 
 
 def leaves(values: Mapping[str, object], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Yields each value in nested mappings, below its keys."""
+    """Yields the keys and the value of each leaf of nested mappings."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from leaves(value, (*keys, key))
@@ -237,7 +237,7 @@ def leaves(values: Mapping[str, object], keys: tuple[str, ...] = ()) -> Iterator
 
 
 def nested(values: Iterable[tuple[Sequence[str], object]]) -> dict[str, object]:
-    """Returns nested mappings of leaves."""
+    """Builds nested mappings, the inverse of `leaves`."""
     outer: dict[str, Any] = {}
     for (*sections, key), value in values:
         inner = outer
@@ -248,7 +248,7 @@ def nested(values: Iterable[tuple[Sequence[str], object]]) -> dict[str, object]:
 
 
 def nearest_file(path: Path) -> str:
-    """Suggests an existing file for a missing one: `; did you mean data/a.txt?`, or nothing."""
+    """Suggests an existing file with a similar name: `; did you mean data/a.txt?`, or nothing."""
     try:
         others = [entry.name for entry in path.parent.iterdir() if entry.name != path.name]
     except OSError:

@@ -1,7 +1,7 @@
 """Exchange of values and errors between a run's processes.
 
-If a process raises while others wait in a collective, they wait for ever. So local errors, for example a missing file,
-are raised in all processes, and other failures are reported to all by `peers`.
+If one process raises while the others wait in a collective, they wait for ever. So `raise_everywhere` raises a local
+error, for example a missing file, in all processes; `peers` reports other failures.
 """
 
 import json
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxtp.distributed.peers import Peers
 
 PAUSES = (0.5, 1.0, 1.5, 3.0, 4.0)
-"""Seconds between attempts to see a file of another process: network file systems cache listings."""
+"""Seconds between attempts to see another process's file; network file systems cache folder listings."""
 
 
 class OtherProcessError(UserError):
@@ -53,7 +53,7 @@ def all_gather_json(value: object) -> list[Any]:
 
 
 def process_name(process: int, host: str) -> str:
-    """Names a process in messages."""
+    """Returns the name of a process for messages."""
     return f"process {process} (on {host})"
 
 
@@ -63,10 +63,9 @@ def raise_everywhere(
 ) -> Iterator[None]:
     """Runs code that each process runs alone; if it raises in one process, all raise.
 
-    The code must not wait for other processes without a limit. Where the error's class is in `kinds`, all raise this
-    class, of several the first in `kinds`; else the other processes raise `OtherProcessError`.
-
-    `cleanup` is called after the code, or its error, before the processes exchange results.
+    The code must not wait for other processes without a time limit. If the error's class is in `kinds`, all processes
+    raise that class (of several, the first in `kinds`). Otherwise the other processes raise `OtherProcessError`.
+    `cleanup` runs after the code or its error, before the processes exchange results.
     """
     if not is_multiprocess():
         yield
@@ -92,14 +91,14 @@ def raise_everywhere(
         raise error
     kind, process, host, why, code = min(failed)
     if kind < 0:
-        raise OtherProcessError(f"{process_name(process, host)} cannot go on: {why}", code) from error
+        raise OtherProcessError(f"{process_name(process, host)} cannot continue: {why}", code) from error
     raise kinds[kind](f"{process_name(process, host)}: {why}") from error
 
 
 def first_disagreeing(look: Callable[[], object]) -> str | None:
     """Returns the first process whose `look()` differs from process 0; None if all agree.
 
-    All processes must call it; it retries after `PAUSES`. `look` returns JSON, and must not raise in one process only.
+    All processes must call it. It retries after `PAUSES`. `look` returns a JSON value, and must not raise.
     """
     name = None
     for pause in (0.0, *PAUSES):
@@ -122,9 +121,9 @@ _current: "Peers | None" = None
 
 
 def watch(bind: str | None = None) -> None:
-    """Starts to watch the other processes, if any. All processes must call it.
+    """Starts watching the other processes, if any. All processes must call it.
 
-    Process 0 listens at `bind`, by default on loopback if all are on one host, else at all addresses.
+    Process 0 listens at `bind`, by default on loopback if all processes are on one host, else at all addresses.
     """
     global _current
     if is_multiprocess() and _current is None:
@@ -134,19 +133,19 @@ def watch(bind: str | None = None) -> None:
 
 
 def working_on(what: str) -> None:
-    """Records the current activity, for the message of a forced end."""
+    """Records the current activity, for the message if another process fails."""
     if _current is not None:
         _current.activity = what
 
 
 def report_failure(error: BaseException) -> None:
-    """Reports this process's failure, before anything that may wait for the others is closed."""
+    """Tells the others that this process failed; call it before closing objects that may wait for them."""
     if _current is not None:
         _current.fail(error)
 
 
 def run_and_report(command: Callable[[], int]) -> int:
-    """Runs a command and returns its exit code; after a failure ends at once, where JAX would wait for the others."""
+    """Runs a command and returns its exit code; after a failure exits at once: JAX would wait for the others."""
     try:
         code = command()
     except SystemExit as error:

@@ -1,9 +1,9 @@
-"""Chooses the allocator of an NVIDIA GPU's memory, and its effect on a step's limit.
+"""Chooses the allocator of an NVIDIA GPU's memory, and the memory limit of a step under it.
 
-- `default`: JAX's BFC allocator. Fragmentation may fail an allocation despite enough free memory
+- `default`: JAX's BFC allocator. Fragmentation can make an allocation fail despite enough free memory
   (marin-community/marin#7115), or make collectives wait for each other without an error (#7298).
-- `cuda_async`: CUDA's pool, which maps fragments together. Its share of the memory is a release threshold: a step with
-  a higher peak maps memory again each time, and may fail to get it, sometimes hours later (#8490, #8507).
+- `cuda_async`: CUDA's pool, which joins fragments. Its share of the memory is a release threshold: a step with a higher
+  peak maps memory anew each time, and this may fail hours later (#8490, #8507).
 - `platform`: the driver allocates each array; slow, for debugging.
 
 JAX's backend reads the choice from `jax_pjrt_client_create_options` at its start. XLA_PYTHON_CLIENT_ALLOCATOR had no
@@ -20,14 +20,14 @@ from jaxtp.distributed.environment import NVIDIA, LaunchError
 Allocator = Literal["default", "cuda_async", "platform"]
 
 MEMORY_FRACTION: dict[Allocator, float] = {"default": 0.75, "platform": 0.75, "cuda_async": 0.85}
-"""Default share of a GPU's memory for each allocator; JAX's, except for cuda_async."""
+"""Default share of a GPU's memory for each allocator; JAX's defaults, except for cuda_async."""
 
 OUTSIDE = 0.1
-"""Minimum share of a GPU's memory outside of any pool: NCCL, cuBLAS and CUDA's context need 10% to 15% (28.6 of
-184 GiB in marin#8490)."""
+"""Minimum share of a GPU's memory to leave outside the pool: NCCL, cuBLAS and CUDA's context need 10% to 15% (28.6
+of 184 GiB in marin#8490)."""
 
 FRAGMENTED = 0.1
-"""Share of its memory that the default allocator may lose to fragmentation. An assumption."""
+"""Share of its memory that the default allocator may lose to fragmentation, an assumption."""
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 SMALLER_STEP = "XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=85"
@@ -35,15 +35,15 @@ SMALLER_STEP = "XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=85"
 
 _OPTIONS = "jax_pjrt_client_create_options"
 _SAME_AS_DEFAULT = ((0, 10, 1), (0, 11, 0))
-"""Versions of JAX (first, fixed) in which `platform` is the default allocator."""
+"""From the first of these JAX versions until the second, `platform` selects the default allocator."""
 
 
 def choose_allocator(
     allocator: Allocator, environment: Mapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA
 ) -> None:
-    """Sets JAX's allocator before its backend starts.
+    """Sets JAX's allocator before its backend starts, if there is an NVIDIA GPU.
 
-    Only on NVIDIA GPUs: a TPU's backend crashes at an unknown option.
+    A TPU's backend crashes at an unknown option.
     """
     import jax  # not at the top: the supervisor does not need it
 
@@ -52,8 +52,8 @@ def choose_allocator(
     first, fixed = _SAME_AS_DEFAULT
     if allocator == "platform" and first <= jax.__version_info__ < fixed:
         raise LaunchError(
-            f"launch.allocator=platform: jax {jax.__version__} takes its default allocator under that name "
-            "(https://github.com/jax-ml/jax/issues/39145); install jax 0.11 or newer, or take cuda_async"
+            f"launch.allocator=platform: jax {jax.__version__} uses its default allocator for that name "
+            "(https://github.com/jax-ml/jax/issues/39145); install jax 0.11 or newer, or use cuda_async"
         )
     given = getattr(jax.config, _OPTIONS) or {}
     if isinstance(given, str):
@@ -65,7 +65,7 @@ def choose_allocator(
 
 
 def memory_fraction(allocator: Allocator, environment: Mapping[str, str] = os.environ) -> float:
-    """Returns the share of a GPU's memory for an allocator."""
+    """Returns the share of a GPU's memory that the allocator takes."""
     fraction = environment.get("XLA_CLIENT_MEM_FRACTION") or environment.get(FRACTION)
     try:
         return float(fraction or MEMORY_FRACTION[allocator])
@@ -74,25 +74,25 @@ def memory_fraction(allocator: Allocator, environment: Mapping[str, str] = os.en
 
 
 def most_bytes(allocator: Allocator, limit: float, fraction: float) -> float:
-    """Returns a step's maximum bytes: `limit`, JAX's `fraction` of the memory; cuda_async can exceed it."""
+    """Returns the most bytes a step can use: `limit`, which is `fraction` of the memory; cuda_async can exceed it."""
     return max(limit, limit / fraction * (1 - OUTSIDE)) if allocator == "cuda_async" else limit
 
 
 def advice(allocator: Allocator, peak: float, limit: float, fraction: float) -> str | None:
     """Returns advice on a step's `peak` bytes, or None.
 
-    `limit` is JAX's bytes (cuda_async: the pool's release threshold), `fraction` its share of the memory.
+    `limit` is the bytes that JAX may allocate (cuda_async: the release threshold), `fraction` its share of the memory.
     """
     gb = 1e9
     if allocator == "default" and limit * (1 - FRAGMENTED) < peak <= limit:
         return (
-            f"{(limit - peak) / gb:,.1f} GB to spare, and {limit * FRAGMENTED / gb:,.1f} are advisable: free memory in "
-            "pieces can be too small for a step, most of all after a resume; --launch.allocator cuda_async joins pieces"
+            f"{(limit - peak) / gb:,.1f} GB to spare; {limit * FRAGMENTED / gb:,.1f} are advisable, because fragments "
+            "of free memory can be too small, above all after a resume; --launch.allocator cuda_async joins fragments"
         )
     if allocator == "cuda_async" and peak > limit:
         return (
-            f"WARNING: above the {limit / gb:,.1f} GB that the pool of cuda_async keeps: memory is mapped again at "
-            f"each step, and one of many processes may fail to get it hours later. Raise {FRACTION} from {fraction:g} "
+            f"WARNING: above the {limit / gb:,.1f} GB that the pool of cuda_async retains: each step maps memory "
+            f"anew, and one of many processes may fail to get it hours later. Raise {FRACTION} from {fraction:g} "
             f"to {1 - OUTSIDE:g} at most, or have XLA plan a smaller step: {SMALLER_STEP} (its default is 95)"
         )
     if allocator == "cuda_async" and fraction > 1 - OUTSIDE:
@@ -111,10 +111,10 @@ def describe_out_of_memory(error: BaseException, allocator: Allocator) -> str | 
         instead = f"raise {FRACTION} (up to {1 - OUTSIDE:g}), or set {SMALLER_STEP}"
     else:
         instead = (
-            "if it names more free memory than it asked for, or the run did fit before it was resumed, the free memory "
-            "is in pieces: --launch.allocator cuda_async joins them"
+            "if the error names more free memory than it requested, or the run did fit before it was resumed, the free "
+            "memory is fragmented: --launch.allocator cuda_async joins fragments"
         )
     return (
-        f"A device ran out of memory. To take less: more devices along fsdp or tp, --model.remat full, a larger "
-        f"--train.accumulation. Otherwise: {instead}. jaxtp estimate says what fits."
+        f"A device ran out of memory. To use less: more devices along fsdp or tp, --model.remat full, a larger "
+        f"--train.accumulation. Otherwise: {instead}. jaxtp estimate shows which settings fit."
     )

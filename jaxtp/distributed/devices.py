@@ -1,4 +1,4 @@
-"""A run's devices: their number, memory, and order over several hosts."""
+"""Number, memory and order of a run's devices."""
 
 import math
 import os
@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 
 from jaxtp import mesh as meshes
 from jaxtp.distributed.agreement import host_names, is_multiprocess
-from jaxtp.distributed.environment import accept_absent_gpus, num_processes, sharing
+from jaxtp.distributed.environment import accept_absent_gpus, num_processes, process_counts
 from jaxtp.mesh import MeshError, check_sizes, describe_mesh, mesh_of
 
 
 def build_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Builds a run's mesh as `mesh_of`; with several processes, a host's devices are neighbors."""
+    """Builds a run's mesh with `mesh_of`; devices of one host are neighbors."""
     check_sizes(sizes)
     request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
     if not is_multiprocess():
@@ -25,13 +25,13 @@ def build_mesh(sizes: Mapping[str, int]) -> Mesh:
 
 
 def request_virtual_devices(count: int) -> None:
-    """Requests `count` virtual CPU devices in all processes together."""
+    """Requests a total of `count` virtual CPU devices over all processes."""
     accept_absent_gpus()
     meshes.request_virtual_devices(-(-count // num_processes()) if is_multiprocess() else count)
 
 
 def most_devices() -> int | None:
-    """Starts JAX's backend and returns the number of devices; None for virtual CPU devices (any number)."""
+    """Starts JAX's backend and returns the number of devices; None if CPU devices can be added."""
     accept_absent_gpus()
     devices = jax.devices()
     any_number = devices[0].platform == "cpu" and jax.config.jax_num_cpu_devices == -1  # type: ignore[attr-defined]
@@ -44,12 +44,12 @@ def host_memory() -> int:
 
 
 def bytes_limit(device: jax.Device) -> int | None:
-    """Returns the bytes of a device that JAX may allocate; None if unknown, as on CPUs."""
+    """Returns the bytes that JAX may allocate on a device; None if unknown, for example on CPUs."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the bytes per device of this process, or None; CPU devices share the host's memory."""
+    """Returns the bytes of each device of this process, or None; CPU devices share the host's memory."""
     return host_memory() // len(devices) if devices[0].platform == "cpu" else bytes_limit(devices[0])
 
 
@@ -61,17 +61,17 @@ def _check_processes(sizes: Mapping[str, int], devices: Sequence[jax.Device]) ->
     hint = f"each of the {processes} processes needs {each}: --devices {each} of jaxtp launch (JAX_NUM_CPU_DEVICES)"
     if rest:
         hint = (
-            f"{processes} processes cannot divide {needed} evenly: start {sharing(needed)} processes, or choose a mesh "
-            f"whose size is a multiple of {processes}"
+            f"{processes} processes cannot divide {needed} evenly: start {process_counts(needed)} processes, or choose "
+            f"a mesh whose size is a multiple of {processes}"
         )
     raise MeshError(f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)}; {hint}")
 
 
 def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Device]:
-    """Sorts devices by host, even if a scheduler deals processes out over the hosts.
+    """Sorts devices by host, even if consecutive processes are on different hosts.
 
-    The last mesh axes then stay inside a host as far as they fit. JAX's `create_hybrid_device_mesh` has this order too,
-    but knows processes and TPU slices, not hosts.
+    So the last mesh axes stay inside a host as far as they fit. JAX's `create_hybrid_device_mesh` groups by process or
+    TPU slice, not by host.
     """
     first = {host: process for process, host in reversed(list(enumerate(hosts)))}
     return sorted(devices, key=lambda each: (first[hosts[each.process_index]], each.process_index, each.id))

@@ -1,4 +1,4 @@
-"""The user's cache, and environment variables, which only this room and `config/console.py` read."""
+"""The user's cache folder and environment variables; only this room and `config/console.py` read the latter."""
 
 import contextlib
 import errno
@@ -17,57 +17,57 @@ from jaxtp.config.entry import UserError
 _T = TypeVar("_T")
 
 ADDRESS, COUNT, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-"""JAX's variables: the address of process 0, the number of processes, and the id of this one."""
+"""JAX's variables: address of process 0, number of processes, and id of this process."""
 BY_HAND = (ADDRESS, COUNT, PROCESS)
 SLURM, OPEN_MPI = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"
-"""Variables of schedulers with the number of processes."""
+"""Variables in which schedulers give the number of processes."""
 TOKEN = "JAXTP_TOKEN"
-"""Variable of the secret that the processes of a run share."""
+"""Variable with the secret that the processes of a run share."""
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 class LaunchError(UserError):
-    """Invalid variables of a multi-process run, or processes that do not meet."""
+    """Invalid variables of a multi-process run, or processes that do not connect."""
 
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
-"""NVIDIA's driver has an entry here for each GPU."""
+"""Folder in which NVIDIA's driver has an entry for each GPU."""
 NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
-"""With an NVIDIA GPU, one of these exists: the first with its driver, the others in containers and in WSL2."""
+"""Where there is an NVIDIA GPU, one of these exists; the first may be absent in containers and WSL2."""
 _MAX_CACHE_BYTES = 4 * 2**30
-"""For compiled programs; a training step for GPUs takes some MB."""
+"""Maximum size of the compilation cache; a training step for GPUs takes some MB."""
 
 
 def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA) -> None:
-    """Without a GPU, stops JAX's CUDA plugin from looking for CUDA's libraries, before other uses of JAX.
+    """On a machine without a GPU, lets JAX's CUDA plugin skip its check of CUDA's libraries. Call it before JAX starts.
 
-    The extra estimate-gpu installs the plugin without cuDNN to compile for remote GPUs; JAX would print a traceback.
+    The extra estimate-gpu installs the plugin without cuDNN, to compile for absent GPUs; JAX would print a traceback.
     """
     if not any(path.exists() for path in nvidia):
         environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def scheduled_count(variables: Mapping[str, str]) -> str | None:
-    """Returns the variable with a scheduler's number of processes; variables set by hand override it."""
+    """Returns the scheduler's variable with the number of processes; variables set by hand override it."""
     names = [name for name in BY_HAND if name in variables]
     if names and names != [ADDRESS]:
         return None
-    return next((name for name in (SLURM, OPEN_MPI) if name in variables and number(variables, name) > 1), None)
+    return next((name for name in (SLURM, OPEN_MPI) if name in variables and read_number(variables, name) > 1), None)
 
 
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment names processes to join, so `joining` and `peers` have work."""
+    """Returns whether the environment describes a run of several processes."""
     return scheduled_count(variables) is not None or any(name in variables for name in BY_HAND)
 
 
 def num_processes(variables: Mapping[str, str] = os.environ) -> int:
-    """Returns the number of processes from the environment; JAX would start its devices."""
+    """Returns the number of processes, from the environment: `jax.process_count()` would start JAX's backend."""
     name = scheduled_count(variables) or COUNT
-    return number(variables, name) if name in variables else 1
+    return read_number(variables, name) if name in variables else 1
 
 
-def number(variables: Mapping[str, str], name: str) -> int:
-    """Returns a variable's number; raises `LaunchError`."""
+def read_number(variables: Mapping[str, str], name: str) -> int:
+    """Returns the number in a variable, or raises `LaunchError`."""
     text = variables.get(name)
     if text is None:
         raise LaunchError(f"{name} is not set: the launcher of the processes should set it")
@@ -83,9 +83,9 @@ def coordinator_host(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def token(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns a text that a run's processes share: `JAXTP_TOKEN`, the scheduler's job, or the command line.
+    """Returns a text that all processes of a run share: `JAXTP_TOKEN`, the scheduler's job id, or the command line.
 
-    Others can guess the last two. It excludes the configuration: the preflight reports differences better.
+    Others can guess the last two. It omits the contents of configuration files, which the preflight compares.
     """
     tokens = (f"{name} {environment[name]}" for name in (TOKEN, *_JOB_IDS) if environment.get(name))
     return next(tokens, json.dumps(sys.argv[1:]))
@@ -102,12 +102,12 @@ def cache_folder() -> Path:
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "jaxtp"
 
 
-def keep_programs(platform: str) -> None:
+def enable_compilation_cache(platform: str) -> None:
     """Turns on JAX's compilation cache in the user's cache folder, for a platform's programs.
 
-    A configured cache stays; an empty JAX_COMPILATION_CACHE_DIR turns it off. CPUs have no cache: their programs may
-    crash on another CPU that shares the home. Nor have several processes: without a shared disk only the first would
-    skip the next compilation, and the others would wait for its part of the autotuning.
+    A cache that the user configured stays; an empty JAX_COMPILATION_CACHE_DIR turns it off. CPUs have none, because
+    a program may crash on another CPU with the same home folder. Several processes have none, because without a shared
+    disk only process 0 would hit the cache, and the others would wait for its part of the autotuning.
     """
     import jax  # not at the top: the supervisor does not need it
 
@@ -119,12 +119,12 @@ def keep_programs(platform: str) -> None:
     try:
         folder = cache_folder() / "programs"
         make_private(folder)
-        forget_oldest(folder)
+        evict_oldest(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        print(f"compiled programs are not kept for the next run: {error}", file=sys.stderr)
+        print(f"the compilation cache is off: {error}", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # their size has no bound, and damage is an error
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # unbounded in size, and damage is an error
 
 
 def make_private(folder: Path) -> None:
@@ -136,7 +136,7 @@ def make_private(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def forget_oldest(folder: Path, most: int = _MAX_CACHE_BYTES) -> None:
+def evict_oldest(folder: Path, most: int = _MAX_CACHE_BYTES) -> None:
     """Removes a folder's least recently used files, down to `most` bytes."""
     files: list[tuple[os.stat_result, Path]] = []
     for path in folder.iterdir():
@@ -156,7 +156,7 @@ def xla_flags() -> str:
 
 
 def names_of_gpus(present: int, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the visible GPUs in CUDA_VISIBLE_DEVICES, which ends at the first invalid name."""
+    """Returns the names of the visible GPUs; CUDA ignores CUDA_VISIBLE_DEVICES from the first invalid name on."""
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return [str(index) for index in range(present)]
     names = [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",")]
@@ -168,13 +168,13 @@ def gpus_present(driver: Path = DRIVER) -> int:
     return len(list(driver.glob("*/information")))
 
 
-def shared(gpus: Sequence[_T], processes: int, index: int) -> Sequence[_T]:
-    """Returns the GPUs of process `index` among processes that share them evenly."""
+def gpu_share(gpus: Sequence[_T], processes: int, index: int) -> Sequence[_T]:
+    """Returns the GPUs of process `index` if `processes` share them evenly."""
     each = len(gpus) // processes
     return gpus[index * each : (index + 1) * each]
 
 
-def sharing(gpus: int) -> str:
-    """Returns the numbers of processes that can share GPUs evenly: "1, 2 or 4"."""
+def process_counts(gpus: int) -> str:
+    """Returns the numbers of processes that divide the GPUs evenly: "1, 2 or 4"."""
     *others, last = [str(count) for count in range(1, gpus + 1) if gpus % count == 0]
     return f"{', '.join(others)} or {last}" if others else last

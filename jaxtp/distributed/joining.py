@@ -1,11 +1,11 @@
 """Connects this process to the others of its run, and selects its GPUs.
 
-Slurm and Open MPI (`srun jaxtp train ...`), an indexed Job of Kubernetes, `jaxtp launch` and users by hand set the
-variables that this file reads (see README.md). GPUs are selected before JAX starts, which would give each Slurm or Open
-MPI process one GPU, even a host's only process. Processes that see the same GPUs share them evenly.
+Slurm, Open MPI, an indexed Job of Kubernetes, `jaxtp launch` or the user sets the variables that this file reads (see
+README.md). It selects GPUs before JAX starts: JAX would give each Slurm or Open MPI process one GPU, even the only
+process of a host. Processes that see the same GPUs share them evenly.
 
-Processes started by hand first meet at the address of JAX's coordinator: they send process 0 their ids and counts, and
-get its verdict. JAX would abort if two processes share an id, and would not name missing processes.
+Unless Slurm or Open MPI started them, the processes first hold a rendezvous at the coordinator's address, where
+process 0 checks their ids and counts. JAX would abort at a duplicate id, and would not name missing processes.
 """
 
 import os
@@ -31,12 +31,12 @@ from jaxtp.distributed.environment import (
     TOKEN,
     LaunchError,
     accept_absent_gpus,
+    gpu_share,
     gpus_present,
     names_of_gpus,
-    number,
+    process_counts,
+    read_number,
     scheduled_count,
-    shared,
-    sharing,
     token,
 )
 from jaxtp.distributed.links import (
@@ -50,40 +50,40 @@ from jaxtp.distributed.links import (
 )
 
 _POD = "JOB_COMPLETION_INDEX"
-"""Index of a pod in an indexed Job of Kubernetes."""
+"""A pod's index in an indexed Job of Kubernetes."""
 JOIN_SECONDS = 60
 """Default of JAXTP_JOIN_SECONDS."""
 _SECONDS_VARIABLE = "JAXTP_JOIN_SECONDS"
 _SECONDS_HINT = f"({_SECONDS_VARIABLE} is how long they wait)"
 _THE_TOKEN = f"the token of this run (the same command line on all hosts, or {TOKEN})"
-PATIENCE = 20.0
-"""Seconds after which a waiting process prints a line."""
-_HEARTBEAT = 80
-"""Seconds without a heartbeat after which JAX ends the other processes, at the earliest after half of them; `peers`
-notices it before, if its processes can connect."""
+LONG_WAIT = 20.0
+"""Seconds after which a waiting process says that it waits."""
+_HEARTBEAT_SECONDS = 80
+"""JAX ends the other processes after 40 to 80 seconds without a heartbeat; `peers` detects the loss earlier, if its
+processes can connect."""
 _MARGIN = 20
-"""Seconds that JAX waits longer than JAXTP_JOIN_SECONDS."""
+"""Seconds by which JAX's time limit exceeds JAXTP_JOIN_SECONDS, so that ours reports first."""
 _MAX_SECONDS = 24 * 60 * 60
 _PAUSE, _CHECK_SECONDS = 0.3, 1.0
-"""Seconds between attempts to reach process 0, at the meeting and while JAX connects."""
+"""Seconds between attempts to reach process 0: at the rendezvous, and while JAX connects."""
 _MAX_IDS, _MAX_ADDRESSES, _MAX_ERROR_CHARS = 20, 3, 1000
 _PORT = "JAX_COORDINATOR_PORT"
 _NUM_PORTS = 2**12
-"""JAX chooses a port among this many, the highest."""
+"""JAX chooses one of this many highest ports."""
 
 Variables = Mapping[str, str]
 
 
 @dataclass
 class Wait:
-    """A wait of up to `seconds` for `count` processes; `address` is process 0's, None if only JAX knows it."""
+    """A wait of up to `seconds` for `count` processes; `address` of process 0 is None if only JAX knows it."""
 
     process: int
     count: int
     address: tuple[str, int] | None
     seconds: int
     problem: str = field(default="", init=False)
-    """Why the address cannot be reached."""
+    """The reason why process 0 was not reached."""
     _start: float = field(default_factory=time.monotonic, init=False)
     _reported: bool = field(default=False, init=False)
 
@@ -96,16 +96,16 @@ class Wait:
         return format_address(*self.address) if self.address else ""
 
     def time_left(self) -> float:
-        """Returns the remaining seconds; prints a line once if the wait is long."""
+        """Returns the remaining seconds; after a long wait prints one line."""
         waited = time.monotonic() - self._start
-        if waited > PATIENCE and self.seconds > 2 * PATIENCE and not self._reported:
+        if waited > LONG_WAIT and self.seconds > 2 * LONG_WAIT and not self._reported:
             self._reported = True
             because = f" ({self.problem})" if self.problem else ""
             self.print(f"still waiting for all to start, up to {self.seconds:g} s{because}")
         return self.seconds - waited
 
     def reach(self) -> socket.socket | None:
-        """Returns a connection to process 0, or None; reports an unreachable address."""
+        """Connects to process 0; returns None and reports the reason if it cannot."""
         assert self.address is not None
         try:
             return socket.create_connection(self.address, timeout=max(0.1, min(HELLO_SECONDS, self.time_left())))
@@ -119,7 +119,7 @@ class Wait:
         return None
 
     def report(self, problem: str) -> None:
-        """Prints a problem, unless it repeats the last."""
+        """Prints a problem, unless it was the last one printed."""
         if problem != self.problem:
             self.print(f"{problem}; still trying")
         self.problem = problem
@@ -135,37 +135,37 @@ class _Task:
 
     process: int
     index: int
-    """Among the processes of this host."""
+    """Index of the process on its host."""
     tasks: int
-    """Number of processes of this host."""
+    """Number of processes on its host."""
     host: str | None
-    """Host of the first process; None if only JAX can find it."""
+    """Host of process 0; None if only JAX can find it."""
     job: str
-    """Number from which JAX derives the port."""
+    """Job number, from which JAX derives the port."""
 
 
 def join_processes(environment: Variables = os.environ, gpus: int | None = None, bind: str | None = None) -> None:
-    """Connects to the other processes, if the environment names any, before any other use of JAX.
+    """Connects to the other processes, if the environment names any. Call it before any other use of JAX.
 
     Args:
-      gpus: number of GPUs of this machine; by default the driver's.
-      bind: address at which process 0 listens; by default loopback if they meet there, else all.
+      gpus: number of GPUs of this machine; by default the driver reports it.
+      bind: address at which process 0 listens; by default loopback if the others connect to it, else all.
     """
     accept_absent_gpus()
     if count := scheduled_count(environment):
-        task, total = _TASKS[count](environment), number(environment, count)
+        task, total = _TASKS[count](environment), read_number(environment, count)
         waiting = Wait(task.process, total, _scheduled_address(task, total, environment), _join_seconds(environment))
         present = gpus_present() if gpus is None else gpus
         _join(waiting, gpus_of_process(environment, task.tasks, task.index, present), bind)
     elif names := [name for name in BY_HAND if name in environment]:
         waiting = _wait_by_hand(environment, names)
-        meet(waiting, bind, token(environment))
+        rendezvous(waiting, bind, token(environment))
         _join(replace(waiting), None, bind)
 
 
 def _slurm_task(variables: Variables) -> _Task:
-    # Tasks per node, such as 8(x2),4, and a list of nodes, such as node[001-002,7],other.
-    name, node = "SLURM_STEP_TASKS_PER_NODE", number(variables, "SLURM_NODEID")
+    # Parses tasks per node, such as 8(x2),4, and a list of nodes, such as node[001-002,7],other.
+    name, node = "SLURM_STEP_TASKS_PER_NODE", read_number(variables, "SLURM_NODEID")
     counts: list[int] = []
     for part in variables.get(name, "").split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
@@ -176,8 +176,8 @@ def _slurm_task(variables: Variables) -> _Task:
         raise LaunchError(f"SLURM_NODEID={node}: {name}={variables[name][:100]} has {len(counts)} nodes")
     first = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", variables.get("SLURM_STEP_NODELIST", "")).partition(",")[0]
     return _Task(
-        process=number(variables, "SLURM_PROCID"),
-        index=number(variables, "SLURM_LOCALID"),
+        process=read_number(variables, "SLURM_PROCID"),
+        index=read_number(variables, "SLURM_LOCALID"),
         tasks=counts[node],
         host=first or None,
         job=variables.get("SLURM_JOB_ID", ""),
@@ -185,13 +185,13 @@ def _slurm_task(variables: Variables) -> _Task:
 
 
 def _open_mpi_task(variables: Variables) -> _Task:
-    # The URI of the first process: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911.
+    # Parses the URI of process 0: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911.
     uri = variables.get("OMPI_MCA_orte_hnp_uri", "")
     host, job = re.search(r"tcp://([^,:]+)", uri), re.match(r"(\d{1,19})\.", uri)
     return _Task(
-        process=number(variables, "OMPI_COMM_WORLD_RANK"),
-        index=number(variables, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        tasks=number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        process=read_number(variables, "OMPI_COMM_WORLD_RANK"),
+        index=read_number(variables, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        tasks=read_number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
         host=host[1] if host else None,
         job=str(int(job[1]) // _NUM_PORTS) if job else "",
     )
@@ -201,15 +201,12 @@ _TASKS: Mapping[str, Callable[[Variables], _Task]] = {SLURM: _slurm_task, OPEN_M
 
 
 def _scheduled_address(task: _Task, count: int, variables: Variables) -> tuple[str, int] | None:
-    """Returns JAX_COORDINATOR_ADDRESS, else JAX's address, derived here to report it if unreachable.
-
-    Processes of one host meet on loopback.
-    """
+    """Returns JAX_COORDINATOR_ADDRESS, else the address that JAX will derive: loopback on a single host."""
     if ADDRESS in variables:
         return _parse_address(variables)
     host = "127.0.0.1" if task.tasks == count else task.host
     if host and _PORT in variables:
-        return host, number(variables, _PORT)
+        return host, read_number(variables, _PORT)
     if host and re.fullmatch(r"\d{1,19}", task.job):
         return host, 2**16 - _NUM_PORTS + int(task.job) % _NUM_PORTS
     return None
@@ -223,9 +220,9 @@ def _parse_address(variables: Variables) -> tuple[str, int]:
 
 
 def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) -> list[int] | None:
-    """Returns the indices of the visible GPUs that process `index` of a host's `tasks` drives; None without GPUs.
+    """Returns the visible GPUs of process `index` among a host's `tasks` processes; None without GPUs.
 
-    Processes share GPUs that they all see; a process that sees only some of the `present` GPUs drives these.
+    If the scheduler shows each process only some of the `present` GPUs, it uses these; else processes share them.
     """
     visible = len(names_of_gpus(present, variables))
     if not visible:
@@ -237,9 +234,9 @@ def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) 
     if visible % tasks:
         raise LaunchError(
             f"{visible} GPUs are not divisible among the {tasks} processes of this host; "
-            f"start {sharing(visible)} on each host"
+            f"start {process_counts(visible)} on each host"
         )
-    return list(shared(range(visible), tasks, index))
+    return list(gpu_share(range(visible), tasks, index))
 
 
 def _wait_by_hand(variables: Variables, names: list[str]) -> Wait:
@@ -247,14 +244,14 @@ def _wait_by_hand(variables: Variables, names: list[str]) -> Wait:
     missing = [name for name in BY_HAND if name not in names and not (name == PROCESS and pod in variables)]
     if missing:
         raise LaunchError(f"{', '.join(names)} set, but not {', '.join(missing)}: a multi-process run needs all three")
-    count, process = number(variables, COUNT), number(variables, pod)
+    count, process = read_number(variables, COUNT), read_number(variables, pod)
     if not process < count:
         raise LaunchError(f"{pod}={process} of {COUNT}={count}: processes count from 0 to {count - 1}")
     return Wait(process, count, _parse_address(variables), _join_seconds(variables))
 
 
 def _join_seconds(variables: Variables) -> int:
-    seconds = number(variables, _SECONDS_VARIABLE) if _SECONDS_VARIABLE in variables else JOIN_SECONDS
+    seconds = read_number(variables, _SECONDS_VARIABLE) if _SECONDS_VARIABLE in variables else JOIN_SECONDS
     if not 0 < seconds <= _MAX_SECONDS:
         raise LaunchError(f"{_SECONDS_VARIABLE}={seconds}: should be a number of seconds from 1 to {_MAX_SECONDS}")
     return seconds
@@ -265,7 +262,7 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
     address = listen_address(bind, host)
     if bind and waiting.process == 0:
         with listening(bind, port):
-            pass  # JAX would not say why it cannot listen there
+            pass  # raises an error with the reason, which JAX would not give
     joined = threading.Event()
     watcher = threading.Thread(target=_watch, args=(waiting, joined), daemon=True)
     watcher.start()
@@ -277,10 +274,10 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
             local_device_ids=gpus,
             coordinator_bind_address=format_address(address, port) if host and address else None,
             initialization_timeout=waiting.seconds + _MARGIN,
-            heartbeat_timeout_seconds=_HEARTBEAT,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
         )
     except ValueError as error:  # JAX does not find the address
-        raise LaunchError(f"{waiting}: {error}; set {ADDRESS}=HOST:PORT, of the first process") from None
+        raise LaunchError(f"{waiting}: {error}; set {ADDRESS}=HOST:PORT of process 0") from None
     except RuntimeError as error:
         raise LaunchError(f"{waiting}: cannot join the others: {str(error).splitlines()[0]}") from None
     finally:
@@ -288,7 +285,7 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
 
 
 def _watch(waiting: Wait, joined: threading.Event) -> None:
-    """Reports a long wait or unreachable address; ends the process before JAX would abort it."""
+    """Reports a long wait or unreachable address; exits before JAX would abort."""
     reached = waiting.address is None
     while (left := waiting.time_left()) > 0:
         if not reached and (connection := waiting.reach()) is not None:
@@ -302,26 +299,26 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
     os._exit(MISTAKE)
 
 
-def meet(waiting: Wait, bind: str | None, token: str) -> None:
-    """Waits until all processes are there, each with a different id; process 0 listens as in `listen_address`.
+def rendezvous(waiting: Wait, bind: str | None, token: str) -> None:
+    """Waits until all processes have connected to process 0.
 
     Raises:
-      LaunchError: processes are missing, share an id, or expect different numbers.
+      LaunchError: processes are missing, share an id, or expect different numbers of processes.
     """
     assert waiting.address is not None
     address = listen_address(bind, waiting.address[0])
     if waiting.process:
-        _visit(waiting, token)
+        _join_rendezvous(waiting, token)
     elif waiting.count > 1:
         with listening(address, waiting.address[1]) as server:
-            _hold_meeting(server, waiting, token)
+            _serve_rendezvous(server, waiting, token)
 
 
 def _this_process() -> str:
     return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
-def _hold_meeting(server: socket.socket, waiting: Wait, token: str) -> None:
+def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
     present: dict[int, tuple[Link, str]] = {}
     rejected: Counter[str] = Counter()
     problem: str | None = None
@@ -329,7 +326,7 @@ def _hold_meeting(server: socket.socket, waiting: Wait, token: str) -> None:
     def time_left() -> float:
         for process, (link, _) in list(present.items()):
             if link.receive() is None and not link.is_open:
-                present.pop(process)[0].close()  # it has ended, and may start again
+                present.pop(process)[0].close()  # it has ended, and may restart
         if rejected:
             addresses = ", ".join(truncate(address) for address, _ in rejected.most_common(_MAX_ADDRESSES))
             waiting.problem = (
@@ -342,7 +339,7 @@ def _hold_meeting(server: socket.socket, waiting: Wait, token: str) -> None:
         if type(process) is not int or type(count) is not int or type(host) is not str:
             link.close()
             continue
-        time_left()  # forgets processes that have ended
+        time_left()  # removes processes that have ended
         hosts = {0: _this_process()} | {other: there for other, (_, there) in present.items()}
         if problem := _conflict(process, count, truncate(host), waiting.count, hosts):
             link.send({"error": problem})
@@ -366,9 +363,9 @@ def _hold_meeting(server: socket.socket, waiting: Wait, token: str) -> None:
 
 def _conflict(process: int, count: int, host: str, expected: int, hosts: Mapping[int, str]) -> str | None:
     if count != expected:
-        return f"process {process} (on {host}) expects {count} processes, and process 0 {expected}"
+        return f"process {process} (on {host}) expects {count} processes, but process 0 expects {expected}"
     if not 0 <= process < count:
-        return f"process {process} (on {host}) is none of {count}, which count from 0"
+        return f"process {process} (on {host}) has no valid id: {count} processes have the ids 0 to {count - 1}"
     if process in hosts:
         return (
             f"two processes have the id {process}, one on {hosts[process]} and one on {host}: set JAX_PROCESS_ID to 0 "
@@ -377,24 +374,24 @@ def _conflict(process: int, count: int, host: str, expected: int, hosts: Mapping
     return None
 
 
-def _visit(waiting: Wait, token: str) -> None:
+def _join_rendezvous(waiting: Wait, token: str) -> None:
     hello = {"process": waiting.process, "count": waiting.count, "host": _this_process()}
     while waiting.time_left() > 0:
         if (connection := waiting.reach()) is None:
             pass
         elif (link := connect(connection, token, hello, HELLO_SECONDS)) is None:
-            waiting.report(f"what answers there does not prove {_THE_TOKEN}")
+            waiting.report(f"the program that answers there does not prove {_THE_TOKEN}")
         else:
             verdict = None
             while verdict is None and link.is_open and waiting.time_left() > -HELLO_SECONDS:
-                verdict = link.receive(1.0)  # sent when all are there or process 0 waits no longer
+                verdict = link.receive(1.0)  # sent when all have connected or process 0 stops waiting
             link.close()
             if verdict is not None and "error" in verdict:
                 if verdict["error"] is not None:
                     raise LaunchError(truncate(verdict["error"], _MAX_ERROR_CHARS))
                 return
             waiting.problem = "process 0 has ended"
-        time.sleep(_PAUSE)  # it may be started again, or its name become known
+        time.sleep(_PAUSE)  # process 0 may restart, or its host name may resolve
     raise LaunchError(
         f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 has to run on that host, and its port to "
         f"be open {_SECONDS_HINT}"

@@ -1,8 +1,8 @@
 """Authenticated sockets between the processes of a run.
 
-Messages are lines of JSON. At the start each end sends a random challenge, and the other answers with its HMAC under
-the run's token, which is never sent. Later messages are neither signed nor encrypted. Other connections, for example a
-port scanner's, delay nobody: process 0 reads all at once (`multiprocessing.connection` waits for each without a limit).
+Messages are lines of JSON. At the start each end sends a random challenge, and the other answers with its HMAC, keyed
+by the run's token; the token is never sent. Later messages are neither signed nor encrypted. Process 0 polls all
+connections together, so a port scanner delays nobody (`multiprocessing.connection` waits for each without a limit).
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _CHALLENGE, _PROOF = "challenge", "proof"
 
 
 def ready(ends: Sequence["Link | socket.socket"], seconds: float, event: int = selectors.EVENT_READ) -> list[object]:
-    """Waits until some ends are readable (or writable), and returns them."""
+    """Waits up to `seconds`; returns the readable (or writable) ends."""
     with selectors.DefaultSelector() as selector:
         for end in ends:
             selector.register(end, event)
@@ -41,7 +41,7 @@ def ready(ends: Sequence["Link | socket.socket"], seconds: float, event: int = s
 
 
 class Link:
-    """A socket that exchanges messages, a line of JSON each."""
+    """A socket that exchanges messages."""
 
     def __init__(self, connection: socket.socket):
         self._socket = connection
@@ -49,17 +49,17 @@ class Link:
         self._buffer = b""
         self._messages: list[Message] = []
         self.is_open = True
-        """False after an end has closed the link, or the other has sent invalid data, as far as `receive` knows."""
+        """False once `receive` has seen that the link is closed or the data is invalid."""
         self.opened = time.monotonic()
         self.challenge = secrets.token_hex(16)
-        """Random text that the other end has to sign."""
+        """Random text; the other end answers with its HMAC."""
 
     def fileno(self) -> int:
         """Returns the file descriptor, for `select`."""
         return self._socket.fileno()
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Sends a message, or loses it if the other end does not read; the next `receive` detects that."""
+        """Sends a message, or drops it if the other end does not read."""
         data = json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):
             while data:
@@ -68,7 +68,7 @@ class Link:
                 data = data[self._socket.send(data) :]
 
     def receive(self, seconds: float = 0.0) -> Message | None:
-        """Returns the next message within `seconds`, else None."""
+        """Returns the next message; None if none arrives within `seconds`."""
         until = time.monotonic() + seconds
         while not self._messages and self.is_open and ready([self], max(0.0, until - time.monotonic())):
             try:
@@ -83,15 +83,15 @@ class Link:
         return self._messages.pop(0) if self._messages else None
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the socket."""
         self.is_open = False
         self._socket.close()
 
 
 def connect(connection: socket.socket, token: str, hello: Message, seconds: float) -> Link | None:
-    """Returns a link to a process in `accept_links`, after a first message `hello`; None without a proof of the token.
+    """Sends `hello` and returns a link to a process that runs `accept_links`; None if it does not prove the token.
 
-    The other end has `seconds` for each answer.
+    Each answer may take `seconds`.
     """
     link = Link(connection)
     if (first := link.receive(seconds)) and isinstance(first.get(_CHALLENGE), str):
@@ -116,7 +116,7 @@ def _is_proof(value: object, token: str, *parts: object) -> bool:
 
 @contextmanager
 def listening(address: str, port: int = 0) -> Iterator[socket.socket]:
-    """Yields a socket that listens at an address of this host, or at all if empty."""
+    """Yields a socket that listens at an address of this host; if empty, at all addresses."""
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
     try:
@@ -134,7 +134,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def listen_address(bind: str | None, host: str) -> str:
-    """Returns process 0's listening address: `bind`, else loopback if the others connect to loopback, else all (empty).
+    """Returns process 0's listening address: `bind`, else loopback if `host` is loopback, else empty (all).
 
     Raises:
       LaunchError: `host` is loopback, and `bind` is another address.
@@ -150,7 +150,7 @@ def listen_address(bind: str | None, host: str) -> str:
 def accept_links(
     server: socket.socket, token: str, time_left: Callable[[], float], rejected: Counter[str]
 ) -> Iterator[tuple[Link, Message]]:
-    """Accepts connections, all at once, until no time is left; yields authenticated links and their first messages.
+    """Accepts connections in parallel until no time is left; yields authenticated links and their first messages.
 
     Args:
       token: the secret that the other ends must prove.

@@ -1,8 +1,8 @@
 """Detects that another process of the run has ended or hangs, names it, and ends this process.
 
-A collective that one process never enters blocks all others; JAX aborts them after a minute or more, and names nobody.
-Here each process exchanges heartbeats with process 0, which passes failures on. The end of a process shows at once, a
-stopped process or a lost host by silence.
+If one process never enters a collective, all others block; JAX aborts them after a minute or more, and does not name
+it. Here each process exchanges heartbeats with process 0, which forwards failures. A process that ends closes its
+socket; a stopped process or a lost host sends no heartbeats.
 """
 
 import os
@@ -14,7 +14,7 @@ from collections import Counter
 
 import jax
 
-from jaxtp.config.entry import MISTAKE, PASSING, WRONG, UserError, say
+from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG, UserError, say
 from jaxtp.config.reading import truncate
 from jaxtp.distributed.agreement import all_gather_json, host_names, process_name
 from jaxtp.distributed.environment import LaunchError, coordinator_host
@@ -27,40 +27,40 @@ _BEAT = 1.0
 _CONNECT = 5.0
 """Seconds to connect to process 0."""
 _GRACE = 4.0
-"""Seconds that a process has to end by itself after another reports a failure: it may fail for the same reason."""
+"""Seconds in which a process may exit by itself after another reports a failure: both may fail for one reason."""
 _MAX_ERROR_CHARS = 1000
 _MAX_MESSAGE_CHARS = 4000
 
 
 class Peers:
-    """The thread that watches this process's links: process 0 has one to each other process."""
+    """A thread that watches links between process 0 and each other process."""
 
     def __init__(self, hosts: list[str], links: dict[int, Link]):
         self.activity = "the start"
         self._hosts = hosts
         self._process = jax.process_index()
         self._links = links
-        self._left: list[Link] = []  # left open: a closed link would mean that this process ended
+        self._left: list[Link] = []  # kept open: a closed link would report this process as lost
         self._sending = threading.Lock()
-        self._leaving = threading.Event()  # this process ends by itself
+        self._leaving = threading.Event()  # this process exits by itself
         self._problem = ""
         self._peer_failed = threading.Event()
-        self._exiting = threading.Event()  # the thread ends this process
+        self._must_exit = threading.Event()  # the thread exits this process
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
 
     def leave(self, failure: str | None, code: int = 0) -> None:
-        """Announces that this process ends, and why if it failed."""
-        if self._exiting.is_set():
-            self._thread.join()  # it ends the process
+        """Tells the others that this process exits, and the reason if it failed."""
+        if self._must_exit.is_set():
+            self._thread.join()  # the thread exits the process
         if not self._leaving.is_set():
             self._leaving.set()
             self._broadcast({"process": self._process, "failure": failure, "code": code})
 
     def fail(self, error: BaseException) -> None:
-        """Announces a failure, unless another process's failure may have caused it: that ends this process.
+        """Tells the others of a failure, unless the failure of another process may have caused it.
 
-        A user error explains itself, and so does an error that both report, such as a loss that is not finite.
+        In that case the thread exits this process. User errors, and errors of both, are always announced.
         """
         failure = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0][:_MAX_ERROR_CHARS]
         if isinstance(error, jax.errors.JaxRuntimeError):
@@ -70,7 +70,7 @@ class Peers:
         self.leave(failure, getattr(error, "exit_code", 1))
 
     def wait_for_peers(self) -> None:
-        """In process 0, waits briefly for the others: its end stops JAX's coordinator, which aborts them."""
+        """In process 0, waits briefly for the others: JAX aborts them when its coordinator stops."""
         if self._process == 0:
             self._thread.join(_GRACE + 2 * _BEAT)
 
@@ -89,29 +89,29 @@ class Peers:
                 next_beat = before + _BEAT
             readable = ready(list(self._links.values()), max(0.0, next_beat - before))
             now = time.monotonic()
-            if now - before > SILENCE / 2:  # this process itself was stopped
+            if now - before > SILENCE / 2:  # this process itself was stopped, so the silence proves nothing
                 last_seen = dict.fromkeys(self._links, now)
             for process, link in list(self._links.items()):
                 if link in readable:
                     last_seen[process] = now
                     self._read(process, link)
                 elif now - last_seen[process] > SILENCE:
-                    self._exit_without(process, f"has sent no heartbeat for {SILENCE:g} s")
+                    self._exit_after_losing(process, f"has sent no heartbeat for {SILENCE:g} s")
 
     def _read(self, process: int, link: Link) -> None:
         while (message := link.receive()) is not None:
             if "how" in message:
-                self._exit_without(**message)
-            elif "process" in message:  # it leaves, and sees by the link when this process has ended
+                self._exit_after_losing(**message)
+            elif "process" in message:  # it exits; its link stays open until this process ends
                 self._left.append(self._links.pop(process, link))
                 if message["failure"] is not None:
-                    code = message["code"] if message["code"] in (MISTAKE, WRONG) else PASSING
-                    self._exit_without(process, f"failed: {message['failure']}", _GRACE, code)
+                    code = message["code"] if message["code"] in (MISTAKE, WRONG) else TEMPORARY
+                    self._exit_after_losing(process, f"failed: {message['failure']}", _GRACE, code)
         if not link.is_open and process in self._links:
-            self._exit_without(process, "has ended without a word")
+            self._exit_after_losing(process, "has ended without a word")
 
-    def _exit_without(self, process: int, how: str, grace: float = 0.0, code: int = PASSING) -> None:
-        """Reports a lost process to all; ends this process unless it leaves within `grace` seconds."""
+    def _exit_after_losing(self, process: int, how: str, grace: float = 0.0, code: int = TEMPORARY) -> None:
+        """Tells all that a process is lost; exits this process unless it leaves within `grace` seconds."""
         if link := self._links.pop(process, None):
             link.close()
         if self._leaving.is_set():
@@ -121,31 +121,31 @@ class Peers:
         self._broadcast({"process": process, "how": how, "grace": grace, "code": code})
         if self._leaving.wait(grace):
             return
-        self._exiting.set()
+        self._must_exit.set()
         other, this = (process_name(index, self._hosts[index]) for index in (process, self._process))
-        problem = f"error: {other} {how}; {this} cannot go on with {self.activity} and ends (exit code {code})"
+        problem = f"error: {other} {how}; {this} cannot continue with {self.activity} and ends (exit code {code})"
         say(truncate(problem, _MAX_MESSAGE_CHARS))
-        os._exit(code)  # at once: when process 0 has ended, JAX aborts this process
+        os._exit(code)  # without cleanup: once process 0 has ended, JAX aborts this process
 
 
 def connect_peers(bind: str | None) -> Peers | None:
-    """Connects process 0 to each other process; returns None where they cannot connect. All processes must call it.
+    """Connects process 0 to each other process; returns None if one cannot connect. All processes must call it.
 
-    Process 0 listens at `bind`, by default on loopback if all are on one host, else at all addresses.
+    Process 0 listens at `bind`, by default on loopback if all processes are on one host, else at all addresses.
     """
     try:
         counts = Counter(device.process_index for device in jax.devices())
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
         raise LaunchError(
-            f"JAX cannot start the devices of {socket.gethostname()}: {why} (CPUs of several processes talk by Gloo, "
-            "which needs this host's name to have an address, as in /etc/hosts)"
+            f"JAX cannot start the devices of {socket.gethostname()}: {why} (on CPUs, processes communicate by "
+            "Gloo, which needs an address for this host's name, for example in /etc/hosts)"
         ) from None
     if uneven := [process for process, count in counts.items() if count != counts[0]]:
         process = uneven[0]
         raise LaunchError(
-            f"process {process} has {counts[process]} devices, and process 0 {counts[0]}: all need as many; is a "
-            "device missing on a host, JAX_NUM_CPU_DEVICES or the mesh different there, or its command refused?"
+            f"process {process} has {counts[process]} devices, and process 0 has {counts[0]}: the numbers must be "
+            "equal. Is a device missing, do JAX_NUM_CPU_DEVICES or the mesh differ, or was its command refused?"
         )
     names = host_names()
     if len(names) == 1:
@@ -165,7 +165,7 @@ def connect_peers(bind: str | None) -> Peers | None:
 
 
 def _accept(names: list[str], bind: str | None) -> dict[int, Link]:
-    """Returns process 0's links to the processes that connect in time; JAX sends them a random token."""
+    """Returns links to the processes that connect in time, with a random token that JAX sends."""
     token, links, rejected = secrets.token_hex(32), dict[int, Link](), Counter[str]()
     until = time.monotonic() + 2 * _CONNECT
 

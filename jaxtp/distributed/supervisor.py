@@ -1,7 +1,7 @@
 """Starts several processes on one machine, ends all when one fails, and restarts them if requested.
 
-Each process writes a log; process 0's output is also shown, and the last lines of a failed process. This file does not
-import JAX.
+Each process writes a log. The supervisor prints the output of process 0, and the last lines of a process that failed.
+This file does not import JAX.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from jaxtp.config.entry import MISTAKE, PASSING, WRONG, say, signal_name
+from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG, say, signal_name
 from jaxtp.distributed.environment import (
     ADDRESS,
     COUNT,
@@ -27,10 +27,10 @@ from jaxtp.distributed.environment import (
     TOKEN,
     LaunchError,
     child_environment,
+    gpu_share,
     gpus_present,
     names_of_gpus,
-    shared,
-    sharing,
+    process_counts,
 )
 from jaxtp.distributed.links import format_address, listening
 
@@ -39,7 +39,7 @@ GRACE = 15.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _LAST_LINES = 20
 _NOISE = re.compile(rb"\[Gloo\]|is connected to \d+ peer ranks")
-"""Matches log lines of Gloo, which connects CPUs. They number connections, not processes."""
+"""Matches log lines of Gloo, JAX's collectives on CPUs; they count connections, and mislead."""
 _END_WITH_PARENT = """
 import ctypes, os, signal, sys
 try:
@@ -48,10 +48,10 @@ except (AttributeError, OSError):
     pass
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
-"""Runs another program that gets SIGTERM when the supervisor ends (PR_SET_PDEATHSIG of Linux)."""
+"""Runs a program that receives SIGTERM when the supervisor ends (PR_SET_PDEATHSIG of Linux)."""
 _POLL = 0.05
 _CAUSE_SECONDS = 1.0
-"""Seconds to wait for the process that failed first, if one ends because another is lost."""
+"""A process that lost another may exit before the process that caused it: seconds to wait for the cause."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Group:
     count: int
 
     arguments: Sequence[str]
-    """Arguments of Python, such as -m jaxtp.train."""
+    """Arguments for Python, such as -m jaxtp.train."""
 
     logs: Path
     """Folder of the logs."""
@@ -73,19 +73,19 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.devices is None and len(self.gpus) % self.count:
-            able = sharing(len(self.gpus))
+            able = process_counts(len(self.gpus))
             raise LaunchError(f"--processes {self.count}: {len(self.gpus)} GPUs can be divided among {able} processes")
 
     @property
     def environments(self) -> list[dict[str, str]]:
-        """The devices of each process, as variables."""
+        """Environment variables that give each process its devices."""
         if self.devices is not None:
             return [{"JAX_NUM_CPU_DEVICES": str(self.devices), "JAX_PLATFORMS": "cpu"}] * self.count
-        shares = (",".join(shared(self.gpus, self.count, index)) for index in range(self.count))
+        shares = (",".join(gpu_share(self.gpus, self.count, index)) for index in range(self.count))
         return [{"CUDA_VISIBLE_DEVICES": share} if share else {} for share in shares]
 
     def shrunk_to_visible_gpus(self) -> "Group | None":
-        """Returns the group to restart, with fewer processes if GPUs are gone; None without GPUs."""
+        """Returns the group to restart, with fewer processes if GPUs have disappeared; None if all have."""
         if self.devices is not None or not self.gpus:
             return self
         gpus = names_of_gpus(gpus_present())
@@ -98,32 +98,32 @@ class Group:
 
 
 def supervise(group: Group, *, restarts: int = 0) -> int:
-    """Runs processes until all succeed or one fails; returns the first failure's exit code, else 0.
+    """Runs processes until all succeed or one fails; returns the exit code of the first that failed, else 0.
 
-    The code is 128 + N after signal N. Restarts failures at most `restarts` times, except user errors, wrong numbers,
-    and after a signal to the supervisor.
+    The code is 128 + N after signal N. A failure restarts all processes, at most `restarts` times, except after a user
+    error, wrong numbers, or a signal to the supervisor.
     """
     group.logs.mkdir(parents=True, exist_ok=True)
     with _locked(group.logs):
-        for turn in range(1, restarts + 2):
+        for attempt in range(1, restarts + 2):
             say(f"logs: {group.log(0)}" + (f" to {group.log(group.count - 1).name}" if group.count > 1 else ""))
-            failure, is_stopped = _run(group, again=turn > 1)
+            failure, is_stopped = _run(group, is_restart=attempt > 1)
             if failure is None:
                 return 0
             index, code = failure
             how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
             log = group.log(index)
             say(f"process {index} {how}; " + (f"the end of {log}:" if index else f"see {log}"))
-            if index and (tail := _tail(log)):  # the output of process 0 is shown already
+            if index and (tail := _tail(log)):  # the output of process 0 was printed
                 say(tail)
-            if turn > restarts or is_stopped or code in (MISTAKE, WRONG):  # it would fail again
+            if attempt > restarts or is_stopped or code in (MISTAKE, WRONG):  # it would fail again
                 break
             left = group.shrunk_to_visible_gpus()
             if left is None:
-                say("no GPU is left: nothing is started again")
+                say("no GPU is left: no restart")
                 break
             count = "all" if left.count == group.count else f"only {left.count}"
-            say(f"{count} are started again (restart {turn} of {restarts})")
+            say(f"restarts {count} processes (restart {attempt} of {restarts})")
             group = left
     return 128 - code if code < 0 else code
 
@@ -134,13 +134,13 @@ def _locked(logs: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LaunchError(f"--logs {logs}: the processes of another start write there; name another") from None
+            raise LaunchError(f"--logs {logs}: another jaxtp launch writes there; name another folder") from None
         except OSError:
             pass  # a file system without locks
         yield
 
 
-def _run(group: Group, *, again: bool) -> tuple[tuple[int, int] | None, bool]:
+def _run(group: Group, *, is_restart: bool) -> tuple[tuple[int, int] | None, bool]:
     """Runs the processes until all succeed or one fails, then ends the others.
 
     Returns:
@@ -152,26 +152,26 @@ def _run(group: Group, *, again: bool) -> tuple[tuple[int, int] | None, bool]:
 
     def forward(number: int, _: FrameType | None) -> None:
         signals.append(number)
-        _send(processes, number)
+        _signal_all(processes, number)
 
     with ExitStack() as stack:
         for number in _FORWARDED:
-            if (before := signal.getsignal(number)) != signal.SIG_IGN:  # as SIGHUP under nohup
+            if (before := signal.getsignal(number)) != signal.SIG_IGN:  # SIGHUP is ignored under nohup
                 signal.signal(number, forward)
                 stack.callback(signal.signal, number, before)
         log = group.log(0)
-        log.open("ab" if again else "wb").close()
+        log.open("ab" if is_restart else "wb").close()
         shown = stack.enter_context(log.open("rb"))
         shown.seek(0, os.SEEK_END)
-        stack.callback(_show, shown)
-        stack.callback(_end, processes)
-        for process in _started(group, again=again):
-            processes.append(process)  # at once: an error or signal ends it
+        stack.callback(_print_new, shown)
+        stack.callback(_terminate, processes)
+        for process in _start_all(group, is_restart=is_restart):
+            processes.append(process)  # before the next start, so that an error or signal ends it
         failure = _first_failure(processes, shown)
     return failure, bool(signals)
 
 
-def _started(group: Group, *, again: bool) -> Iterator[subprocess.Popen[bytes]]:
+def _start_all(group: Group, *, is_restart: bool) -> Iterator[subprocess.Popen[bytes]]:
     cluster = {}
     if group.count > 1:
         with listening("127.0.0.1") as server:
@@ -179,7 +179,7 @@ def _started(group: Group, *, again: bool) -> Iterator[subprocess.Popen[bytes]]:
         cluster = {ADDRESS: address, COUNT: str(group.count), TOKEN: secrets.token_hex(32)}
     for index, variables in enumerate(group.environments):
         process = {PROCESS: str(index)} if cluster else {}
-        with group.log(index).open("ab" if again or index == 0 else "wb") as log:
+        with group.log(index).open("ab" if is_restart or index == 0 else "wb") as log:
             yield subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *group.arguments],
                 env=child_environment(**cluster, **process, **variables, PYTHONUNBUFFERED="1"),
@@ -193,10 +193,10 @@ def _started(group: Group, *, again: bool) -> Iterator[subprocess.Popen[bytes]]:
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]], shown: BinaryIO) -> tuple[int, int] | None:
     waited = 0.0
     while True:
-        _show(shown)
+        _print_new(shown)
         codes = [process.poll() for process in processes]
         failed = [(index, code) for index, code in enumerate(codes) if code]
-        causes = [each for each in failed if each[1] != PASSING]  # the others lost one of these
+        causes = [each for each in failed if each[1] != TEMPORARY]  # the others exited because they lost one of these
         if causes or waited > _CAUSE_SECONDS:
             return (causes or failed)[0]
         if all(code == 0 for code in codes):
@@ -205,10 +205,10 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]], shown: BinaryIO
         time.sleep(_POLL)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Sends SIGTERM to all, then SIGKILL to their process groups."""
+def _terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Sends SIGTERM to all process groups, and SIGKILL after `GRACE` seconds."""
     until = time.monotonic() + GRACE
-    _send(processes, signal.SIGTERM)
+    _signal_all(processes, signal.SIGTERM)
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
         time.sleep(_POLL)
     for process in processes:
@@ -216,13 +216,13 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+def _signal_all(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in processes:
         if process.poll() is None:
             _kill(process, number)
 
 
-def _show(log: BinaryIO) -> None:
+def _print_new(log: BinaryIO) -> None:
     while line := log.readline():
         if not _NOISE.search(line):
             encoding = sys.stdout.encoding or "utf-8"

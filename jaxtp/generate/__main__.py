@@ -113,7 +113,7 @@ COMMAND = Command(
     program=PROGRAM,
     schema=GenerateConfig,
     description=DESCRIPTION,
-    first=(*SHOWN_FIRST, *(f"sampling.{name}" for name in _SAMPLING)),
+    short_help=(*SHOWN_FIRST, *(f"sampling.{name}" for name in _SAMPLING)),
 )
 
 

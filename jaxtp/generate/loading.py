@@ -42,7 +42,7 @@ from jaxtp.data.tokenizer_files import (
     special_tokens,
 )
 from jaxtp.distributed.devices import build_mesh, request_virtual_devices
-from jaxtp.distributed.environment import keep_programs
+from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.hf import peft
 from jaxtp.hf.config_json import dtype_of, stored_dtype
 from jaxtp.hf.load import Progress, import_config, load_folder
@@ -162,7 +162,7 @@ class ModelSource:
 def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
     """Loads the weights; prints the model's name and size, and the mesh."""
     device = mesh.devices.flat[0]
-    keep_programs(device.platform)
+    enable_compilation_cache(device.platform)
     model = source.load(mesh)
     size, kind = logical_size(nnx.state(model)), "CPU device" if device.platform == "cpu" else device.device_kind
     print_status(

@@ -54,7 +54,7 @@ COMMAND = Command(
     program=PROGRAM,
     schema=RunCommand,
     description=DESCRIPTION,
-    first=("json", "plot", *in_short_help(TrainConfig)),
+    short_help=("json", "plot", *in_short_help(TrainConfig)),
     printed=training_of,
 )
 INTERRUPTED = "interrupted; the same command resumes from the newest checkpoint, if there is one"

@@ -25,7 +25,7 @@ from jaxtp.distributed.agreement import (
     process_name,
     raise_everywhere,
 )
-from jaxtp.distributed.environment import gpus_present, names_of_gpus, sharing
+from jaxtp.distributed.environment import gpus_present, names_of_gpus, process_counts
 from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.train import run_folder
 from jaxtp.train.config import TrainConfig
@@ -129,7 +129,7 @@ def check_gpus(records: Sequence[Record]) -> None:
         which = f" (not {', '.join(idle)})" if idle else ""
         raise ConfigError(
             f"{host} has {total} visible GPUs, and its {len(here)} processes drive {driven} of them{which}: start "
-            f"{sharing(total)} processes there, or hide the others by CUDA_VISIBLE_DEVICES"
+            f"{process_counts(total)} processes there, or hide the others by CUDA_VISIBLE_DEVICES"
         )
 
 

@@ -17,7 +17,7 @@ from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
-from jaxtp.distributed.environment import keep_programs
+from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.mesh import describe_mesh, mesh_sizes, platform_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
@@ -96,7 +96,7 @@ def make_run(
         if not parts.is_decoder and source.path is not None:
             raise ConfigError(f"{source.path} has weights of a decoder, and the run has another model")
         mesh = open_mesh(config, decoder=parts.is_decoder)
-        keep_programs(mesh.devices.flat[0].platform)
+        enable_compilation_cache(mesh.devices.flat[0].platform)
         check_installed(config.metrics.trackers)
         data = parts.data or load_data(config, source)
         config, _ = with_steps(config, data)

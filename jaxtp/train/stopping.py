@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.config.entry import PASSING, Interrupt
+from jaxtp.config.entry import TEMPORARY, Interrupt
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import AXES
 
@@ -78,7 +78,7 @@ class Watchdog:
 
     Args:
       seconds: time without `feed` before it prints the stacks of all Python threads, once per stall; 0 never.
-      abort_seconds: time before it ends the process with exit code `PASSING`; 0 never.
+      abort_seconds: time before it ends the process with exit code `TEMPORARY`; 0 never.
     """
 
     def __init__(self, seconds: float, abort_seconds: float = 0.0):
@@ -109,7 +109,7 @@ class Watchdog:
                 _show(f"no step for {limit}: the process ends; it waited on:")
                 # Neither an exception nor a normal exit ends a process stuck in a collective. `jaxtp launch` then ends
                 # the others.
-                os._exit(PASSING)
+                os._exit(TEMPORARY)
             if stalled > self._seconds and fed != printed:
                 printed = fed
                 _show(f"no step for {self._seconds:g} s (train.stall_seconds); the run waits on:")

@@ -1,8 +1,8 @@
-"""An encoder-decoder transformer (arXiv 1706.03762), as one writes it for one device; nothing here knows of a mesh.
+"""An encoder-decoder transformer (arXiv 1706.03762), written for one device, without a mesh.
 
     python scripts/examples/encoder_decoder.py --mesh fsdp=2,tp=4
 
-It learns to read a sequence of symbols backwards. The plan is in `encoder_decoder_plan.py`, the training loop in
+It learns to reverse a sequence of symbols. The plan is in `encoder_decoder_plan.py`, the training loop in
 `train.py`.
 """
 
@@ -80,7 +80,7 @@ class DecoderBlock(nnx.Module):
 
 
 class EncoderDecoder(nnx.Module):
-    """Source ids `[B, S]` and target ids `[B, T]` to the logits `[B, T, V]` of each target's successor."""
+    """Maps source ids `[B, S]` and target ids `[B, T]` to next-token logits `[B, T, V]`."""
 
     def __init__(self, width: int = 32, num_heads: int = 8, depth: int = 2, *, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(VOCABULARY, width, rngs=rngs)
@@ -115,7 +115,7 @@ def loss(model: EncoderDecoder, source: Array, target: Array) -> Array:
 
 
 def batch(random: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Source and target `[size, 8]` int32: the target is the source from its end."""
+    """Returns source and target `[size, 8]` int32: the target is the reversed source."""
     source = random.integers(1, VOCABULARY, size=(size, LENGTH), dtype=np.int32)
     return source, source[:, ::-1]
 

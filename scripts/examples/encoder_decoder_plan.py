@@ -1,7 +1,7 @@
-"""How `encoder_decoder.py` is split: as Megatron-LM does it (arXiv 1909.08053), vocabulary included.
+"""Splits `encoder_decoder.py` as Megatron-LM does (arXiv 1909.08053), vocabulary included.
 
-Query, key and value of self-attention read one array, the norm's; it is shared where it is made. The keys and values of
-all cross-attentions read the encoder's output: one reduction of its gradient does for the whole decoder.
+Query, key and value of self-attention read the norm's output, and all cross-attentions read the encoder's output.
+`SHARED` reduces the gradient of each of these arrays once, instead of once per reader.
 """
 
 from jaxtp import Colwise, PrepareOutput, Replicate, Rowwise

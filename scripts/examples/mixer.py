@@ -1,8 +1,8 @@
-"""An MLP-mixer (arXiv 2105.01601), as one writes it for one device; nothing here knows of a mesh.
+"""An MLP-mixer (arXiv 2105.01601), written for one device, without a mesh.
 
     python scripts/examples/mixer.py --mesh fsdp=2,tp=4
 
-The same textures as in `vit.py`, cut into patches on the host. The plan is in `mixer_plan.py`, the training loop in
+It classifies the textures of `vit.py`, as patches from the host. The plan is in `mixer_plan.py`, the training loop in
 `train.py`.
 """
 
@@ -41,7 +41,7 @@ class Block(nnx.Module):
 
 
 class Mixer(nnx.Module):
-    """Patches `[B, 16, 16]` to logits `[B, 8]`."""
+    """Maps patches `[B, 16, 16]` to logits `[B, 8]`."""
 
     def __init__(self, width: int = 32, depth: int = 2, *, rngs: nnx.Rngs):
         self.patches = nnx.Linear(PIXELS, width, rngs=rngs)
@@ -65,7 +65,7 @@ def loss(model: Mixer, patches: Array, labels: Array) -> Array:
 
 
 def batch(random: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Patches `[size, 16, 16]` (tokens, pixels) float32, labels `[size]` int32."""
+    """Returns patches `[size, 16, 16]` (tokens, pixels) float32, and labels `[size]` int32."""
     images, labels = vit.batch(random, size)
     side = vit.IMAGE // vit.PATCH
     cut = images.reshape(size, side, vit.PATCH, side, vit.PATCH).swapaxes(2, 3)

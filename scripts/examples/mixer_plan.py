@@ -1,6 +1,6 @@
-"""How `mixer.py` is split: both MLPs by their hidden features.
+"""Splits both MLPs of `mixer.py` by their hidden features.
 
-The one that mixes tokens multiplies the transposed array: its features are the tokens, and the plan is the same.
+The token-mixing MLP reads the transposed array, so its features are the tokens, and its plan is the same.
 """
 
 from jaxtp import Colwise, Rowwise

@@ -1,9 +1,9 @@
-"""A recurrent classifier, as one writes it for one device; nothing here knows of a mesh.
+"""A recurrent classifier, written for one device, without a mesh.
 
     python scripts/examples/recurrent.py --mesh fsdp=2,tp=4
 
-Which of four waveforms is it? Its plan, in `recurrent_plan.py`, says what of a recurrent model can be split and what
-cannot. The training loop is in `train.py`.
+It classifies four waveforms. The plan, in `recurrent_plan.py`, explains which parts of a recurrent model can be split.
+The training loop is in `train.py`.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ STEPS, CLASSES = 16, 4
 
 
 class Recurrent(nnx.Module):
-    """Samples `[B, T, 1]` to logits `[B, 4]`: an LSTM over time, and an MLP on its last output."""
+    """Maps samples `[B, T, 1]` to logits `[B, 4]` with an LSTM, and an MLP on its last output."""
 
     def __init__(self, width: int = 32, *, rngs: nnx.Rngs):
         self.embedding = nnx.Linear(1, width, rngs=rngs)
@@ -37,7 +37,7 @@ def loss(model: Recurrent, samples: Array, labels: Array) -> Array:
 
 
 def batch(random: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples `[size, 16, 1]` float32, labels `[size]` int32: sine, square, triangle, sawtooth of random phase."""
+    """Returns samples `[size, 16, 1]` float32, labels `[size]` int32: sine, square, triangle or sawtooth waves."""
     labels = random.integers(CLASSES, size=size, dtype=np.int32)
     turns = (np.arange(STEPS) / 8 + random.uniform(size=(size, 1))) % 1
     sine = np.sin(2 * np.pi * turns)

@@ -23,7 +23,7 @@ def train(
     steps: int,
     batch_size: int = 64,
 ) -> list[float]:
-    """Trains by AdamW and gives the loss of each step."""
+    """Trains with AdamW and returns the loss of each step."""
     losses, random = [], np.random.default_rng(0)
     with jax.set_mesh(mesh):
         model = jaxtp.parallelize(build, plan)
@@ -43,11 +43,11 @@ def train(
 
 
 def main(build: Any, loss: Any, batch: Any, plan: Any, argv: list[str] | None = None) -> None:
-    """The command of an example."""
+    """Runs the command of an example."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mesh", default="fsdp=2,tp=4", help="devices along dp, fsdp, cp, tp; virtual ones on a CPU")
+    parser.add_argument("--mesh", default="fsdp=2,tp=4", help="sizes of dp, fsdp, cp, tp")
     parser.add_argument("--steps", type=int, default=60, help="1 or more")
-    parser.add_argument("--propose", action="store_true", help="print and use the plan that jaxtp proposes")
+    parser.add_argument("--propose", action="store_true", help="print and use the plan from jaxtp.propose_plan")
     arguments = parser.parse_args(argv)
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: should be 1 or more")

@@ -1,9 +1,9 @@
-"""A vision transformer (arXiv 2010.11929), as one writes it for one device; nothing here knows of a mesh.
+"""A vision transformer (arXiv 2010.11929), written for one device, without a mesh.
 
     python scripts/examples/vit.py --mesh fsdp=2,tp=4
 
-Which of eight textures is it? Images are drawn with random phase and noise. The plan is in `vit_plan.py`, the
-training loop in `train.py`.
+It classifies eight textures with random phase and noise. The plan is in `vit_plan.py`, the training loop in
+`train.py`.
 """
 
 import jax
@@ -32,7 +32,7 @@ class Block(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    """Images `[B, 16, 16, 1]` to logits `[B, 8]`."""
+    """Maps images `[B, 16, 16, 1]` to logits `[B, 8]`."""
 
     def __init__(self, width: int = 32, num_heads: int = 8, depth: int = 2, *, rngs: nnx.Rngs):
         self.patches = nnx.Conv(1, width, (PATCH, PATCH), strides=(PATCH, PATCH), rngs=rngs)
@@ -58,7 +58,7 @@ def loss(model: VisionTransformer, images: Array, labels: Array) -> Array:
 
 
 def batch(random: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Images `[size, 16, 16, 1]` float32, labels `[size]` int32: the direction and the fineness of a wave."""
+    """Returns images `[size, 16, 16, 1]` float32, labels `[size]` int32: direction and frequency of a wave."""
     labels = random.integers(CLASSES, size=size, dtype=np.int32)
     directions = np.array([(1, 0), (0, 1), (1, 1), (1, -1)], np.float32)[labels % 4]
     waves = directions * np.where(labels < 4, 0.8, 1.6)[:, None]

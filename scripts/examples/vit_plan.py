@@ -1,7 +1,7 @@
-"""How `vit.py` is split: attention by heads, the MLP by its hidden features; one all-reduce after each and one before.
+"""Splits `vit.py`: attention by heads, the MLP by hidden features. Each has one all-reduce forward, and one backward.
 
-The patch convolution stays whole: what it makes is normalised at once, so `Colwise(output_layouts=Replicate())` would
-save a part of a small kernel for an all-gather of every image.
+The patch convolution stays whole. A norm reads its output at once, so `Colwise(output_layouts=Replicate())` would save
+part of a small kernel, and cost an all-gather of each image.
 """
 
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise

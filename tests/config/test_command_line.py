@@ -66,8 +66,8 @@ def test_help_fits_a_terminal_and_says_where_the_rest_is(program, terminal, caps
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 100
     assert lines[0].startswith(f"usage: {program} ")
-    assert all(f"--{setting}" in short for setting in ("help", "json") if setting == "help" or command.first)
-    if command.first:
+    assert all(f"--{setting}" in short for setting in ("help", "json") if setting == "help" or command.short_help)
+    if command.short_help:
         everything = printed(command, "--help-all", capsys=capsys)
         assert "--help-all" in short
         named = set(re.findall(r"--[a-z][\w.-]+", short)) - {"--help-all"}
@@ -79,7 +79,7 @@ def test_help_fits_a_terminal_and_says_where_the_rest_is(program, terminal, caps
 def test_no_setting_is_named_that_is_not_there(program):
     """A name of `first` or `without` that no field has any more would show or refuse nothing."""
     command = COMMANDS[program]
-    for name in (*command.first, *command.without):
+    for name in (*command.short_help, *command.ignored):
         schema = command.schema
         for key in name.split("."):
             schema = schema.__dataclass_fields__[key].default if isinstance(schema, type) else getattr(schema, key)
@@ -403,7 +403,7 @@ class Small:
     """Is quick."""
 
 
-SMALL = Command(program="jaxtp small", schema=Small, description="Does little.\n\njaxtp small --fast", first=("word",))
+SMALL = Command(program="jaxtp small", schema=Small, description="Example.\n\njaxtp small --fast", short_help=("word",))
 
 
 @pytest.mark.parametrize("flags", ["--help", "--help-all", "--help inner", "b --word x --inner.size 6 --print-config"])

@@ -100,8 +100,8 @@ def test_scientific_notation_without_a_point_is_a_number(tmp_path):
             "data: {path: 'hf:org/squad:train'}",
             "jaxtp prepare hf:org/squad:train --out data/squad makes a dataset of it",
         ),
-        ("data: {mixture: {'hf:a:b': 1}}", "jaxtp prepare hf:a:b --out data/a makes a dataset of it; then give data/a"),
-        ("data: {validation: 'hf:a:b'}", "jaxtp prepare hf:a:b --out data/a makes a dataset of it; then give data/a"),
+        ("data: {mixture: {'hf:a:b': 1}}", "jaxtp prepare hf:a:b --out data/a makes a dataset of it; then use data/a"),
+        ("data: {validation: 'hf:a:b'}", "jaxtp prepare hf:a:b --out data/a makes a dataset of it; then use data/a"),
     ],
 )
 def test_bad_yaml(tmp_path, text, message):

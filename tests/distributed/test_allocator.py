@@ -100,7 +100,7 @@ def test_platform_is_refused_where_jax_takes_its_default_for_it(gpu, monkeypatch
     ("allocator", "peak", "fraction", "said"),
     [
         ("default", 80, 0.75, None),
-        ("default", 95, 0.75, "5.0 GB to spare, and 10.0 are advisable"),
+        ("default", 95, 0.75, "5.0 GB to spare; 10.0 are advisable"),
         ("default", 101, 0.75, None),  # it does not fit, which is said elsewhere
         ("platform", 95, 0.75, None),
         ("cuda_async", 95, 0.85, None),
@@ -126,6 +126,6 @@ def test_a_step_may_outgrow_the_pool_of_cuda_async_but_not_what_stays_outside():
 
 def test_an_error_for_lack_of_memory_says_what_may_help():
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 15354000000 bytes.")
-    assert "memory is in pieces: --launch.allocator cuda_async" in describe_out_of_memory(error, "default")
+    assert "memory is fragmented: --launch.allocator cuda_async" in describe_out_of_memory(error, "default")
     assert SMALLER_STEP in describe_out_of_memory(error, "cuda_async")
     assert describe_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: no such kernel"), "default") is None

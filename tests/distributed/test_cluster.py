@@ -93,7 +93,7 @@ def test_what_the_files_say_fits_together():
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [entry.MISTAKE, entry.WRONG]
     assert rule["onExitCodes"]["containerName"] == container["name"]
-    assert f"--train.stopped-exit-code={entry.PASSING}" in container["args"]
+    assert f"--train.stopped-exit-code={entry.TEMPORARY}" in container["args"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
 

@@ -64,7 +64,7 @@ def kept(tmp_path, monkeypatch):
 
 def test_programs_for_gpus_are_kept_and_damage_to_them_is_compiled_anew(kept, capsys):
     compute = lambda: np.asarray(jax.jit(lambda x: 3 * x + 1)(np.arange(4.0, dtype=np.float32)))
-    launch.keep_programs("gpu")
+    launch.enable_compilation_cache("gpu")
     np.testing.assert_array_equal(compute(), [1, 4, 7, 10])
     (program,) = kept.glob("jit__lambda*-cache")
     np.testing.assert_array_equal(compute(), [1, 4, 7, 10])
@@ -81,7 +81,7 @@ def test_programs_of_cpus_and_of_several_processes_are_not_kept_nor_where_jax_is
 ):
     jax.config.update("jax_compilation_cache_dir", asked)
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    launch.keep_programs(platform)
+    launch.enable_compilation_cache(platform)
     assert jax.config.jax_compilation_cache_dir == asked
     assert jax.config.jax_enable_compilation_cache
     assert not kept.exists()
@@ -89,7 +89,7 @@ def test_programs_of_cpus_and_of_several_processes_are_not_kept_nor_where_jax_is
 
 def test_an_empty_folder_turns_the_cache_off(kept):
     jax.config.update("jax_compilation_cache_dir", "")
-    launch.keep_programs("gpu")
+    launch.enable_compilation_cache("gpu")
     assert not jax.config.jax_enable_compilation_cache
     assert not kept.exists()
 
@@ -101,9 +101,9 @@ def test_a_folder_of_programs_that_cannot_be_used_is_one_line(kept, how, capsys)
     else:
         kept.mkdir(parents=True)
         kept.chmod(0o777)
-    launch.keep_programs("gpu")
+    launch.enable_compilation_cache("gpu")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("compiled programs are not kept for the next run: [Errno ")
+    assert line.startswith("the compilation cache is off: [Errno ")
     assert str(kept) in line
     assert jax.config.jax_compilation_cache_dir is None
 
@@ -113,7 +113,7 @@ def test_the_programs_that_were_used_last_are_kept(tmp_path):
     for age, name in itertools.product(range(4), "ab"):
         (tmp_path / f"{name}{age}").write_bytes(b"x" * 10)
         os.utime(tmp_path / f"{name}{age}", (1e9 - age, 1e9 - age))
-    launch.forget_oldest(tmp_path, most=45)
+    launch.evict_oldest(tmp_path, most=45)
     assert {path.name for path in tmp_path.iterdir()} == {"a0", "b0", "a1", "b1", "gone"}
 
 
@@ -128,7 +128,7 @@ def test_the_programs_that_were_used_last_are_kept(tmp_path):
 def test_commands_that_compute_keep_their_programs(module, main, flags, monkeypatch):
     """Each is stopped by a mistake, which comes after its devices are known and before anything is compiled."""
     asked = []
-    monkeypatch.setattr(module, "keep_programs", asked.append)
+    monkeypatch.setattr(module, "enable_compilation_cache", asked.append)
     source = SimpleNamespace(
         config=jaxtp.ModelConfig(), load=_refuse, tokenizer=ByteTokenizer(), prefix=(), context=None
     )

@@ -64,7 +64,7 @@ def alone(monkeypatch):
 @pytest.fixture
 def joined(alone, monkeypatch):
     calls = []
-    monkeypatch.setattr(joining, "meet", lambda *_: None)
+    monkeypatch.setattr(joining, "rendezvous", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((*args, kwargs)))
     return calls
 
@@ -183,7 +183,7 @@ def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
     said = threading.Event()
     say = joining.Wait.print
     monkeypatch.setattr(joining, "_CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(joining, "PATIENCE", 0.1)
+    monkeypatch.setattr(joining, "LONG_WAIT", 0.1)
     monkeypatch.setattr(
         joining.Wait, "print", lambda self, text: (say(self, text), "waiting for all" in text and said.set())
     )
@@ -226,7 +226,7 @@ def test_others_that_do_not_come_are_an_error(error, message, alone, monkeypatch
     def initialize(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(joining, "meet", lambda *_: None)
+    monkeypatch.setattr(joining, "rendezvous", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     with pytest.raises(LaunchError, match=message):
         join_processes(BY_HAND)

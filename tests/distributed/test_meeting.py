@@ -11,7 +11,7 @@ from runs import free_address
 
 from jaxtp.distributed import joining, links
 from jaxtp.distributed.environment import LaunchError
-from jaxtp.distributed.joining import Wait, meet
+from jaxtp.distributed.joining import Wait, rendezvous
 from jaxtp.distributed.links import connect
 
 TOKEN = "the token"
@@ -19,7 +19,7 @@ STRANGER = b'{"process": 1, "count": 99, "host": "x"}\n'
 
 
 def come(port, process, count, seconds, token=TOKEN, host="127.0.0.1"):
-    meet(Wait(process, count, (host, port), seconds), host, token)
+    rendezvous(Wait(process, count, (host, port), seconds), host, token)
 
 
 def say_hello(port, token=TOKEN, **hello):
@@ -88,7 +88,7 @@ def test_one_that_is_missing_is_named_to_all():
             [(0, 3), (1, 3), (1, 3)],
             "two processes have the id 1, one on {host} and one on {host}: set JAX_PROCESS_ID to 0 to 2, each once",
         ),
-        ([(0, 3), (1, 4)], "process 1 (on {host}) expects 4 processes, and process 0 3"),
+        ([(0, 3), (1, 4)], "process 1 (on {host}) expects 4 processes, but process 0 expects 3"),
     ],
 )
 def test_ids_and_counts_that_cannot_be_end_all_at_once(places, said):
@@ -110,7 +110,7 @@ def test_one_that_went_away_may_come_again():
 
 def test_what_others_say_of_themselves_stays_on_one_line():
     (error,) = meeting([(0, 2)], before=[{"process": 1, "count": 3, "host": "a\nerror: \x1b[31mb"}])
-    assert error == r"process 1 (on a\nerror: \x1b[31mb) expects 3 processes, and process 0 2"
+    assert error == r"process 1 (on a\nerror: \x1b[31mb) expects 3 processes, but process 0 expects 2"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_strangers_hold_up_nobody(monkeypatch):
 
 
 def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
-    monkeypatch.setattr(joining, "PATIENCE", 0.1)
+    monkeypatch.setattr(joining, "LONG_WAIT", 0.1)
     began = time.monotonic()
     with pytest.raises(LaunchError, match="nothing answers there after 1 s: process 0 has to run on that host"):
         come(int(free_address().rpartition(":")[2]), 1, 2, 1)
@@ -207,7 +207,7 @@ def test_without_the_token_nobody_is_believed(capsys):
         thread.join(20)
     dropped = r"did not come within 2 s.*; dropped \d+ connections that did not prove the token of this run \(the same "
     assert re.search(f"process 1 of 2 {dropped}command line on all hosts, or JAXTP_TOKEN\\), from 127.0.0.1$", ends[0])
-    assert "what answers there does not prove the token of this run" in ends[1]
+    assert "the program that answers there does not prove the token of this run" in ends[1]
     assert capsys.readouterr().err.count("does not prove the token of this run") == 1
 
 

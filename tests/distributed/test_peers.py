@@ -14,7 +14,7 @@ import pytest
 from runs import free_address
 from support import sweep
 
-from jaxtp.config.entry import MISTAKE, PASSING, WRONG
+from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG
 from jaxtp.distributed import agreement, peers
 from jaxtp.distributed.environment import LaunchError
 from jaxtp.distributed.links import Link
@@ -68,12 +68,12 @@ def test_a_process_that_ends_is_named_to_all(process, capsys):
     watched, others, codes = process(0)
     others[2].close()
     told = message(others[1])
-    assert told == {"process": 2, "how": "has ended without a word", "grace": 0.0, "code": PASSING}
+    assert told == {"process": 2, "how": "has ended without a word", "grace": 0.0, "code": TEMPORARY}
     watched._thread.join(10)
-    assert codes == [PASSING]
+    assert codes == [TEMPORARY]
     assert capsys.readouterr().err == (
-        "error: process 2 (on n2) has ended without a word; process 0 (on n0) cannot go on with step 7 and ends (exit "
-        "code 75)\n"
+        "error: process 2 (on n2) has ended without a word; process 0 (on n0) cannot continue with step 7 and ends "
+        "(exit code 75)\n"
     )
 
 
@@ -81,9 +81,9 @@ def test_what_process_0_learns_ends_the_others_too(process, capsys):
     watched, others, codes = process(1)
     others[0].send({"process": 2, "how": "has ended without a word", "grace": 0.0})
     watched._thread.join(10)
-    assert codes == [PASSING]
+    assert codes == [TEMPORARY]
     assert (
-        "process 2 (on n2) has ended without a word; process 1 (on n1) cannot go on with step 7"
+        "process 2 (on n2) has ended without a word; process 1 (on n1) cannot continue with step 7"
         in capsys.readouterr().err
     )
 
@@ -99,11 +99,11 @@ def test_one_that_is_silent_is_lost(me, process, monkeypatch, capsys):
             if other != silent:
                 connection.send({})
         time.sleep(0.05)
-    assert codes == [PASSING]
+    assert codes == [TEMPORARY]
     assert f"process {silent} (on n{silent}) has sent no heartbeat for 2 s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("said", "code"), [(MISTAKE, MISTAKE), (WRONG, WRONG), (1, PASSING), (PASSING, PASSING)])
+@pytest.mark.parametrize(("said", "code"), [(MISTAKE, MISTAKE), (WRONG, WRONG), (1, TEMPORARY), (TEMPORARY, TEMPORARY)])
 def test_after_the_failure_of_another_a_process_ends_for_its_reason(said, code, process, capsys):
     watched, others, codes = process(0)
     why = "TokenError: token 9 " + "ü" * 1000
@@ -143,7 +143,7 @@ def test_what_is_no_message_counts_as_its_end(data, process, capsys):
     others[1]._socket.setblocking(True)
     others[1]._socket.sendall(data)
     watched._thread.join(10)
-    assert codes == [PASSING]
+    assert codes == [TEMPORARY]
 
 
 def test_signs_of_life_come_by_the_clock(process, monkeypatch):
@@ -167,7 +167,7 @@ def test_an_error_that_follows_from_the_end_of_another_is_not_this_ones(process,
     others[1].send({"process": 1, "failure": "NonFiniteError: step 3", "code": 1})
     assert message(others[2])
     agreement.report_failure(FloatingPointError("step 4"))
-    assert codes == [PASSING]
+    assert codes == [TEMPORARY]
 
     monkeypatch.setattr(peers, "_GRACE", 60)
     watched, others, codes = process(0)
@@ -184,7 +184,7 @@ def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
     devices = [SimpleNamespace(process_index=process) for process in (0, 0, 1, 1, 2)]
     monkeypatch.setattr(agreement, "is_multiprocess", lambda: True)
     monkeypatch.setattr(peers.jax, "devices", lambda: devices)
-    with pytest.raises(LaunchError, match="process 2 has 1 devices, and process 0 2: all need as many"):
+    with pytest.raises(LaunchError, match="process 2 has 1 devices, and process 0 has 2: the numbers must be equal"):
         agreement.watch()
 
 
@@ -222,7 +222,7 @@ def test_what_another_says_stays_on_one_line(process, capsys):
     watched, others, codes = process(0)
     others[1].send({"process": 1, "failure": "a\nerror: \x1b[31mb", "code": 1})
     watched._thread.join(10)
-    assert codes == [PASSING]
+    assert codes == [TEMPORARY]
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -261,14 +261,14 @@ sys.exit(agreement.run_and_report(lambda: entry.attempt("program", act)))
         (
             "nobody",
             signal.SIGKILL,
-            [PASSING, -signal.SIGKILL, PASSING],
+            [TEMPORARY, -signal.SIGKILL, TEMPORARY],
             "process 1 (on {host}) has ended without a word",
         ),
-        ("nobody", signal.SIGSTOP, [PASSING, None, PASSING], "process 1 (on {host}) has sent no heartbeat for 4 s"),
-        ("1", None, [PASSING, 1, PASSING], "process 1 (on {host}) failed: RuntimeError: the disk is gone"),
-        ("0", None, [1, PASSING, PASSING], "process 0 (on {host}) failed: RuntimeError: the disk is gone"),
+        ("nobody", signal.SIGSTOP, [TEMPORARY, None, TEMPORARY], "process 1 (on {host}) has sent no heartbeat for 4 s"),
+        ("1", None, [TEMPORARY, 1, TEMPORARY], "process 1 (on {host}) failed: RuntimeError: the disk is gone"),
+        ("0", None, [1, TEMPORARY, TEMPORARY], "process 0 (on {host}) failed: RuntimeError: the disk is gone"),
         ("mistake", None, [2, 2, 2], "program: error: a mistake of all"),
-        ("flags", None, [2, 2, 2], "process 1 (on {host}) cannot go on: its command line is refused"),
+        ("flags", None, [2, 2, 2], "process 1 (on {host}) cannot continue: its command line is refused"),
         ("none", None, [0, 0, 0], ""),
     ],
 )
@@ -297,7 +297,7 @@ def test_three_processes(failing, sent, codes, said, tmp_path):
         assert time.monotonic() - began < 60
         assert [process.poll() for process in processes] == codes
         for index, log in enumerate(logs):
-            if codes[index] in (PASSING, 2) and (failing, index) != ("flags", 1):
+            if codes[index] in (TEMPORARY, 2) and (failing, index) != ("flags", 1):
                 assert said.format(host=socket.gethostname()) in log.read_text()
                 assert "Traceback" not in log.read_text()
     finally:

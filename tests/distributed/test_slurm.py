@@ -150,7 +150,7 @@ def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_chec
     os.kill(task, signal.SIGKILL)
     job.wait_for_line("queued again after exit code")
     assert "no settings at scripts/cluster/gpu.env: sbatch is for the folder that has it" in job.log
-    assert "error: process 1 (on n2) has ended without a word; process 0 (on n1) cannot go on with" in job.log
+    assert "error: process 1 (on n2) has ended without a word; process 0 (on n1) cannot continue with" in job.log
     assert "srun: error: n2: task 1: Killed" in job.log
     assert len(job.failures) == 1
 

@@ -69,20 +69,20 @@ def test_they_are_started_again_as_often_as_asked(tmp_path, capsys):
     code = f"open({str(count)!r}, 'a').write(me)\ntime.sleep(0.5)\nsys.exit(os.path.getsize({str(count)!r}) < 5)"
     assert supervise(group(tmp_path, 2, code), restarts=5) == 0
     assert count.stat().st_size == 6
-    assert "all are started again (restart 2 of 5)" in capsys.readouterr().err
+    assert "restarts all processes (restart 2 of 5)" in capsys.readouterr().err
     assert supervise(group(tmp_path, 2, "sys.exit(3)"), restarts=1) == 3
 
 
 def test_a_mistake_is_not_tried_again(tmp_path, capsys):
     assert supervise(group(tmp_path, 1, "print(me); sys.exit(2)"), restarts=3) == 2
     assert (tmp_path / "logs/process-0.log").read_text() == "none\n"  # one process needs to meet nobody
-    assert "again" not in capsys.readouterr().err
+    assert "restarts" not in capsys.readouterr().err
 
 
 @pytest.mark.journey
 def test_lost_files_are_worth_another_try(tmp_path, capsys):
     assert supervise(group(tmp_path, 1, f"sys.exit({FILES})"), restarts=1) == FILES
-    assert "all are started again (restart 1 of 1)" in capsys.readouterr().err
+    assert "restarts all processes (restart 1 of 1)" in capsys.readouterr().err
 
 
 def test_a_signal_reaches_all_and_ends_it(tmp_path):
@@ -97,7 +97,7 @@ def test_a_signal_reaches_all_and_ends_it(tmp_path):
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "\nprocess 1 ended with exit code 1" in error
-    assert "again" not in error
+    assert "restarts" not in error
 
 
 @pytest.mark.journey
@@ -124,7 +124,7 @@ def test_after_a_failure_fewer_go_on_with_the_gpus_that_are_left(monkeypatch, tm
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     code = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(os.environ['JAX_NUM_PROCESSES'] == '4')"
     assert supervise(group(tmp_path, 4, code), restarts=1) == 0
-    assert "only 3 are started again (restart 1 of 1)" in capsys.readouterr().err
+    assert "restarts only 3 processes (restart 1 of 1)" in capsys.readouterr().err
     assert (tmp_path / "logs/process-2.log").read_text().splitlines()[-1] == "4,5"
 
 
@@ -133,14 +133,14 @@ def test_where_no_gpu_is_left_nothing_is_started_again(monkeypatch, tmp_path, ca
     monkeypatch.setattr(supervisor, "gpus_present", lambda: next(present))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert supervise(group(tmp_path, 2, "sys.exit(4)"), restarts=1) == 4
-    assert "no GPU is left: nothing is started again" in capsys.readouterr().err
+    assert "no GPU is left: no restart" in capsys.readouterr().err
 
 
 def test_two_starts_do_not_write_the_same_logs(tmp_path):
     (tmp_path / "logs").mkdir()
     with (
         supervisor._locked(tmp_path / "logs"),
-        pytest.raises(LaunchError, match=r"logs: the processes of another start write there"),
+        pytest.raises(LaunchError, match=r"logs: another jaxtp launch writes there"),
     ):
         supervise(group(tmp_path, 1, ""))
 
@@ -211,7 +211,7 @@ def test_gpus_are_divided(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--processes", "2"], "no command: it follows --"),
+        (["--processes", "2"], "no command; it follows --"),
         (["--processes", "0", "--", "x"], "--processes 0: should be greater than or equal to 1"),
         (["--processes", "2", "--devices", "0", "--", "x"], "--devices 0: should be greater than or equal to 1"),
         (["--processes", "2", "--restarts", "-1", "--", "x"], "--restarts -1: should be greater than or equal to 0"),
@@ -246,7 +246,7 @@ def test_the_processes_of_a_machine_meet_on_loopback_alone(tmp_path):
 @pytest.mark.parametrize("python", ["python", "python3.11", "/usr/bin/python3"])
 def test_python_is_left_out_of_a_command(python, capsys):
     assert main(["--processes", "2", "--", python, "x.py"]) == 2
-    assert f"-- {python}: leave it out; after -- come the arguments of Python" in capsys.readouterr().err
+    assert f"-- {python}: leave it out; after -- come the arguments for Python" in capsys.readouterr().err
 
 
 @pytest.mark.journey

@@ -133,7 +133,7 @@ def test_a_sequence_beyond_the_learned_positions_is_refused():
 
 
 def test_what_is_no_configuration_is_refused():
-    with pytest.raises(ConfigError, match="of a ModelConfig, not of 'small'"):
+    with pytest.raises(ConfigError, match="a Decoder takes a ModelConfig, not 'small'"):
         jaxtp.Decoder("small", rngs=nnx.Rngs(0))
 
 

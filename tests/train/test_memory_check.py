@@ -61,10 +61,10 @@ NEEDED = memory_per_device(TrainConfig(), mesh_shape(fsdp=2, tp=4)).total
     ("allocator", "limit", "said"),
     [
         ("default", 10 * NEEDED, None),
-        ("default", NEEDED / 0.95, "fits; 0.0 GB to spare, and 0.0 are advisable: free memory in pieces"),
+        ("default", NEEDED / 0.95, "fits; 0.0 GB to spare; 0.0 are advisable, because fragments"),
         ("default", NEEDED / 1.05, "does not fit"),
         ("cuda_async", NEEDED / 0.95, None),
-        ("cuda_async", NEEDED / 1.05, "fits; WARNING: above the 0.0 GB that the pool of cuda_async keeps"),
+        ("cuda_async", NEEDED / 1.05, "fits; WARNING: above the 0.0 GB that the pool of cuda_async retains"),
         ("cuda_async", NEEDED / 1.2, "does not fit; WARNING"),
     ],
 )

@@ -140,9 +140,9 @@ def test_each_axis_of_several_devices_is_measured():
         ("['--run.dir', 'elsewhere']", "differ in their configuration"),
         (
             "['--data.path', '/nowhere']",
-            "process 1 (on {host}) cannot go on: data.path=/nowhere: there is no such file or dataset",
+            "process 1 (on {host}) cannot continue: data.path=/nowhere: there is no such file or dataset",
         ),
-        ("['--nonsense']", "process 1 (on {host}) cannot go on: --nonsense: jaxtp train has no such setting; "),
+        ("['--nonsense']", "process 1 (on {host}) cannot continue: --nonsense: jaxtp train has no such setting; "),
     ],
 )
 def test_all_processes_end_with_the_mistake_of_one(lie, message, tmp_path, monkeypatch, capsys):

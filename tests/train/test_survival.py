@@ -23,7 +23,7 @@ import jaxtp
 from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
 from jaxtp.checkpoint.storage import open_checkpoint
-from jaxtp.config.entry import FILES, INTERRUPTED, PASSING, WRONG
+from jaxtp.config.entry import FILES, INTERRUPTED, TEMPORARY, WRONG
 from jaxtp.train import verify
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
@@ -381,7 +381,7 @@ def test_a_stuck_process_is_ended(print_after):
         f"watchdog = Watchdog({print_after}, 1.0)\nwatchdog.feed()\ntime.sleep(0.5)\nwatchdog.feed()\ntime.sleep(600)"
     )
     done = subprocess.run([sys.executable, "-c", stuck], capture_output=True, text=True, timeout=60)
-    assert done.returncode == PASSING
+    assert done.returncode == TEMPORARY
     assert "no step for 1 s (train.stall_abort_seconds): the process ends; it waited on:\n" in done.stderr
     assert done.stderr.count("(train.stall_seconds)") == (2 if print_after else 0)
 

@@ -24,7 +24,7 @@ jaxtp prepare --verify data/books
 
 compares a dataset with its checksums.
 """
-COMMAND = Command(program=PROGRAM, schema=PrepareConfig, description=DESCRIPTION, first=FIRST)
+COMMAND = Command(program=PROGRAM, schema=PrepareConfig, description=DESCRIPTION, short_help=FIRST)
 INTERRUPTED = "interrupted; the same command, without --overwrite, resumes"
 
 

@@ -37,7 +37,7 @@ from jaxtp.config.files import require_writable, write_json, writing
 from jaxtp.config.schema import ConfigError, Count, UserPath, replace_nested
 from jaxtp.distributed.agreement import raise_everywhere, run_and_report, watch
 from jaxtp.distributed.devices import build_mesh
-from jaxtp.distributed.environment import keep_programs
+from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.distributed.joining import join_processes
 from jaxtp.mesh import AXES, CONTEXT, TP, batch_parts, describe_mesh, mesh_shape, mesh_sizes, parts
 from jaxtp.models.config import ModelConfig, padded_sizes, violations
@@ -96,8 +96,8 @@ COMMANDS = {
         program=f"{PROGRAM} comm",
         schema=CommConfig,
         description=DESCRIPTION,
-        first=("message_bytes", "rounds", "in_a_row", "out", "like", "json", *in_short_help(TrainConfig)),
-        without=IGNORED_BY_COST,
+        short_help=("message_bytes", "rounds", "in_a_row", "out", "like", "json", *in_short_help(TrainConfig)),
+        ignored=IGNORED_BY_COST,
     )
 }
 
@@ -238,7 +238,7 @@ def _bench(argv: Sequence[str]) -> None:
         )
     config = training_of(options)
     mesh = build_mesh(config.mesh.sizes)
-    keep_programs(mesh.devices.flat[0].platform)
+    enable_compilation_cache(mesh.devices.flat[0].platform)
     if jax.process_index() != 0:
         with contextlib.redirect_stdout(io.StringIO()):
             _measure(options, config, mesh)

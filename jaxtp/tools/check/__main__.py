@@ -58,8 +58,8 @@ COMMAND = Command(
     program=PROGRAM,
     schema=CheckConfig,
     description=DESCRIPTION,
-    first=("meshes", "json", *in_short_help(TrainConfig)),
-    without=(*IGNORED_BY_STEP, "launch"),
+    short_help=("meshes", "json", *in_short_help(TrainConfig)),
+    ignored=(*IGNORED_BY_STEP, "launch"),
 )
 
 

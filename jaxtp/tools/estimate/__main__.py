@@ -111,8 +111,8 @@ COMMAND = Command(
     program=PROGRAM,
     schema=EstimateConfig,
     description=DESCRIPTION,
-    first=SHOWN_FIRST,
-    without=tuple(name for name in IGNORED_BY_COST if name not in OF_ALL_STEPS),
+    short_help=SHOWN_FIRST,
+    ignored=tuple(name for name in IGNORED_BY_COST if name not in OF_ALL_STEPS),
 )
 
 
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _estimate(argv: Sequence[str]) -> int:
     writes = any(word.partition("=")[0] == "--write" for word in argv)  # then all settings of the run matter
-    command = replace(COMMAND, without=()) if writes else COMMAND
+    command = replace(COMMAND, ignored=()) if writes else COMMAND
     epochs: float | None = None
 
     def fitted(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:

@@ -44,7 +44,7 @@ are the same on any mesh (--mesh fsdp=2,tp=4) and with any --batch-size. --tasks
 lm-evaluation-harness instead (pip install 'jaxtp[eval]'). Results go to standard output, as a table or with --json - as
 JSON; everything else goes to standard error.
 """
-COMMAND = Command(program=PROGRAM, schema=EvaluateConfig, description=DESCRIPTION, first=SHOWN_FIRST)
+COMMAND = Command(program=PROGRAM, schema=EvaluateConfig, description=DESCRIPTION, short_help=SHOWN_FIRST)
 STDOUT = Path("-")
 """Value of --json for standard output."""
 _COUNTS = dict.fromkeys(("documents", "tokens", "bytes"), ",")

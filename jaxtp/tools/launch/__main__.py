@@ -21,8 +21,8 @@ DESCRIPTION = """Starts the processes of one machine, each with its share of the
 
     jaxtp launch --processes 2 -- jaxtp train --config FILE
 
-After -- comes a command of jaxtp, or arguments of Python such as -m mine.train. One process can drive all GPUs of a
-host; use several to try a run of several hosts, also on CPUs, or for a program that needs a process for each GPU.
+After -- comes a jaxtp command, or arguments for Python such as -m mine.train. One process can drive all GPUs of a host.
+Several are for trying a run of several hosts, also on CPUs, and for programs that need one process for each GPU.
 """
 MOST_PROCESSES = 1024
 Number = Annotated[int, pydantic.Field(ge=1, le=MOST_PROCESSES), allowed(f"1 to {MOST_PROCESSES}")]
@@ -36,17 +36,17 @@ class Launch:
     """Number of processes."""
 
     devices: Number | None = None
-    """Virtual CPU devices of each process; by default they divide the GPUs of the machine, or the devices of the mesh
-    if there are none."""
+    """Virtual CPU devices of each process; by default the processes divide the GPUs of the machine, or without GPUs the
+    virtual devices of the mesh."""
 
     restarts: Annotated[int, pydantic.Field(ge=0, le=MOST_PROCESSES), allowed(f"0 to {MOST_PROCESSES}")] = 0
-    """Maximum number of restarts after a failure; mistakes (exit code 2) and wrong numbers (3) are not restarted."""
+    """Maximum number of restarts after failures; none after a mistake (exit code 2) or wrong numbers (3)."""
 
     logs: Annotated[UserPath, tyro.conf.arg(metavar="DIR")] = Path("logs")
-    """Folder of the logs, process-0.log and so on; earlier logs are replaced."""
+    """Folder of the logs process-0.log, ...; replaces earlier logs."""
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")] = ()
-    """Command of jaxtp, or arguments of Python."""
+    """jaxtp command, or arguments for Python."""
 
 
 COMMAND = Command(program=PROGRAM, schema=Launch, description=DESCRIPTION)
@@ -61,15 +61,15 @@ def _launch(argv: Sequence[str]) -> int:
     launch, _ = COMMAND.load(argv)
     command = list(launch.command)
     if not command or "--" not in argv:
-        raise LaunchError("no command: it follows --, as in -- jaxtp train --config FILE")
+        raise LaunchError("no command; it follows --, as in -- jaxtp train --config FILE")
     if re.fullmatch(r"python[\d.]*", Path(command[0]).name):
-        raise LaunchError(f"-- {command[0]}: leave it out; after -- come the arguments of Python")
+        raise LaunchError(f"-- {command[0]}: leave it out; after -- come the arguments for Python")
     if command[0] == "jaxtp":
         command = ["-m", *command]
     if launch.devices is None and not gpus_present():
         print(
-            "no NVIDIA GPUs here: the processes divide the mesh's devices, virtual ones of the CPU (--devices N gives "
-            "each N)",
+            "no NVIDIA GPUs here: the processes divide the mesh's devices, which are virtual CPU devices (--devices N "
+            "gives each process N)",
             file=sys.stderr,
         )
     return supervise(Group(launch.processes, command, launch.logs, launch.devices), restarts=launch.restarts)

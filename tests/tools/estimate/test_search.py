@@ -403,7 +403,7 @@ def test_a_peak_near_or_above_what_the_allocator_has_is_told():
     least = min(setting.memory.total for setting in of_eight().all)
     pool = dataclasses.replace(CONFIG, launch=LaunchConfig(allocator="cuda_async"))
     tight, above = found(room=least * 1.05), found(room=least * 0.8, config=pool)
-    assert re.search(r"default: 0\.\d GB to spare, and 0\.\d are advisable", words(tight)[""])
+    assert re.search(r"default: 0\.\d GB to spare; 0\.\d are advisable", words(tight)[""])
     told = words(above)[""]
     assert "launch.allocator=cuda_async: WARNING: above the " in told
     assert "--xla_gpu_memory_limit_slop_factor=85" in told
