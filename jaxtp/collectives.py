@@ -9,10 +9,10 @@ one collective. Autodiff derives the backward pass:
     leave_parallel, no sequence    nothing         (Megatron's g)
     leave_parallel, sequence       all-gather
     load_weight                    reduce-scatter over (fsdp, cp), all-reduce over dp, once (`layers/parameter.py`)
-    load_weight, not gathered      all-reduce over dp
+    load_weight, not split         all-reduce over (dp, fsdp, cp), and over tp if `used_by_all_tp`
     all_gather                     reduce-scatter
     all_to_all                     all-to-all
-    permute                        permute
+    permute                        permute         (rings instead of enter_parallel: `layers/overlap.py`)
 
 Without a mesh every function returns its argument. `check_vma` stays on (the default): a missing reduction is then a
 type error at trace time, not a wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their

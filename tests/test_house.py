@@ -86,18 +86,19 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
     assert not begun
 
 
-# The shape of the package. A change that makes room lowers its budget; none is raised.
+# The shape of the package. A change that makes room lowers its budget; a feature that needs more
+# raises one in its own commit, which says why.
 BUDGETS = {
-    "lines": 36_740,
-    "files": 210,
+    "lines": 34_560,
+    "files": 190,
     "files under 80 lines, families aside": 6,
     "rooms": 14,
-    "arrows between rooms": 66,
-    "files that training imports": 75,
-    "lines that training imports": 13_810,
-    "words of docstrings": 33_200,
-    "functions of more than 6 parameters": 5,
-    "Any": 585,
+    "arrows between rooms": 65,
+    "files that training imports": 71,
+    "lines that training imports": 12_620,
+    "words of docstrings": 32_300,
+    "functions of more than 6 parameters": 4,
+    "Any": 470,
     "file names used more than twice": 0,
 }
 PHRASES = "of which|(that|those) of|so many|(is|are) told|(goes|go) on|as of|beside|what (it|is)|of those"

@@ -1,4 +1,4 @@
-"""Activations between parallel layers: sequence parallelism, packed documents, dropout.
+"""Activations between layers: sequence parallelism, packed documents, dropout (activation functions: `mlp.py`).
 
 Sequence parallelism splits tokens over tp between parallel layers; column layers all-gather and row layers
 reduce-scatter (Korthikanti et al., arXiv 2205.05198). `segments` `[B, T]` mark the documents of a row: integers, equal

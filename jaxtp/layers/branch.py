@@ -1,6 +1,8 @@
 """Base classes of residual branches and of their settings.
 
-A new layer defines its parameters, with their specs, and `__call__`; all other members have defaults.
+A new layer defines its parameters, with their specs, and `__call__`; all other members have defaults. A model creates
+it as `(d_model, config, context, *, rngs)` in `BlockConfig.branches` (`models/config.py`); `tests/toy_layer.py` is an
+example, and `QKNorm` in `norm.py` one with a collective of its own.
 """
 
 import math
@@ -21,7 +23,10 @@ KVCache = tuple[Array, ...]
 
 
 class Branch(nnx.Module):
-    """A layer whose output is added to the residual stream, `[B, T, D] -> [B, T, D]`."""
+    """A layer whose output is added to the residual stream, `[B, T, D] -> [B, T, D]`.
+
+    With sequence parallelism T is split over tp (`activation_spec(sequence_dim(...))`); a column layer gathers it.
+    """
 
     over_cp: ClassVar[bool] = False
     """Whether the branch supports sequences split over cp, with positions on other devices (`Sequences.attend`). A mesh

@@ -86,10 +86,13 @@ class ColumnParallelLinear(nnx.Module):
     def __call__(self, x_BTD: Array) -> Array | tuple[Array, ...]:
         """Projects `[B, ..., D]` to `[B, ..., F]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
-        split, whole = _activation_specs(x_BTD.ndim, sequence)
+        inside, outside = _activation_specs(x_BTD.ndim, sequence)
         weights, specs = params_and_specs(self)
         project = device_view(
-            partial(self._project, sequence), COLUMN, in_specs=(whole, specs), out_specs=(split,) * len(self.features)
+            partial(self._project, sequence),
+            COLUMN,
+            in_specs=(outside, specs),
+            out_specs=(inside,) * len(self.features),
         )
         outputs = project(x_BTD, weights)
         return outputs[0] if self.single else outputs
@@ -143,10 +146,10 @@ class RowParallelLinear(nnx.Module):
     def __call__(self, x_BTF: Array) -> Array:
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTF.shape)
-        split, whole = _activation_specs(x_BTF.ndim, sequence)
-        check_divides(ROW, (*x_BTF.shape[:-1], self.features), whole)
+        inside, outside = _activation_specs(x_BTF.ndim, sequence)
+        check_divides(ROW, (*x_BTF.shape[:-1], self.features), outside)
         weights, specs = params_and_specs(self)
-        project = device_view(partial(self._project, sequence), ROW, in_specs=(split, specs), out_specs=whole)
+        project = device_view(partial(self._project, sequence), ROW, in_specs=(inside, specs), out_specs=outside)
         return project(x_BTF, weights)
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:

@@ -20,6 +20,7 @@ _MIN_FEATURES = 48
 MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")  # projections of an MLP that can have adapters
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# Each maps 0 to 0, so padded features get no gradients.
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),

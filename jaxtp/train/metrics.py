@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import jax
 import numpy as np
@@ -195,8 +195,21 @@ class _Aim:
             self._run.track(value, name=name, step=step)  # replaces an earlier value of the step
 
 
-Tracker = _TensorBoard | _WeightsAndBiases | _Aim
-_BY_NAME: dict[str, type[Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases, "aim": _Aim}
+class Tracker(Protocol):
+    """A tracker of process 0. Its setting is the name of its package, and of the extra that installs it."""
+
+    close: Callable[[], object]
+
+    def write(self, step: int, values: Record) -> None:
+        """Logs the metrics of a step."""
+
+
+TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WeightsAndBiases,
+    "aim": _Aim,
+}
+"""By their names in `MetricsConfig.trackers`. The second argument is the first step that this run may log again."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -235,7 +248,7 @@ class Trackers:
         try:
             for name in config.metrics.trackers:
                 with writing(config.run.dir / name):
-                    self._trackers[name] = _BY_NAME[name](config, logs_from)
+                    self._trackers[name] = TRACKERS[name](config, logs_from)
         except BaseException:
             self.close()
             raise
@@ -258,7 +271,7 @@ class Trackers:
             with contextlib.suppress(OSError):  # from a failed write, already reported
                 self._file.close()
 
-    def _for_each(self, action: Callable[[Tracker], None]) -> None:
+    def _for_each(self, action: Callable[[Tracker], object]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 action(tracker)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 
 import jax
@@ -25,7 +26,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import performance
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxtp.train.metrics import Timing, Trackers, _tracker_id, draw
+from jaxtp.train.metrics import TRACKERS, Timing, Trackers, _tracker_id, draw
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.run_folder import RunFolderError
@@ -42,6 +43,11 @@ def read_tensorboard(folder, tag):
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     return {event.step: event.value for event in events.Scalars(tag)}
+
+
+def test_the_setting_names_every_tracker():
+    names, _ = typing.get_args(typing.get_type_hints(MetricsConfig)["trackers"])
+    assert set(typing.get_args(names)) == set(TRACKERS)
 
 
 @pytest.mark.journey
