@@ -74,7 +74,7 @@ class Holds(nnx.Module):
 )
 def test_an_array_that_flax_does_not_see_is_refused_by_its_place(made):
     mesh = jaxtp.make_mesh(fsdp=2)
-    with pytest.raises(PlanError, match=r"model in which inner\.held\S* holds an array .* nnx\.data\(\.\.\.\)"):
+    with pytest.raises(PlanError, match=r"model in which inner\.held\S* contains an array .* nnx\.data\(\.\.\.\)"):
         jaxtp.parallelize(lambda: nnx.Dict(inner=Holds(made)), mesh=mesh)
 
 
