@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from jaxtp.layers.experts import ExpertsConfig as ExpertsConfig
     from jaxtp.layers.experts import MixtureOfExperts as MixtureOfExperts
     from jaxtp.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+    from jaxtp.layers.linear import LayerContext as LayerContext
     from jaxtp.layers.linear import RowParallelLinear as RowParallelLinear
-    from jaxtp.layers.lora import LayerContext as LayerContext
     from jaxtp.layers.lora import LoraConfig as LoraConfig
     from jaxtp.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from jaxtp.layers.mlp import MLP as MLP

@@ -1,19 +1,21 @@
 """All collectives of the package, written from the point of view of one device.
 
 A parallel layer runs its body through `device_view`; inside, arrays are this device's shards and each function below is
-one collective. Autodiff derives the backward pass:
+one collective. Autodiff derives the backward pass, except for `load_weight`:
 
-    forward                        backward (its transpose)
-    enter_parallel, no sequence    all-reduce      (Megatron's f)
-    enter_parallel, sequence       reduce-scatter
-    leave_parallel, no sequence    nothing         (Megatron's g)
-    leave_parallel, sequence       all-gather
-    load_weight                    reduce-scatter over (fsdp, cp), all-reduce over dp, once (`layers/parameter.py`)
-    load_weight, not split         all-reduce over (dp, fsdp, cp), and over tp if `used_by_all_tp`
-    all_gather                     reduce-scatter
-    all_to_all                     all-to-all
-    permute                        permute         (rings instead of enter_parallel: `layers/overlap.py`)
+    function                       forward          backward
+    enter_parallel, no sequence    nothing          all-reduce      (Megatron's f)
+    enter_parallel, sequence       all-gather       reduce-scatter
+    leave_parallel, no sequence    all-reduce       nothing         (Megatron's g)
+    leave_parallel, sequence       reduce-scatter   all-gather
+    load_weight, split             all-gather       reduce-scatter  (over fsdp and cp), all-reduce over dp
+    load_weight, not split         nothing          all-reduce over dp, fsdp and cp, and tp if `used_by_all_tp`
+    all_gather                     all-gather       reduce-scatter
+    all_to_all                     all-to-all       all-to-all
+    permute                        permute          permute
 
+With accumulation the all-reduces over dp, and over axes that replicate a weight, follow once per step
+(`sum_over_replicas` in `layers/parameter.py`). Rings (`layers/overlap.py`) replace enter_parallel and leave_parallel.
 Without a mesh every function returns its argument. `check_vma` stays on (the default): a missing reduction is then a
 type error at trace time, not a wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their
 sequence-parallel forms.

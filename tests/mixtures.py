@@ -13,7 +13,7 @@ from jaxtp.collectives import batch_spec
 from jaxtp.layers.balance import balance
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.experts import MixtureOfExperts
-from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.linear import LayerContext
 from jaxtp.mesh import mesh_of
 
 B, T, D, E, F = 8, 8, 16, 6, 8

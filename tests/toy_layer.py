@@ -1,7 +1,8 @@
 """A gated causal convolution, which the package lacks, with its settings and a model.
 
 It computes `out(silu(gate) * convolution(values))`. One column layer computes gate and values; the convolution mixes
-each feature over earlier positions of its document; `out` is a row layer.
+each feature over earlier positions of its document, and divides by the norm of all features, a sum over tp; `out` is a
+row layer.
 """
 
 from dataclasses import dataclass
@@ -12,16 +13,16 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.collectives import batch_spec, constrain, device_view, token_spec
+from jaxtp.collectives import all_reduce, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.hints import not_divisible
 from jaxtp.config.schema import Count
-from jaxtp.layers.activations import segment_positions
 from jaxtp.layers.branch import Branch, BranchConfig
 from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.parameter import parameter, params_and_specs
+from jaxtp.layers.sequence_parallel import segment_positions
 from jaxtp.mesh import TP
 from jaxtp.models.config import BlockConfig
 
@@ -83,7 +84,11 @@ class CausalConvolution(nnx.Module):
 
     def _sum(self, weights, before):
         taps = self.precision.load(weights["taps"], None)
-        return sum(taps[k] * before(k) for k in range(taps.shape[0]))
+        y_BTF = sum(taps[k] * before(k) for k in range(taps.shape[0]))
+        return y_BTF / jnp.sqrt(1 + self._total(jnp.sum(y_BTF * y_BTF, axis=-1, keepdims=True)))
+
+    def _total(self, squares):
+        return all_reduce(squares, TP)
 
 
 class GatedConvolution(Branch):
@@ -127,11 +132,10 @@ class ToyModel(jaxtp.ModelConfig, ToyBlock):
 
 
 class LocallyNormed(CausalConvolution):
-    """Wrong: divides by the mean square of a device's own features."""
+    """Wrong: divides by the norm of a device's own features."""
 
-    def _sum(self, weights, before):
-        y_BTF = super()._sum(weights, before)
-        return y_BTF / jnp.sqrt(1 + jnp.mean(y_BTF * y_BTF, axis=-1, keepdims=True))
+    def _total(self, squares):
+        return squares
 
 
 class WrongConvolution(GatedConvolution):

@@ -30,7 +30,6 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Axes, Collective
-from jaxtp.layers.activations import LocalShape, Method
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
@@ -45,6 +44,7 @@ from jaxtp.layers.norm import ATTEND, Norm, QKNorm
 from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import GRADIENTS, PaddedDim, Precision
 from jaxtp.layers.remat import RematPolicy
+from jaxtp.layers.sequence_parallel import LocalShape, Method
 from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, gradient_sum_axes, parts
 
 FLOAT32 = INT32 = 4

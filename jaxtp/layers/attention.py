@@ -17,16 +17,15 @@ from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, devi
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import ConfigError, Count, Even, Positive
-from jaxtp.layers.activations import LocalShape, Part, segment_positions
 from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import ContextAttention, Sequences
 from jaxtp.layers.kernels.select import KernelChoice, Use, architecture_of, masked_attention, pick_kernel, unsupported
-from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind
 from jaxtp.layers.parameter import PaddedDim, Weights, params_and_specs
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
+from jaxtp.layers.sequence_parallel import LocalShape, Part, segment_positions
 from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 
 Heads = tuple[Array, Array, Array]  # queries, keys and values

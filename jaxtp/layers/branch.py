@@ -1,8 +1,8 @@
 """Base classes of residual branches and of their settings.
 
 A new layer defines its parameters, with their specs, and `__call__`; all other members have defaults. A model creates
-it as `(d_model, config, context, *, rngs)` in `BlockConfig.branches` (`models/config.py`); `tests/toy_layer.py` is an
-example, and `QKNorm` in `norm.py` one with a collective of its own.
+it as `(d_model, config, context, *, rngs)` in `ModelConfig.branches` (`models/config.py`); `tests/toy_layer.py` is an
+example with a collective of its own.
 """
 
 import math
@@ -14,9 +14,9 @@ from flax import nnx
 from jax import Array
 
 from jaxtp.config.hints import Problem
-from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
+from jaxtp.layers.sequence_parallel import LocalShape
 
 KVCache = tuple[Array, ...]
 """Cached arrays `[B, K, S, H]` of a branch: one slot S for each position of a row; tp splits K."""

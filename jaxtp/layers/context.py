@@ -33,7 +33,7 @@ from jaxtp.collectives import (
     permute,
     token_spec,
 )
-from jaxtp.layers.activations import Context, LocalShape, Method, Part
+from jaxtp.layers.sequence_parallel import Context, LocalShape, Method, Part
 from jaxtp.mesh import CONTEXT, CP
 
 _STATIC = {"static": True}
@@ -45,7 +45,7 @@ class Sequences:
     """Documents and token order of a batch's sequences, for layers that mix positions."""
 
     segments: Array | None = None
-    """Documents of each row (`layers/activations.py`), in natural order; None if each row is one document."""
+    """Documents of each row (`layers/sequence_parallel.py`), in natural order; None if each row is one document."""
 
     context: Context = field(default="auto", metadata=_STATIC)  # requested method of attention over cp
     zigzag: bool = field(default=False, metadata=_STATIC)  # devices hold tokens in zigzag order

@@ -26,10 +26,9 @@ from jaxtp.collectives import (
     leave_parallel,
     token_spec,
 )
-from jaxtp.layers.activations import LocalShape, activation_spec, sequence_dim
-from jaxtp.layers.linear import default_kernel_init
-from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter, spec_of
+from jaxtp.layers.sequence_parallel import LocalShape, activation_spec, sequence_dim
 from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
 TABLE_SPEC = P(TP, STORAGE)

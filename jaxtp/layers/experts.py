@@ -36,15 +36,14 @@ from jaxtp.collectives import (
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem, nearest_multiples
 from jaxtp.config.schema import ConfigError, Count, CountOrZero
-from jaxtp.layers.activations import activation_spec, sequence_dim
 from jaxtp.layers.balance import Routing, SelectionBias
 from jaxtp.layers.branch import Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.grouped import Implementation, grouped_matmul, pick_method
-from jaxtp.layers.linear import default_kernel_init
-from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.mlp import ACTIVATIONS, MLP_TARGETS, MLPConfig
 from jaxtp.layers.parameter import Weights, parameter, params_and_specs
+from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"

@@ -10,6 +10,7 @@ section 3):
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,13 +32,27 @@ from jaxtp.collectives import (
     enter_parallel,
     leave_parallel,
 )
-from jaxtp.layers.activations import sequence_dim
-from jaxtp.layers.lora import LayerContext, Lora, Target
+from jaxtp.layers.lora import Lora, LoraConfig, Target
 from jaxtp.layers.overlap import Overlap, gather_matmul, is_ring, matmul_scatter, sum_of_products
-from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, check_sizes, parameter, params_and_specs
+from jaxtp.layers.parameter import ExactDim, PaddedDim, Precision, Weights, check_sizes, parameter, params_and_specs
+from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerContext:
+    """Settings that the parallel layers of a model share."""
+
+    sequence_parallel: SequenceParallel = False
+    """Activations between layers are split over tp along the sequence. By default a layer takes whole sequences;
+    `ModelConfig` decides by the length."""
+
+    overlap: Overlap = "none"  # projections overlap their products with communication (`layers/overlap.py`)
+    lora: LoraConfig = LoraConfig()
+    precision: Precision = Precision()
+
 
 default_kernel_init = nnx.initializers.normal(stddev=0.02)
 
@@ -45,7 +60,8 @@ default_kernel_init = nnx.initializers.normal(stddev=0.02)
 class ColumnParallelLinear(nnx.Module):
     """Projects one input to one or several outputs, split by columns over tp: `y_i = x @ kernels[i] + biases[i]`.
 
-    All outputs share one gather of the input and one reduction of its gradient.
+    The input's gradient is reduced over tp; with sequence parallelism the input is gathered (`enter_parallel`). All
+    outputs share both. `load_weight` gathers kernels over fsdp and cp. `analysis/layer_costs.py` has a table of bytes.
 
     Args:
       in_features: D.

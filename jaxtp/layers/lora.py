@@ -16,9 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.schema import FromPath, Positive, Rank
-from jaxtp.layers.activations import SequenceParallel
-from jaxtp.layers.overlap import Overlap
-from jaxtp.layers.parameter import DType, FrozenParam, PaddedDim, Precision, parameter
+from jaxtp.layers.parameter import DType, FrozenParam, PaddedDim, parameter
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -77,18 +75,6 @@ def _is_base_param(value: Any) -> bool:
 
 def _freeze_param(param: nnx.Param[Any]) -> nnx.Variable[Any]:
     return FrozenParam.from_metadata(param.get_raw_value(), param.get_metadata())
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerContext:
-    """Settings that the parallel layers of a model share."""
-
-    sequence_parallel: SequenceParallel = False
-    """Activations between layers are split over tp along the sequence (`layers/activations.py`)."""
-
-    overlap: Overlap = "none"  # projections overlap their products with communication (`layers/overlap.py`)
-    lora: LoraConfig = LoraConfig()
-    precision: Precision = Precision()
 
 
 class Lora(nnx.Module):

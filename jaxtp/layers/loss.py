@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, device_view, enter_parallel, token_spec
-from jaxtp.layers.activations import activation_spec, sequence_dim
 from jaxtp.layers.embedding import HeadConfig, softcapped
+from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import TOKENS, TP
 
 LOSS = "vocab_parallel_cross_entropy"

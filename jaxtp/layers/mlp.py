@@ -12,8 +12,8 @@ from jax import Array
 from jaxtp.config.schema import Count
 from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.lora import LayerContext, Target
+from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
+from jaxtp.layers.lora import Target
 from jaxtp.layers.parameter import PaddedDim
 
 _MIN_FEATURES = 48

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, axis_size, device_view
 from jaxtp.config.schema import Positive
-from jaxtp.layers.activations import activation_spec, sequence_dim
-from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.parameter import PaddedDim, Precision, Weights, check_sizes, parameter, params_and_specs
+from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import STORAGE, TP
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxtp.collectives import axis_index, axis_size, permute, vary_like
-from jaxtp.layers.activations import SEQUENCE_DIM
+from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
 from jaxtp.mesh import TP
 
 Overlap = Literal["none", "ring"]

@@ -189,9 +189,10 @@ def check_sizes(layer: str, **sizes: Any) -> None:
         raise ValueError(f"{layer}: {', '.join(bad)}: should be a whole number, 1 or more")
 
 
-# By default every layer all-reduces its gradients over dp in each micro-batch. A training step marks weights as varying
-# over dp, so that `load_weight` omits this sum, and sums once after the last micro-batch. Each micro-batch still sums
-# over fsdp, or every device would hold whole gradients, and sums the gradients of norms over tp.
+# By default every layer all-reduces its gradients over the axes that replicate a weight, in each micro-batch. With
+# accumulation a training step marks weights as varying over these axes (dp, and fsdp and cp if they do not split the
+# weight), so that `load_weight` omits this sum, and sums once after the last micro-batch. Each micro-batch still
+# reduce-scatters over the axes that split a weight, and sums the gradients of norms over tp.
 
 
 def mark_unreduced(params: nnx.State) -> nnx.State:

@@ -31,17 +31,18 @@ from jaxtp.config.schema import (
     to_plain,
     validate,
 )
-from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.branch import Branch, ShrinkSpec, smallest_congruent
 from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
-from jaxtp.layers.lora import LayerContext, LoraConfig, Target
+from jaxtp.layers.linear import LayerContext
+from jaxtp.layers.lora import LoraConfig, Target
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
+from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import CP, STORAGE, parts
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]

@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtp.collectives import batch_spec, check_divides, constrain, token_spec
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers import remat
-from jaxtp.layers.activations import Context, LocalShape, activation_spec, dropout, segment_positions, sequence_dim
 from jaxtp.layers.balance import Balance, Routing, balance, no_balance, updated_selection_bias
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import NewTokens
@@ -31,6 +30,14 @@ from jaxtp.layers.lora import freeze
 from jaxtp.layers.loss import vocab_parallel_cross_entropy, vocab_parallel_token_losses
 from jaxtp.layers.norm import Norm
 from jaxtp.layers.parameter import spec_of
+from jaxtp.layers.sequence_parallel import (
+    Context,
+    LocalShape,
+    activation_spec,
+    dropout,
+    segment_positions,
+    sequence_dim,
+)
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, validate_model
 
@@ -187,7 +194,7 @@ class Decoder(EmbeddingAndHead):
     def __call__(self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto") -> Array:
         """Returns next-token logits `[B, T, V]`.
 
-        `segments_BT` mark documents (`layers/activations.py`), `context` is the method of attention over cp
+        `segments_BT` mark documents (`layers/sequence_parallel.py`), `context` is the method of attention over cp
         (`layers/context.py`).
         """
         sequences = self.sequences(ids_BT, segments_BT, context)

@@ -12,7 +12,7 @@ from jaxtp.config.affects import ARCHITECTURE, COST, NOTHING, NUMBERS, SAMPLES, 
 from jaxtp.config.schema import Count, CountOrZero, DataKey, DataPath, NonNegative, Positive, UserPath, allowed
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.distributed.allocator import Allocator
-from jaxtp.layers.activations import Context
+from jaxtp.layers.sequence_parallel import Context
 from jaxtp.mesh import AXES
 from jaxtp.models.config import ModelConfig
 

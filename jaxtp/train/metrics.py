@@ -137,7 +137,7 @@ class _TensorBoard:
         self._flushed = -math.inf
         self.close = self._writer.close
 
-    def write(self, step: int, values: Record) -> None:
+    def write(self, step: int, values: Mapping[str, float | int]) -> None:
         for name, value in values.items():
             self._add(step, summary=scalar(name, value))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
@@ -169,7 +169,7 @@ class _WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")  # W&B's own step must not repeat
         self.close = self._run.finish  # waits for the upload
 
-    def write(self, step: int, values: Record) -> None:
+    def write(self, step: int, values: Mapping[str, float | int]) -> None:
         self._run.log({"step": step, **values})
 
 
@@ -190,18 +190,18 @@ class _Aim:
         self._run["config"] = to_plain(config)
         self.close = self._run.close
 
-    def write(self, step: int, values: Record) -> None:
+    def write(self, step: int, values: Mapping[str, float | int]) -> None:
         for name, value in values.items():
             self._run.track(value, name=name, step=step)  # replaces an earlier value of the step
 
 
 class Tracker(Protocol):
-    """A tracker of process 0. Its setting is the name of its package, and of the extra that installs it."""
+    """A tracker of process 0: an error of its constructor ends the run, one of `write` only the tracker."""
 
     close: Callable[[], object]
 
-    def write(self, step: int, values: Record) -> None:
-        """Logs the metrics of a step."""
+    def write(self, step: int, values: Mapping[str, float | int]) -> None:
+        """Logs the finite metrics of a step, which a killed run may have logged before."""
 
 
 TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
@@ -209,7 +209,7 @@ TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
     "wandb": _WeightsAndBiases,
     "aim": _Aim,
 }
-"""By their names in `MetricsConfig.trackers`. The second argument is the first step that this run may log again."""
+"""By setting (`MetricsConfig.trackers`), package and extra. The second argument is the first step that is logged."""
 
 
 def check_installed(names: Sequence[str]) -> None:

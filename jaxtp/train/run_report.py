@@ -14,11 +14,11 @@ import jaxtp
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.config.console import Display
 from jaxtp.data.samples import Data
-from jaxtp.layers.activations import is_split
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import logical_shape, spec_of
+from jaxtp.layers.sequence_parallel import is_split
 from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.train.config import TrainConfig

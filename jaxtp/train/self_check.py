@@ -22,8 +22,8 @@ from jaxtp.collectives import all_gather, all_reduce, all_to_all, device_view, p
 from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.distributed.agreement import all_gather_json, is_multiprocess, raise_everywhere
-from jaxtp.layers.activations import Part
 from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, candidates, record_fastest
+from jaxtp.layers.sequence_parallel import Part
 from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes, platform_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import known_problems, native_versions

@@ -1,4 +1,9 @@
-"""The programs of a run: training step and evaluation."""
+"""The programs of a run: training step and evaluation.
+
+A step computes the summed loss and its gradient by micro-batch (`loss_and_grads`), divides by the number of tokens,
+applies the Optax chain (`Optimizer.update` in `state.py`: clipping, rule, decay and learning rate of `optimizer.py`),
+moves the selection biases of experts, and selects the old state if the step is not finite (`_skip_if_nonfinite`).
+"""
 
 import fnmatch
 from collections.abc import Callable
@@ -19,9 +24,9 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
-from jaxtp.layers.activations import Context
 from jaxtp.layers.balance import Routing
 from jaxtp.layers.parameter import mark_unreduced, spec_of, sum_over_replicas
+from jaxtp.layers.sequence_parallel import Context
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
@@ -79,11 +84,11 @@ def make_train_step(
     def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
         train_state = nnx.merge(blueprint.graph, state, copy=True)  # else it would share the state's variables
         model: Any = train_state.model  # a `Decoder`, unless `loss` is given
-        updates = train_state.optimizer.step[...]
+        num_updates = train_state.optimizer.step[...]
 
-        rows = {name: array for name, array in batch.items() if name != STOP}
-        key = dropout_key(config.run.seed, updates)
-        terms, choices, grads = loss_and_grads(model, rows, config, key, loss, record=with_choices)
+        arrays = {name: array for name, array in batch.items() if name != STOP}
+        key = dropout_key(config.run.seed, num_updates)
+        terms, choices, grads = loss_and_grads(model, arrays, config, key, loss, record=with_choices)
         mean = terms.loss / terms.count
 
         norms = _norms("grad_norm", grads, groups)
@@ -100,7 +105,7 @@ def make_train_step(
         new, skipped = _skip_if_nonfinite(nnx.state(train_state), state, finite, config.train.skips_allowed)
 
         norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups)
-        rate = jnp.asarray(schedule(updates))
+        rate = jnp.asarray(schedule(num_updates))
         scalars = {"loss": mean, "loss_tokens": terms.count, "learning_rate": rate, **norms, "skipped": skipped}
         if terms.balance is not None:
             scalars |= terms.balance.scalars(terms.count)

@@ -11,9 +11,9 @@ from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, 
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.layers import remat
-from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, pick_kernel, unsupported
+from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import (
     AXES,
     BATCH,

@@ -18,9 +18,9 @@ from support import random_weights, relative_error, state_on_mesh, without_mesh
 import jaxtp
 from jaxtp.collectives import axis_size, batch_spec, device_view, token_spec
 from jaxtp.layers import context, parameter
-from jaxtp.layers.activations import Part
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.select import KERNELS
+from jaxtp.layers.sequence_parallel import Part
 from jaxtp.mesh import CP, mesh_of, mesh_shape
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.check.parity import on_host

@@ -22,7 +22,7 @@ from jaxtp.hf.config_json import model_config
 from jaxtp.layers import balance, experts, parameter
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.kernels.grouped import grouped_matmul
-from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import DP, SEQUENCE, TP
 

@@ -17,8 +17,8 @@ import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import WeightDtypes, axis_index, axis_size, batch_spec, device_view, load_weight
 from jaxtp.layers import loss, parameter
-from jaxtp.layers.activations import dropout
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.sequence_parallel import dropout
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, make_mesh
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.optimizer import build as build_optimizer

@@ -14,9 +14,9 @@ from support import TOLERANCE, assert_close, relative_error, sweep
 
 import jaxtp
 from jaxtp.collectives import axis_index, batch_spec, device_view
-from jaxtp.layers.activations import Part
 from jaxtp.layers.kernels import fused_attention as fused
 from jaxtp.layers.kernels.fused_attention import MOST_HEAD_DIM, Blocks, block_sizes, fused_attention
+from jaxtp.layers.sequence_parallel import Part
 
 ROWS, SCALE = 2, 0.3
 NAMES = ("output", "queries", "keys", "values")

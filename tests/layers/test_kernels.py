@@ -17,12 +17,12 @@ import jaxtp
 from jaxtp.analysis.hardware import TABLE
 from jaxtp.collectives import axis_index, device_view
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.activations import Part, key_ranges, query_ranges
 from jaxtp.layers.kernels import blockwise_attention as blockwise
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.layers.kernels.blockwise_attention import block_size, num_visited
 from jaxtp.layers.kernels.fused_attention import MOST_HEAD_DIM
 from jaxtp.layers.kernels.select import KERNELS, Use, architecture_of, candidates, num_scores, pick_kernel, unsupported
+from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
 
 WIDTH = 4
 

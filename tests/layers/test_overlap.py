@@ -10,9 +10,9 @@ from support import assert_close, sweep
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
-from jaxtp.layers.activations import SEQUENCE_DIM
 from jaxtp.layers.linear import enter_matmul, leave_matmul
 from jaxtp.layers.overlap import gather_matmul
+from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
 from jaxtp.mesh import mesh_sizes
 
 D, FEATURES, PART = 6, (16, 8), 3

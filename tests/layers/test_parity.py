@@ -61,6 +61,12 @@ CASES = {
         lambda w, x: x @ w["kernels.0"],
         input_shape=(B, D),
     ),
+    "column_2d_sequence": Case(
+        lambda rngs: jaxtp.ColumnParallelLinear(D, F, SEQUENCE_PARALLEL, rngs=rngs),
+        lambda layer, x: layer(x),
+        lambda w, x: x @ w["kernels.0"],
+        input_shape=(B, D),
+    ),
     "column_several": Case(
         lambda rngs: jaxtp.ColumnParallelLinear(D, (F, 8, 16), use_bias=True, rngs=rngs),
         lambda layer, x: jnp.concatenate(layer(x), axis=-1),

@@ -13,8 +13,8 @@ from support import MESHES, TOLERANCE, by_name, random_weights, relative_error, 
 import jaxtp
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import Packed
-from jaxtp.layers.activations import segment_mask, segment_positions
 from jaxtp.layers.context import Sequences
+from jaxtp.layers.sequence_parallel import segment_mask, segment_positions
 
 B, T = 8, 16
 CONFIG = jaxtp.ModelConfig(

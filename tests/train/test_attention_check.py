@@ -9,10 +9,10 @@ from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.layers.kernels.fused_attention import fused_attention
 from jaxtp.layers.parameter import Precision
+from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.train import self_check

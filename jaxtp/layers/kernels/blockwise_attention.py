@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import ATTENDED, vary_like
-from jaxtp.layers.activations import Part, key_ranges
+from jaxtp.layers.sequence_parallel import Part, key_ranges
 
 MOST_IN_BLOCK = 256
 """Positions in a block of a long sequence, the fastest from 128 to 512 on CPUs (`scripts/attention_speed.py`)."""

@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, vary_like
-from jaxtp.layers.activations import Part, key_ranges, query_ranges
+from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
 from jaxtp.mesh import current_platform
 
 MOST_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtp.layers.activations import Part, key_ranges, segment_mask
 from jaxtp.layers.kernels.blockwise_attention import MOST_IN_BLOCK, block_size, blockwise_attention, num_visited
+from jaxtp.layers.sequence_parallel import Part, key_ranges, segment_mask
 from jaxtp.mesh import platform_of
 
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]

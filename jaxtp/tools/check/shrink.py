@@ -12,8 +12,8 @@ from typing import get_args
 
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.layers.activations import Context, Method, is_split
 from jaxtp.layers.branch import ShrinkSpec, smallest_congruent
+from jaxtp.layers.sequence_parallel import Context, Method, is_split
 from jaxtp.mesh import AXES, CP, DP, FSDP, SEQUENCE, STORAGE, TP, batch_parts, check_sizes, mesh_shape, parts
 from jaxtp.models.config import padded_sizes, shrink_model, violations
 from jaxtp.train.config import TrainConfig

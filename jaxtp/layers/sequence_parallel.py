@@ -1,4 +1,4 @@
-"""Activations between layers: sequence parallelism, packed documents, dropout (activation functions: `mlp.py`).
+"""Activations between parallel layers: sequence parallelism, packed documents, dropout.
 
 Sequence parallelism splits tokens over tp between parallel layers; column layers all-gather and row layers
 reduce-scatter (Korthikanti et al., arXiv 2205.05198). `segments` `[B, T]` mark the documents of a row: integers, equal
@@ -29,8 +29,10 @@ SequenceParallel = bool | None
 
 
 def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | None:
-    """Returns the dim that is split over tp between layers, or None."""
-    return SEQUENCE_DIM if is_split(setting, shape[SEQUENCE_DIM], mesh_sizes(current_mesh())) else None
+    """Returns the dim that is split over tp between layers, or None, as for `[B, D]`."""
+    if len(shape) > 2 and is_split(setting, shape[SEQUENCE_DIM], mesh_sizes(current_mesh())):
+        return SEQUENCE_DIM
+    return None
 
 
 def is_split(setting: SequenceParallel, length: int, sizes: Mapping[str, int]) -> bool:
