@@ -101,8 +101,7 @@ class ColumnParallelLinear(nnx.Module):
 
     def __call__(self, x_BTD: Array) -> Array | tuple[Array, ...]:
         """Projects `[B, ..., D]` to `[B, ..., F]`."""
-        sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
-        inside, outside = _activation_specs(x_BTD.ndim, sequence)
+        sequence, inside, outside = _activation_specs(self.sequence_parallel, x_BTD.shape)
         weights, specs = params_and_specs(self)
         project = device_view(
             partial(self._project, sequence),
@@ -161,8 +160,7 @@ class RowParallelLinear(nnx.Module):
 
     def __call__(self, x_BTF: Array) -> Array:
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
-        sequence = sequence_dim(self.sequence_parallel, x_BTF.shape)
-        inside, outside = _activation_specs(x_BTF.ndim, sequence)
+        sequence, inside, outside = _activation_specs(self.sequence_parallel, x_BTF.shape)
         check_divides(ROW, (*x_BTF.shape[:-1], self.features), outside)
         weights, specs = params_and_specs(self)
         project = device_view(partial(self._project, sequence), ROW, in_specs=(inside, specs), out_specs=outside)
@@ -205,10 +203,14 @@ def _as_dim(layer: str, features: int | PaddedDim, **others: int) -> PaddedDim:
     return features if isinstance(features, PaddedDim) else ExactDim((features,))
 
 
-def _activation_specs(ndim: int, sequence: int | None) -> tuple[P, P]:
-    """Returns the specs between the two layers (features over tp) and outside; `[B, D]` means B tokens."""
-    if ndim == 2:
-        return P(TOKENS, TP), P(TOKENS, None)
-    tokens: tuple[Any, ...] = (CONTEXT, *(None,) * (ndim - 3))
+def _activation_specs(setting: SequenceParallel, shape: tuple[int, ...]) -> tuple[int | None, P, P]:
+    """Returns `sequence_dim`, and the specs between the two layers (features over tp) and outside.
+
+    `[B, D]` has B tokens and no sequence.
+    """
+    if len(shape) == 2:
+        return None, P(TOKENS, TP), P(TOKENS, None)
+    sequence = sequence_dim(setting, shape)
+    tokens: tuple[Any, ...] = (CONTEXT, *(None,) * (len(shape) - 3))
     outside = tokens if sequence is None else (SEQUENCE, *tokens[1:])
-    return batch_spec(*tokens, TP), batch_spec(*outside, None)
+    return sequence, batch_spec(*tokens, TP), batch_spec(*outside, None)

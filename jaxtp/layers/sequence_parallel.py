@@ -29,10 +29,8 @@ SequenceParallel = bool | None
 
 
 def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | None:
-    """Returns the dim that is split over tp between layers, or None, as for `[B, D]`."""
-    if len(shape) > 2 and is_split(setting, shape[SEQUENCE_DIM], mesh_sizes(current_mesh())):
-        return SEQUENCE_DIM
-    return None
+    """Returns the dim of `[B, T, ...]` that is split over tp between layers, or None."""
+    return SEQUENCE_DIM if is_split(setting, shape[SEQUENCE_DIM], mesh_sizes(current_mesh())) else None
 
 
 def is_split(setting: SequenceParallel, length: int, sizes: Mapping[str, int]) -> bool:
