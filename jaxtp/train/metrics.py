@@ -209,7 +209,7 @@ TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
     "wandb": _WeightsAndBiases,
     "aim": _Aim,
 }
-"""By their names in `MetricsConfig.trackers`. The second argument is the first step that this run may log again."""
+"""By name. The second argument is the first step to log: after a resume, new records replace old ones from there on."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -226,7 +226,6 @@ class Trackers:
 
     Args:
       resumed_at: step of the checkpoint, or 0.
-      warn: reports a failed tracker.
 
     Raises:
       RunFolderError: a file in the run's folder cannot be written.
