@@ -79,9 +79,9 @@ class MissingReductionError(ValueError):
 
     def __init__(self, name: str, message: str):
         axes = sorted(set(re.findall(r"across mesh ax[ie]s \(?'(\w+)'", message)))
-        where = f"along {' and '.join(axes)}" if axes else "on which it is declared equal"
+        where = f" along {' and '.join(axes)}" if axes else ""
         super().__init__(
-            f"{name}: its result differs between devices {where}, and is declared equal there; a reduction "
+            f"{name}: out_specs declares its result equal{where}, but it differs between devices; a reduction "
             f"(leave_parallel, all_reduce) is missing"
         )
 

@@ -49,8 +49,8 @@ def make_mesh(
 
     Without accelerators it requests as many virtual CPU devices as needed, unless JAX's backend has started.
 
-    One axis may be -1: it takes all remaining devices. `devices` defaults to `jax.devices()`. A single process may use
-    only the first devices.
+    One axis may be -1: it takes all remaining devices. `devices` defaults to `jax.devices()`. A mesh of a single
+    process may be smaller, and takes the first devices.
 
     Raises:
       MeshError: a size is not positive, several sizes are -1, or devices are too few or not distinct.

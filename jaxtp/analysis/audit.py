@@ -147,8 +147,8 @@ class Audit:
                 )
 
     def _weights_over_tp(self) -> Iterator[str]:
-        # Within a budget an activation may have a weight's shape by chance. Shared kv heads are gathered over parts of
-        # a tp group.
+        # Not with a budget, which limits traffic anyway: an activation may have a weight's shape by chance. Gathers
+        # over only part of a tp group are of shared kv heads, and allowed.
         for collective, times in self.written.items() if self.budget is None else ():
             whole_group = collective.group == parts(self.sizes, collective.axes)
             if whole_group and (weight := self._weight_like(collective)):
@@ -163,7 +163,7 @@ class Audit:
                 continue  # global norms need sums of scalars
             weight = self._weight_like(collective)
             if weight and self.global_view and not collective.module:
-                continue  # XLA names no module where it resplits weights for a rule that sees them without padding
+                continue  # XLA reshards weights for a rule that sees them without padding, and names no module
             what = f", a weight moves (it has the shape of {weight})" if weight else ""
             yield f"{times} x {_describe(collective)}{what}: no module asked for it, the compiler added it"
 
@@ -206,7 +206,6 @@ def audit(
     Args:
       step: `jax.jit` of a function of `state, *args`, or its `trace`; may return a new state, first.
       state: pytree of real or abstract arrays (`jax.ShapeDtypeStruct` with a sharding); `nnx.State`s declare theirs.
-      *args: real or abstract.
       mesh: its devices may be virtual.
       budget: bytes that each module may send; by default, whatever the program requests.
       global_view: outermost modules on global arrays (an optimizer that averages over whole dims), where the compiler
@@ -220,8 +219,8 @@ def audit(
     is_traced = isinstance(step, jax.stages.Traced)
     if not (is_traced or hasattr(step, "trace")) or not jax.tree.leaves(state) or isinstance(state, nnx.Module):
         raise TypeError(
-            "audit takes a function compiled by jax.jit and the pytree of arrays that is its first argument; of an "
-            "nnx.Module that is graph, state = nnx.split(module), and nnx.merge(graph, state) inside the function"
+            "audit takes a jax.jit function and the pytree of arrays that is its first argument. For an nnx.Module: "
+            "pass `state` of graph, state = nnx.split(module), and call nnx.merge(graph, state) inside the function"
         )
     with jax.set_mesh(mesh):
         traced = step if is_traced else step.trace(state, *args)
@@ -244,7 +243,7 @@ def read_holdings(compiled: Compiled, state: Any, mesh: Mesh) -> tuple[Holding, 
 
     Args:
       compiled: of `state, ... -> state` or `-> (state, ...)`; if it returns no state, reads the input's sharding.
-      state: pytree of real or abstract arrays; its `nnx.Variable`s can declare a spec.
+      state: real or abstract; its `nnx.Variable`s can declare a spec.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
     holdings = []

@@ -53,7 +53,7 @@ def count_collectives(jaxpr: Any, mesh_sizes: Mapping[str, int]) -> Counter[Coll
 def equations(
     jaxpr: Jaxpr, times: int = 1, counted: Counted = "", outer: str = ""
 ) -> Iterator[tuple[JaxprEqn, int, Counted, str]]:
-    """Yields every equation that is needed, also nested but not in kernels: how often it runs, and in which scope."""
+    """Yields `(equation, runs, meaning of runs, scope)` of needed equations, also nested but not inside kernels."""
     read, needed = set(map(id, jaxpr.outvars)), []
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not read.isdisjoint(map(id, equation.outvars)):
@@ -89,7 +89,7 @@ def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def arrays(*variables: Any) -> list[ShapedArray]:
-    """Returns shapes and dtypes of a jaxpr's variables, which are typed as any abstract value."""
+    """Returns variables' avals (shape and dtype), typed for mypy."""
     return [variable.aval for variable in variables]
 
 

@@ -1,7 +1,7 @@
 """Costs of a decoder's step on one device: sums over its layers.
 
-A branch without formulas (`layer_costs.py`) is traced, forward and backward: a second instead of a millisecond. Its
-collectives are exact, and products that XLA computes. The memory estimate assumes residuals divided over all devices.
+A branch without formulas (`layer_costs.py`) is traced, in a second, not a millisecond. Its collectives are exact, and
+the products that XLA (not a kernel) computes; its memory estimate assumes residuals divided evenly over all devices.
 """
 
 import math
@@ -51,8 +51,8 @@ from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder, DecoderBlock
 
 LOGIT_PASSES = 6
-"""Times that float32 logits go through memory outside of products: maximum, exponentials, label; backward again, and
-the difference. An estimate."""
+"""Estimated passes of all float32 logits through memory besides the matrix products: three forward (maximum,
+exponentials, label's logit), three backward (exponentials, label, their difference)."""
 
 MUCH_PADDING = 0.25  # of a block's weights: from here on it is warned of
 _FURTHEST = 1024  # size of tp that is proposed
@@ -163,7 +163,7 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     for name, branch, before, after in block.branches():
         if before is not None:
             yield from _within(name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES))
-        if after is not None:  # the next norm reads the sum to which its result is added
+        if after is not None:  # recomputed if a branch follows: its norm reads the sum that contains this result
             recomputed = name != last and work.remat != "none"
             yield from _within(name, norm_costs(after, work, recomputed=recomputed))
         read = name != last or after is not None
@@ -252,13 +252,13 @@ def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None
     if not (padded := padded_sizes(config, tp)):
         return None
     added = costs_of(config, Workload(sizes=mesh_shape(tp=tp), rows=1, length=1, training=False)).padding
-    sizes = ", ".join(f"{size} {name} as {more}" for name, (size, more) in padded.items())
-    text = f"over tp {tp}: {sizes}, {added:.1%} more in a block"
+    sizes = ", ".join(f"{size} {name} to {more}" for name, (size, more) in padded.items())
+    text = f"with tp {tp}: {sizes}, which adds {added:.1%} to the weights of a block"
     if added <= MUCH_PADDING:
         return text
     without = [other for other in range(1, min(2 * tp, _FURTHEST)) if not padded_sizes(config, other)]
     nearest = sorted(sorted(without, key=lambda other: abs(other - tp))[:2])
-    return f"{text}; WARNING: that is much, and nothing is padded over tp {' or '.join(map(str, nearest))}"
+    return f"{text}; WARNING: much padding; tp {' or '.join(map(str, nearest))} needs none"
 
 
 def _traffic(costs: Iterable[tuple[int, Cost]], work: Workload) -> dict[Collective, int]:
@@ -409,6 +409,6 @@ def _kernel(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
 
 
 _ATTENTION = {"attention_forward": 2, "attention_queries": 2, "attention_keys": 3}
-"""Products of the kernels of attention; what both kernels of the backward pass compute counts once."""
+"""Matrix products in attention kernels; those in both backward kernels (scores, weights' gradients) count once."""
 
 _RULES: Mapping[str, Rule] = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "pallas_call": _kernel}

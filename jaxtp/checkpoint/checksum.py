@@ -73,7 +73,7 @@ class Sums:
 
 
 def sums(arrays: Mapping[str, Array]) -> Sums:
-    """Sums arrays with elements of at most 4 bytes, with temporary memory for one; every process must call it."""
+    """Computes sums of arrays of at most 4-byte elements, one at a time to save memory; every process must call it."""
     columns = [_columns(array) for array in arrays.values()]
     replicas = replica_groups_by_name(arrays)
     meshes = {_mesh_of(each) for each in columns}
@@ -119,7 +119,7 @@ def replica_groups_by_name(arrays: Mapping[str, Array]) -> dict[str, ReplicaGrou
 
 
 def minority_devices(table: Iterable[np.ndarray], replicas: Mapping[str, ReplicaGroups]) -> MeshPositions:
-    """Returns the devices whose checksum in `table` `[arrays, devices]` is not the majority's, or all without one."""
+    """Returns devices whose checksum in `table` `[arrays, devices]` is not their group's most common; in a tie, all."""
     positions: MeshPositions = {}
     for row, (name, groups) in zip(table, replicas.items(), strict=True):
         for group in groups:

@@ -48,7 +48,7 @@ class Setting:
 
     owner: type
     path: tuple[str, ...]
-    """Names of its sections' fields, and of its own."""
+    """Field names from the root dataclass down to this setting."""
     keys: tuple[str, ...]
     """Its keys in a file: `path`, with aliases."""
     flag: str

@@ -56,7 +56,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EFBIG, f"more than {most:,} bytes, too many for a file of this name", str(path))
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes, the limit for this kind of file", str(path))
     return content
 
 
@@ -82,7 +82,7 @@ def inside(folder: Path, name: str) -> Path:
 def parse_json(content: bytes, source: str) -> dict[str, Any]:
     """Parses a JSON object with unique keys, or raises a `ValueError` that begins with `source`."""
     if sum(content.count(mark) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
-        raise ValueError(f"{source} has more than {_MAX_JSON_VALUES:,} values, too many to be real")
+        raise ValueError(f"{source} has more than {_MAX_JSON_VALUES:,} values, the limit")
     try:
         found = json.loads(content, object_pairs_hook=_unique, parse_int=_integer)
         _require_printable(found)

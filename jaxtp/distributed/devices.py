@@ -31,7 +31,7 @@ def request_virtual_devices(count: int) -> None:
 
 
 def most_devices() -> int | None:
-    """Starts JAX's backend and returns the number of devices; None if CPU devices can be added."""
+    """Starts JAX's backend and returns the number of devices; None for CPUs whose number was not configured."""
     accept_absent_gpus()
     devices = jax.devices()
     any_number = devices[0].platform == "cpu" and jax.config.jax_num_cpu_devices == -1  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ def host_memory() -> int:
 
 
 def bytes_limit(device: jax.Device) -> int | None:
-    """Returns the bytes that JAX may allocate on a device; None if unknown, for example on CPUs."""
+    """Returns the bytes that JAX may allocate on a device; None if unknown, as on CPUs."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
@@ -58,7 +58,7 @@ def _check_processes(sizes: Mapping[str, int], devices: Sequence[jax.Device]) ->
     if devices[0].platform != "cpu" or -1 in sizes.values() or needed == len(devices):
         return
     each, rest = divmod(needed, processes := jax.process_count())
-    hint = f"each of the {processes} processes needs {each}: --devices {each} of jaxtp launch (JAX_NUM_CPU_DEVICES)"
+    hint = f"each of {processes} processes needs {each}: `jaxtp launch --devices {each}` or JAX_NUM_CPU_DEVICES={each}"
     if rest:
         hint = (
             f"{processes} processes cannot divide {needed} evenly: start {process_counts(needed)} processes, or choose "

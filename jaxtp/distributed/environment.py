@@ -85,7 +85,7 @@ def coordinator_host(environment: Mapping[str, str] = os.environ) -> str:
 def token(environment: Mapping[str, str] = os.environ) -> str:
     """Returns a text that all processes of a run share: `JAXTP_TOKEN`, the scheduler's job id, or the command line.
 
-    Others can guess the last two. It omits the contents of configuration files, which the preflight compares.
+    Other users can guess the last two. The text omits configuration files, which the preflight compares.
     """
     tokens = (f"{name} {environment[name]}" for name in (TOKEN, *_JOB_IDS) if environment.get(name))
     return next(tokens, json.dumps(sys.argv[1:]))
@@ -97,7 +97,7 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Returns jaxtp's folder in the user's cache (XDG base directory specification)."""
+    """Returns jaxtp's folder in the user's cache (XDG)."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "jaxtp"
 
@@ -105,9 +105,9 @@ def cache_folder() -> Path:
 def enable_compilation_cache(platform: str) -> None:
     """Turns on JAX's compilation cache in the user's cache folder, for a platform's programs.
 
-    A cache that the user configured stays; an empty JAX_COMPILATION_CACHE_DIR turns it off. CPUs have none, because
-    a program may crash on another CPU with the same home folder. Several processes have none, because without a shared
-    disk only process 0 would hit the cache, and the others would wait for its part of the autotuning.
+    A cache that the user configured stays; an empty JAX_COMPILATION_CACHE_DIR turns it off. Off on CPUs: a
+    program may crash on another CPU with the same home folder. Off for several processes: without a shared disk only
+    process 0 finds the program, and never does its share of the autotuning, for which the others wait.
     """
     import jax  # not at the top: the supervisor does not need it
 
@@ -124,7 +124,7 @@ def enable_compilation_cache(platform: str) -> None:
         print(f"the compilation cache is off: {error}", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # unbounded in size, and damage is an error
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # they grow without limit, and damage is an error
 
 
 def make_private(folder: Path) -> None:

@@ -58,9 +58,9 @@ class Peers:
             self._broadcast({"process": self._process, "failure": failure, "code": code})
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others of a failure, unless the failure of another process may have caused it.
+        """Tells the others that this process failed; if another's failure may be why, lets the thread exit instead.
 
-        In that case the thread exits this process. User errors, and errors of both, are always announced.
+        A user error, or the same error as the other's, is always announced.
         """
         failure = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0][:_MAX_ERROR_CHARS]
         if isinstance(error, jax.errors.JaxRuntimeError):
@@ -144,8 +144,9 @@ def connect_peers(bind: str | None) -> Peers | None:
     if uneven := [process for process, count in counts.items() if count != counts[0]]:
         process = uneven[0]
         raise LaunchError(
-            f"process {process} has {counts[process]} devices, and process 0 has {counts[0]}: the numbers must be "
-            "equal. Is a device missing, do JAX_NUM_CPU_DEVICES or the mesh differ, or was its command refused?"
+            f"process {process} has {counts[process]} devices, and process 0 has {counts[0]}: every process needs "
+            "the same number. Possible causes: a device is missing; JAX_NUM_CPU_DEVICES or the mesh differs between "
+            f"processes; process {process} rejected its settings (see its output)"
         )
     names = host_names()
     if len(names) == 1:
@@ -155,7 +156,8 @@ def connect_peers(bind: str | None) -> Peers | None:
     if missing := [process for process in range(1, len(names)) if process not in reached[0] or not reached[process]]:
         if jax.process_index() == 0:
             name = truncate(process_name(missing[0], names[missing[0]]))
-            say(f"{name} cannot connect to process 0 for heartbeats: only JAX notices when a process ends")
+            then = "if a process ends, JAX aborts the others after 40 to 80 s, without naming it"
+            say(f"{name} cannot connect to process 0, so jaxtp's heartbeats are off: {then}")
         return None
     if jax.process_index():
         print(

@@ -232,10 +232,10 @@ class Detokenizer:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
-    """Cuts a text before the first stop text to complete.
+    """Splits `text` at the stop text that is completed earliest.
 
     Returns:
-      the text before it, or without one the text that cannot begin one; the pending rest; whether one is complete.
+      `(emit, pending, found)`: text to show now; the end, which may begin a stop text; whether one was found.
     """
     if found := [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]:
         return text[: min(found)[1]], "", True

@@ -51,7 +51,7 @@ def load_hf(
 
     Args:
       path: folder with config.json and safetensors, in one file or several with an index.
-      precision: by default parameters as stored (float16 as float32), else float32.
+      precision: by default float32, but parameters bfloat16 if all are stored so.
       ignore_config: see `read_config`.
       **overrides: `ModelConfig` fields outside the architecture, e.g. `remat="none"`.
 
@@ -106,7 +106,8 @@ def _checked_blocks(
         if ((block.view(unsigned) & mask) == mask).any():
             raise HFError(f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on")
         if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
-            raise HFError(f"tie_word_embeddings is true, and {copy.name} is not {tensor.name}; one of them is wrong")
+            names = f"{copy.name} and {tensor.name}"
+            raise HFError(f"tie_word_embeddings is true, but {names} differ in value; the setting or a tensor is wrong")
         yield row, block
 
 

@@ -16,8 +16,8 @@ parallelism), and traffic over tp, forward and backward, in units of (t-1)/t * b
 `save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all. The shard goes around again for weight
 gradients and for outputs that were not saved.
 
-No policy saves gathered weights; every policy saves the routers' choices. Of the attention kernels, `save_dots` saves
-the results of blockwise and fused, and repeats cudnn and xla.
+No policy saves gathered weights; every policy saves the routers' choices. `save_dots` saves the results of blockwise
+and fused attention kernels, and recomputes cudnn and xla.
 """
 
 from collections.abc import Callable
@@ -63,8 +63,8 @@ def policy(name: RematPolicy) -> Callable[..., Any]:
 
 
 def _save_all(primitive: Any, *_: Any, **params: Any) -> bool:
-    # Refusing the gather of a weight alone would save the cast or reshape that follows it, so cheap views are refused
-    # too; and so is _FROZEN, whose result is the gathered weight: without a gradient it stays one primitive.
+    # If only the gather were refused, autodiff would save the cast or reshape after it, which is as large, so views are
+    # refused too. So is _FROZEN, whose result is a gathered weight: autodiff keeps it if the weight has no gradient.
     return primitive.name not in _VIEWS | {_FROZEN} and not is_weight_gather(primitive, params)
 
 

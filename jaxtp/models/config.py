@@ -46,7 +46,7 @@ from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import CP, STORAGE, parts
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
-"""Keys with the flag `--ignore-config`, as in commands that have no model section."""
+"""Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model section."""
 
 
 class Changes(dict[str, Any]):

@@ -152,7 +152,7 @@ class EmbeddingAndHead(nnx.Module):
         return vocab_parallel_logits(x_BTD, *self._head())
 
     def logits_at(self, x_BTD: Array, at_BR: Array) -> Array:
-        """Returns logits `[B * R, V]` at R positions of each sequence; -1 is no position."""
+        """Returns logits `[B * R, V]` at R positions of each sequence; ignore those at -1, no position."""
         # A masked sum: indexing along T, which sequence parallelism splits, would gather all of x.
         is_there = at_BR[..., None] == jnp.arange(x_BTD.shape[1])
         found_BRD = jnp.sum(jnp.where(is_there[..., None], x_BTD[:, None], 0), axis=2)

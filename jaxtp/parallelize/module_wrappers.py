@@ -12,7 +12,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 METHODS = ("__call__", "attend")  # `attend` of an embedding is a tied head
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
-"""Types that are never called; paths of modules contain their names."""
+"""Containers of modules: never called, but the attribute that holds one is part of a module's path."""
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:

@@ -47,7 +47,7 @@ def parallelize(
       plan: styles by pattern of module paths (`plan.py`): `{"blocks.*.mlp.up": Colwise()}`. Other modules run unchanged
         on their shard of the batch.
       mesh: by default the mesh in context; an abstract mesh for abstract models (`nnx.eval_shape`).
-      fsdp: also split parameters over fsdp and cp, along the largest dim that they divide, and gather before use.
+      fsdp: also split parameters over fsdp and cp, along the largest dim divisible by fsdp * cp; gathered before use.
 
     Raises:
       PlanError: the plan does not fit the model or the mesh; the model is unchanged.
@@ -219,8 +219,8 @@ def _mark_arrays_as_data(model: nnx.Module) -> None:
         if any(id(array) not in seen for array in _tracers(node)):
             raise PlanError(
                 f"the function builds a model in which {'.'.join(map(str, path))} contains an array that Flax treats "
-                "as a constant: assign a container of arrays as nnx.data(...), and make an array that a function uses "
-                "an attribute of the module"
+                "as a constant. Wrap containers of arrays in nnx.data(...). If a function captures an array, store it "
+                "as an attribute of the module instead"
             )
 
 

@@ -25,7 +25,7 @@ class Signature:
     attributes: Mapping[str, str] = field(default_factory=dict)  # letters of the sizes in each attribute
 
     more_dims: int = 0  # dims of the result minus dims of the input
-    batch_ndim: int | None = 2  # minimum number of dims if dim 0 of the input is a batch; None if the module mixes rows
+    batch_ndim: int | None = 2  # dim 0 of an input of at least this many dims is a batch; None: the module mixes rows
     mixes_positions: bool = False  # a result depends on several positions along dim 1 of the input
 
     def keeps_positions(self, ndim: int) -> bool:

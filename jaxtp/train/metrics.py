@@ -226,7 +226,6 @@ class Trackers:
 
     Args:
       resumed_at: step of the checkpoint, or 0.
-      warn: reports a failed tracker.
 
     Raises:
       RunFolderError: a file in the run's folder cannot be written.

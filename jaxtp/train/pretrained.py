@@ -180,14 +180,14 @@ class RunSource(Pretrained):
                 f"run.init_from={self.path} is the run in run.dir={config.run.dir} itself; name another folder with "
                 "--run.dir, or leave --run.init-from out to resume it"
             )
-        # Weights are loaded by path: stacked otherwise, the layers would come in another order.
+        # Weights are matched by path: if runs stack layers differently, weights would land in the wrong layers.
         layers, stored = (
             [(path, list(numbers)) for path, numbers, _ in model.kinds()] for model in (config.model, self.model)
         )
         if layers != stored and config.model.num_layers == self.model.num_layers:
             raise ConfigError(
-                f"run.init_from={self.path} has its blocks in another order: model.pattern={list(self.model.pattern)} "
-                f"and model.first_blocks={list(self.model.first_blocks)}; give the same"
+                f"the blocks of run.init_from={self.path} are arranged differently; set "
+                f"model.pattern={list(self.model.pattern)} and model.first_blocks={list(self.model.first_blocks)}"
             )
 
     def check_tokenizer(self, made_by: TokenizerInfo) -> None:
@@ -195,8 +195,8 @@ class RunSource(Pretrained):
         before = self.info.get("corpus", {}).get("tokenizer", made_by.name)
         if made_by.name != before:
             raise ConfigError(
-                f"run.init_from={self.path} was trained on data of another tokenizer ({before[:12]}) than these "
-                f"({made_by.name[:12]}), whose tokens mean something else; prepare the data with the run's tokenizer"
+                f"run.init_from={self.path} was trained with tokenizer {before[:12]}, but this dataset was prepared "
+                f"with tokenizer {made_by.name[:12]}, whose ids mean other tokens; prepare it with the run's tokenizer"
             )
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
@@ -207,7 +207,8 @@ class RunSource(Pretrained):
     def _full_rate(self) -> tuple[float, str]:
         optimizer = self.info["config"]["optimizer"]
         peak = optimizer["learning_rate"] / (LION if optimizer["name"] == "lion" else 1)
-        reason = f"a tenth of the peak of {self.path}, {peak:.3g}, but at least {RATE:.0e}, or that peak if lower"
+        limit = f"not below the smaller of {RATE:.0e} and that peak"
+        reason = f"a tenth of the peak learning rate of {self.path} ({peak:.3g}), but {limit}"
         return max(peak / 10, min(peak, RATE)), reason
 
     def _sequence_length(self, config: TrainConfig) -> Default:
@@ -279,17 +280,17 @@ def _sizes(model: ModelConfig) -> dict[str, Any]:
 def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfig:
     stored, default = _sizes(model), _sizes(ModelConfig())
     problems = [
-        f"model.{name}={value}, where it has {stored[name]}"
+        f"model.{name}={value}, but it has {stored[name]}"
         for name, value in _sizes(config.model).items()
         if value not in (default[name], stored[name])
     ]
     if len(problems) > _MAX_SHOWN:
         raise ConfigError(
-            f"{folder} is another model: {problems[0]}, and {len(problems) - 1} more; leave these "
-            "settings out, or write a configuration for it: jaxtp estimate --model.from-hf DIR --write FILE.yaml"
+            f"the model in {folder} does not match: {problems[0]}, and {len(problems) - 1} more; remove these "
+            "settings, or write a configuration for it: jaxtp estimate --model.from-hf DIR --write FILE.yaml"
         )
     if problems:
-        raise ConfigError(f"{folder} is another model: {'; '.join(problems)}; leave these settings out")
+        raise ConfigError(f"the model in {folder} does not match: {'; '.join(problems)}; remove these settings")
     return replace_nested(config, {f"model.{name}": getattr(model, name) for name in stored})
 
 
@@ -300,8 +301,8 @@ def _with_adapters(config: AnyConfig, found: LoraConfig, explicit: Set[str]) -> 
         is_requested = f"model.lora.{name}" in explicit or requested != getattr(LoraConfig(), name)
         if is_requested and (set(requested) != set(stored) if name == "targets" else requested != stored):
             texts = (" ".join(value) if isinstance(value, tuple) else str(value) for value in (requested, stored))
-            problems.append(f"model.lora.{name}={', where they have '.join(texts)}")
+            problems.append(f"model.lora.{name}={', but they have '.join(texts)}")
     if problems:
-        raise ConfigError(f"{lora.from_peft} has other adapters: {'; '.join(problems)}; leave these settings out")
+        raise ConfigError(f"adapters in {lora.from_peft} do not match: {'; '.join(problems)}; remove these settings")
     found = dataclasses.replace(found, from_peft=lora.from_peft, dtype=lora.dtype)
     return replace_nested(config, {"model.lora": found})

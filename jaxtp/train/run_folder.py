@@ -66,7 +66,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a folder against other runs, until the process ends.
+    """Locks a folder against other runs until the `with` block, or the process, ends.
 
     Raises:
       RunFolderError: another run has the lock, or the file system has no locks.

@@ -184,7 +184,7 @@ def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
     devices = [SimpleNamespace(process_index=process) for process in (0, 0, 1, 1, 2)]
     monkeypatch.setattr(agreement, "is_multiprocess", lambda: True)
     monkeypatch.setattr(peers.jax, "devices", lambda: devices)
-    with pytest.raises(LaunchError, match="process 2 has 1 devices, and process 0 has 2: the numbers must be equal"):
+    with pytest.raises(LaunchError, match="process 2 has 1 devices, and process 0 has 2: every process needs"):
         agreement.watch()
 
 

@@ -309,7 +309,7 @@ CASES = {
     "NaN in bfloat16": (poisoned(Q, np.nan, jnp.bfloat16), f"{Q} has elements that are not finite"),
     "tied to another head": (
         lambda f: (write_config(f, tie_word_embeddings=True), poisoned("lm_head.weight", 7.0)(f)),
-        "tie_word_embeddings is true, and lm_head.weight is not model.embed_tokens.weight",
+        "tie_word_embeddings is true, but lm_head.weight and model.embed_tokens.weight differ",
     ),
     "tied to a smaller head": (
         lambda f: (write_config(f, tie_word_embeddings=True), weights(lm_head__weight=np.ones((7, 4), np.float32))(f)),

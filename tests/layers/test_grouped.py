@@ -198,8 +198,8 @@ def test_kernels_that_are_split_over_tp(method):
     ("asked", "platform", "method", "why"),
     [
         ("auto", "cuda", "pallas", "its own expert alone"),
-        ("auto", "cpu", "xla", "runs on cuda, not on cpu"),
-        ("auto", "tpu", "xla", "runs on cuda, not on tpu"),
+        ("auto", "cpu", "xla", "pallas runs only on cuda, not on cpu"),
+        ("auto", "tpu", "xla", "pallas runs only on cuda, not on tpu"),
         ("auto", None, "pallas", "its own expert alone"),
         ("xla", "cuda", "xla", "as configured"),
         ("pallas", "cpu", "pallas", "as configured"),

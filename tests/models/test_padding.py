@@ -205,10 +205,10 @@ def test_what_padding_costs_is_said_and_counted():
     assert describe_padding(config, mesh_shape(tp=4)) is None
     text = describe_padding(config, mesh_shape(tp=8))
     assert describe_padding(config, mesh_shape(cp=4, tp=8)) == text
-    assert text.startswith("over tp 8: 28 query heads as 32, 300 d_ff as 304, ")
+    assert text.startswith("with tp 8: 28 query heads to 32, 300 d_ff to 304, ")
     assert "WARNING" not in text
     much = describe_padding(run_of("7 and 1").model, mesh_shape(tp=5))
-    assert much.endswith("that is much, and nothing is padded over tp 1")
+    assert much.endswith("much padding; tp 1 needs none")
     shape = {"batch_size": 8, "sequence_length": 8}
     padded, plain = (step_costs(config, mesh_shape(tp=8), **shape), step_costs(config, mesh_shape(), **shape))
     assert 8 * padded.flops > plain.flops

@@ -80,7 +80,7 @@ def test_a_padded_run_goes_on_over_another_tp(tmp_path, text, capsys):
     heads = ["--model.num-heads", "9", "--model.num-kv-heads", "3", "--optimizer.schedule", "constant"]
     command = [*SMALL, *text, *heads, "--train.log-every", "1", "--run.dir"]
     assert main([*command, str(tmp_path / "run"), "--train.steps", "2", *mesh(1, 1, 2)]) == 0
-    assert "padding over tp 2: 9 query heads as 12, 3 kv heads as 4" in capsys.readouterr().out
+    assert "padding with tp 2: 9 query heads to 12, 3 kv heads to 4" in capsys.readouterr().out
     assert main([*command, str(tmp_path / "run"), "--train.steps", "4", *mesh(1, 2, 4)]) == 0
     assert main([*command, str(tmp_path / "one"), "--train.steps", "4", *mesh(1, 1, 1)]) == 0
     one, padded = (records(tmp_path / name, "loss") for name in ("one", "run"))

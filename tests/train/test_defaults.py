@@ -382,7 +382,7 @@ def test_a_run_does_not_begin_with_itself(tmp_path):
 def test_a_run_goes_on_with_the_tokens_that_the_one_before_was_trained_on(tmp_path):
     source = run_source(tmp_path, tmp_path, corpus={"tokenizer": "0123"})
     source.check_tokenizer(TokenizerInfo("huggingface", "0123", 256, None))
-    with pytest.raises(ConfigError, match=r"of another tokenizer \(0123\) than these \(bytes\)"):
+    with pytest.raises(ConfigError, match=r"with tokenizer 0123, but this dataset was prepared with tokenizer bytes"):
         source.check_tokenizer(TokenizerInfo("bytes", None, 256, None))
 
 

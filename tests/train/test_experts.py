@@ -183,7 +183,7 @@ def test_the_summary_says_how_experts_are_divided(tp, said):
     ("platform", "grouped", "said"),
     [
         ("cuda", "auto", ["pallas products of experts (it multiplies each row with its own expert alone)"]),
-        ("cpu", "auto", ["xla products of experts (pallas: it runs on cuda, not on cpu)"]),
+        ("cpu", "auto", ["xla products of experts (pallas runs only on cuda, not on cpu)"]),
         (
             *("cuda", "xla"),
             [

@@ -272,9 +272,9 @@ def stored(folder):
 
 
 OTHER_ADAPTERS = {
-    "another rank": ("--model.lora.rank 7", "model.lora.rank=7, where they have 2; leave these settings out"),
-    "another scale": ("--model.lora.alpha 16", "model.lora.alpha=16.0, where they have 4.0"),
-    "other targets": ("--model.lora.targets q_proj", "targets=q_proj, where they have q_proj down_proj"),
+    "another rank": ("--model.lora.rank 7", "model.lora.rank=7, but they have 2; remove these settings"),
+    "another scale": ("--model.lora.alpha 16", "model.lora.alpha=16.0, but they have 4.0"),
+    "other targets": ("--model.lora.targets q_proj", "targets=q_proj, but they have q_proj down_proj"),
     "no folder": ("--model.lora.from {0}x", "no such folder; did you mean {0}?"),
     "another model": ("--model.from-hf {1}", "q_proj.lora_A.weight is 2x32, and this model needs 2x16"),
     "float16": ("--model.precision.compute float16", "model.precision.compute=float16 cannot be trained in: gradients"),
@@ -293,7 +293,7 @@ def test_mistakes_with_adapters(tmp_path, command, adapters, capsys, name):
 
 
 MISTAKES = {
-    "another size": ("--model.d-model 64", "is another model: model.d_model=64, where it has 32"),
+    "another size": ("--model.d-model 64", "does not match: model.d_model=64, but it has 32"),
     "two beginnings": ("--run.init-from {run}", "--run.init-from and --model.from-hf are conflicting weight sources"),
     "no such model": ("--model.from-hf nowhere", "nowhere: no such folder"),
     "not on this mesh": (
@@ -318,7 +318,7 @@ def test_a_recipe_of_another_model_is_one_short_line(command, model, capsys):
     recipe = Path(__file__).parents[2] / "configs/chat_qwen3_8b.yaml"
     assert main(["--config", str(recipe), "--model.from-hf", str(model)]) == 2
     error = capsys.readouterr().err
-    assert f"{model} is another model: model.vocab_size=151936, where it has 256, and 8 more; leave these" in error
+    assert f"{model} does not match: model.vocab_size=151936, but it has 256, and 8 more; remove these" in error
     assert "jaxtp estimate --model.from-hf DIR --write FILE.yaml" in error
     assert error.count("\n") == 1
     assert len(error) - len(str(model)) < 250

@@ -77,7 +77,7 @@ def batches(sources: Sequence[Source], fields: Fields, start: Position, on_error
 
 
 def _entry(turns: tuple[Turn, ...]) -> Entry:
-    """Hashes prompt lengths too, so that the end of a prompt matters."""
+    """Hashes prompt lengths too: another division into prompt and text is another document."""
     digest, sizes = hashlib.sha256(), []
     for turn in turns:
         plain = without_marks if turn.is_rendered else str

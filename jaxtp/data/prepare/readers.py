@@ -233,7 +233,7 @@ def _read_array(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
 def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
     """Skips row groups before `start`.
 
-    Batches begin with a row group, so the same rows precede a damaged page whatever `start` is.
+    Others are read from their first row, so a resumed read meets a damaged page at the same row.
     """
     import pyarrow
     from pyarrow import parquet
@@ -424,8 +424,8 @@ def _require_fields(names: Iterable[str], fields: Fields) -> None:
     for name in fields.names:
         if name not in existing:
             close = difflib.get_close_matches(name, existing, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(map(repr, existing)) or 'none'}"
-            other = "; --field NAME takes another, --messages NAME a conversation" if name == "text" else ""
+            hint = f"did you mean {close[0]!r}?" if close else f"fields: {', '.join(map(repr, existing)) or 'none'}"
+            other = ". Name it with --field NAME, or a conversation with --messages NAME" if name == "text" else ""
             raise BadInputError(NO_FIELD, f"no field {name!r}; {hint}{other}")
 
 

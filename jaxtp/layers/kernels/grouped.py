@@ -51,7 +51,7 @@ def pick_method(requested: Implementation, platform: str | None) -> tuple[Method
         return requested, "as configured"
     if _has_pallas(platform):
         return "pallas", "it multiplies each row with its own expert alone"
-    return "xla", f"pallas: it runs on {_PALLAS_PLATFORM}, not on {platform}"
+    return "xla", f"pallas runs only on {_PALLAS_PLATFORM}, not on {platform}"
 
 
 def _has_pallas(platform: str | None) -> bool:

@@ -1,8 +1,8 @@
 """`jaxtp bench`: times collectives along each mesh axis, and the matrix products of a transformer block.
 
 A collective is timed in a loop within one program: starting a program from Python takes longer than a small message.
-All groups along an axis communicate at once. On an H100 the loop adds nothing to an all-reduce, a copy of 1/n of the
-message to an all-gather or a reduce-scatter, and a copy of the message to a permute.
+All groups along an axis communicate at once. Compiled for an H100, the loop adds nothing to an all-reduce, a copy of
+1/n of the message (n devices) to an all-gather or a reduce-scatter, and a copy of the whole message to a permute.
 """
 
 import contextlib
@@ -84,8 +84,8 @@ class CommConfig(TrainConfig):
     """Write a hardware file, for jaxtp estimate --hardware FILE.yamlx8."""
 
     like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
-    """Row of the hardware table, for the peak of products and values that --out does not measure; by default the
-    row of the devices."""
+    """Row of the hardware table that supplies the peak FLOP/s, and every value that bench does not measure; by default
+    the row of the present devices."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Write every number to this file."""
@@ -201,8 +201,8 @@ class Measured:
         lines, hardware, efficiency = self.lines, self.hardware, self.matmul_efficiency
         if without := {message.axis for message in self.messages} - {line.axis for line in lines}:
             raise ConfigError(
-                f"--out: over {' and '.join(sorted(without))} times do not grow with messages, so no "
-                "bandwidth can be fitted; give a wider range of --message-bytes, or more --rounds"
+                f"--out: the times along {' and '.join(sorted(without))} do not increase with the message size, so no "
+                "bandwidth can be fitted; use a wider range of --message-bytes, or more --rounds"
             )
         assert hardware is not None
         assert efficiency is not None
@@ -420,9 +420,9 @@ def measured_fields(
 ) -> dict[str, float]:
     """Returns the measured fields of a hardware file.
 
-    The latency includes a ring's steps, so `hop` is 0. An axis inside a domain of fast links measures `link`, others
-    the network; the axis with the most devices counts. Measured speeds need no efficiency, so `link_efficiency` is 1;
-    the table's efficiency reduces an unmeasured network.
+    The latency includes a ring's steps, so `hop` is 0. An axis inside a domain of fast links gives `link`, any other
+    `network`; of several, the one with the most devices. A measured `link` includes inefficiency, so
+    `link_efficiency` is 1; an unmeasured network gets the table's value times its efficiency.
     """
     inside = {line.axis: inside_domain(hardware, sizes, (line.axis,)) for line in lines}
     by_size = sorted(lines, key=lambda line: line.devices)

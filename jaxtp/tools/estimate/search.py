@@ -35,13 +35,13 @@ REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "save_r
 JAX_SHARE, CLUSTER_SHARE = MEMORY_FRACTION["default"], 0.9
 """Share of a GPU's memory for JAX: by default, and as scripts/cluster/gpu.env sets it."""
 MEMORY_ERROR = 0.2
-"""Relative error of modelled memory: at most 18% too little in `scripts/results/estimate_accuracy.txt`."""
+"""Safety margin for modelled memory. The largest underestimate in `scripts/results/estimate_accuracy.txt` is 18%."""
 NEAR = 1.05  # times within this factor count as equal
-LEAST_PART = 8192  # tokens of a part of a sequence over cp
+LEAST_PART = 8192  # with cp, minimum tokens of a sequence on each device
 MAX_REASONS = 3  # in the error that no mesh works
 FURTHEST = 64  # how many devices more or fewer that error may propose
 MAX_ACCUMULATIONS = 16  # numbers of micro-batches to try on a mesh
-MAX_SETTINGS = 4096  # of a search, about: each takes milliseconds
+MAX_SETTINGS = 4096  # approximate limit per search; each takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def spans_hosts(sizes: Mapping[str, int], domain: int) -> bool:
 def runnable(
     config: TrainConfig, meshes: Sequence[Mapping[str, int]], *, as_configured: bool = False
 ) -> tuple[list[TrainConfig], dict[str, str]]:
-    """Returns the run on each possible mesh, with one micro-batch unless `as_configured`; reasons for others."""
+    """Returns the run on each mesh that can run it (in one micro-batch unless `as_configured`); why others cannot."""
     able, refused = [], {}
     once = config if as_configured else replace_nested(config, {"train.accumulation": 1})
     for sizes in meshes:
@@ -257,7 +257,7 @@ def runnable(
 
 
 def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yields minimum-memory variants: full remat, by single rows or all rows at once (no gradient sums)."""
+    """Yields candidates for least memory: full remat, one row per micro-batch or all in one (no gradients to sum)."""
     remat = "offload" if config.model.remat == "offload" else "full"
     for accumulation in {rows_of(config), 1}:
         yield replace_nested(config, {"model.remat": remat, "train.accumulation": accumulation})

@@ -201,7 +201,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
                     self.count(info.columns, ALL_GATHER, self.bytes(info, before), times)
                     self.count(info.columns, ALL_GATHER, self.bytes(output, after), times)
                 return replace(output, dim=dims.passed[info.dim], columns=info.columns)
-            self.block(info.columns, f"goes into {boundary.path}, which needs all {before.shape[info.dim]} of it")
+            whole = f"all {before.shape[info.dim]} elements of the split dim on one device"
+            self.block(info.columns, f"goes into {boundary.path}, which needs {whole}")
         if dims is None or dims.column is None or boundary.path in self.excluded:
             return output
         return replace(output, dim=dims.column, columns=frozenset({boundary.path}))

@@ -1,7 +1,7 @@
 """Rules for how a split dim passes through JAX primitives without communication, and the walk that applies them.
 
 A rule maps an equation and the split dims of its operands to the split dims of its results; None means replicated. It
-raises `Blocked` if a device cannot compute its shard from shards of the operands, as for primitives without a rule.
+raises `Blocked` if a device cannot compute its shard from its operands' shards. A primitive without a rule is blocked.
 """
 
 import math
@@ -55,8 +55,8 @@ def shape_of(variable: Atom) -> tuple[int, ...]:
 
 
 def _needs_whole(equation: JaxprEqn, dim: int) -> Blocked:
-    size = shape_of(equation.invars[0])[dim]
-    return Blocked(f"goes into {equation.primitive.name}, which needs all {size} of it")
+    name, size = equation.primitive.name, shape_of(equation.invars[0])[dim]
+    return Blocked(f"goes into {name}, which needs all {size} elements of the split dim on one device")
 
 
 def _drop_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
@@ -97,7 +97,7 @@ def _along_other_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     size = shape_of(equation.invars[0])[dim]
     if dim in touched or any(shape_of(result)[dim] != size for result in equation.outvars):
         if num_parts > 1:
-            raise Blocked(f"is cut into {num_parts} along the split dim (separate layers could be split)")
+            raise Blocked(f"is divided into {num_parts} along the split dim; use separate layers, which tp can split")
         raise Blocked(f"goes into {equation.primitive.name} along the split dim")
     return [dim] * num_parts
 

@@ -288,7 +288,7 @@ def test_a_command_reads_one_layout(folder, capsys, flags):
     jsonl(folder / "a.jsonl", [{"instruction": "Say.", "output": "so"}])
     command = [folder / "s.jsonl", folder / "a.jsonl", "--tokenizer", folder / "t", "--out", folder / "e"]
     error = refused(capsys, *command, *flags)
-    assert "a.jsonl, line 1: no field 'conversations'; there are 'instruction', 'output'" in error
+    assert "a.jsonl, line 1: no field 'conversations'; fields: 'instruction', 'output'" in error
 
 
 def test_a_layout_of_the_library_datasets(folder):
@@ -318,7 +318,7 @@ def test_rows_that_have_a_text_are_texts(folder, capsys):
 def test_rows_without_a_text_name_the_flag_for_conversations(folder, capsys):
     jsonl(folder / "s.jsonl", [{"id": 1, "dialog": []}])
     error = refused(capsys, folder / "s.jsonl", "--tokenizer", folder / "t", "--out", folder / "e")
-    assert "no field 'text'; there are 'id', 'dialog'; --field NAME takes another, --messages NAME" in error
+    assert "no field 'text'; fields: 'id', 'dialog'. Name it with --field NAME, or a conversation with" in error
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ BAD = {
     "h.jsonl": (line(b"{nope}"), "h.jsonl, line 3: not JSON: Expecting property name", "not JSON"),
     "i.jsonl": (line(b"[1, 2]"), "i.jsonl, line 3: not a JSON object: [1, 2]", "not JSON"),
     "j.jsonl": (line(b'{"txet": "x"}'), "j.jsonl, line 3: no field 'text'; did you mean 'txet'?", "no such field"),
-    "k.jsonl": (line(b"{}"), "k.jsonl, line 3: no field 'text'; there are none", "no such field"),
+    "k.jsonl": (line(b"{}"), "k.jsonl, line 3: no field 'text'; fields: none", "no such field"),
     "l.jsonl": (line(b'{"text": [1]}'), "l.jsonl, line 3: 'text' is not a string, but [1]", "not a string"),
     "m.jsonl": (line(b'{"text": null}'), "m.jsonl, line 3: 'text' is not a string, but null", "not a string"),
     "n.jsonl": (line(b'{"text": "\xe9"}'), "n.jsonl, line 3: not UTF-8 text: byte 0xe9 at position 10", "not UTF-8"),

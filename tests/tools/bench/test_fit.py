@@ -112,5 +112,5 @@ def test_virtual_devices_are_named_in_the_file_and_the_record():
 
 
 def test_without_a_line_there_is_no_file():
-    with pytest.raises(ConfigError, match="over tp times do not grow with messages"):
+    with pytest.raises(ConfigError, match="the times along tp do not increase with the message size"):
         measured(mesh_shape(tp=4), NOTHING).hardware_file()

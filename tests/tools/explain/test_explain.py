@@ -152,7 +152,7 @@ def test_what_each_column_layer_reduces_for_itself_is_noted_with_its_cost():
 def test_a_column_layer_whose_output_is_needed_whole():
     found = jaxtp.explain(build, X, plan={"blocks.*.down": Colwise()}, mesh={"tp": 4})
     (note,) = found.notes
-    assert "blocks.*.down is Colwise(), and its output goes into blocks.*.norm, which needs all 16 of it" in note
+    assert "blocks.*.down is Colwise(), and its output goes into blocks.*.norm, which needs all 16 elements of" in note
     assert f"at most {3 / 4 * ROWS * LENGTH * WIDTH * 4:,.0f} bytes" in note
     assert note.endswith("(x 2)"), "the last block's output is the model's"
 

@@ -81,7 +81,7 @@ def test_parts_of_the_result_need_parts_of_the_operands(case):
         (lambda x: x.sum(2), (2,), "reduce_sum, which needs all 8"),
         (lambda x: jax.nn.softmax(x), (2,), "reduce_max, which needs all 8"),
         (lambda x: x.reshape(4, -1), (2,), "merges the split dim into"),
-        (lambda x: jnp.split(x, 2, axis=2)[0], (2,), "cut into 2"),
+        (lambda x: jnp.split(x, 2, axis=2)[0], (2,), "divided into 2"),
         (lambda x: x[..., 1:], (2,), "slice along the split dim"),
         (lambda x: jnp.concatenate([x, x], 2), (2,), "concatenate along the split dim"),
         (lambda x: jnp.pad(x, ((0, 0), (0, 0), (1, 0))), (2,), "pad along the split dim"),
