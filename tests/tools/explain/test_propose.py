@@ -191,7 +191,7 @@ def test_of_a_chain_most_layers_are_split_and_least_is_moved(widths, plan):
         (sequence(16, 6), (X,), "layers.0", "makes 6 features, which tp 4 does not divide"),
         (sequence(64, 8), (X.update(shape=(8, 600, 64)),), "layers.0", "a split saves 1,560 bytes"),
         (lambda rngs: Attention(rngs, kv_heads=2), (X,), "k", "becomes a dim of 2"),
-        (lambda rngs: nnx.RNN(nnx.GRUCell(16, 16, rngs=rngs), rngs=rngs), (X,), "cell.dense_h", "cut into 3"),
+        (lambda rngs: nnx.RNN(nnx.GRUCell(16, 16, rngs=rngs), rngs=rngs), (X,), "cell.dense_h", "divided into 3"),
         (lambda rngs: nnx.RNN(nnx.LSTMCell(16, 16, rngs=rngs), rngs=rngs), (X,), "cell.hi", "column and a row"),
         (
             lambda rngs: nnx.Conv(16, 16, (3,), feature_group_count=16, rngs=rngs),
