@@ -89,14 +89,14 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "lines": 34_575,
+    "lines": 34_580,
     "files": 190,
     "files under 80 lines, families aside": 6,
     "rooms": 14,
     "arrows between rooms": 65,
     "files that training imports": 71,
     "lines that training imports": 12_630,
-    "words of docstrings": 32_410,
+    "words of docstrings": 32_450,
     "functions of more than 6 parameters": 4,
     "Any": 470,
     "file names used more than twice": 0,

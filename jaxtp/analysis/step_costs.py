@@ -7,6 +7,7 @@ the products that XLA (not a kernel) computes; its memory estimate assumes resid
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -41,7 +42,7 @@ from jaxtp.analysis.layer_costs import (
 )
 from jaxtp.layers import remat
 from jaxtp.layers.balance import BALANCE
-from jaxtp.layers.branch import Branch
+from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.loss import LOSS
 from jaxtp.layers.parameter import PARAMETERS, PaddedDim, Precision, logical_shape, mark_unreduced, padding_of, spec_of
@@ -340,7 +341,9 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(step)(x, trained, others)
         saved, everything = residuals(work.remat), residuals("none")
-        cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length))
+        cache: KVCache = ()
+        with suppress(NotImplementedError):  # the branch cannot generate
+            cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length))
     cached = sum(array.size * array.dtype.itemsize for array in cache)
     yield Bytes("cached", cached / math.prod(sizes.values()))
     yield Bytes("saved", saved)

@@ -60,8 +60,8 @@ default_kernel_init = nnx.initializers.normal(stddev=0.02)
 class ColumnParallelLinear(nnx.Module):
     """Projects one input to one or several outputs, split by columns over tp: `y_i = x @ kernels[i] + biases[i]`.
 
-    The input's gradient is reduced over tp; with sequence parallelism the input is gathered (`enter_parallel`). All
-    outputs share both. `load_weight` gathers kernels over fsdp and cp. `analysis/layer_costs.py` has a table of bytes.
+    The input's gradient is reduced over tp; with sequence parallelism the input is gathered. All outputs share both.
+    Kernels are gathered over fsdp and cp. See `enter_parallel` and `load_weight` in the table of `collectives.py`.
 
     Args:
       in_features: D.

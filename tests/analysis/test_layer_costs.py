@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import jaxtp
 from jaxtp.analysis import step_costs
 from jaxtp.analysis.layer_costs import Workload, collectives_of, context_costs, lookup_costs
+from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import ContextAttention
 from jaxtp.mesh import mesh_shape
 from jaxtp.models import config as decoder_config
@@ -124,7 +125,9 @@ def test_flops_of_kernels_are_read_from_the_traced_program(model, remat, monkeyp
 
 
 class Ungated(jaxtp.MLP):
-    """A subclass with params and a forward pass of its own."""
+    """A subclass with params and a forward pass of its own, which cannot generate."""
+
+    init_cache = Branch.init_cache
 
     def __init__(self, d_model, config, context, *, rngs):
         self.config, self.precision = config, context.precision

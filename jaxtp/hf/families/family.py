@@ -1,7 +1,8 @@
 """Types and shared entries of the families' tables, which serve import and export.
 
-A new family is a file in this folder, listed in `__init__.py`. An import refuses config.json attributes that the table
-lacks, unless `--ignore-config` names them: they may change the model's output.
+A new family is a file in this folder, listed last in `__init__.py`, because an export takes the first that fits.
+`tests/hf/test_transformers.py` needs a reference of it. An import refuses config.json attributes that the table lacks,
+unless `--ignore-config` names them: they may change the model's output.
 """
 
 import re
