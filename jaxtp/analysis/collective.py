@@ -45,7 +45,7 @@ class Collective:
     """A collective, as one device sees it; `Traffic` has its count."""
 
     kind: str  # all-reduce, all-gather, ...
-    axes: Axes  # mesh axes along which the devices talk; those of a single device are left out
+    axes: Axes  # mesh axes between the devices, without axes of size 1
     group: int  # number of devices that take part
     bytes: float  # size of the whole message: the larger of operand and result on one device
     scope: str = ""  # the `jax.named_scope` it was written in, as JAX spells it, or the name of its module

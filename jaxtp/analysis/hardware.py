@@ -300,7 +300,7 @@ def read(path: Path) -> Hardware:
         except ConfigError as error:
             raise ConfigError(f"{path}: like: {error}") from None
     keys = [str(key) for key in values if key not in ("like", "name", "kinds")]
-    others = f"as of {base['name']}" if base else "assumed"
+    others = f"from {base['name']}" if base else "assumed"
     source = f"{path}: {', '.join(keys)}; others {others}" if keys or not base else f"{path}: all {others}"
     like = {"like": base["name"]} if base else {}
     hardware = validate(Hardware, {**base, "name": path.stem, "source": source, **values, **like}, source=str(path))

@@ -299,8 +299,8 @@ def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int
 
 
 def _partitions(rest: str, sizes: Mapping[str, int]) -> np.ndarray:
-    # Ids of devices that exchange messages, a group in each row: the first group, of which others are translations, or
-    # all pairs of a permutation.
+    # Ids of devices that exchange messages, one group per row: the first group (the others are shifted copies of it),
+    # or all pairs of a permutation.
     if named := re.search(
         r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
     ):

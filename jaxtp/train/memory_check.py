@@ -29,7 +29,7 @@ def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
     if on_cpu and (needed := total_bytes(blueprint)) > (available := host_memory()):
         raise ConfigError(
             f"the state alone needs {needed / _GB:,.0f} GB, and this machine has {available / _GB:,.0f} GB and no GPU; "
-            "try the configuration without training by jaxtp check, or see what it needs by jaxtp estimate"
+            "jaxtp check tries the configuration at a small size, and jaxtp estimate says what hardware it needs"
         )
     if config.train.verify_every:
         needed = verification_bytes(blueprint) + (total_bytes(blueprint) if on_cpu else 0)

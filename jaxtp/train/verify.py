@@ -158,7 +158,7 @@ class Verifier:
         # Names the gradients that made copies of the state differ, if they did.
         for earlier, table in self._history.items():
             if found := minority_devices(table, self._gradients):
-                what = f"copies of the gradients of step {earlier} differed, and since then those of the state"
+                what = f"the gradients of step {earlier} differed between copies, and the state since then"
                 return self._error(step, what, found, "", {"before": before})
         first = next(iter(self._history), None)
         note = "" if first is None else f"The gradients had equal copies in each step since {first}. "

@@ -134,9 +134,9 @@ def test_a_file_of_ones_own(tmp_path):
     assert count == 16
     assert (mine.matmul_efficiency, mine.network, mine.link) == (0.75, 25e9, find("h100").link)
     assert (mine.name, mine.like) == ("mine", "h100")
-    assert mine.source == f"{file}: matmul_efficiency, network; others as of h100"
+    assert mine.source == f"{file}: matmul_efficiency, network; others from h100"
     file.write_text("like: h100")
-    assert read(file).source == f"{file}: all as of h100"
+    assert read(file).source == f"{file}: all from h100"
 
 
 def test_a_file_that_is_like_nothing(tmp_path):

@@ -215,7 +215,7 @@ def test_a_wrong_gradient_of_one_computation_names_its_device(rig, wrong, name):
         f"the gradients of the step, computed twice from the same state and batch, differ: {name} on device " in message
     )
     assert named(message) == {position}
-    assert ("may have come before" in message) == (len(copies(rig, f"model.{name}", position)) == 1)
+    assert ("may precede the reduction" in message) == (len(copies(rig, f"model.{name}", position)) == 1)
     assert "There is no checkpoint" in message
     before, first, second = (rig.kept(what, position) for what in ("before", "first", "second"))
     assert any(not np.array_equal(first[each], second[each]) for each in rig.copies)
@@ -232,7 +232,7 @@ def test_a_wrong_gradient_of_any_step_is_traced_to_the_step_and_the_device(rig):
         state, _, gradients = rig.compute(wrong)(state)
         rig.verifier.record(step, gradients)
     message = rig.fails(rig.compute(), rig.compute(), state=state)
-    assert f"copies of the gradients of step 2 differed, and since then those of the state: {SCALE} on dev" in message
+    assert f"the gradients of step 2 differed between copies, and the state since then: {SCALE} on dev" in message
     assert named(message) == (holders if len(holders) == 2 else {position})
 
 

@@ -35,7 +35,7 @@ def test_measured_and_read_back(tmp_path, capsys):
     assert hardware.latency == pytest.approx(next(x["latency"] for x in found["lines"] if x["axis"] == "tp"), rel=1e-3)
     assert estimate(["--hardware", f"{out}x8"]) == 0
     assert (
-        f"({out}: matmul_efficiency, link, link_efficiency, network, latency, hop; others as of h100)"
+        f"({out}: matmul_efficiency, link, link_efficiency, network, latency, hop; others from h100)"
         in capsys.readouterr().out
     )
 
