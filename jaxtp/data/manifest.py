@@ -79,12 +79,9 @@ class Shard:
 
     documents: Count
     tokens: Count
-    text_bytes: Count
-    """Bytes of the documents as UTF-8, before tokenization."""
-    longest: Count
-    """Number of tokens of the longest document."""
-    sha256: Mapping[str, str]
-    """Checksum of each file, by suffix."""
+    text_bytes: Count  # bytes of the documents as UTF-8, before tokenization
+    longest: Count  # number of tokens of the longest document
+    sha256: Mapping[str, str]  # checksum of each file, by suffix
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.tokens or not 1 <= self.longest <= self.tokens:

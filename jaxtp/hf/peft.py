@@ -173,12 +173,9 @@ class PeftFolder:
     path: Path
     lora: LoraConfig
     tensors: Mapping[str, StoredTensor]
-    parts: Mapping[str, list[TensorPart]]
-    """Parts of each tensor, by the tensor's name."""
-    notes: tuple[str, ...]
-    """Messages to print before training."""
-    untrainable: str | None
-    """Why the adapters can only be merged, not trained; None if they can be trained."""
+    parts: Mapping[str, list[TensorPart]]  # parts of each tensor, by the tensor's name
+    notes: tuple[str, ...]  # messages to print before training
+    untrainable: str | None  # why the adapters can only be merged, not trained; None if they can be trained
 
     def check_trainable(self) -> None:
         """Raises `HFError` if the adapters cannot be trained."""

@@ -57,14 +57,10 @@ class DeviceInfo:
 
     count: int
     per_process: int
-    bfloat16: bool
-    """Whether bfloat16 products are faster than float32 ones."""
-    kind: str
-    """Name for messages."""
-    memory: float | None = None
-    """Bytes of each device that JAX may allocate; None if unknown, as on CPUs."""
-    platform: str = "cpu"
-    """As returned by `architecture_of`; decides the kernels."""
+    bfloat16: bool  # whether bfloat16 products are faster than float32 ones
+    kind: str  # name for messages
+    memory: float | None = None  # bytes of each device that JAX may allocate; None if unknown, as on CPUs
+    platform: str = "cpu"  # as returned by `architecture_of`; decides the kernels
 
 
 def default_settings(config: TrainConfig) -> set[str]:

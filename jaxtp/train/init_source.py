@@ -31,8 +31,7 @@ class InitialState:
     """A run's state before its first step."""
 
     state: nnx.State
-    base: dict[str, str] | None = None
-    """Identity of the frozen model under the adapters, if there are any."""
+    base: dict[str, str] | None = None  # identity of the frozen model under the adapters, if there are any
     description: str = ""
 
 
@@ -40,8 +39,7 @@ class InitialState:
 class InitSource:
     """Random weights; subclasses load weights."""
 
-    path: Path | None = None
-    """Folder of the model, as configured."""
+    path: Path | None = None  # folder of the model, as configured
 
     def check(self, config: TrainConfig) -> None:
         """Raises ConfigError if the source does not fit the run."""

@@ -46,10 +46,8 @@ class Pretrained(InitSource):
     """A trained model."""
 
     path: Path
-    files: Path | None
-    """Folder of tokenizer and config.json, if any."""
-    model: ModelConfig | None = None
-    """None if it is the run's."""
+    files: Path | None  # folder of tokenizer and config.json, if any
+    model: ModelConfig | None = None  # None if it is the run's
     adapters: PeftFolder | None = None
     """Initial adapters; None if there are none, or if the resumed run already has them."""
 

@@ -44,12 +44,9 @@ MIN_ROW = 64
 class Window:
     """Consecutive tokens of a document."""
 
-    tokens: NDArray[np.int32]
-    """2 to T + 1 tokens."""
-    counted: int
-    """Number of counted tokens, which are the last ones; never the first token."""
-    group: int
-    """Index of the document's group."""
+    tokens: NDArray[np.int32]  # 2 to T + 1 tokens
+    counted: int  # number of counted tokens, which are the last ones; never the first token
+    group: int  # index of the document's group
 
 
 def spans(num_tokens: int, first: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -107,10 +104,8 @@ def batches(rows: Iterable[Row], size: int, multiple: int = 1) -> Iterator[Row]:
 class Scores(NamedTuple):
     """A batch's scores, possibly still being computed."""
 
-    losses: Array
-    """Cross-entropy of each label in nats, `[B, T]` float32; 0 for ignored labels."""
-    correct: Array
-    """Whether the label is the argmax, `[B, T]`."""
+    losses: Array  # cross-entropy of each label in nats, `[B, T]` float32; 0 for ignored labels
+    correct: Array  # whether the label is the argmax, `[B, T]`
 
 
 class Scorer:
@@ -167,14 +162,10 @@ class Totals(NamedTuple):
     """Sums over documents."""
 
     documents: int = 0
-    tokens: int = 0
-    """Number of predicted tokens."""
-    num_bytes: int = 0
-    """Bytes of their text as UTF-8."""
-    nats: float = 0.0
-    """Sum of cross-entropies."""
-    num_correct: int = 0
-    """Tokens predicted correctly: the label is the argmax."""
+    tokens: int = 0  # number of predicted tokens
+    num_bytes: int = 0  # bytes of their text as UTF-8
+    nats: float = 0.0  # sum of cross-entropies
+    num_correct: int = 0  # tokens predicted correctly: the label is the argmax
 
     @classmethod
     def sum(cls, parts: Iterable["Totals"]) -> "Totals":
@@ -201,8 +192,7 @@ class Group(NamedTuple):
     """Documents that are summed together."""
 
     source: str
-    length: int
-    """Number of tokens, rounded down to a power of two."""
+    length: int  # number of tokens, rounded down to a power of two
 
 
 class Measured:
@@ -236,11 +226,12 @@ class Measured:
 
     def windows(self, inputs: Iterable[Input], length: int, stride: int) -> Iterator[Window]:
         """Yields the windows of documents, and counts the documents."""
+        indices: dict[Group, int] = {}
         for source in inputs:
             for document in source.documents():
                 group = Group(source.name, power_of_two(len(document.tokens)))
                 self._add(group, Totals(documents=1, num_bytes=document.num_bytes))
-                index = list(self.totals).index(group)
+                index = indices.setdefault(group, len(indices))
                 for begin, end, counted in spans(len(document.tokens), document.first, length, stride):
                     self._tokens_read += counted
                     yield Window(document.tokens[begin:end], counted, index)
