@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.stages import Compiled
@@ -46,18 +45,19 @@ class Holding:
     shape: tuple[int, ...]
     shard: tuple[int, ...]  # shape of the part on one device
     dtype: str
+    itemsize: int
     declared: PartitionSpec | None
     replicated_over: tuple[str, ...]  # mesh axes of more than one device along which the compiled step holds copies
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole array."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * self.itemsize
 
     @property
     def bytes_per_device(self) -> int:
         """Bytes of one shard."""
-        return math.prod(self.shard) * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.shard) * self.itemsize
 
     @property
     def unintended(self) -> tuple[str, ...]:
@@ -254,6 +254,7 @@ def read_holdings(compiled: Compiled, state: Any, mesh: Mesh) -> tuple[Holding, 
             shape=tuple(leaf.shape),
             shard=tuple(sharding.shard_shape(leaf.shape)),
             dtype=str(leaf.dtype),
+            itemsize=leaf.dtype.itemsize,
             declared=None if spec is None else PartitionSpec(*spec),
             replicated_over=tuple(_replicated_over(sharding, leaf.shape, mesh)),
         )

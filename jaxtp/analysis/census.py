@@ -26,7 +26,7 @@ AT_MOST: Final = "at most"
 """A collective in a branch of a conditional: it runs as often as that branch is taken, and all are counted."""
 
 A_TURN: Final = "a turn"
-"""A collective in a loop with an unknown trip count: its count is that of one iteration."""
+"""A collective in a loop with an unknown trip count: counted for one iteration."""
 
 _MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
 
@@ -54,16 +54,21 @@ def equations(
     jaxpr: Jaxpr, times: int = 1, counted: Counted = "", outer: str = ""
 ) -> Iterator[tuple[JaxprEqn, int, Counted, str]]:
     """Yields `(equation, runs, meaning of runs, scope)` of needed equations, also nested but not inside kernels."""
+    for equation in needed_equations(jaxpr):
+        scope = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
+        yield equation, times, counted, scope
+        for inner, each, meant in _inside(equation, counted) if equation.primitive.name != "pallas_call" else ():
+            yield from equations(inner, times * each, meant, scope)
+
+
+def needed_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """Returns the equations that XLA keeps."""
     read, needed = set(map(id, jaxpr.outvars)), []
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not read.isdisjoint(map(id, equation.outvars)):
             read.update(map(id, equation.invars))
             needed.append(equation)  # XLA removes others: JAX keeps kernels in a recomputation that nothing reads
-    for equation in reversed(needed):
-        scope = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
-        yield equation, times, counted, scope
-        for inner, each, meant in _inside(equation, counted) if equation.primitive.name != "pallas_call" else ():
-            yield from equations(inner, times * each, meant, scope)
+    return needed[::-1]
 
 
 def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, Counted]]:
@@ -123,8 +128,8 @@ def trip_count(loop: JaxprEqn) -> int | None:
         return None
     carried = condition.invars.index(test.invars[0]) - loop.params["cond_nconsts"]
     at = carried + loop.params["body_nconsts"]
-    after = _maker(body, body.outvars[carried])
-    if carried < 0 or after is None or after.primitive.name != "add" or after.invars[0] is not body.invars[at]:
+    after = _maker(body, body.outvars[carried]) if carried >= 0 else None
+    if after is None or after.primitive.name != "add" or after.invars[0] is not body.invars[at]:
         return None
     first = loop.invars[at + loop.params["cond_nconsts"]]
     return turns(_integer(first), _integer(test.invars[1]), _integer(after.invars[1]))

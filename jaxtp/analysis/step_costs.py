@@ -119,8 +119,8 @@ def step_costs(
       **shape: other fields of `LocalShape`: packed, platform, context.
     """
     rows = batch_size // (batch_parts(mesh) * accumulation)
-    work = Workload(sizes=mesh, rows=rows, length=sequence_length, accumulation=accumulation, **shape)
-    return costs_of(config, replace(work, remat=config.remat, frozen=config.lora.rank > 0))
+    fixed: dict[str, Any] = {"remat": config.remat, "frozen": config.lora.rank > 0, "accumulation": accumulation}
+    return costs_of(config, Workload(sizes=mesh, rows=rows, length=sequence_length, **fixed, **shape))
 
 
 def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
@@ -131,8 +131,8 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         model = described(config, work.tp)  # its arrays are padded for tp, as a trace needs them
     blocks = [(stack.repeats, list(block_costs(block, work))) for stack, kinds in model.stacked() for block in kinds]
     outside = [(1, cost) for cost in decoder_costs(model, work)]
-    every = [(repeats, cost) for repeats, costs in blocks for cost in costs] + outside
-    weights = [(n, cost) for n, cost in every[: -len(outside)] if isinstance(cost, Weight)]
+    inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
+    every, weights = inside + outside, [(n, cost) for n, cost in inside if isinstance(cost, Weight)]
     products = _products(every, work)
 
     return StepCosts(

@@ -56,13 +56,13 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
             except CheckpointError:
                 raise
             except Exception as error:
-                if isinstance(error, _TRANSIENT) and not isinstance(error, MISSING):
-                    if isinstance(error, OSError) and error.filename is None:
-                        _read_every_byte(folder)  # names the file that fails
+                transient = isinstance(error, _TRANSIENT) and not isinstance(error, MISSING)
+                if not transient or (isinstance(error, OSError) and error.filename is None):
+                    with contextlib.suppress(*MISSING):
+                        _read_every_byte(folder)  # raises the file system's error, which names the file
+                if transient:
                     raise
                 failures.append(describe_error(error))
-            with contextlib.suppress(*MISSING):
-                _read_every_byte(folder)
         raise DamagedError(f"{folder} is damaged ({failures[0]})")
 
     hint = "; this proves no damage, and nothing was changed: run the same command again"

@@ -82,7 +82,7 @@ def raise_everywhere(
     if isinstance(error, SystemExit) and not error.code:  # --help ends all processes
         raise error
     text = "its command line is refused, see its output" if isinstance(error, SystemExit) else str(error)
-    kind = next((index for index, kind in enumerate(kinds) if type(error) is kind), -1)
+    kind = kinds.index(type(error)) if type(error) in kinds else -1
     report = error and [kind, socket.gethostname(), text, getattr(error, "exit_code", MISTAKE)]
     failed = [(other[0], process, *other[1:]) for process, other in enumerate(all_gather_json(report)) if other]
     if not failed:

@@ -269,6 +269,7 @@ class Scheduler:
         self._max_chunk, self._progress = max_chunk, progress
         self._requests: dict[int, Request] = {}  # by row; a row without one is free
         self._steps = 1
+        self._seen = np.zeros((len(cache.tokens), programs.vocab_size), np.bool_) if programs.penalises else None
 
     def serve(self, requests: Iterable[Request]) -> Iterator[Piece]:
         """Yields pieces of the requests' texts as they are generated."""
@@ -291,11 +292,15 @@ class Scheduler:
             del self._cached[row][count:]
             self.timing.kept_tokens += count
             self._requests[row] = request
+            if self._seen is not None:
+                self._seen[row] = False
+                self._seen[row, request.tokens] = True
             free.remove(row)
 
     def _prefill(self) -> Iterator[Piece]:
         total, done = sum(request.num_prompt - len(self._cached[row]) for row, request in self._unread()), 0
-        while any(parts := [self._next_chunks(part) for part in range(self._num_parts)]):
+        while unread := self._unread():
+            parts = [self._next_chunks(unread, part) for part in range(self._num_parts)]
             sampled, seconds = self._call(partial(self._programs.read, packed=self._pack(parts)))
             chunks = [chunk for part in parts for chunk in part]
             count = sum(stop - start for _, start, stop in chunks)
@@ -311,10 +316,10 @@ class Scheduler:
     def _unread(self) -> list[tuple[int, Request]]:
         return [(row, each) for row, each in self._requests.items() if len(self._cached[row]) < each.num_prompt]
 
-    def _next_chunks(self, part: int) -> list[Chunk]:
+    def _next_chunks(self, unread: Sequence[tuple[int, Request]], part: int) -> list[Chunk]:
         """Returns the chunks that a part reads in the next call."""
         chunks, room = list[Chunk](), self._max_chunk
-        for row, request in self._unread():
+        for row, request in unread:
             start = len(self._cached[row])
             if row // self._rows_per_part != part:
                 continue
@@ -356,22 +361,22 @@ class Scheduler:
                     )
                 self._cached[row] += request.tokens[len(self._cached[row]) :]
                 pieces.append(request.append(tokens[row], logprobs[row]))
+                if self._seen is not None:
+                    self._seen[row, tokens[row]] = True
                 if request.finish is not None:
                     del self._requests[row]
         return pieces
 
     def _row_arrays(self) -> RowArrays:
-        num_rows, vocab_size = len(self._cached), self._programs.vocab_size
+        num_rows = len(self._cached)
         tokens, lengths, left = (np.zeros(num_rows, np.int32) for _ in range(3))
         seeds = np.zeros(num_rows, np.uint32)
-        seen = np.zeros((num_rows, vocab_size), np.bool_) if self._programs.penalises else None
         for row, request in self._requests.items():
             has_text = len(request.tokens) > request.num_prompt
             tokens[row], lengths[row] = request.tokens[-1], len(request.tokens) - has_text
             left[row], seeds[row] = request.tokens_left, request.seed
-            if seen is not None:
-                seen[row, request.tokens] = True
-        return RowArrays(tokens, lengths, left, seeds, seen)
+        # A copy: the CPU backend may read the array itself.
+        return RowArrays(tokens, lengths, left, seeds, None if self._seen is None else self._seen.copy())
 
     def _pack(self, parts: list[list[Chunk]]) -> PackedTokens:
         length = self._length(max(sum(stop - start for _, start, stop in chunks) for chunks in parts))

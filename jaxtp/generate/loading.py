@@ -46,7 +46,7 @@ from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.hf import peft
 from jaxtp.hf.config_json import dtype_of, stored_dtype
 from jaxtp.hf.load import Progress, import_config, load_folder
-from jaxtp.hf.model_folder import CONFIG, open_folder
+from jaxtp.hf.model_folder import CONFIG, Folder, open_folder
 from jaxtp.hf.peft import PeftFolder, open_peft
 from jaxtp.hf.runs import family_of_run, hf_files_of, load_merged, merge_peft, run_model_config
 from jaxtp.layers.lora import LoraConfig
@@ -183,29 +183,27 @@ class StoredModel:
     """A checkpoint, or a model in Hugging Face's format, and adapters to merge into it."""
 
     folder: Path
-    info: Mapping[str, Any]
-    """The checkpoint's info; empty in Hugging Face's format."""
+    info: Mapping[str, Any]  # the checkpoint's info; empty in Hugging Face's format
     config: ModelConfig
-    dtype: DType
-    """Dtype of the parameters."""
-    family: str | None
-    """`model_type`, if the folder names it."""
+    dtype: DType  # dtype of the parameters
+    family: str | None  # `model_type`, if the folder names it
     base: Path | None
     adapters: PeftFolder | None
+    opened: Folder | None  # in Hugging Face's format
 
     @property
     def is_run(self) -> bool:
         """Whether it is a checkpoint of a run."""
-        return bool(self.info)
+        return self.opened is None
 
     def load(self, config: ModelConfig, mesh: Mesh, progress: Progress | None = None) -> Decoder:
         """Loads the weights as in `config`; merges adapters in float32 and rounds once."""
         unmerged = config if self.adapters is None else self.config
-        if self.is_run:
+        if self.opened is None:
             model = load_merged(self.folder, self.info, unmerged, mesh, self.base)
         else:
             with jax.set_mesh(mesh):
-                model = load_folder(open_folder(self.folder), unmerged, mesh, progress)
+                model = load_folder(self.opened, unmerged, mesh, progress)
         return model if self.adapters is None else merge_peft(model, self.adapters, config, mesh)
 
 
@@ -218,6 +216,7 @@ def open_stored(path: Path, options: SourceConfig) -> StoredModel:
     dtype: DType
     info: Mapping[str, Any] = {}
     family: str | None
+    opened: Folder | None = None
     if (path / CONFIG).is_file():
         opened = open_folder(path)
         folder, config = path, import_config(opened, None, {}, options.ignore_config)
@@ -235,7 +234,7 @@ def open_stored(path: Path, options: SourceConfig) -> StoredModel:
             f"convert export {path} DIR --merged`, and add others to DIR"
         )
     adapters = None if options.adapters is None else open_peft(options.adapters, config, family)
-    return StoredModel(folder, info, config, dtype, family, options.base, adapters)
+    return StoredModel(folder, info, config, dtype, family, options.base, adapters, opened)
 
 
 class Status:

@@ -131,7 +131,8 @@ class Programs:
     def compiled_decode(self, caches: KVCaches) -> jax.stages.Compiled:
         """Returns the compiled decode program; `caches` may be abstract."""
         zeros = np.zeros(self.shape.rows, np.int32)
-        rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32))
+        seen = np.zeros((self.shape.rows, self.vocab_size), np.bool_) if self.penalises else None
+        rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32), seen)
         return self._program("decode", self._decode, caches, rows, np.int32(1), np.bool_(False))
 
     def _read(

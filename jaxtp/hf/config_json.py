@@ -189,7 +189,7 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
 def _fields(attributes: Attributes, family: Family) -> Settings:
     fields, names = dict(family.always), dict[str, str]()
     for attribute in family.attributes:
-        name = _name_in_file(attribute, attributes, family)
+        name = _name_in_file(attribute, attributes)
         names |= dict.fromkeys(attribute.fields, name)
         fields |= dict.fromkeys(attribute.fields, _read(attribute, name, attributes, fields))
     fields["head_dim"] = _head_dim(attributes, family, fields)
@@ -201,7 +201,7 @@ def _fields(attributes: Attributes, family: Family) -> Settings:
     return {**fields, **read_layers(attributes, family, fields)}
 
 
-def _name_in_file(attribute: Attribute, attributes: Attributes, family: Family) -> str:
+def _name_in_file(attribute: Attribute, attributes: Attributes) -> str:
     name, alias = attribute.name, attribute.alias
     if alias is None or alias not in attributes:
         return name

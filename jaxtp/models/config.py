@@ -315,15 +315,13 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """Returns the settings that must equal those in a checkpoint."""
-    return architecture_in(to_plain(config))
 
+    def select(plain: Mapping[str, Any], section: str) -> dict[str, Any]:
+        names = (name for name in plain if affects(ModelConfig, section + name, ARCHITECTURE).architecture)
+        return {name: plain[name] for name in names}
 
-def architecture_in(plain: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Returns `architecture` of a config in plain values."""
-    found = {
-        name: value for name, value in plain.items() if affects(ModelConfig, section + name, ARCHITECTURE).architecture
-    }
-    return found | ({} if section else {"lora": architecture_in(plain["lora"], "lora.")})
+    plain = to_plain(config)
+    return select(plain, "") | {"lora": select(plain["lora"], "lora.")}
 
 
 def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Loop:
         self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
         self._stopping = Stopping(run.interrupt, self._mesh)
         self._profiler: Profiler | None = None
-        if config.profile.steps:
+        if config.profile.start:
             from jaxtp.train import performance
 
             folder, profile = config.run.dir / run_folder.PROFILE, config.profile
@@ -132,8 +132,8 @@ class Loop:
         self._report.line(f"step {run.step} is the last: evaluates and saves")
         self._save(self._evaluate())
         run.checkpoints.wait()
-        saved, decoder = run.checkpoints.folder / str(run.step), run.blueprint.make_model is None
-        for line in next_steps(self._config, saved, decoder=decoder):
+        saved = run.checkpoints.folder / str(run.step)
+        for line in next_steps(self._config, saved, decoder=run.blueprint.is_decoder):
             self._report.line(line)
         return True
 
@@ -242,7 +242,7 @@ class Loop:
         timing, devices = self._timing.record(), self._mesh.size
         rate = tokens_per_step / timing["step_seconds"]
         speed = {"tokens_per_second": rate, "tokens_per_second_per_device": rate / devices, **timing}
-        if platform_of(self._mesh.devices.flat[0]) != "cpu" and self._run.blueprint.make_model is None:
+        if platform_of(self._mesh.devices.flat[0]) != "cpu" and self._run.blueprint.is_decoder:
             from jaxtp.train.performance import utilization
 
             speed |= utilization(self._run.blueprint, self._config.data.sequence_length, rate)

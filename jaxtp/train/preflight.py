@@ -187,7 +187,7 @@ def check_folder(folder: Path) -> None:
 def measure_axes(mesh: Mesh) -> list[str]:
     """Returns the all-gather bandwidth of each axis, one line each."""
     each = _GATHERED_ON_CPU if mesh.devices.flat[0].platform == "cpu" else _GATHERED
-    between = axes_between_hosts(mesh, host_names()) if is_multiprocess() else ()
+    between = axes_between_hosts(mesh, host_names())
     lines = []
     for axis, size in mesh_sizes(mesh).items():
         if size == 1:

@@ -80,8 +80,11 @@ def summary(
       progress: steps done, and sequences read.
     """
     mesh = blueprint.mesh
-    device = mesh.devices.flat[0]
-    corpus, sizes, model = data.corpus, mesh_sizes(mesh), config.model
+    device, sizes = mesh.devices.flat[0], mesh_sizes(mesh)
+    if not blueprint.is_decoder:
+        counted = f"{parameter_count(blueprint):,} parameters, {bytes_per_device(blueprint) / 2**20:,.1f} MiB of state"
+        return "\n".join([f"{counted} on each device of {describe_mesh(sizes)}", *sharding_table(blueprint), ""])
+    corpus, model = data.corpus, config.model
     loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
     active, padding = "", None
     if model.most_experts or padded_sizes(model, sizes[TP]):

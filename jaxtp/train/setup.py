@@ -18,15 +18,15 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
-from jaxtp.mesh import describe_mesh, mesh_sizes, platform_of
+from jaxtp.mesh import platform_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.memory_check import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
-from jaxtp.train.run_report import Report, sharding_table, summary
-from jaxtp.train.state import Blueprint, MakeModel, bytes_per_device, parameter_count, plan_state, trained_parameters
+from jaxtp.train.run_report import Report, summary
+from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, Loss, make_eval_step, make_train_step
 from jaxtp.train.validation import check_vocabulary, open_mesh
 
@@ -43,11 +43,6 @@ class Parts:
     optimizer: optax.GradientTransformation | None = None
     """Metrics still show the learning rate of `config.optimizer`."""
 
-    @property
-    def is_decoder(self) -> bool:
-        """Whether `config.model` describes the model."""
-        return self.model is None
-
 
 @dataclass
 class Run:
@@ -56,24 +51,18 @@ class Run:
     config: TrainConfig
     data: Data
     blueprint: Blueprint
-    train_step: JittedTrainStep
-    """Not compiled yet."""
+    train_step: JittedTrainStep  # not compiled yet
     eval_step: EvalStep
     checkpoints: Checkpoints
     report: Report
     interrupt: Interrupt
     timing: Timing
     state: nnx.State
-    step: int
-    """Number of updates so far."""
-    next_sample: int
-    """Global index of the first sample of the next step."""
-    base: dict[str, str] | None
-    """Identity of the frozen model under adapters, if there are any."""
-    verified: int | None
-    """The last verified step, if the checkpoint records one."""
-    mean_loss: MeanLoss
-    """Mean since the last record, also of steps before the checkpoint."""
+    step: int  # number of updates so far
+    next_sample: int  # global index of the first sample of the next step
+    base: dict[str, str] | None  # identity of the frozen model under adapters, if there are any
+    verified: int | None  # the last verified step, if the checkpoint records one
+    mean_loss: MeanLoss  # mean since the last record, also of steps before the checkpoint
 
 
 def make_run(
@@ -93,16 +82,16 @@ def make_run(
     with raise_everywhere():
         config, source = resolve(config)
         source.check(config)
-        if not parts.is_decoder and source.path is not None:
+        if parts.model is not None and source.path is not None:
             raise ConfigError(f"{source.path} has weights of a decoder, and the run has another model")
-        mesh = open_mesh(config, decoder=parts.is_decoder)
+        mesh = open_mesh(config, decoder=parts.model is None)
         enable_compilation_cache(mesh.devices.flat[0].platform)
         check_installed(config.metrics.trackers)
         data = parts.data or load_data(config, source)
         config, _ = with_steps(config, data)
         blueprint = plan(config, mesh, parts)
         before = progress(config)
-    lines = _startup_checks(config, mesh, data, parts)
+    lines = _startup_checks(config, blueprint, data)
 
     exit_stack.enter_context(jax.set_mesh(mesh))
     with raise_everywhere():
@@ -110,12 +99,7 @@ def make_run(
     report, interrupt = exit_stack.enter_context(Report()), exit_stack.enter_context(Interrupt())
     for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
-    if parts.is_decoder:
-        report.line(summary(config, data, blueprint, _notes(config, source, blueprint), before))
-    else:
-        counted = f"{parameter_count(blueprint):,} parameters, {bytes_per_device(blueprint) / 2**20:,.1f} MiB of state"
-        lines = [f"{counted} on each device of {describe_mesh(mesh_sizes(mesh))}", *sharding_table(blueprint), ""]
-        report.line("\n".join(lines))
+    report.line(summary(config, data, blueprint, _notes(config, source, blueprint), before))
 
     keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
     checkpoints = Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
@@ -160,8 +144,9 @@ def make_run(
     )
 
 
-def _startup_checks(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data, parts: Parts) -> list[str]:
+def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: Data) -> list[str]:
     # Checks devices and processes, and prepares the folder; returns lines for the summary.
+    mesh = blueprint.mesh
     on_accelerator, lines = platform_of(mesh.devices.flat[0]) != "cpu", []
     self_check = on_accelerator and config.launch.self_check
     with raise_everywhere():
@@ -169,7 +154,7 @@ def _startup_checks(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data, pa
             from jaxtp.train.self_check import check_attention, check_devices, check_outside_of_jit, select_attention
 
             check_outside_of_jit(mesh, config.model.precision.compute)
-            attention_times = check_attention(config, mesh) if parts.is_decoder else []
+            attention_times = check_attention(config, mesh) if blueprint.is_decoder else None
         run_folder.prepare(config.run.dir)
     if on_accelerator:
         from jaxtp.train.known_versions import version_warnings
@@ -181,7 +166,8 @@ def _startup_checks(config: TrainConfig, mesh: jax.sharding.Mesh, data: Data, pa
         lines += preflight(config, mesh, data.description)
     if self_check:
         lines += check_devices(mesh, config.model.precision.compute)
-        select_attention(config, mesh, attention_times)
+        if attention_times is not None:
+            select_attention(config, mesh, attention_times)
     return lines
 
 
@@ -258,6 +244,6 @@ def plan(config: TrainConfig, mesh: jax.sharding.Mesh, parts: Parts = Parts()) -
     optimizers.check_groups(config.optimizer, paths)
     for pattern in config.metrics.norm_groups:
         optimizers.matching("metrics.norm_groups", pattern, paths)
-    if parts.is_decoder:
+    if blueprint.is_decoder:
         require_memory(config, blueprint)
     return blueprint

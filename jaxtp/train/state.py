@@ -132,8 +132,12 @@ class Blueprint:
     mesh: Mesh
     config: ModelConfig
     optimizer: optax.GradientTransformation
-    make_model: MakeModel | None = None
-    """None for the `Decoder` of `config`."""
+    make_model: MakeModel | None = None  # None for the `Decoder` of `config`
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether `config` describes the model."""
+        return self.make_model is None
 
     def create(self, seed: int, weights: nnx.State | None = None) -> nnx.State:
         """Returns the initial state, sharded, with equal values on every mesh.

@@ -6,13 +6,14 @@ moves the selection biases of experts, and selects the old state if the step is 
 """
 
 import fnmatch
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import Array
@@ -34,8 +35,20 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint
 from jaxtp.train.stopping import STOP, abstract_flags, stop_requested
 
-Scalars = dict[str, Array]
-"""Metrics of a step by name: float32, replicated."""
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scalars:
+    """Metrics of a step in one replicated array."""
+
+    names: tuple[str, ...] = field(metadata={"static": True})
+    values: Array  # a float32 for each name
+
+    @classmethod
+    def of(cls, named: Mapping[str, Array]) -> "Scalars":
+        """Stacks scalars."""
+        return cls(tuple(named), jnp.stack([scalar.astype(jnp.float32) for scalar in named.values()]))
+
 
 TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]
 """See `make_train_step`."""
@@ -109,7 +122,7 @@ def make_train_step(
         scalars = {"loss": mean, "loss_tokens": terms.count, "learning_rate": rate, **norms, "skipped": skipped}
         if terms.balance is not None:
             scalars |= terms.balance.scalars(terms.count)
-        return new, optax.tree.cast(scalars | stop_requested(batch), "float32"), *others
+        return new, Scalars.of(scalars | stop_requested(batch)), *others
 
     shardings: list[object] = [blueprint.shardings, _replicated(blueprint)]
     shardings += [_replicated(blueprint)] if with_checksums else []
@@ -240,7 +253,7 @@ def make_eval_step(
 
 def fetch(scalars: Scalars) -> dict[str, float]:
     """Waits for a step and returns its metrics."""
-    return {name: float(number) for name, number in jax.device_get(scalars).items()}
+    return dict(zip(scalars.names, np.asarray(scalars.values).tolist(), strict=True))
 
 
 def trace_step(

@@ -64,11 +64,12 @@ def open_mesh(config: TrainConfig, *, decoder: bool = True) -> Mesh:
     mesh = build_mesh(sizes)
     sizes = mesh_sizes(mesh)
     if decoder:
-        check(config, sizes)
+        if -1 in config.mesh.sizes.values():
+            check(config, sizes)
         remat.policy(config.model.remat)
         check_kernels(config, sizes, architecture_of(mesh.devices.flat[0]))
     else:
-        refuse(problem.text for problem in batch_problems(config, sizes))
+        refuse(problem.text for problem in general_problems(config, sizes))
     return mesh
 
 
@@ -147,18 +148,22 @@ def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields each conflict of settings and mesh; ignores `config.mesh`."""
     of_model = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
     yield from of_model or (*map(Problem, kernel_problems(config, mesh)), *padding_problems(config, mesh))
-    yield from batch_problems(config, mesh)
+    yield from general_problems(config, mesh)
     length, positions = config.data.sequence_length, config.model.learned_positions
     if positions is not None and length > positions:
         yield Problem(f"data.sequence_length={length} is more than model.learned_positions={positions}")
     yield from map(Problem, (*_moment_problems(config), *_contradictions(config)))
 
 
-def batch_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """Yields why mesh and accumulation cannot divide the batch."""
+def general_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields conflicts that any model has."""
     batch, divisor = config.data.global_batch_size, batch_parts(mesh) * config.train.accumulation
     by, among = f"mesh.{'*'.join(BATCH)} * train.accumulation", (*mesh_settings(BATCH), "train.accumulation")
     yield from not_divisible("data.global_batch_size", batch, by, divisor, dict.fromkeys(among, batch))
+    if config.data.path is not None and config.data.mixture:
+        yield Problem(f"data.path={config.data.path} and data.mixture exclude each other: leave one of them out")
+    if config.profile.start > config.train.steps:
+        yield Problem(f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}")
 
 
 def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
@@ -180,8 +185,6 @@ def context_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[P
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
-    if config.data.path is not None and config.data.mixture:
-        yield f"data.path={config.data.path} and data.mixture exclude each other: leave one of them out"
     if config.model.overlap == "ring" and config.model.sequence_parallel is False:
         yield (
             "model.overlap=ring overlaps what sequence parallelism moves, and model.sequence_parallel is false: leave "
@@ -204,8 +207,6 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"{halves} cannot be trained in: gradients below 6e-8 vanish without loss scaling, which jaxtp does not "
             "have; use bfloat16, or float32 on GPUs without it"
         )
-    if config.profile.start > config.train.steps:
-        yield f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}"
 
 
 def _moment_problems(config: TrainConfig) -> Iterator[str]:

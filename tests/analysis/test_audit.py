@@ -199,6 +199,14 @@ def test_any_pytree_of_arrays_is_a_state():
     assert {h.name: h.declared for h in found.holdings} == {"w": None, "moments.0": None, "moments.1": None}
 
 
+def test_random_keys_are_arrays_of_a_state():
+    mesh = jaxtp.make_mesh(tp=4)
+    arrays = {"w": jnp.ones((8, 8)), "key": jax.random.key(0)}
+    found = audit(jax.jit(lambda state: state), arrays, mesh=mesh, compiler_options=QUICK)
+    assert "key" in str(found)
+    assert {h.name: h.bytes for h in found.holdings} == {"w": 256, "key": arrays["key"].dtype.itemsize}
+
+
 @pytest.mark.parametrize(
     ("step", "state"), [(lambda state: state, {"w": 1.0}), (jax.jit(lambda state: state), {}), (jax.jit(abs), Dense())]
 )

@@ -4,7 +4,8 @@ import platform
 import numpy as np
 import pytest
 
-from jaxtp.data.corpus import CorpusError, load_corpus, standard_library, text_file
+from jaxtp.data.corpus import CorpusError, Part, _require_one_tokenizer, load_corpus, standard_library, text_file
+from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.data.samples import Data, RowSettings
 
@@ -126,6 +127,17 @@ def test_a_mixture_names_its_parts_and_changes_when_they_do(dataset):
     assert load_corpus(None, {str(a): 0.6, str(b): 0.4}).identity != mixed.identity
     data = Data(mixed, RowSettings(8, 256), seed=3)
     np.testing.assert_allclose(data.epochs(100), [70 / len(data.train_rows[0]), 30 / len(data.train_rows[1])])
+
+
+def test_tokenizers_of_different_sizes_are_refused_by_name():
+    """The end token of the larger is beyond the vocabulary of the smaller."""
+    large = TokenizerInfo("huggingface", "a" * 64, 50_257, 50_256)
+    parts = {
+        "large": Part(None, None, large, "large"),
+        "bytes": Part(None, None, TokenizerInfo("bytes", None, 256, None), ""),
+    }
+    with pytest.raises(CorpusError, match=r"were not made by the same tokenizer"):
+        _require_one_tokenizer(parts)
 
 
 def test_parts_by_different_tokenizers_are_refused(dataset):

@@ -22,7 +22,7 @@ from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConf
 from jaxtp.train.loop import Loop
 from jaxtp.train.setup import Parts, make_run
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
-from jaxtp.train.step import _norms, fetch, loss_and_grads, make_eval_step, make_train_step
+from jaxtp.train.step import Scalars, _norms, fetch, loss_and_grads, make_eval_step, make_train_step
 
 B, T, STEPS = 8, 5, 3
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
@@ -188,6 +188,12 @@ def test_norms_of_bfloat16_are_summed_in_float32():
     assert float(_norms("norm", state, ())["norm"]) == pytest.approx(257**0.5)  # 16 in bfloat16
 
 
+def test_the_numbers_of_a_step_are_fetched_as_one_array():
+    scalars = jax.jit(Scalars.of)({"loss": jnp.float32(1 / 3), "skipped": jnp.int32(2)})
+    assert len(jax.tree.leaves(scalars)) == 1
+    assert fetch(scalars) == {"loss": np.float32(1 / 3), "skipped": 2}
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("max_skipped", [0, 1])
 def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
@@ -298,3 +304,6 @@ def test_another_model_is_not_described_as_a_decoder(tmp_path, capsys):
     odd = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch_size=7))
     with ExitStack() as exit_stack, pytest.raises(ConfigError, match=r"data\.global_batch_size=7 is not divisible"):
         make_run(odd, exit_stack, parts=parts)
+    two = dataclasses.replace(config, data=dataclasses.replace(config.data, mixture={"other": 1.0}))
+    with ExitStack() as exit_stack, pytest.raises(ConfigError, match=r"data\.mixture exclude each other"):
+        make_run(two, exit_stack, parts=parts)

@@ -184,6 +184,15 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
 
 def first_keys(source: Source) -> list[str]:
     """Returns the columns, or the first JSON object's keys; empty if unreadable."""
+    if source.table is not None:
+        return list(source.table.column_names)
+    if source.format == PARQUET:
+        import pyarrow
+        from pyarrow import parquet
+
+        with suppress(pyarrow.lib.ArrowException, OSError, ValueError):
+            return list(parquet.read_schema(source.path).names)
+        return []
     with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError):
         for _, _, item in itertools.islice(_READERS[source.format](source, 0, None), _PEEKED_LINES):
             with suppress(BadInputError):
@@ -276,12 +285,11 @@ _READERS: dict[str, Callable[[Source, int, Fields | None], Iterator[Item]]] = {
     PARQUET: _read_parquet,
     DATASETS: _read_table,
 }
-"""By format: takes a source, the number of items to skip, and the columns to read (None for all)."""
+"""By format: takes a source, the number of items to skip, and the columns to read of a table."""
 
 
 def _columns(existing: list[str], fields: Fields | None) -> list[str]:
-    if fields is None:
-        return existing
+    assert fields is not None
     _require_fields(existing, fields)
     return fields.names_in(existing)
 

@@ -255,10 +255,10 @@ def _inputs(job: Job) -> list[_Input]:
 def _inputs_before(out: Path) -> list[_Input]:
     path = out / INPUTS
     try:
-        return [_Input(**json.loads(line)) for line in path.read_bytes().splitlines()]
+        return parse(list[_Input], b"[%b]" % b",".join(path.read_bytes().splitlines()))
     except FileNotFoundError:
         return []
-    except (ValueError, TypeError, RecursionError) as error:
+    except DatasetError as error:
         raise damaged_error(path, str(error)) from None
 
 

@@ -167,7 +167,8 @@ def run(
         state, values, choices, grads = step(state, batch)
         choices = jax.tree.map(np.asarray, choices)
         all_choices.append(jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices) if zigzag else choices)
-        scalars.append([fetch(values)[name] for name in ("loss", "grad_norm")])
+        metrics = fetch(values)
+        scalars.append([metrics["loss"], metrics["grad_norm"]])
         gradients = gradients or on_host(grads, mesh)
     losses, norms = np.array(scalars).T
     return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems), tuple(all_choices))

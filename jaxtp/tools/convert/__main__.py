@@ -158,7 +158,7 @@ COMMANDS: dict[str, Command[Any]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    """Runs the command; returns 0, 2 for a user's mistake, 3 for weights that are not finite, 130 for Ctrl-C."""
     silence_orbax()
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|flax")
     return entry.attempt(PROGRAM, lambda: _run(argv))
@@ -209,6 +209,7 @@ def _save(folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, importe
 
 def export_run(command: Export) -> str:
     """Writes a checkpoint, or a model with adapters, as a folder in Hugging Face format; returns a message."""
+    mesh = command.mesh.make()  # before `open_stored`, which starts JAX's backend
     settings = SourceConfig(adapters=command.adapters, base=command.base, ignore_config=command.ignore_config)
     source = open_stored(command.run, settings)
     stored, name, only_adapters = source.config, str(source.folder), source.config.lora.rank and not command.merged
@@ -225,7 +226,6 @@ def export_run(command: Export) -> str:
         "dtype": command.dtype,
         "allow_non_finite": command.allow_non_finite,
     }
-    mesh = command.mesh.make()
     if only_adapters:
         return _export_adapters(command, source, mesh, options)
     dtype: DType = command.dtype or source.info.get(IMPORTED, {}).get("dtype") or source.dtype

@@ -204,8 +204,12 @@ def _check_overwrite(options: EstimateConfig) -> None:
         return
     if options.json is not None and options.json.absolute() == options.write.absolute():
         raise ConfigError(f"--write and --json are both {options.write}: name two files")
-    if options.write.is_file() and not is_written(options.write.read_text(errors="replace")):
-        raise ConfigError(f"--write {options.write}: it exists, and no earlier --write made it; name another file")
+    if options.write.is_file():
+        with options.write.open(errors="replace") as file:
+            if not is_written(file.read(4096)):
+                raise ConfigError(
+                    f"--write {options.write}: it exists, and no earlier --write made it; name another file"
+                )
 
 
 def is_written(text: str) -> bool:

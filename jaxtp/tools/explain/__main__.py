@@ -62,10 +62,11 @@ def main(argv: Sequence[str]) -> int:
 
 def run(command: Explain) -> None:
     """Prints the explanation."""
-    is_config = command.model.endswith((".yaml", ".yml"))
-    config = from_yaml(TrainConfig, command.model) if is_config else None
+    config = from_yaml(TrainConfig, command.model) if command.model.endswith((".yaml", ".yml")) else None
     sizes = _axis_sizes(command, config)
     require_writable("--json", command.json)
+    if command.compile:  # before the model's file, which may start JAX's backend
+        request_virtual_devices(math.prod(sizes.values()))
     plan, inputs, call = command.load_plan(), command.shapes(), None
     if config is None:
         build = command.builder()
@@ -79,8 +80,6 @@ def run(command: Explain) -> None:
         build, call = _decoder(config)
         shape = (config.data.global_batch_size, config.data.sequence_length)
         inputs = inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
-    if command.compile:
-        request_virtual_devices(math.prod(sizes.values()))
     try:
         if command.propose:
             plan = propose_plan(build, *inputs, mesh=sizes, call=call)
@@ -89,7 +88,7 @@ def run(command: Explain) -> None:
     except (TypeError, ValueError) as error:
         raise command.failure(error) from None
     print(explanation)
-    if is_config and not command.input:
+    if config is not None and not command.input:
         print("\nnote: numbers are for the whole batch at once, without remat; jaxtp estimate shows a training step")
     write_json("--json", command.json, {"model": command.model, **explanation.record()})
 

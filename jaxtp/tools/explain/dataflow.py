@@ -154,14 +154,6 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         self.path: list[str] = []
         self.layer: tuple[Boundary, ArrayInfo, Any] | None = None  # the stock layer around the equation, and its input
 
-    def _equations(self, jaxpr: Any) -> list[JaxprEqn]:
-        needed, live = set(map(id, jaxpr.outvars)), []
-        for equation in reversed(jaxpr.eqns):
-            if any(id(variable) in needed for variable in equation.outvars):
-                needed |= set(map(id, equation.invars))
-                live.append(equation)
-        return live[::-1]
-
     def _equation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
         if boundary := read_boundary(equation):
             return [self.cross(boundary, equation, facts[0], times)]

@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 from jax.core import Atom
 from jax.extend.core import JaxprEqn, Literal
 
+from jaxtp.analysis.census import needed_equations
+
 Dims = Sequence[int | None]
 Rule = Callable[[JaxprEqn, Dims], list[int | None]]
 Fact = TypeVar("Fact")
@@ -165,9 +167,6 @@ class Walk(Generic[Fact, Result]):
         self.unknown, self.new_result = unknown, new_result
         self.result = new_result()
 
-    def _equations(self, jaxpr: Any) -> Sequence[JaxprEqn]:
-        return jaxpr.eqns  # type: ignore[no-any-return]
-
     def run(self, jaxpr: Any, facts: Sequence[Fact], times: int) -> list[Fact]:
         """Returns the facts about the results of a jaxpr that runs `times` times."""
         known = dict(zip(jaxpr.invars, facts, strict=True))
@@ -175,7 +174,9 @@ class Walk(Generic[Fact, Result]):
         def read(variable: Atom) -> Fact:
             return self.unknown if isinstance(variable, Literal) else known.get(variable, self.unknown)
 
-        for equation in self._equations(jaxpr):
+        for equation in needed_equations(jaxpr):
+            if not equation.outvars:  # a print blocks no split
+                continue
             results = self._equation(equation, [read(v) for v in equation.invars], times)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]

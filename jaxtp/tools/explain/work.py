@@ -96,16 +96,16 @@ class _Counter(Walk[_Split, list[Product]]):
 def _contraction_size(equation: JaxprEqn) -> int | None:
     """Returns the number of terms in each element of a product; None for other equations."""
     name, params = equation.primitive.name, equation.params
-    left, right = map(shape_of, equation.invars[:2]) if name in _PRODUCTS else ((), ())
+    if name not in _PRODUCTS:
+        return None
+    left, right = map(shape_of, equation.invars[:2])
     if name == "dot_general":
         return math.prod(left[dim] for dim in params["dimension_numbers"][0][0])
     if name == "ragged_dot_general":  # XLA multiplies every row with the matrix of every group, except on TPUs
         numbers = params["ragged_dot_dimension_numbers"]
         contracted, groups = numbers.dot_dimension_numbers[0][0], numbers.rhs_group_dimensions
         return math.prod(left[dim] for dim in contracted) * math.prod(right[dim] for dim in groups)
-    if name == "conv_general_dilated":
-        return math.prod(right) // right[params["dimension_numbers"].rhs_spec[0]]
-    return None
+    return math.prod(right) // right[params["dimension_numbers"].rhs_spec[0]]
 
 
 _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")

@@ -2,7 +2,11 @@
 
 import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -48,6 +52,17 @@ def test_in_and_out_bit_by_bit(imported, tmp_path):
         2,
         512,
     )
+
+
+@pytest.mark.journey
+def test_a_command_makes_its_devices(imported, tmp_path):
+    """The tests set a number of devices; a user's process has one until the mesh asks for more."""
+    command = [sys.executable, "-m", "jaxtp", "convert", "export", str(imported / "run"), str(tmp_path / "out")]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
+    subprocess.run([*command, "--mesh.tp", "2"], check=True, env=environment, cwd=Path(jaxtp.__file__).parent.parent)
+    assert weights(tmp_path / "out") == weights(FOLDER / "qwen3")
 
 
 @pytest.mark.journey
