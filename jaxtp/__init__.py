@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from jaxtp.tools.explain.explanation import explain as explain
     from jaxtp.tools.explain.propose import Proposal as Proposal
     from jaxtp.tools.explain.propose import propose_plan as propose_plan
+    from jaxtp.train.task import Task as Task
+    from jaxtp.train.trainer import Trainer as Trainer
 
     __version__: str
 

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from jaxtp.checkpoint.logical import replace_arrays
-from jaxtp.train.loop import Loop
 from jaxtp.train.state import named_arrays
+from jaxtp.train.trainer import Trainer
 
 
 def flipped(array, position, bit=0):
@@ -27,8 +27,8 @@ def with_flip(state, name, position, bit=0):
 
 
 def flip_in_run(step, name, position, bit=0):
-    """Patches `Loop` to flip a bit of the state once, after `step`; returns the original method."""
-    finish, left = Loop._finish_step, [step]
+    """Patches `Trainer` to flip a bit of the state once, after `step`; returns the original method."""
+    finish, left = Trainer._finish_step, [step]
 
     def finish_and_flip(self):
         finish(self)
@@ -36,5 +36,5 @@ def flip_in_run(step, name, position, bit=0):
             left.remove(self._run.step)
             self._run.state = with_flip(self._run.state, name, position, bit)
 
-    Loop._finish_step = finish_and_flip
+    Trainer._finish_step = finish_and_flip
     return finish

@@ -100,6 +100,9 @@ DataKey = Annotated[str, pydantic.AfterValidator(_prepared)]
 FromPath = Annotated[UserPath | None, pydantic.Field(alias="from"), tyro.conf.arg(name="from", metavar="DIR")]
 """A path whose key is `from`, a word that Python does not allow as a field's name."""
 
+Reference = Annotated[str, tyro.conf.arg(metavar="FILE.py:NAME")]
+"""A Python object in a file, or in a module (package.module:NAME)."""
+
 Keys = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY")]
 """A list whose flag takes one word and may be repeated."""
 Switch = tyro.conf.FlagCreatePairsOff[bool]

@@ -25,6 +25,7 @@ from jaxtp.config.schema import (
     Count,
     Keys,
     Positive,
+    Reference,
     UserPath,
     allowed,
     replace_nested,
@@ -101,6 +102,17 @@ class DecoderSizes:
     """Attributes of that model's config.json that jaxtp does not know, to ignore if they do not change the model's
     results. Can be given several times."""
 
+    build: Annotated[Reference | None, STEP, SHORT_HELP] = None
+    """A Flax NNX model instead of this decoder: a function that returns it, or its class. The settings below then have
+    no effect, except for arguments and plan."""
+
+    arguments: Annotated[BlockChanges, STEP] = Changes({})
+    """In a YAML file: arguments of that function. Its parameter rngs gets nnx.Rngs(run.seed)."""
+
+    plan: Annotated[Reference | None, COST] = None
+    """Plan of that model: a dict from patterns of module paths to styles. By default its own PartitionSpecs, or else
+    the plan that jaxtp.propose_plan returns."""
+
     vocab_size: Count = 256
     """Number of token ids. It may have any size: layers pad it to a multiple of mesh.tp."""
 
@@ -163,6 +175,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
     """Adapters to train instead of the model's own parameters."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", Changes(self.arguments))
         for name in ("first_blocks", "pattern"):
             if isinstance(blocks := getattr(self, name), list | tuple):
                 hashable = (Changes(changes) if isinstance(changes, Mapping) else changes for changes in blocks)

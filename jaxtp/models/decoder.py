@@ -1,7 +1,7 @@
 """The decoder: embedding, stacks of blocks under scans, final norm, head."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -55,6 +55,7 @@ class LossTerms:
     loss: Array  # cross-entropy in nats, with the z-loss of the logits
     count: Array  # number of labels that are not -100
     balance: Balance | None  # None for a model without experts
+    metrics: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)  # of a user's loss: sums and their weights
 
     def objective(self, balance_loss: float, router_z_loss: float) -> Array:
         """Returns the sum to minimise, with the weights of the expert losses."""

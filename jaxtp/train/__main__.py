@@ -3,7 +3,7 @@
 import io
 import warnings
 from collections.abc import Sequence, Set
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -19,15 +19,14 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture
 from jaxtp.config.schema import UserPath, to_plain
-from jaxtp.distributed.agreement import raise_everywhere, report_failure, run_and_report, watch
-from jaxtp.distributed.allocator import choose_allocator, describe_out_of_memory
+from jaxtp.distributed.agreement import raise_everywhere, run_and_report, watch
+from jaxtp.distributed.allocator import choose_allocator
 from jaxtp.distributed.environment import is_launched
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train import metrics
 from jaxtp.train.config import TrainConfig, training_of
 from jaxtp.train.defaults import resolve_defaults
-from jaxtp.train.loop import Loop
-from jaxtp.train.setup import Run, make_run
+from jaxtp.train.trainer import Trainer
 
 PROGRAM = "jaxtp train"
 DESCRIPTION = """Trains a tensor-parallel decoder.
@@ -85,19 +84,10 @@ def _train(argv: Sequence[str]) -> int:
         config, startup_log = COMMAND.load(argv, _resolved)
         require_writable("--json", config.json)
         require_picture("--plot", config.plot)
-    with ExitStack() as exit_stack:
-        try:
-            run = make_run(training_of(config), exit_stack, startup_log)
-            done = Loop(run).run_to_end()
-        except BaseException as error:
-            if isinstance(error, jax.errors.JaxRuntimeError) and (
-                note := describe_out_of_memory(error, config.launch.allocator)
-            ):
-                error.add_note(note)
-            report_failure(error)
-            raise
+    with Trainer.of(training_of(config), startup_log) as trainer:
+        done = trainer.run_to_end()
         if jax.process_index() == 0:
-            _write(config, run, done)
+            _write(config, trainer)
     return 0 if done else config.train.stopped_exit_code
 
 
@@ -113,18 +103,18 @@ def _bind(argv: Sequence[str]) -> str | None:
     return None
 
 
-def _write(config: RunCommand, run: Run, done: bool) -> None:
-    folder = run.config.run.dir
+def _write(config: RunCommand, trainer: Trainer) -> None:
+    folder = trainer.config.run.dir
     if config.json is not None:
         record = {
             "jaxtp": jaxtp.__version__,
             "jax": jax.__version__,
             "folder": str(folder),
-            "finished": done,
-            "step": run.step,
-            "mesh": mesh_sizes(run.blueprint.mesh),
+            "finished": trainer.done,
+            "step": trainer.step,
+            "mesh": mesh_sizes(trainer.mesh),
             "metrics": metrics.last_values(folder),
-            "config": to_plain(run.config),
+            "config": to_plain(trainer.config),
         }
         write_json("--json", config.json, record)
     write_picture("--plot", config.plot, partial(metrics.draw, [folder]))

@@ -9,7 +9,17 @@ import tyro
 from pydantic import AfterValidator, Field
 
 from jaxtp.config.affects import ARCHITECTURE, COST, NOTHING, NUMBERS, SAMPLES, SHORT_HELP, STEP, Affects, settings
-from jaxtp.config.schema import Count, CountOrZero, DataKey, DataPath, NonNegative, Positive, UserPath, allowed
+from jaxtp.config.schema import (
+    Count,
+    CountOrZero,
+    DataKey,
+    DataPath,
+    NonNegative,
+    Positive,
+    Reference,
+    UserPath,
+    allowed,
+)
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.distributed.allocator import Allocator
 from jaxtp.layers.sequence_parallel import Context
@@ -91,6 +101,13 @@ class DataConfig:
     validation: Annotated[DataPath | None, SAMPLES] = None
     """Data to evaluate on: its held-out split, or all of it without one. By default the training data's split."""
 
+    batches: Annotated[Reference | None, SAMPLES, SHORT_HELP] = None
+    """Batches instead of this data: a function of the step that returns a dict of rows, a dataset, or an iterable. The
+    settings path to sequence_length then have no effect."""
+
+    validation_batches: Annotated[Reference | None, SAMPLES] = None
+    """Batches to evaluate on; without them, a run with data.batches evaluates nothing."""
+
     packing: Annotated[Packing, Affects(cost=True, numbers=True, fixed=True)] = "documents"
     """documents: packs whole documents into a sequence; attention stays inside each. concatenated: joins all documents
     and cuts them wherever a sequence is full; attention crosses documents."""
@@ -124,6 +141,9 @@ class GroupConfig:
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Optimizer and learning rate schedule."""
+
+    build: Annotated[Reference | None, STEP, SHORT_HELP] = None
+    """An Optax transformation, or a function that returns one, instead of the settings below."""
 
     name: Annotated[Literal["adamw", "lion", "adafactor", "muon"], Affects(cost=True, numbers=True, fixed=True)] = (
         "adamw"
@@ -181,6 +201,13 @@ class LoopConfig:
 
     accumulation: Annotated[Count, COST, SHORT_HELP] = 1
     """Micro-batches of a step, one after the other. Their gradients sum to the batch's, up to rounding."""
+
+    loss: Annotated[Reference | None, STEP, SHORT_HELP] = None
+    """A function (model, batch, key) -> (sum, weight) instead of the cross-entropy of the next token; a third result is
+    a dict of metrics."""
+
+    callbacks: Annotated[tuple[Reference, ...], NOTHING] = ()
+    """Functions (trainer, step) that every process calls after each step."""
 
     z_loss: Annotated[NonNegative, NUMBERS] = 0.0
     """Weight of the squared log-normaliser of the softmax in the training loss; 1e-4 is usual, 0 is off."""

@@ -8,6 +8,7 @@ Only the command, which reads the settings, knows which are explicit. A `TrainCo
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Generic
 import jax
 
 from jaxtp.checkpoint.storage import Info, newest_info
-from jaxtp.config.schema import ConfigError, expand, replace_nested
+from jaxtp.config.schema import ConfigError, expand, leaves, nested, replace_nested, validate
 from jaxtp.data.manifest import DatasetError, read_manifest
+from jaxtp.distributed.allocator import choose_allocator
 from jaxtp.distributed.devices import bytes_limit, request_virtual_devices
 from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.mesh import (
@@ -38,7 +40,9 @@ from jaxtp.mesh import (
 from jaxtp.models.config import adapter_targets, padded_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
-from jaxtp.train.setup import load_data, with_steps
+from jaxtp.train.run_data import load_tokens
+from jaxtp.train.setup import progress, with_steps
+from jaxtp.train.task import Task, with_references
 from jaxtp.train.validation import problems
 
 if TYPE_CHECKING:
@@ -92,6 +96,9 @@ def resolve_defaults(
     check_sizes(config.mesh.sizes)
     config, source = resolve(config, explicit)
     defaults = _Defaults(config, explicit)
+    if config.model.build is not None:
+        defaults.choose_for_own_model(config.model.build, devices)
+        return defaults.config, defaults.lines
     if source.path is None:
         defaults.choose_vocabulary()
     else:
@@ -108,6 +115,24 @@ def resolve_defaults(
         reason = f"{WARMUP:.0%} of {steps} steps, rounded; a trained model needs no more"
         defaults.choose("optimizer.warmup_steps", round(WARMUP * steps), reason)
     return defaults.config, defaults.lines
+
+
+def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainConfig, list[str]]:
+    """Returns the configuration of settings by dotted name, with defaults filled in, and lines with their reasons.
+
+    Raises:
+      ConfigError: unknown or invalid settings, or one that names a part of the task.
+    """
+    values = dict(settings)
+    if isinstance(mesh := values.get("mesh"), str):
+        from jaxtp.config.command_line import parse_mesh
+
+        values["mesh"] = parse_mesh(mesh, AXES, allow_rest=True)
+    plain = nested((name.split("."), value) for name, value in values.items())
+    explicit = {".".join(keys) for keys, _ in leaves(plain)}
+    config = with_references(validate(TrainConfig, plain, source="settings"), task, explicit)
+    choose_allocator(config.launch.allocator)  # before JAX's backend starts
+    return resolve_defaults(config, explicit)
 
 
 class _Defaults(Generic[AnyConfig]):
@@ -133,6 +158,25 @@ class _Defaults(Generic[AnyConfig]):
         path = Path(os.path.realpath(source))  # tolerates a link to itself
         name = path.parents[1].name if path.parent.name in ("snapshots", "checkpoints") else path.name
         self.choose(RUN_DIR, Path("runs") / f"{name}-tuned", f"for runs that begin with {source}")
+
+    def choose_for_own_model(self, build: str, devices: DeviceInfo | None) -> None:
+        name = re.sub(r"\W+", "-", build.rpartition(":")[2]).strip("-").lower() or "model"
+        self.choose(RUN_DIR, Path("runs") / name, "for the model of your own")
+        axes = {axis for axis in AXES if f"mesh.{axis}" in self.explicit}
+        if axes == set(AXES):
+            return
+        resumed = newest_info(self.config.run.dir)
+        sizes = mesh_shape(**{axis: self.config.mesh.sizes[axis] for axis in axes})
+        reason = "other axes are 1"
+        if not axes and resumed is not None:
+            sizes, reason = mesh_shape(**resumed["mesh"]), f"as the run in {self.config.run.dir} has it"
+        elif not axes:
+            devices = devices or probe_devices(sizes)
+            is_virtual = devices.kind == VIRTUAL_KIND
+            sizes = sizes if is_virtual else mesh_shape(fsdp=devices.count)
+            reason = f"{devices.kind} share the cores, so one is enough" if is_virtual else f"all {devices.kind}"
+        self.override("mesh", self.config.mesh.of_sizes(sizes))
+        self.lines.append(f"mesh = {describe_mesh(sizes)}: {reason}")
 
     def choose_vocabulary(self) -> None:
         # Enlarges the vocabulary of a new model to fit its data; unreadable data is reported later.
@@ -203,9 +247,10 @@ class _Defaults(Generic[AnyConfig]):
 
     def choose_steps(self, source: InitSource) -> None:
         # From epochs; needs the sequence length and the batch size.
-        if self.config.train.epochs is None:
+        if self.config.train.epochs is None or self.config.data.batches is not None:
             return
-        self.config, reason = with_steps(self.config, load_data(self.config, source))
+        rows = sum(map(len, load_tokens(self.config, source).train_rows))
+        self.config, reason = with_steps(self.config, rows, progress(self.config))
         self.lines.append(f"train.steps = {self.config.train.steps}: {reason}")
 
 

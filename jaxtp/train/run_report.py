@@ -23,6 +23,7 @@ from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_m
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory_check import describe_memory
+from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.validation import chosen_kernels, multiplies_all, share_of
 
@@ -37,19 +38,18 @@ class Report(Display):
         unread = partial(signal.raise_signal, signal.SIGTERM)
         super().__init__("step {done}/{total}", quiet=jax.process_index() != 0, unread=unread)
 
-    def step(self, step: int, values: Mapping[str, float], tokens_per_second: float) -> None:
+    def step(self, step: int, values: Mapping[str, float], rate: str) -> None:
         """Updates the progress bar."""
-        self.move(step, f"{_losses(values)}  {tokens_per_second:,.0f} tokens/s")
+        self.move(step, f"{_losses(values)}  {rate}")
 
-    def log(self, record: dict[str, float | int], total: int, *, is_first: bool = False) -> None:
+    def log(self, record: dict[str, float | int], total: int, unit: str, *, is_first: bool = False) -> None:
         """Prints a logged step if there is no progress bar."""
         if self.has_bar:
             return
         # A process's first step includes compilation.
         left = "" if is_first else f"  {_duration((total - record['step']) * record['step_seconds'])} left"
-        self.line(
-            f"step {record['step']}/{total}  {_losses(record)}  {record['tokens_per_second']:,.0f} tokens/s{left}"
-        )
+        rate = record[f"{unit}_per_second"]
+        self.line(f"step {record['step']}/{total}  {_losses(record)}  {rate:,.0f} {unit}/s{left}")
 
 
 def next_steps(config: TrainConfig, saved: Path, *, decoder: bool) -> list[str]:
@@ -71,7 +71,7 @@ def next_steps(config: TrainConfig, saved: Path, *, decoder: bool) -> list[str]:
 
 
 def summary(
-    config: TrainConfig, data: Data, blueprint: Blueprint, notes: Mapping[str, str | None], progress: tuple[int, int]
+    config: TrainConfig, data: RunData, blueprint: Blueprint, notes: Mapping[str, str | None], progress: tuple[int, int]
 ) -> str:
     """Describes the run: versions, mesh, sizes, bytes, and sharding of each parameter.
 
@@ -81,49 +81,81 @@ def summary(
     """
     mesh = blueprint.mesh
     device, sizes = mesh.devices.flat[0], mesh_sizes(mesh)
-    if not blueprint.is_decoder:
-        counted = f"{parameter_count(blueprint):,} parameters, {bytes_per_device(blueprint) / 2**20:,.1f} MiB of state"
-        return "\n".join([f"{counted} on each device of {describe_mesh(sizes)}", *sharding_table(blueprint), ""])
-    corpus, model = data.corpus, config.model
-    loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
-    active, padding = "", None
-    if model.most_experts or padded_sizes(model, sizes[TP]):
-        from jaxtp.analysis.step_costs import describe_active, describe_padding
-
-        active, padding = describe_active(model, parameter_count(blueprint)), describe_padding(model, sizes)
     kind, peak = "virtual CPU devices", None
     if device.platform != "cpu":
         from jaxtp.train.performance import describe_peak
 
         kind, peak = device.device_kind, describe_peak(device)
+    model = _model_rows(config, blueprint) if blueprint.is_decoder else _own_model_rows(config, blueprint)
     rows = {
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
         "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
+        "model": model.pop("model"),
+        "state": f"{bytes_per_device(blueprint) / 2**20:,.1f} MiB of parameters and optimizer on each device, "
+        f"of {total_bytes(blueprint) / 2**20:,.1f} MiB in all",
+        "context": model.pop("context", None),
+        "experts": model.pop("experts", None),
+        "kernels": model.pop("kernels", None),
+        "loss": config.train.loss,
+        "optim": config.optimizer.build,
+        **_data_rows(config, data, sizes, progress),
+        "folder": str(config.run.dir),
+        **model,
+        "peak": peak if blueprint.is_decoder else None,
+        **notes,
+    }
+    lines = [f"{name:<8}{text}" for name, text in rows.items() if text is not None]
+    return "\n".join([*lines, "", *sharding_table(blueprint), ""])
+
+
+def _model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | None]:
+    model, mesh = config.model, blueprint.mesh
+    device, sizes = mesh.devices.flat[0], mesh_sizes(mesh)
+    active, padding = "", None
+    if model.most_experts or padded_sizes(model, sizes[TP]):
+        from jaxtp.analysis.step_costs import describe_active, describe_padding
+
+        active, padding = describe_active(model, parameter_count(blueprint)), describe_padding(model, sizes)
+    return {
         "model": f"{parameter_count(blueprint):,} parameters"
         f"{active}{_describe_trained(blueprint)}: "
         f"{model.num_layers} layers, {model.describe_block()}, vocabulary {model.vocab_size}; "
         f"{model.precision.compute} compute",
-        "state": f"{bytes_per_device(blueprint) / 2**20:,.1f} MiB of parameters and optimizer on each device, "
-        f"of {total_bytes(blueprint) / 2**20:,.1f} MiB in all",
         "context": describe_context(config, sizes),
         "experts": _describe_experts(model, sizes[TP]),
         "kernels": describe_kernels(config, sizes, architecture_of(device)),
-        "data": f"{corpus.description}: {corpus.train_tokens:,} {corpus.unit} to train on{loss}, "
-        f"{corpus.validation_tokens:,} held out, sha256 {corpus.identity[:12]}",
-        "rows": _describe_rows(data),
-        "batch": _describe_batch(config, sizes, corpus.unit),
-        "steps": _describe_steps(config, data, *progress),
-        "folder": str(config.run.dir),
-    }
-    optional = {
         "overlap": describe_overlap(config, sizes),
         "padding": padding,
         "memory": describe_memory(config, mesh),
-        "peak": peak,
-        **notes,
     }
-    lines = [f"{name:<8}{text}" for name, text in (rows | optional).items() if text is not None]
-    return "\n".join([*lines, "", *sharding_table(blueprint), ""])
+
+
+def _own_model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | None]:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in config.model.arguments.items())
+    return {"model": f"{parameter_count(blueprint):,} parameters: {config.model.build}({arguments})"}
+
+
+def _data_rows(
+    config: TrainConfig, data: RunData, sizes: Mapping[str, int], progress: tuple[int, int]
+) -> dict[str, str | None]:
+    batch, steps = config.data.global_batch_size, config.train.steps
+    if data.tokens is None:
+        arrays = ", ".join(f"{name} {each.dtype}{list(each.shape[1:])}" for name, each in data.train.shapes.items())
+        epoch = data.num_rows and f", {steps * batch / data.num_rows:.2g} epochs of {data.num_rows:,}"
+        return {
+            "data": f"{config.data.batches}: rows of {arrays}",
+            "batch": _describe_batch(config, sizes, ROWS),
+            "steps": f"{steps:,} of {batch:,} = {steps * batch:,} rows{epoch or ''}",
+        }
+    corpus = data.tokens.corpus
+    loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
+    return {
+        "data": f"{corpus.description}: {corpus.train_tokens:,} {corpus.unit} to train on{loss}, "
+        f"{corpus.validation_tokens:,} held out, sha256 {corpus.identity[:12]}",
+        "rows": _describe_rows(data.tokens),
+        "batch": _describe_batch(config, sizes, f"sequences of {config.data.sequence_length} {corpus.unit}"),
+        "steps": _describe_steps(config, data.tokens, *progress),
+    }
 
 
 def describe_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str:
@@ -212,13 +244,10 @@ def _describe_steps(config: TrainConfig, data: Data, done: int, read: int) -> st
     return length
 
 
-def _describe_batch(config: TrainConfig, sizes: Mapping[str, int], unit: str) -> str:
+def _describe_batch(config: TrainConfig, sizes: Mapping[str, int], rows: str) -> str:
     accumulation, batch = config.train.accumulation, config.data.global_batch_size
     per_device = batch // (batch_parts(sizes) * accumulation)
-    return (
-        f"{batch} sequences of {config.data.sequence_length} {unit} = {describe_mesh(sizes, BATCH)} x "
-        f"accumulation {accumulation} x {per_device} per device"
-    )
+    return f"{batch} {rows} = {describe_mesh(sizes, BATCH)} x accumulation {accumulation} x {per_device} per device"
 
 
 def _describe_trained(blueprint: Blueprint) -> str:

@@ -7,41 +7,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import newest_with_info
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.data.corpus import load_corpus
-from jaxtp.data.samples import Data, RowSettings
+from jaxtp.data.batches import Position
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
-from jaxtp.mesh import platform_of
+from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
-from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.memory_check import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
+from jaxtp.train.own_model import split_model
+from jaxtp.train.run_data import RunData, open_data
 from jaxtp.train.run_report import Report, summary
-from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
-from jaxtp.train.step import EvalStep, JittedTrainStep, Loss, make_eval_step, make_train_step
-from jaxtp.train.validation import check_vocabulary, open_mesh
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Parts of a run that replace those in the configuration."""
-
-    model: MakeModel | None = None
-    """Returns the model, whose parameters have shardings. Its memory and utilization are not estimated."""
-    loss: Loss | None = None
-    """Replaces the cross-entropy of the next token; a `model` of another class needs it."""
-    data: Data | None = None
-    optimizer: optax.GradientTransformation | None = None
-    """Metrics still show the learning rate of `config.optimizer`."""
+from jaxtp.train.state import Blueprint, plan_state, trained_parameters
+from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
+from jaxtp.train.task import Task, load_task, transformation, with_references
+from jaxtp.train.user_loss import inspect_loss
+from jaxtp.train.validation import batch_problems, open_mesh, refuse
 
 
 @dataclass
@@ -49,7 +39,8 @@ class Run:
     """A run that is ready to step."""
 
     config: TrainConfig
-    data: Data
+    task: Task
+    data: RunData
     blueprint: Blueprint
     train_step: JittedTrainStep  # not compiled yet
     eval_step: EvalStep
@@ -59,39 +50,38 @@ class Run:
     timing: Timing
     state: nnx.State
     step: int  # number of updates so far
-    next_sample: int  # global index of the first sample of the next step
+    position: Position  # of the next batch
     base: dict[str, str] | None  # identity of the frozen model under adapters, if there are any
     verified: int | None  # the last verified step, if the checkpoint records one
     mean_loss: MeanLoss  # mean since the last record, also of steps before the checkpoint
 
 
-def make_run(
-    config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[str] = (), parts: Parts = Parts()
-) -> Run:
+def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[str] = (), task: Task = Task()) -> Run:
     """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
 
     Args:
       exit_stack: closes the mesh context, the run's folder, console, signal handlers and checkpoints.
       startup_log: lines on the configuration.
+      task: parts that replace those of `config`.
 
     Raises:
-      ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `DatasetError`, `HFError`,
-        `RunFolderError`, `CheckpointError`), before the folder is changed.
+      ValueError: a user's mistake (`ConfigError`, `MeshError`, `PlanError`, `CorpusError`, `DatasetError`,
+        `BatchError`, `HFError`, `RunFolderError`, `CheckpointError`), before the folder is changed.
     """
     timing = Timing()
     with raise_everywhere():
-        config, source = resolve(config)
+        config, source = resolve(with_references(config, task))
         source.check(config)
-        if parts.model is not None and source.path is not None:
-            raise ConfigError(f"{source.path} has weights of a decoder, and the run has another model")
-        mesh = open_mesh(config, decoder=parts.model is None)
+        mesh = open_mesh(config)
         enable_compilation_cache(mesh.devices.flat[0].platform)
         check_installed(config.metrics.trackers)
-        data = parts.data or load_data(config, source)
-        config, _ = with_steps(config, data)
-        blueprint = plan(config, mesh, parts)
+        task = load_task(config, task)  # imports a user's files, which may use the mesh's devices
+        data = open_data(config, source, task)
+        config = with_batches(config, data, mesh)
         before = progress(config)
-    lines = _startup_checks(config, blueprint, data)
+        config, _ = with_steps(config, data.num_rows, before)
+        blueprint, plan_lines = plan(config, mesh, task, data)
+    lines = [*plan_lines, *_startup_checks(config, blueprint, data)]
 
     exit_stack.enter_context(jax.set_mesh(mesh))
     with raise_everywhere():
@@ -122,29 +112,29 @@ def make_run(
         if step < config.train.steps:
             run_folder.write_config(config)
 
-    train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0, loss=parts.loss)
-    eval_step = make_eval_step(blueprint, config.train.accumulation, config.mesh.context, parts.loss)
+    train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0, task=task)
     timing.end_startup()
     return Run(
         config=config,
+        task=task,
         data=data,
         blueprint=blueprint,
         train_step=train_step,
-        eval_step=eval_step,
+        eval_step=make_eval_step(config, blueprint, task.loss),
         checkpoints=checkpoints,
         report=report,
         interrupt=interrupt,
         timing=timing,
         state=initial.state,
         step=step,
-        next_sample=0 if restored is None else info["next_sample"],
+        position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
         base=initial.base,
         verified=info.get(run_folder.VERIFIED),
         mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
     )
 
 
-def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: Data) -> list[str]:
+def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) -> list[str]:
     # Checks devices and processes, and prepares the folder; returns lines for the summary.
     mesh = blueprint.mesh
     on_accelerator, lines = platform_of(mesh.devices.flat[0]) != "cpu", []
@@ -181,20 +171,6 @@ def _notes(config: TrainConfig, source: InitSource, blueprint: Blueprint) -> dic
     return {"length": source.length_warning(config), "verify": verify}
 
 
-def load_data(config: TrainConfig, source: InitSource) -> Data:
-    """Opens the data and plans its rows.
-
-    Raises:
-      ValueError: a user's mistake (`CorpusError`, `DatasetError`, `LongDocumentError`, `ConfigError`).
-    """
-    data = config.data
-    corpus = load_corpus(data.path, data.mixture, data.validation)
-    check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
-    source.check_tokenizer(corpus.tokenizer)
-    settings = RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)
-    return Data(corpus, settings, config.run.seed)
-
-
 def progress(config: TrainConfig) -> tuple[int, int]:
     """Returns the run's steps and sequences so far.
 
@@ -205,14 +181,29 @@ def progress(config: TrainConfig) -> tuple[int, int]:
     return (0, 0) if found is None else (int(found[0].name), found[1]["next_sample"])
 
 
-def with_steps(config: AnyConfig, data: Data) -> tuple[AnyConfig, str]:
+def with_batches(config: TrainConfig, data: RunData, mesh: Mesh) -> TrainConfig:
+    """Returns the configuration with the batch size of a user's batches; raises ConfigError if it does not fit."""
+    size = data.global_batch_size
+    if config.data.global_batch_size not in (size, DataConfig().global_batch_size):
+        raise ConfigError(
+            f"data.global_batch_size={config.data.global_batch_size}, and the batches have {size} rows; leave it out"
+        )
+    config = replace_nested(config, {"data.global_batch_size": size})
+    refuse(problem.text for problem in batch_problems(config, mesh_sizes(mesh)))
+    return config
+
+
+def with_steps(config: AnyConfig, rows: int | None, progress: tuple[int, int]) -> tuple[AnyConfig, str]:
     """Replaces epochs, if any, by steps, and returns the reason for their number.
 
     A resumed run counts remaining samples, whatever its batch size was.
 
+    Args:
+      rows: in an epoch, if known.
+      progress: steps and rows so far.
+
     Raises:
-      ConfigError: both are set, or too many epochs.
-      CheckpointError: the newest checkpoint is unreadable.
+      ConfigError: both are set, too many epochs, or an unknown number of rows.
     """
     epochs, steps = config.train.epochs, config.train.steps
     if epochs is None:
@@ -221,7 +212,11 @@ def with_steps(config: AnyConfig, data: Data) -> tuple[AnyConfig, str]:
         raise ConfigError(
             f"train.steps={steps} and train.epochs={epochs:,.15g} exclude each other: leave one of them out"
         )
-    rows, batch, (done, read) = sum(map(len, data.train_rows)), config.data.global_batch_size, progress(config)
+    if rows is None:
+        raise ConfigError(
+            f"train.epochs={epochs:,.15g}: the batches do not tell how many rows they have; set train.steps"
+        )
+    batch, (done, read) = config.data.global_batch_size, progress
     left = max(math.ceil(round((epochs * rows - read) / batch, 6)), 0)  # 1.1 is a little more than 11/10
     if done + left >= 2**31:
         raise ConfigError(f"train.epochs={epochs:,.15g}: a run has less than {2**31:,} steps")
@@ -232,18 +227,36 @@ def with_steps(config: AnyConfig, data: Data) -> tuple[AnyConfig, str]:
     return replace_nested(config, {"train.steps": done + left, "train.epochs": None}), reason
 
 
-def plan(config: TrainConfig, mesh: jax.sharding.Mesh, parts: Parts = Parts()) -> Blueprint:
-    """Plans the state of a run; allocates and writes nothing.
+def plan(
+    config: TrainConfig, mesh: Mesh, task: Task = Task(), data: RunData | None = None
+) -> tuple[Blueprint, list[str]]:
+    """Plans the state of a run, and returns lines on it; allocates and writes nothing.
 
     Raises:
-      ConfigError: a pattern matches no trained parameter, or memory is too small.
+      ConfigError: a pattern matches no trained parameter, memory is too small, or a loss is not a sum.
+      PlanError: the plan does not fit the model or the mesh.
     """
-    optimizer = parts.optimizer or optimizers.build(config.optimizer, config.train.steps)
-    blueprint = plan_state(config.model, optimizer, mesh, parts.model)
+    lines: list[str] = []
+    make_model = None
+    if task.has_own_model:
+        assert data is not None
+        make_model, lines = split_model(config, mesh, task, data.train.shapes)
+    optimizer = transformation(task) or optimizers.build(config.optimizer, config.train.steps)
+    blueprint = plan_state(config.model, optimizer, mesh, make_model)
     paths = list(trained_parameters(blueprint))
     optimizers.check_groups(config.optimizer, paths)
     for pattern in config.metrics.norm_groups:
         optimizers.matching("metrics.norm_groups", pattern, paths)
     if blueprint.is_decoder:
         require_memory(config, blueprint)
-    return blueprint
+    if task.loss is not None:
+        assert data is not None
+        with jax.set_mesh(mesh):
+            traits = inspect_loss(task.loss, blueprint.merge(blueprint.abstract).model, data.train.shapes)
+        if traits.changes and config.train.accumulation > 1:
+            raise ConfigError(
+                f"train.accumulation={config.train.accumulation}: a step changes {', '.join(traits.changes[:3])}, "
+                "which would depend on the micro-batches; use --train.accumulation 1"
+            )
+        data.pad_short_batches(traits.reads_weights)
+    return blueprint, lines

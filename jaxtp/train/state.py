@@ -6,6 +6,7 @@ updates are the same on every mesh.
 """
 
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -122,12 +123,26 @@ class TrainState(nnx.Module):
         self.skipped = Skipped(jnp.zeros((), jnp.int32))
 
 
+def rng_state(rngs: nnx.State, key: Array | None) -> nnx.State:
+    """Returns a model's random keys, derived from `key`, and counters at zero."""
+    key = jax.random.key(0) if key is None else key
+
+    def value(path: tuple[Any, ...], variable: Any) -> Any:
+        if not isinstance(variable, nnx.RngKey):
+            return variable.replace(jnp.zeros(variable.shape, variable.dtype))
+        of_stream = jax.random.fold_in(key, zlib.crc32(".".join(map(str, path)).encode()))
+        return variable.replace(jax.random.split(of_stream, variable.shape) if variable.shape else of_stream)
+
+    return nnx.from_flat_state([(path, value(path, variable)) for path, variable in nnx.to_flat_state(rngs)])
+
+
 @dataclass(frozen=True)
 class Blueprint:
     """A train state without arrays: graph, shapes, dtypes and shardings."""
 
     graph: nnx.GraphDef[TrainState]
     abstract: nnx.State
+    rngs: nnx.State  # random keys and counters of the model, no part of the state
     shardings: Any
     mesh: Mesh
     config: ModelConfig
@@ -139,6 +154,11 @@ class Blueprint:
         """Whether `config` describes the model."""
         return self.make_model is None
 
+    def merge(self, state: nnx.State, key: Array | None = None) -> TrainState:
+        """Returns a copy of the modules with these arrays; `key` seeds the model's random keys."""
+        merged: TrainState = nnx.merge(self.graph, state, rng_state(self.rngs, key), copy=True)
+        return merged
+
     def create(self, seed: int, weights: nnx.State | None = None) -> nnx.State:
         """Returns the initial state, sharded, with equal values on every mesh.
 
@@ -148,7 +168,8 @@ class Blueprint:
         """
 
         def init(weights: nnx.State) -> nnx.State:
-            state = nnx.state(TrainState(self.config, self.optimizer, seed, self.make_model))
+            made = TrainState(self.config, self.optimizer, seed, self.make_model)
+            state = nnx.state(made, nnx.Not(nnx.RngState))
             state["model"] = nnx.merge_state(state["model"], weights)
             return state
 
@@ -180,14 +201,14 @@ def plan_state(
     """
     with jax.set_mesh(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
-        graph, abstract = nnx.split(abstract_state)
+        graph, rngs, abstract = nnx.split(abstract_state, nnx.RngState, ...)  # type: ignore[misc]
         shardings = nnx.get_named_sharding(abstract, mesh)
     if not nnx.to_flat_state(nnx.filter_state(abstract["model"], nnx.Param)):
         if make_model is not None:
             raise ConfigError("the model has no nnx.Param, so nothing is trained")
         targets = ", ".join(config.lora.targets) or "nothing"
         raise ConfigError(f"model.lora.targets={targets}: the model has no such projection, so nothing is trained")
-    return Blueprint(graph, abstract, shardings, mesh, config, optimizer, make_model)
+    return Blueprint(graph, abstract, rngs, shardings, mesh, config, optimizer, make_model)
 
 
 def parameters(blueprint: Blueprint) -> dict[str, Variable]:

@@ -27,13 +27,14 @@ from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.balance import Routing
 from jaxtp.layers.parameter import mark_unreduced, spec_of, sum_over_replicas
-from jaxtp.layers.sequence_parallel import Context
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint
+from jaxtp.train import user_loss
+from jaxtp.train.config import OptimizerConfig, TrainConfig
+from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, rng_state
 from jaxtp.train.stopping import STOP, abstract_flags, stop_requested
+from jaxtp.train.task import Loss, Task
 
 
 @jax.tree_util.register_dataclass
@@ -52,15 +53,12 @@ class Scalars:
 
 TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]
 """See `make_train_step`."""
-EvalStep = Callable[[nnx.State, Batch], tuple[Array, Array]]
+EvalStep = Callable[[nnx.State, Batch], LossTerms]
 JittedTrainStep = Any
 """A `TrainStep` from `jax.jit`, which can also be traced and lowered."""
 
 Choices = list[tuple[Array, Array] | None] | None
 """For each kind of block the router's choices and their margin, if they are recorded."""
-
-Loss = Callable[[Any, Batch], tuple[Array, Array]]
-"""Takes a model and a batch; returns the summed loss of its labels and their number, as float32 scalars."""
 
 EXPERTS = "experts"
 """Key of a batch in `jaxtp check`: for each kind of block the experts of each token `[B, layers, T, k]`, which replace
@@ -74,14 +72,15 @@ def make_train_step(
     with_checksums: bool = False,
     with_choices: bool = False,
     with_grads: bool = False,
-    loss: Loss | None = None,
+    task: Task = Task(),
 ) -> JittedTrainStep:
     """Returns the jitted training step `state, batch -> state, scalars, ...`, which donates the state.
 
     The scalars are `loss`, the mean over the batch's `loss_tokens` valid tokens; `grad_norm`, the global L2 norm before
-    clipping; `learning_rate`; `param_norm` after the update; `skipped`, the number of non-finite steps in a row; norms
-    such as `grad_norm/blocks.mlp.*` for each of `metrics.norm_groups`; and the balance of experts. If `loss` or
-    `grad_norm` is not finite, the state stays as it is; if only `param_norm` is not finite, the update overflowed.
+    clipping; `learning_rate`, if known; `param_norm` after the update; `skipped`, the number of non-finite steps in a
+    row; norms such as `grad_norm/blocks.mlp.*` for each of `metrics.norm_groups`; the balance of experts; and the
+    metrics of a user's loss. If `loss` or `grad_norm` is not finite, the state stays as it is; if only `param_norm` is
+    not finite, the update overflowed.
 
     Args:
       with_checksums: also return the gradients' `device_checksums`, after reduction and before clipping, in the order
@@ -89,19 +88,21 @@ def make_train_step(
       with_choices: also return, for each kind of block, the router's choices `[B, layers, T, k]` and their margin `[B,
         layers, T]`, tokens in device order; None without experts.
       with_grads: also return the gradients, last, in the parameters' shardings.
-      loss: replaces the decoder's.
+      task: parts that replace the decoder's loss and the optimizer of `config`.
     """
     groups = config.metrics.norm_groups
-    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
+    schedule = None  # the rate of a user's transformation is not known
+    if task.optimizer is None or isinstance(task.optimizer, OptimizerConfig):
+        schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
 
     def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
-        train_state = nnx.merge(blueprint.graph, state, copy=True)  # else it would share the state's variables
-        model: Any = train_state.model  # a `Decoder`, unless `loss` is given
+        train_state = blueprint.merge(state)
+        model: Any = train_state.model
         num_updates = train_state.optimizer.step[...]
 
         arrays = {name: array for name, array in batch.items() if name != STOP}
         key = dropout_key(config.run.seed, num_updates)
-        terms, choices, grads = loss_and_grads(model, arrays, config, key, loss, record=with_choices)
+        terms, choices, grads = loss_and_grads(model, arrays, config, key, task.loss, record=with_choices)
         mean = terms.loss / terms.count
 
         norms = _norms("grad_norm", grads, groups)
@@ -115,13 +116,16 @@ def make_train_step(
             model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
 
         finite = jnp.isfinite(mean) & jnp.isfinite(norms["grad_norm"])
-        new, skipped = _skip_if_nonfinite(nnx.state(train_state), state, finite, config.train.skips_allowed)
+        updated = nnx.state(train_state, nnx.Not(nnx.RngState))
+        new, skipped = _skip_if_nonfinite(updated, state, finite, config.train.skips_allowed)
 
         norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups)
-        rate = jnp.asarray(schedule(num_updates))
-        scalars = {"loss": mean, "loss_tokens": terms.count, "learning_rate": rate, **norms, "skipped": skipped}
+        rate = {} if schedule is None else {"learning_rate": jnp.asarray(schedule(num_updates))}
+        scalars = {"loss": mean, "loss_tokens": terms.count, **rate}
+        scalars |= {**norms, "skipped": skipped}
         if terms.balance is not None:
             scalars |= terms.balance.scalars(terms.count)
+        scalars |= {name: total / weight for name, (total, weight) in terms.metrics.items()}
         return new, Scalars.of(scalars | stop_requested(batch)), *others
 
     shardings: list[object] = [blueprint.shardings, _replicated(blueprint)]
@@ -136,44 +140,55 @@ def loss_and_grads(
 ) -> tuple[LossTerms, Choices, nnx.State]:
     """Returns the loss terms of a batch, the routers' choices if `record`, and the gradient of the mean loss.
 
-    The mean is over the batch's valid tokens (`count`, at least 1), not over means of micro-batches. With accumulation,
-    each replica sums its own gradients, and one reduction follows (`layers/parameter.py`).
+    The mean is over the batch's valid tokens (`count`, or a user's weight), not over means of micro-batches. With
+    accumulation, each replica sums its own gradients of jaxtp's layers, and one reduction follows
+    (`layers/parameter.py`).
 
     Args:
-      model: a `Decoder`, unless `loss` is given.
+      model: a `Decoder`, unless `loss` is given. A user's loss may change variables that are not parameters, such as
+        the statistics of `nnx.BatchNorm`; they are updated in place.
     """
     accumulation, precision = config.train.accumulation, config.model.precision
-    graph, stored, frozen = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
-    params = mark_unreduced(stored) if accumulation > 1 else stored
+    graph, stored, rngs, frozen = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
+    unreduced = accumulation > 1 and loss is None
+    params = mark_unreduced(stored) if unreduced else stored
 
-    def objective(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Choices]]:
-        merged = nnx.merge(graph, params, frozen, copy=True)  # the frozen ones belong to the outer trace
+    def objective(
+        params: nnx.State, micro: Batch, rows: Array, index: Array
+    ) -> tuple[Array, tuple[LossTerms, Choices, nnx.State]]:
+        # The frozen ones belong to the outer trace.
         if loss is None:
+            merged = nnx.merge(graph, params, rngs, frozen, copy=True)
             keys = row_keys(key, rows) if merged.config.dropout else None
-            return _decoder_objective(merged, micro, config, keys, record)
-        terms = LossTerms(*loss(merged, micro), None)
-        return terms.loss, (terms, None)
+            total, terms, choices = _decoder_objective(merged, micro, config, keys, record)
+            return total, (terms, choices, nnx.State({}))
+        micro_key = jax.random.fold_in(key, index)
+        merged = nnx.merge(graph, params, rng_state(rngs, micro_key), frozen, copy=True)
+        terms = user_loss.call(loss, merged, micro, micro_key)
+        changed = user_loss.changeable(merged, frozen) if accumulation == 1 else nnx.State({})
+        return terms.loss, (terms, None, changed)
 
-    def micro_fn(micro: tuple[Batch, Array]) -> tuple[Any, Any]:
-        (_, (terms, choices)), grads = jax.value_and_grad(objective, has_aux=True)(params, *micro)
-        return (terms, grads), choices
+    def micro_fn(micro: tuple[Batch, Array], index: Array) -> tuple[Any, Any]:
+        (_, (terms, *others)), grads = jax.value_and_grad(objective, has_aux=True)(params, *micro, index)
+        return (terms, grads), others
 
-    zero = jnp.zeros((), jnp.float32)
-    no_terms = model.no_terms() if loss is None else LossTerms(zero, zero, None)
+    inputs = batch, jnp.arange(len(next(iter(batch.values()))))
+    no_terms = model.no_terms() if loss is None else _no_terms(micro_fn, inputs, accumulation)
     # Summing in a 16-bit parameter's own dtype would lose digits.
     no_grads = jax.tree.map(lambda param: jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)), params)
-    inputs = batch, jnp.arange(len(batch["inputs"]))
-    (terms, grads), choices = _sum_over_micro_batches(micro_fn, inputs, accumulation, (no_terms, no_grads))
-    if accumulation > 1:
+    sums, (choices, changed) = _sum_over_micro_batches(micro_fn, inputs, accumulation, (no_terms, no_grads))
+    terms, grads = sums
+    if unreduced:
         grads = sum_over_replicas(grads, stored, precision.reduce)
+    nnx.update(model, changed)
     # A batch may be all prompts or padding.
-    terms = replace(terms, count=jnp.maximum(terms.count, 1))
+    terms = replace(terms, count=jnp.where(terms.count > 0, terms.count, 1))
     return terms, choices, jax.tree.map(lambda g, p: (g / terms.count).astype(p.dtype), grads, stored)
 
 
 def _decoder_objective(
     model: Decoder, batch: Batch, config: TrainConfig, dropout_keys: Array | None, record: bool
-) -> tuple[Array, tuple[LossTerms, Choices]]:
+) -> tuple[Array, LossTerms, Choices]:
     sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS), config.mesh.context)
     terms, routings = model.loss_terms(
         batch["inputs"],
@@ -184,19 +199,29 @@ def _decoder_objective(
         experts=batch.get(EXPERTS),  # type: ignore[arg-type]  # a pytree
     )
     choices = [_choices(routing) for routing in routings] if record else None
-    return terms.objective(config.train.balance_loss, config.train.router_z_loss), (terms, choices)
+    return terms.objective(config.train.balance_loss, config.train.router_z_loss), terms, choices
 
 
-def _sum_over_micro_batches(fn: Callable[[Any], tuple[Any, Any]], inputs: Any, count: int, zeros: Any) -> Any:
-    # Sums the first result of `fn` over micro-batches of `inputs [B, ...]`; concatenates the second, which is per row.
+def _no_terms(micro_fn: Callable[[Any, Array], Any], inputs: Any, count: int) -> LossTerms:
+    # Zeros for the terms of a user's loss.
+    micro = jax.tree.map(lambda array: array[: len(array) // count], inputs)
+    (terms, _), _ = jax.eval_shape(micro_fn, micro, jnp.zeros((), jnp.int32))
+    zeros: LossTerms = jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), terms)
+    return zeros
+
+
+def _sum_over_micro_batches(fn: Callable[[Any, Array], tuple[Any, Any]], inputs: Any, count: int, zeros: Any) -> Any:
+    # Sums the first result of `fn`, which takes a micro-batch of `inputs [B, ...]` and its number; concatenates the
+    # second, which is per row.
     if count == 1:
-        return fn(inputs)
+        return fn(inputs, jnp.zeros((), jnp.int32))
 
     def add(sums: Any, micro: Any) -> tuple[Any, Any]:
-        more, per_row = fn(micro)
+        more, per_row = fn(*micro)
         return jax.tree.map(jnp.add, sums, more), per_row
 
-    sums, per_row = jax.lax.scan(add, zeros, jax.tree.map(lambda array: _split_rows(array, count), inputs))
+    split = jax.tree.map(lambda array: _split_rows(array, count), inputs)
+    sums, per_row = jax.lax.scan(add, zeros, (split, jnp.arange(count)))
     return sums, jax.tree.map(_join_rows, per_row)
 
 
@@ -228,25 +253,32 @@ def _checksums(state: nnx.State) -> Array:
     return device_checksums([variable[...] for variable in variables], tuple(spec_of(each) for each in variables))
 
 
-def make_eval_step(
-    blueprint: Blueprint, micro_batches: int = 1, context: Context = "auto", loss: Loss | None = None
-) -> EvalStep:
-    """Returns a jitted `state, batch -> summed loss, number of valid tokens`.
+def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None = None) -> EvalStep:
+    """Returns a jitted `state, batch -> terms`, summed over the batch.
 
-    With the training step's `micro_batches` it needs no more memory.
+    With the training step's micro-batches it needs no more memory. A user's model evaluates as after
+    `nnx.Module.eval()`.
     """
 
-    def step(state: nnx.State, batch: Batch) -> tuple[Array, Array]:
-        def loss_sum(micro: Batch) -> tuple[Array, Array]:
-            model: Any = nnx.merge(blueprint.graph, state, copy=True).model
-            if loss is not None:
-                return loss(model, micro)
-            segments = micro.get(SEGMENTS)
-            return model.loss(micro["inputs"], micro["labels"], segments_BT=segments, context=context)
+    def step(state: nnx.State, batch: Batch) -> LossTerms:
+        key = jax.random.key(config.run.seed)
 
-        sums: tuple[Array, Array]
-        sums, _ = _sum_over_micro_batches(lambda micro: (loss_sum(micro), None), batch, micro_batches, (0.0, 0.0))
-        return sums
+        def terms_of(micro: Batch, _: Array) -> LossTerms:
+            model: Any = blueprint.merge(state, key).model
+            if loss is not None:
+                model.eval()
+                return user_loss.call(loss, model, micro, key)
+            segments, context = micro.get(SEGMENTS), config.mesh.context
+            total, count = model.loss(micro["inputs"], micro["labels"], segments_BT=segments, context=context)
+            return LossTerms(total, count, None)
+
+        def micro_fn(micro: Batch, index: Array) -> tuple[tuple[LossTerms, None], None]:
+            return (terms_of(micro, index), None), None
+
+        no_terms = _no_terms(micro_fn, batch, config.train.accumulation)
+        (sums, _), _ = _sum_over_micro_batches(micro_fn, batch, config.train.accumulation, (no_terms, None))
+        result: LossTerms = sums
+        return result
 
     return jax.jit(step, out_shardings=_replicated(blueprint))
 
@@ -257,20 +289,25 @@ def fetch(scalars: Scalars) -> dict[str, float]:
 
 
 def trace_step(
-    config: TrainConfig, blueprint: Blueprint, step: JittedTrainStep | None = None, state: nnx.State | None = None
+    config: TrainConfig,
+    blueprint: Blueprint,
+    step: JittedTrainStep | None = None,
+    state: nnx.State | None = None,
+    batch: Mapping[str, jax.ShapeDtypeStruct] | None = None,
 ) -> Traced:
     """Traces the training step on its mesh, which may be abstract.
 
     Args:
+      batch: the abstract batch, by default rows of tokens.
       step: from `make_train_step`, if already made.
       state: the abstract state if None.
     """
     data, mesh = config.data, blueprint.mesh
-    batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed) | abstract_flags(
-        mesh
-    )
+    if batch is None:
+        batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
+    inputs = {**batch, **abstract_flags(mesh)}
     with jax.set_mesh(mesh):
-        return (step or make_train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, batch)
+        return (step or make_train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, inputs)
 
 
 def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:

@@ -44,11 +44,8 @@ def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | No
         refuse(violations_on(config, mesh, most()))
 
 
-def open_mesh(config: TrainConfig, *, decoder: bool = True) -> Mesh:
+def open_mesh(config: TrainConfig) -> Mesh:
     """Returns a run's checked mesh; unless a size is -1, checks before JAX's backend starts.
-
-    Args:
-      decoder: whether `config.model` describes the model.
 
     Raises:
       ConfigError: all violations with the nearest values that work, or an unsupported kernel.
@@ -57,19 +54,18 @@ def open_mesh(config: TrainConfig, *, decoder: bool = True) -> Mesh:
     """
     sizes = config.mesh.sizes
     check_sizes(sizes)
+    decoder = config.model.build is None
     if decoder and -1 not in sizes.values():
         check(config, sizes)
         request_virtual_devices(math.prod(sizes.values()))
         refuse(violations_on(config, sizes, most_devices()))
     mesh = build_mesh(sizes)
     sizes = mesh_sizes(mesh)
+    if not decoder or -1 in config.mesh.sizes.values():
+        check(config, sizes)
     if decoder:
-        if -1 in config.mesh.sizes.values():
-            check(config, sizes)
         remat.policy(config.model.remat)
         check_kernels(config, sizes, architecture_of(mesh.devices.flat[0]))
-    else:
-        refuse(problem.text for problem in general_problems(config, sizes))
     return mesh
 
 
@@ -146,6 +142,9 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
 
 def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields each conflict of settings and mesh; ignores `config.mesh`."""
+    if config.model.build is not None:  # the other settings of the model have no effect
+        yield from general_problems(config, mesh)
+        return
     of_model = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
     yield from of_model or (*map(Problem, kernel_problems(config, mesh)), *padding_problems(config, mesh))
     yield from general_problems(config, mesh)
@@ -157,13 +156,19 @@ def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
 
 def general_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields conflicts that any model has."""
-    batch, divisor = config.data.global_batch_size, batch_parts(mesh) * config.train.accumulation
-    by, among = f"mesh.{'*'.join(BATCH)} * train.accumulation", (*mesh_settings(BATCH), "train.accumulation")
-    yield from not_divisible("data.global_batch_size", batch, by, divisor, dict.fromkeys(among, batch))
+    if config.data.batches is None:  # a user's batches have a size of their own
+        yield from batch_problems(config, mesh)
     if config.data.path is not None and config.data.mixture:
         yield Problem(f"data.path={config.data.path} and data.mixture exclude each other: leave one of them out")
     if config.profile.start > config.train.steps:
         yield Problem(f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}")
+
+
+def batch_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields why the batch cannot be split over the mesh and the micro-batches."""
+    batch, divisor = config.data.global_batch_size, batch_parts(mesh) * config.train.accumulation
+    by, among = f"mesh.{'*'.join(BATCH)} * train.accumulation", (*mesh_settings(BATCH), "train.accumulation")
+    yield from not_divisible("data.global_batch_size", batch, by, divisor, dict.fromkeys(among, batch))
 
 
 def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:

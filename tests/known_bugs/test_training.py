@@ -23,12 +23,13 @@ from jaxtp.data.mixture import validation_samples
 from jaxtp.data.rows import Concatenated
 from jaxtp.layers import remat
 from jaxtp.mesh import make_mesh
+from jaxtp.models.decoder import LossTerms
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.loop import Loop
 from jaxtp.train.performance import flops_per_token
 from jaxtp.train.state import TrainState, parameters, plan_state
 from jaxtp.train.step import fetch, make_train_step
+from jaxtp.train.trainer import evaluation_metrics
 
 B, T, V, STEPS = 4, 8, 19, 10
 MODEL = jaxtp.ModelConfig(
@@ -215,17 +216,9 @@ def test_transformers_41898_an_evaluation_is_the_mean_over_tokens():
     loss_of = lambda labels: float(np.sum(labels[labels >= 0] ** 2))
     batches = [{"labels": np.stack([validation[i]["labels"], validation[i + 1]["labels"]])} for i in range(0, 6, 2)]
     assert len(validation) == 2 * len(batches)
-    given = SimpleNamespace(
-        _run=SimpleNamespace(
-            data=SimpleNamespace(validation=lambda *_: validation),
-            eval_step=lambda _, batch: (loss_of(batch["labels"]), np.sum(batch["labels"] >= 0)),
-            state=None,
-        ),
-        _config=TrainConfig(),
-        _batches=lambda *_: batches,
-    )
+    results = [LossTerms(loss_of(batch["labels"]), np.sum(batch["labels"] >= 0), None) for batch in batches]
     expected = np.mean(np.arange(1, len(tokens)) ** 2.0)
-    assert Loop._validation_loss(given) == pytest.approx(expected)
+    assert evaluation_metrics(results, own_loss=False)["eval_loss"] == pytest.approx(expected)
     means = [loss_of(batch["labels"]) / np.sum(batch["labels"] >= 0) for batch in batches]
     assert np.mean(means) != pytest.approx(expected, rel=WRONG)
 

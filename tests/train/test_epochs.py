@@ -16,8 +16,9 @@ from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.defaults import DeviceInfo, resolve_defaults
 from jaxtp.train.init_source import InitSource
 from jaxtp.train.optimizer import learning_rate
+from jaxtp.train.run_data import load_tokens
 from jaxtp.train.run_report import _describe_steps
-from jaxtp.train.setup import load_data, with_steps
+from jaxtp.train.setup import with_steps
 
 CPU = DeviceInfo(count=1, per_process=1, bfloat16=False, kind="virtual CPU devices")
 
@@ -33,7 +34,7 @@ def resolved(*flags):
 
 
 def rows_of(config):
-    return sum(map(len, load_data(config, InitSource()).train_rows))
+    return sum(map(len, load_tokens(config, InitSource()).train_rows))
 
 
 @pytest.mark.parametrize("epochs", ["3", "0.5"])
@@ -61,16 +62,14 @@ def test_a_flag_or_a_file_replaces_what_the_file_below_it_says(tmp_path, text):
         resolved(*text, "--train.epochs", "1e12")
 
 
-def test_a_resumed_run_counts_what_is_left_of_its_epochs(text, monkeypatch):
+def test_a_resumed_run_counts_what_is_left_of_its_epochs(text):
     """Ten steps of 16 samples were made, and the batch is another now."""
-    done = Path("checkpoints/10"), {"next_sample": 160}
     config, _ = resolved(*text)
-    rows, data = rows_of(config), load_data(config, InitSource())
-    monkeypatch.setattr("jaxtp.train.setup.newest_with_info", lambda run: done)
+    rows = rows_of(config)
 
-    def steps(epochs, batch):
+    def steps(epochs, batch, resumed=True):
         asked = TrainConfig(data=DataConfig(global_batch_size=batch), train=LoopConfig(epochs=epochs))
-        return with_steps(asked, data)[0].train.steps
+        return with_steps(asked, rows, (10, 160) if resumed else (0, 0))[0].train.steps
 
     assert steps(3, 16) == math.ceil(3 * rows / 16), "an undisturbed run makes as many"
     assert steps(3, 8) == 10 + math.ceil((3 * rows - 160) / 8)
@@ -80,7 +79,7 @@ def test_a_resumed_run_counts_what_is_left_of_its_epochs(text, monkeypatch):
 def test_a_resumed_run_says_what_is_done_and_what_is_left(text, monkeypatch):
     """As above; the same command has another batch."""
     config, _ = resolved(*text)
-    rows, data = rows_of(config), load_data(config, InitSource())
+    rows, data = rows_of(config), load_tokens(config, InitSource())
     monkeypatch.setattr("jaxtp.train.setup.newest_with_info", lambda run: (Path("10"), {"next_sample": 160}))
     flags = [*text, "--optimizer.warmup-steps", "10", "--data.global-batch-size", "8", "--train.epochs"]
     left = math.ceil((1000 * rows - 160) / 8)

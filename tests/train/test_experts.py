@@ -157,9 +157,9 @@ def test_what_muon_moves_of_experts_is_what_is_declared(sizes):
 def test_the_lines_of_a_run_say_the_balance(capsys):
     record = {"step": 3, "loss": 2.5, "step_seconds": 1.0, "tokens_per_second": 640.0}
     with Report() as report:
-        report.log(record, 10)
-        report.log(record | {"balance_loss": 1.0234}, 10)
-        report.log(record, 10, is_first=True)
+        report.log(record, 10, "tokens")
+        report.log(record | {"balance_loss": 1.0234}, 10, "tokens")
+        report.log(record, 10, "tokens", is_first=True)
     plain, mixture, first = capsys.readouterr().out.splitlines()
     assert plain == "step 3/10  loss 2.5000  640 tokens/s  0:07 left"
     assert mixture == "step 3/10  loss 2.5000  balance 1.02  640 tokens/s  0:07 left"

@@ -107,7 +107,7 @@ def evaluation(rows, accumulation, mesh, remat="full"):
     config = TrainConfig(model=model, data=data, train=loop)
     plan = plan_state(model, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
     with jax.set_mesh(plan.mesh):
-        step = make_eval_step(plan, config.train.accumulation)
+        step = make_eval_step(config, plan)
         traced = step.trace(plan.sharded, abstract_batch(plan.mesh, rows, 64, packed=True))
     return config, plan, temporaries(traced)
 

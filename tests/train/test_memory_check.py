@@ -5,8 +5,8 @@ import pytest
 from runs import SMALL, TEXT, mesh
 
 from jaxtp.mesh import make_mesh, mesh_shape
-from jaxtp.train import __main__ as command_module
 from jaxtp.train import memory_check
+from jaxtp.train import trainer as trainer_module
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LaunchConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
@@ -81,7 +81,7 @@ def test_an_error_for_lack_of_memory_ends_the_run_with_advice(command, monkeypat
             "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 15354000000 bytes."
         )
 
-    monkeypatch.setattr(command_module, "make_run", out_of_memory)
+    monkeypatch.setattr(trainer_module, "make_run", out_of_memory)
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         main(command)
     assert "--launch.allocator cuda_async" in raised.value.__notes__[0]

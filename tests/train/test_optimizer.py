@@ -149,7 +149,7 @@ OTHER_VALUES = {
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
     """Any other setting may change when a run resumes: a weight decay may become that of a group, say."""
-    assert OTHER_VALUES.keys() | {"name"} == {field.name for field in dataclasses.fields(OptimizerConfig)}
+    assert OTHER_VALUES.keys() | {"name", "build"} == {field.name for field in dataclasses.fields(OptimizerConfig)}
     grouped = OptimizerConfig(name=name, groups={"*.scale": GroupConfig(weight_decay=0.3)})
     expected = stored(grouped)
     assert expected

@@ -1,7 +1,6 @@
 """The training step: the textbook's update, accumulation, memory; `tests/tools/check` has its parity over meshes."""
 
 import dataclasses
-from contextlib import ExitStack
 from functools import partial
 
 import jax
@@ -18,9 +17,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxtp.train.loop import Loop
-from jaxtp.train.setup import Parts, make_run
+from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
 from jaxtp.train.step import Scalars, _norms, fetch, loss_and_grads, make_eval_step, make_train_step
 
@@ -170,7 +167,8 @@ def test_evaluation_is_the_same_on_every_mesh():
     for mesh in ((1, 1, 1), (2, 2, 2)):
         plan = plan_state(PLAIN, optimizers.build(SETTINGS, 10), make_mesh(*mesh))
         with jax.set_mesh(plan.mesh):
-            sums.append([float(x) for x in make_eval_step(plan)(plan.create(seed=0), batch)])
+            terms = make_eval_step(run_of(), plan)(plan.create(seed=0), batch)
+            sums.append([float(terms.loss), float(terms.count)])
     assert relative_error(sums[1], sums[0]) < 1e-6
     assert sums[0][1] == (B - 1) * T
 
@@ -235,14 +233,15 @@ def test_a_loss_that_is_handed_in_replaces_the_decoders(accumulation):
     plan = plan_state(PLAIN, optimizers.build(SETTINGS, 10), mesh)
     tokens = jax.random.randint(jax.random.key(0), (B, T + 1), 0, PLAIN.vocab_size)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
-    loss = lambda model, batch: model.loss(batch["inputs"], batch["labels"])
+    loss = lambda model, batch, key: model.loss(batch["inputs"], batch["labels"])
     found = []
     for handed_in in (None, loss):
-        step = make_train_step(run_of(accumulation=accumulation), plan, loss=handed_in)
-        evaluate = make_eval_step(plan, accumulation, loss=handed_in)
+        config = run_of(accumulation=accumulation)
+        step = make_train_step(config, plan, task=jaxtp.Task(loss=handed_in))
+        evaluate = make_eval_step(config, plan, handed_in)
         with jax.set_mesh(mesh):
             state = initial_state(PLAIN, mesh)
-            evaluated = [float(each) for each in evaluate(state, batch)]
+            evaluated = [float(each) for each in jax.tree.leaves(evaluate(state, batch))]
             found.append([*evaluated, *fetch(step(state, batch)[1]).values()])
     np.testing.assert_allclose(*found, rtol=1e-6)
 
@@ -254,7 +253,7 @@ class Bigram(nnx.Module):
         self.table = nnx.Param(jax.random.normal(rngs.params(), (256, 256)), out_sharding=(None, None))
 
 
-def loss_of_bigram(model, batch):
+def loss_of_bigram(model, batch, key):
     counted = batch["labels"] >= 0
     losses = optax.softmax_cross_entropy_with_integer_labels(
         model.table[...][batch["inputs"]], jnp.maximum(batch["labels"], 0)
@@ -262,48 +261,42 @@ def loss_of_bigram(model, batch):
     return jnp.sum(jnp.where(counted, losses, 0.0)), jnp.sum(counted).astype(jnp.float32)
 
 
+TASK = jaxtp.Task(model=Bigram, loss=loss_of_bigram)
+
+
+def settings_of_bigram(tmp_path, **others):
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = {"data.path": tmp_path / "text.txt", "data.sequence_length": 32, "data.global_batch_size": 8}
+    optimizer = {"optimizer.learning_rate": 0.1, "optimizer.warmup_steps": 0}
+    return {"mesh": "fsdp=2", "run.dir": tmp_path / "run", "train.steps": 30, **data, **optimizer, **others}
+
+
 def test_a_run_takes_another_model_and_loss(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text(TEXT)
-    config = TrainConfig(
-        run=RunConfig(dir=tmp_path / "run"),
-        mesh=MeshConfig(fsdp=2, tp=1),
-        model=PLAIN_BYTES,
-        data=DataConfig(path=tmp_path / "text.txt", sequence_length=32, global_batch_size=8),
-        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=0),
-        train=LoopConfig(steps=30),
-    )
-    with ExitStack() as exit_stack:
-        run = make_run(config, exit_stack, parts=Parts(model=Bigram, loss=loss_of_bigram))
-        assert Loop(run).run_to_end()
-    # `jaxtp evaluate`, `generate` and `convert export` are for decoders.
-    assert capsys.readouterr().out.splitlines()[-1] == f"saved in {tmp_path / 'run/checkpoints/30'}"
-    losses = records(tmp_path / "run", "eval_loss")
-    assert losses[30] < losses[0] - 1
-    with ExitStack() as exit_stack:
-        assert make_run(config, exit_stack, parts=Parts(model=Bigram, loss=loss_of_bigram)).step == 30
-
-
-def test_another_model_is_not_described_as_a_decoder(tmp_path, capsys):
-    """Its mesh may be one that `config.model` does not fit."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    config = TrainConfig(
-        run=RunConfig(dir=tmp_path / "run"),
-        mesh=MeshConfig(fsdp=2, tp=1),
-        model=dataclasses.replace(PLAIN_BYTES, d_model=33),
-        data=DataConfig(path=tmp_path / "text.txt", sequence_length=32, global_batch_size=8),
-    )
-    parts = Parts(model=Bigram, loss=loss_of_bigram)
-    with ExitStack() as exit_stack, pytest.raises(ConfigError, match="d_model=33 is not divisible"):
-        make_run(config, exit_stack)
-    with ExitStack() as exit_stack:
-        make_run(config, exit_stack, parts=parts)
+    with jaxtp.Trainer(TASK, settings=settings_of_bigram(tmp_path)) as trainer:
+        assert trainer.run_to_end()
     out = capsys.readouterr().out
+    # `jaxtp evaluate`, `generate` and `convert export` are for decoders.
+    assert out.splitlines()[-1] == f"saved in {tmp_path / 'run/checkpoints/30'}"
     assert "65,536 parameters" in out
     assert "layers" not in out
     assert "attention" not in out
-    odd = dataclasses.replace(config, data=dataclasses.replace(config.data, global_batch_size=7))
-    with ExitStack() as exit_stack, pytest.raises(ConfigError, match=r"data\.global_batch_size=7 is not divisible"):
-        make_run(odd, exit_stack, parts=parts)
-    two = dataclasses.replace(config, data=dataclasses.replace(config.data, mixture={"other": 1.0}))
-    with ExitStack() as exit_stack, pytest.raises(ConfigError, match=r"data\.mixture exclude each other"):
-        make_run(two, exit_stack, parts=parts)
+    losses = records(tmp_path / "run", "eval_loss")
+    assert losses[30] < losses[0] - 1
+    with jaxtp.Trainer(TASK, settings=settings_of_bigram(tmp_path)) as trainer:
+        assert trainer.step == 30
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"data.global_batch_size": 7}, r"data\.global_batch_size=7 is not divisible"),
+        ({"data.mixture": {"other": 1.0}}, r"data\.mixture exclude each other"),
+        ({"model.d_model": 64}, r"model\.d_model=64: the model is your own"),
+        ({"train.z_loss": 1e-4}, r"train\.z_loss=0\.0001: the loss is your own"),
+        ({"model.build": "mine.py:build"}, r"model\.build is set, and the task has a model too"),
+    ],
+)
+def test_settings_of_another_model_are_checked(tmp_path, setting, message):
+    trainer = jaxtp.Trainer(TASK, settings=settings_of_bigram(tmp_path, **setting))
+    with pytest.raises(ConfigError, match=message), trainer:
+        pass

@@ -27,10 +27,10 @@ from jaxtp.config.entry import FILES, INTERRUPTED, TEMPORARY, WRONG
 from jaxtp.train import verify
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.loop import Loop
 from jaxtp.train.run_folder import RunFolderError, locked, replacing, writing
 from jaxtp.train.state import named_arrays
 from jaxtp.train.stopping import Watchdog
+from jaxtp.train.trainer import Trainer
 from jaxtp.train.verify import nonfinite_gradient
 
 
@@ -233,7 +233,7 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(tmp_path, comm
 
 def lose(loss, run, monkeypatch):
     """Something happens to the folder of a run after its sixth step."""
-    between = Loop._between_steps
+    between = Trainer._between_steps
 
     def lost(self):
         between(self)
@@ -241,7 +241,7 @@ def lose(loss, run, monkeypatch):
             self._run.checkpoints.wait()
             loss(run)
 
-    monkeypatch.setattr(Loop, "_between_steps", lost)
+    monkeypatch.setattr(Trainer, "_between_steps", lost)
 
 
 def forbid(run):
@@ -289,7 +289,7 @@ def test_a_weight_that_is_not_finite_is_named_and_never_saved(tmp_path, command,
     run, name = tmp_path / "run", "model.blocks.mlp.down.kernel"
 
     loops = []
-    monkeypatch.setattr(Loop, "run_to_end", lambda self, go=Loop.run_to_end: loops.append(self._run) or go(self))
+    monkeypatch.setattr(Trainer, "run_to_end", lambda self, go=Trainer.run_to_end: loops.append(self._run) or go(self))
     lose(lambda _: setattr(loops[-1], "state", poisoned(loops[-1].state, name)), run, monkeypatch)
     flags = ["--train.non-finite", "skip", "--train.max-skipped", "9", "--checkpoint.every", "1"]
     assert main([*command, "--train.steps", "12", "--run.dir", str(run), *flags]) == WRONG
@@ -342,7 +342,7 @@ def test_a_finished_run_prints_commands_that_work(tmp_path, command, capsys):
 
 @pytest.mark.journey
 def test_a_run_that_begins_with_what_is_not_finite_says_so(tmp_path, command, capsys, monkeypatch):
-    run, name, begin = tmp_path / "run", "model.norm.scale", Loop.run_to_end
+    run, name, begin = tmp_path / "run", "model.norm.scale", Trainer.run_to_end
     flags = [*command, "--run.dir", str(run), "--train.steps"]
 
     def poison_and_begin(self):
@@ -350,7 +350,7 @@ def test_a_run_that_begins_with_what_is_not_finite_says_so(tmp_path, command, ca
         return begin(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "run_to_end", poison_and_begin)
+        patch.setattr(Trainer, "run_to_end", poison_and_begin)
         assert main([*flags, "2"]) == WRONG
     error = capsys.readouterr().err
     assert (
@@ -358,7 +358,7 @@ def test_a_run_that_begins_with_what_is_not_finite_says_so(tmp_path, command, ca
         in error
     )
     assert main([*flags, "2"]) == 0
-    monkeypatch.setattr(Loop, "run_to_end", poison_and_begin)
+    monkeypatch.setattr(Trainer, "run_to_end", poison_and_begin)
     assert main([*flags, "4"]) == WRONG
     assert f"{run / 'checkpoints/2'} has them: move it away" in capsys.readouterr().err
 

@@ -29,10 +29,10 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import step as steps
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxtp.train.loop import Loop
 from jaxtp.train.run_folder import CORRUPTION
 from jaxtp.train.state import named_arrays, plan_state
 from jaxtp.train.step import compiler_options
+from jaxtp.train.trainer import Trainer
 from jaxtp.train.verify import CorruptionError, Verifier, changed
 
 MODEL = jaxtp.ModelConfig(vocab_size=32, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=32)
@@ -313,7 +313,7 @@ def test_a_run_is_the_same_with_verification_and_a_flipped_bit_ends_it(tmp_path,
     plain, run = tmp_path / "plain", tmp_path / "run"
     assert main([*command, "--run.dir", str(plain)]) == 0
     command += ["--train.verify-every", "4", "--run.dir", str(run)]
-    monkeypatch.setattr(Loop, "_finish_step", Loop._finish_step)  # put back at the end
+    monkeypatch.setattr(Trainer, "_finish_step", Trainer._finish_step)  # put back at the end
     finish = flip_in_run(6, f"model.{SCALE}", 3)
     assert main(command) == entry.WRONG
     said = capfd.readouterr()
@@ -321,7 +321,7 @@ def test_a_run_is_the_same_with_verification_and_a_flipped_bit_ends_it(tmp_path,
     assert "step 8: silent corruption: copies differ before the step: model.norm.scale on device 3, " in said.err
     assert "there is no checkpoint" not in said.err
     assert max(records(run)) == 7
-    Loop._finish_step = finish
+    Trainer._finish_step = finish
     assert main(command) == 0
     said = capfd.readouterr()
     assert "resumed from the checkpoint at step 5" in said.out

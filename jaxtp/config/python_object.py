@@ -1,0 +1,82 @@
+"""Python objects that settings name: `FILE.py:NAME`, or `package.module:NAME`."""
+
+import importlib
+import importlib.util
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxtp.config.schema import ConfigError, nearest_file
+
+_PACKAGE = str(Path(__file__).parent.parent)
+_LIBRARIES = tuple({_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))})
+
+
+def load_object(text: str, setting: str) -> Any:
+    """Imports the object that a setting names.
+
+    Raises:
+      ConfigError: there is no such file, module or name, or its code fails; the message has the line.
+    """
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"{setting} {text}: should be FILE.py:NAME or package.module:NAME")
+    module = _load_file(setting, Path(place)) if place.endswith(".py") else _import(setting, place)
+    if not hasattr(module, name):
+        values = (key for key, value in vars(module).items() if isinstance(value, dict) or callable(value))
+        names = ", ".join(key for key in values if not key.startswith("_"))
+        raise ConfigError(f"{setting} {text}: {place} has no {name}; it has {names}")
+    return getattr(module, name)
+
+
+def reference_to(thing: object) -> str:
+    """Returns the `FILE.py:NAME` or `package.module:NAME` of a function or class; for others a description."""
+    name, module = getattr(thing, "__qualname__", ""), sys.modules.get(getattr(thing, "__module__", None) or "")
+    if not name or "<" in name or module is None:
+        return f"<{name or type(thing).__name__}>"
+    file = getattr(module, "__file__", None)
+    by_file = file is not None and (module.__name__ == "__main__" or " " in module.__name__)
+    return f"{file if by_file else module.__name__}:{name}"
+
+
+def user_code_error(what: str, error: Exception) -> ConfigError:
+    """Returns an error for an exception in a user's code, with the innermost line of that code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError):
+        where = f" ({error.filename}, line {error.lineno})"
+    else:
+        users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+        where = f" ({users[-1].filename}, line {users[-1].lineno}: {users[-1].line})" if users else ""
+    reason = str(error).strip().split("\n\n")[0] or "no message"
+    return ConfigError(f"{what} fails{where}: {type(error).__name__}: {reason}")
+
+
+def _load_file(setting: str, path: Path) -> ModuleType:
+    # The same file gives the same module, so that its classes and its state exist once.
+    key = f"{path.stem} in {path.resolve().parent}"
+    if key in sys.modules:
+        return sys.modules[key]
+    spec = importlib.util.spec_from_file_location(key, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"{setting} {path}: no such file{nearest_file(path)}")
+    sys.path.insert(0, str(path.parent))  # like `python FILE.py`
+    sys.modules[key] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[key]
+        raise user_code_error(f"{setting} {path}", error) from error
+    return module
+
+
+def _import(setting: str, name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{setting} {name}: {error}; to name a file, write FILE.py:NAME") from None
+    except Exception as error:
+        raise user_code_error(f"{setting} {name}", error) from error

@@ -1,0 +1,115 @@
+"""The batches of a run: jaxtp's token data, or a user's."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+
+from jaxtp.data.batches import TOGETHER, Batches, Position, SampleBatches, open_batches
+from jaxtp.data.corpus import load_corpus
+from jaxtp.data.loader import Batch, on_mesh, split
+from jaxtp.data.rows import Samples
+from jaxtp.data.samples import Data, RowSettings
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.init_source import InitSource
+from jaxtp.train.task import Task
+from jaxtp.train.validation import check_vocabulary
+
+TOKENS, ROWS = "tokens", "rows"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The batches to train and evaluate on."""
+
+    train: Batches
+    validation: Batches | None
+    micro_batches: int  # whose rows are the same on every mesh
+    tokens: Data | None = None  # jaxtp's token data
+
+    @property
+    def unit(self) -> str:
+        """Unit of speed: `tokens`, or `rows` of other data."""
+        return TOKENS if self.tokens is not None else ROWS
+
+    @property
+    def units_per_row(self) -> int:
+        """Tokens in a row; 1 for other data."""
+        return int(self.train.shapes["inputs"].shape[1]) if self.tokens is not None else 1
+
+    @property
+    def description(self) -> Mapping[str, object]:
+        """JSON for checkpoints, to detect changes on resume."""
+        return self.train.description if self.tokens is None else self.tokens.description
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows in an epoch, if known."""
+        return self.train.num_rows if self.tokens is None else sum(map(len, self.tokens.train_rows))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows in a batch."""
+        return self.train.global_batch_size
+
+    def pad_short_batches(self, on: bool) -> None:
+        """Pads short batches of a user's data, if the loss reads the weights of rows."""
+        for batches in (self.train, self.validation):
+            if batches is not None and self.tokens is None:
+                batches.with_weights = on
+
+    def abstract(self, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns a training batch of abstract arrays."""
+        return split(self.train.shapes, mesh)
+
+    def batches(self, mesh: Mesh, position: Position, count: int) -> Iterator[tuple[Batch, Position]]:
+        """Yields training batches, and the position after each."""
+        return on_mesh(self.train, mesh, position, count, micro_batches=self.micro_batches)
+
+    def validation_batches(self, mesh: Mesh, most: int) -> Iterator[Batch]:
+        """Yields at most `most` batches to evaluate on, the same in each evaluation."""
+        validation, size = self.validation, self.global_batch_size
+        if self.tokens is not None:
+            samples = self.tokens.validation(most, size)
+            validation, most = _token_batches(samples, size), len(samples) // size
+        if validation is not None:
+            for batch, _ in on_mesh(validation, mesh, Position(), most, micro_batches=self.micro_batches):
+                yield batch
+
+
+def load_tokens(config: TrainConfig, source: InitSource) -> Data:
+    """Opens jaxtp's token data and plans its rows.
+
+    Raises:
+      ValueError: a user's mistake (`CorpusError`, `DatasetError`, `LongDocumentError`, `ConfigError`).
+    """
+    data = config.data
+    corpus = load_corpus(data.path, data.mixture, data.validation)
+    if config.model.build is None:
+        check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
+    source.check_tokenizer(corpus.tokenizer)
+    settings = RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)
+    return Data(corpus, settings, config.run.seed)
+
+
+def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
+    """Opens a run's batches.
+
+    Raises:
+      ValueError: a user's mistake.
+    """
+    size, seed = config.data.global_batch_size, config.run.seed
+    micro_batches = config.train.accumulation if task.loss is not None else 1
+    if task.batches is None:
+        tokens = load_tokens(config, source)
+        return RunData(_token_batches(tokens.train, size), None, micro_batches, tokens)
+    train = open_batches(task.batches, batch_size=size, seed=seed)
+    validation = None
+    if task.validation is not None:
+        validation = open_batches(task.validation, batch_size=train.global_batch_size, once=True)
+    return RunData(train, validation, micro_batches)
+
+
+def _token_batches(samples: Samples, size: int) -> Batches:
+    return SampleBatches(samples, options=TOGETHER, name="data", batch_size=size)

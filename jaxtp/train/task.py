@@ -1,0 +1,182 @@
+"""The parts of a run that a user may bring: model, plan, loss, batches, optimizer, callbacks.
+
+A part is a plain function or value. `load_task` reads the parts that settings name (`--model.build FILE.py:build`), so
+the command and a script start the same run.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import optax
+from flax import nnx
+from jax import Array
+
+from jaxtp.config.python_object import load_object, reference_to, user_code_error
+from jaxtp.config.schema import ConfigError, leaves, replace_nested, to_plain
+from jaxtp.models.config import ModelConfig
+from jaxtp.parallelize.plan import Plan
+from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+
+Metrics = Mapping[str, Array | tuple[Array, Array]]
+"""Sums over the rows of a batch, which the step divides by the loss's weight; or pairs of a sum and its weight."""
+
+Loss = Callable[[Any, Any, Array], tuple[Array, Array] | tuple[Array, Array, Metrics]]
+"""Takes a model, a batch and a random key; returns a sum over the batch's rows, and the weight that divides it.
+
+Not a mean: the step divides the sum over all micro-batches by their summed weight. So a token has the same weight in
+every micro-batch, on every mesh.
+"""
+
+Callback = Callable[[Any, Any], object]
+"""Takes the `Trainer` and its `Step`. Every process calls it after each step, because its work may need all devices."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train. A part that is None comes from the settings of the run."""
+
+    model: Callable[..., nnx.Module] | ModelConfig | None = None
+    """A function that returns a Flax NNX model, or its class; a parameter `rngs` gets `nnx.Rngs(run.seed)`. Or the
+    settings of jaxtp's decoder."""
+
+    loss: Loss | None = None
+    """By default the cross-entropy of the decoder's next token."""
+
+    batches: object = None
+    """A function of the step that returns a dict of global NumPy rows; a dataset with `__len__` and `__getitem__`; or
+    an iterable of such dicts (`data/batches.py`)."""
+
+    optimizer: optax.GradientTransformation | Callable[[], optax.GradientTransformation] | OptimizerConfig | None = None
+    """Optax sees the parameters as a dict by dotted path, `{"blocks.0.mlp.kernel": ...}`."""
+
+    plan: Plan | None = None
+    """How `parallelize` splits the model. By default its own PartitionSpecs, or else the plan of `propose_plan`."""
+
+    validation: object = None
+    """Batches to evaluate on, as `batches`."""
+
+    callbacks: Sequence[Callback] = ()
+
+    @property
+    def has_own_model(self) -> bool:
+        """Whether the model is not the decoder that the settings describe."""
+        return self.model is not None and not isinstance(self.model, ModelConfig)
+
+    def settings(self) -> dict[str, object]:
+        """Returns the settings among the parts, by dotted name."""
+        parts = {"model": self.model, "optimizer": self.optimizer}
+        return {name: part for name, part in parts.items() if isinstance(part, ModelConfig | OptimizerConfig)}
+
+
+_REFERENCES = {
+    "model": "model.build",
+    "loss": "train.loss",
+    "batches": "data.batches",
+    "optimizer": "optimizer.build",
+    "plan": "model.plan",
+    "validation": "data.validation_batches",
+}
+"""The setting that names each part."""
+
+
+def with_references(config: TrainConfig, task: Task, explicit: Set[str] = frozenset()) -> TrainConfig:
+    """Returns the configuration with the names of a task's parts, for the record and for other commands.
+
+    Raises:
+      ConfigError: an explicit setting names a part that the task has too.
+    """
+    names: dict[str, object] = task.settings()
+    for part, setting in _REFERENCES.items():
+        value = getattr(task, part)
+        if value is None or part in names:
+            continue
+        if setting in explicit:
+            raise ConfigError(f"{setting} is set, and the task has a {part} too; leave one of them out")
+        names[setting] = reference_to(value)
+    return replace_nested(config, names)
+
+
+def load_task(config: TrainConfig, task: Task = Task()) -> Task:
+    """Returns a task with all parts: its own, and those that settings name.
+
+    Raises:
+      ConfigError: a name that cannot be imported, or settings without effect.
+    """
+    parts: dict[str, Any] = {}
+    for part, setting in _REFERENCES.items():
+        section, _, name = setting.partition(".")
+        reference = getattr(getattr(config, section), name)
+        if reference is not None and getattr(task, part) is None:
+            parts[part] = load_object(reference, _flag(setting))
+    parts["callbacks"] = (*task.callbacks, *(load_object(name, "--train.callbacks") for name in config.train.callbacks))
+    loaded = replace(task, **parts)
+    check(config, loaded)
+    return loaded
+
+
+def check(config: TrainConfig, task: Task) -> None:
+    """Raises ConfigError if a part has the wrong type, or a setting has no effect with it."""
+    own = task.has_own_model
+    if own and not callable(task.model):
+        raise ConfigError(f"model is {task.model!r}, and should be a function that returns an nnx.Module")
+    for name, part in (("loss", task.loss), *(("callback", each) for each in task.callbacks)):
+        if part is not None and not callable(part):
+            raise ConfigError(f"{name} is {part!r}, and should be a function")
+    if task.plan is not None and not own:
+        raise ConfigError("a plan splits a model of your own (--model.build); the decoder has its own PartitionSpecs")
+    if own and task.loss is None:
+        raise ConfigError(
+            "a model of your own needs a loss (--train.loss FILE.py:loss): a function (model, batch, key) that returns "
+            "a sum over the batch's rows and its weight"
+        )
+    if own and task.batches is None and config.data.path is None and not config.data.mixture:
+        raise ConfigError(
+            "a model of your own needs batches (--data.batches FILE.py:batches), or a dataset of tokens (--data.path)"
+        )
+    if task.validation is not None and task.batches is None:
+        raise ConfigError("validation batches need batches to train on (--data.batches)")
+    if unused := list(_unused(config, task)):
+        raise ConfigError("these settings have no effect:\n" + "\n".join(f"  {each}" for each in unused))
+
+
+def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
+    # Settings that are not at their default, and that a part replaces.
+    replaced: list[tuple[str, object, object, str, set[str]]] = []
+    if task.has_own_model:
+        used = {"build", "arguments", "plan", "precision"}
+        replaced.append(("model", config.model, ModelConfig(), "the model is your own", used))
+    if task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig):
+        replaced.append(("optimizer", config.optimizer, OptimizerConfig(), "the optimizer is your own", {"build"}))
+    if task.batches is not None:
+        used = {"batches", "validation_batches", "global_batch_size"}
+        replaced.append(("data", config.data, DataConfig(), "the batches are your own", used))
+    if task.loss is not None:
+        names = {"z_loss", "balance_loss", "router_z_loss", "selection_bias_rate"}
+        used = {field.name for field in fields(LoopConfig)} - names
+        replaced.append(("train", config.train, LoopConfig(), "the loss is your own", used))
+    for section, values, defaults, reason, used in replaced:
+        before = dict(leaves(to_plain(defaults)))
+        for keys, value in leaves(to_plain(values)):
+            if keys[0] not in used and value != before.get(keys):
+                yield f"{section}.{'.'.join(keys)}={value}: {reason}"
+
+
+def transformation(task: Task) -> optax.GradientTransformation | None:
+    """Returns the task's Optax transformation, if it has one; raises ConfigError for another object."""
+    found = task.optimizer
+    if found is None or isinstance(found, OptimizerConfig):
+        return None
+    if not isinstance(found, tuple) and callable(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise user_code_error("optimizer", error) from error
+    if not isinstance(found, optax.GradientTransformation):
+        hint = "; pass its result, such as optax.adamw(3e-4)" if callable(found) else ""
+        raise ConfigError(f"optimizer is {found!r}, and should be an optax.GradientTransformation{hint}")
+    return found
+
+
+def _flag(setting: str) -> str:
+    return f"--{setting}".replace("_", "-")

@@ -1,0 +1,507 @@
+"""The trainer: steps, logs, evaluates and saves.
+
+One step is in flight while the host reads the previous step's numbers, so that devices never wait for the host.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+from jax.sharding import Mesh
+
+from jaxtp.config.entry import STANDARD_OUTPUT, UserError
+from jaxtp.config.reading import truncate
+from jaxtp.config.schema import ConfigError
+from jaxtp.data.batches import Position
+from jaxtp.data.loader import Batch
+from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, report_failure, watch, working_on
+from jaxtp.distributed.allocator import describe_out_of_memory
+from jaxtp.distributed.environment import is_launched
+from jaxtp.mesh import mesh_sizes, platform_of
+from jaxtp.models.decoder import LossTerms
+from jaxtp.train import run_folder
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.defaults import settings_of_run
+from jaxtp.train.metrics import MEAN_LOSS, Trackers
+from jaxtp.train.run_data import TOKENS
+from jaxtp.train.run_report import next_steps
+from jaxtp.train.setup import Run, make_run
+from jaxtp.train.state import named_arrays
+from jaxtp.train.step import Scalars, TrainStep, compiler_options, fetch, trace_step
+from jaxtp.train.stopping import Stopping, Watchdog
+from jaxtp.train.task import Task
+from jaxtp.train.user_loss import require_sums
+
+if TYPE_CHECKING:
+    from jaxtp.train.performance import Profiler, Stragglers
+    from jaxtp.train.verify import Verifier
+
+
+class Step:
+    """A step of a run; the devices may still compute it."""
+
+    def __init__(self, index: int, trainer: "Trainer"):
+        self.index = index
+        """Number of updates so far, from 1."""
+        self._trainer = trainer
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the step (`loss`, `grad_norm`, a loss's own); waits for the step."""
+        return self._trainer.metrics_of(self.index)
+
+
+class Trainer:
+    """Trains a task in a folder, and resumes it from there.
+
+    `with Trainer(...) as trainer: for step in trainer: ...` runs all steps; each turn may read `step.metrics`, and call
+    `log`, `evaluate`, `save` or `stop`. All processes of a run must do the same.
+
+    Args:
+      task: the parts that replace those of the settings.
+      mesh: devices along each axis, such as `fsdp=2,tp=4`.
+      folder: of the run (`run.dir`).
+      steps: updates in the whole run (`train.steps`).
+      settings: other settings by dotted name, as on the command line: `{"checkpoint.every": 100}`; or a `TrainConfig`.
+
+    Raises:
+      ConfigError: settings that are unknown, invalid, or without effect; other errors come at the start of the `with`
+        block (`setup.make_run`).
+    """
+
+    def __init__(
+        self,
+        task: Task = Task(),
+        *,
+        mesh: str | None = None,
+        folder: str | Path | None = None,
+        steps: int | None = None,
+        settings: Mapping[str, object] | TrainConfig | None = None,
+    ):
+        short = {"mesh": mesh, "run.dir": folder, "train.steps": steps}
+        given = {name: value for name, value in short.items() if value is not None}
+        if isinstance(settings, TrainConfig) and given:
+            raise ConfigError(f"settings are a whole TrainConfig, which also has {', '.join(given)}; leave these out")
+        self._task = task
+        self._settings = settings if isinstance(settings, TrainConfig) else {**(settings or {}), **given}
+        self._startup_log: Sequence[str] = ()
+        self._exit_stack = ExitStack()
+        self._run: Run
+
+    @classmethod
+    def of(cls, config: TrainConfig, startup_log: Sequence[str]) -> "Trainer":
+        """Returns the trainer of resolved settings; `startup_log` describes how they were found."""
+        trainer = cls(settings=config)
+        trainer._startup_log = startup_log
+        return trainer
+
+    def __enter__(self) -> Self:
+        settings = self._settings
+        if not isinstance(settings, TrainConfig):
+            if is_launched():
+                from jaxtp.distributed.joining import join_processes
+
+                if not is_multiprocess():
+                    join_processes()
+            with raise_everywhere(watch):
+                settings, self._startup_log = settings_of_run(settings, self._task)
+        self._config = settings
+        with ExitStack() as exit_stack, self._reporting():
+            self._start(make_run(settings, exit_stack, self._startup_log, self._task), exit_stack)
+            self._exit_stack = exit_stack.pop_all()
+        return self
+
+    def _start(self, run: Run, exit_stack: ExitStack) -> None:
+        self._run, self._config = run, (config := run.config)
+        self._mesh = run.blueprint.mesh
+        self._report, self._timing = run.report, run.timing
+        self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
+        exit_stack.callback(self._watchdog.stop)
+        self._stopping = Stopping(run.interrupt, self._mesh)
+        with raise_everywhere():
+            self._trackers = Trackers(config, run.step, run.report.line)
+        exit_stack.callback(self._trackers.close)
+        self._profiler: Profiler | None = None
+        if config.profile.start:
+            from jaxtp.train import performance
+
+            folder, profile = config.run.dir / run_folder.PROFILE, config.profile
+            self._profiler = performance.Profiler(folder, profile.start, profile.steps, run.timing)
+            exit_stack.callback(self._profiler.close)
+        self._stragglers: Stragglers | None = None
+        if is_multiprocess() or platform_of(self._mesh.devices.flat[0]) != "cpu":
+            from jaxtp.train import performance
+
+            self._stragglers = performance.Stragglers(self._mesh, run.report.line)
+        self._verifier: Verifier | None = None
+        if config.train.verify_every:
+            from jaxtp.train import verify
+
+            self._verifier = verify.Verifier(config, run.blueprint, run.checkpoints, run.verified)
+        self._in_flight: tuple[int, Batch, Scalars, list[jax.Array]] | None = None
+        self._last: tuple[int, dict[str, float]] = (0, {})  # the last finished step and its metrics
+        self._saved_at = run.step if run.checkpoints.steps() else None
+        self._first = run.step + 1
+        self._steps = self._train()
+        self._stop_reason: str | None = None
+        self.done = False
+        """Whether all steps are done."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._exit_stack:
+            if error is None:
+                with self._reporting():
+                    if not self.done and self._run.step >= self._first:  # the loop was left early
+                        self._finish_step()
+                        self._save_once()
+            else:
+                self._report_failure(error)
+                self._exit_stack.__exit__(kind, error, trace)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._report_failure(error)
+            raise
+
+    def _report_failure(self, error: BaseException) -> None:
+        # Before objects are closed that may wait for the other processes.
+        if isinstance(error, jax.errors.JaxRuntimeError) and (
+            note := describe_out_of_memory(error, self._config.launch.allocator)
+        ):
+            error.add_note(note)
+        report_failure(error)
+
+    def __iter__(self) -> Iterator[Step]:
+        if not hasattr(self, "_steps"):
+            raise ConfigError("the trainer has not started; write: with jaxtp.Trainer(...) as trainer: ...")
+        return self._steps
+
+    def run_to_end(self) -> bool:
+        """Trains until `train.steps`, a signal or `stop`; returns whether all steps are done.
+
+        Raises:
+          NonFiniteError: a loss or gradient (unless `train.non_finite` allows it), update or state is not finite.
+          CorruptionError: a verification failed.
+          UnequalCopiesError: replicas differ at a save.
+          ValueError: `UnwritableError`, `RunFilesError`, `TokenError` or `BatchError`.
+        """
+        for _ in self:
+            pass
+        return self.done
+
+    @property
+    def config(self) -> TrainConfig:
+        """All settings of the run."""
+        return self._run.config
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the run."""
+        return self._mesh
+
+    @property
+    def step(self) -> int:
+        """Number of updates so far."""
+        return self._run.step
+
+    @property
+    def model(self) -> Any:
+        """The model with the current parameters, until the next step replaces them."""
+        return self._run.blueprint.merge(self._run.state).model
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """Returns the metrics of the last step; waits for it."""
+        self._finish_step()
+        last, values = self._last
+        if step != last:
+            raise ConfigError(f"the metrics of step {step} are gone; step {last} is the last. Read them in its turn")
+        return values
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Writes values of the current step to `metrics.jsonl` and the trackers, from process 0."""
+        self._trackers.write({"step": self._run.step, **{name: float(value) for name, value in values.items()}})
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after this step, saved; with several processes one call suffices."""
+        self._run.interrupt.received = self._stop_reason = reason
+
+    def save(self) -> Path:
+        """Saves a checkpoint of the current step, if there is none; returns its folder when it is complete."""
+        self._finish_step()
+        self._save_once()
+        return self._run.checkpoints.folder / str(self._run.step)
+
+    def _train(self) -> Iterator[Step]:
+        run, total = self._run, self._config.train.steps
+        try:
+            if run.step >= total:
+                self._report.line(
+                    f"already at step {run.step}, and train.steps={total}: raise it, or train.epochs if you give epochs"
+                )
+                self._evaluate(log=False)
+                self.done = True
+            else:
+                yield from self._train_steps(total)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:
+                raise
+            raise run_folder.RunFilesError(
+                f"{truncate(error.filename or 'a file')}: {error.strerror or error}; {run.checkpoints.describe_disk()}"
+            ) from error
+
+    def _train_steps(self, total: int) -> Iterator[Step]:
+        run = self._run
+        self._require_sound_start()
+        if run.step == 0:
+            self._evaluate()  # the baseline; a resumed run has it in its log
+        train_step = self._compile()
+        self._report.begin(run.step, total)
+        batches = run.data.batches(self._mesh, run.position, total - run.step)
+        while run.step < total:
+            self._enter_phase(f"step {run.step + 1}")
+            with self._timing.waiting_for_data():
+                batch, position = self._next_batch(batches)
+            if self._profiler is not None:
+                self._profiler.before(run.step + 1)
+            if run.task.loss is not None and run.step + 1 == self._first:
+                with self._timing.lost_to("start"):
+                    require_sums(run.task.loss, run.blueprint, run.state, batch)
+            inputs = batch | self._stopping.flags()
+            verifying = self._verifier is not None and self._verifier.due(run.step + 1)
+            if verifying:
+                self._begin_verification(train_step, batch, inputs)
+            run.state, scalars, *checksums = train_step(run.state, inputs)
+            run.step += 1
+            run.position = position
+            self._finish_step()
+            self._in_flight = run.step, batch, scalars, checksums
+            if verifying:
+                self._finish_step()
+            if self._profiler is not None and (traced := self._profiler.after(run.step, scalars)) is not None:
+                self._report.line(traced)
+            step = Step(run.step, self)
+            for callback in run.task.callbacks:
+                callback(self, step)
+            yield step
+            if run.step < total:
+                self._between_steps()
+                if (reason := self._stopping.reason) is not None:
+                    self._finish_step()
+                    self._save_once()
+                    then = "" if reason == self._stop_reason else "; the same command resumes it"
+                    self._report.line(f"stopped by {reason} at step {run.step} and saved{then}")
+                    return
+        self._finish_step()
+        self._report.line(f"step {run.step} is the last: evaluates and saves")
+        self._save(self._evaluate())
+        run.checkpoints.wait()
+        saved = run.checkpoints.folder / str(run.step)
+        for line in next_steps(self._config, saved, decoder=run.blueprint.is_decoder):
+            self._report.line(line)
+        self.done = True
+
+    def _next_batch(self, batches: Iterator[tuple[Batch, Position]]) -> tuple[Batch, Position]:
+        try:
+            return next(batches)
+        except UserError:
+            self._finish_step()  # no step is lost to an error in the data
+            if self._run.step >= self._first:
+                self._save_once()
+            raise
+
+    def _save_once(self) -> None:
+        if self._saved_at != self._run.step:
+            self._save(None)
+        self._run.checkpoints.wait()
+
+    def _enter_phase(self, name: str) -> None:
+        self._watchdog.feed()
+        working_on(name)
+
+    @contextmanager
+    def _phase(self, name: str, cause: str) -> Iterator[None]:
+        # Between steps; its time is lost to `cause`.
+        self._enter_phase(name)
+        with self._timing.lost_to(cause):
+            yield
+
+    def _require_sound_start(self) -> None:
+        # Otherwise the first step would be blamed.
+        run, advice = self._run, "begin with other weights"
+        if run.step:
+            saved = run.checkpoints.folder / str(run.step)
+            advice = f"{saved} has them: move it away, and the same command resumes from the checkpoint before it"
+        what = f"step {run.step}: the run cannot start from this state"
+        with self._timing.lost_to("start"):
+            run.checkpoints.require_sound(named_arrays(run.state), self._mesh, what, advice)
+
+    def _compile(self) -> TrainStep:
+        started = time.perf_counter()
+        with self._phase("compiling the training step", "compile"):
+            run = self._run
+            batch = run.data.abstract(self._mesh)
+            traced = trace_step(self._config, run.blueprint, run.train_step, run.state, batch)
+            options = compiler_options(self._config, platform_of(self._mesh.devices.flat[0]))
+            compiled: TrainStep = traced.lower().compile(compiler_options=options)
+        self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")
+        return compiled
+
+    def _begin_verification(self, train_step: TrainStep, batch: Batch, inputs: Batch) -> None:
+        # Computes the next step once, and restores the state.
+        self._finish_step()
+        run, step = self._run, self._run.step + 1
+        assert self._verifier is not None
+        with self._phase(f"the verification of step {step}", "verify"):
+            run.state = self._verifier.begin(step, run.state, batch, lambda state: train_step(state, inputs))
+
+    def _verify(self, verifier: "Verifier", step: int, checksums: jax.Array) -> None:
+        verifier.record(step, checksums)
+        if verifier.due(step):
+            with self._phase(f"the verification of step {step}", "verify"):
+                verifier.finish(step, self._run.state, checksums)
+            self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
+
+    def _between_steps(self) -> None:
+        evaluation, saving = self._config.eval.every, self._config.checkpoint.every
+        loss = None
+        if evaluation and self._run.step % evaluation == 0:
+            self._finish_step()
+            loss = self._evaluate()
+        if saving and self._run.step % saving == 0:
+            self._finish_step()
+            self._save(loss)
+
+    def _finish_step(self) -> None:
+        if self._in_flight is None:
+            return
+        (step, batch, scalars, checksums), self._in_flight = self._in_flight, None
+        values = fetch(scalars)
+        self._stopping.read(values)
+        self._timing.tick()
+        if self._verifier is not None:
+            self._verify(self._verifier, step, *checksums)
+        skipped = int(values.pop("skipped"))
+        if skipped:
+            self._handle_skip(step, skipped, values, batch)
+        elif not math.isfinite(values["param_norm"]):
+            from jaxtp.train.verify import nonfinite_update
+
+            raise nonfinite_update(self._run, step, values)
+        weight = values.pop("loss_tokens")
+        if not skipped:
+            self._run.mean_loss.add(values["loss"], weight)
+        self._last = step, values
+        self._log(step, values)
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        run, total, unit = self._run, self._config.train.steps, self._run.data.unit
+        per_step = run.data.global_batch_size * run.data.units_per_row
+        rate = per_step / self._timing.step_seconds
+        self._report.step(step, values, f"{rate:,.0f} {unit}/s")
+        if step in (1, total) or step % self._config.train.log_every == 0:
+            record: dict[str, float | int] = {
+                "step": step,
+                **values,
+                "loss": run.mean_loss.record(values["loss"]),
+                unit: run.position.sample * run.data.units_per_row - (run.step - step) * per_step,
+                **self._speed(per_step),
+            }
+            if self._stragglers is not None:
+                record = self._stragglers.record(step, record, run.state)
+            self._trackers.write(record)
+            self._report.log(record, total, unit, is_first=step == self._first)
+        elif step == self._first:  # shown, but not logged: the log must equal an uninterrupted run's
+            speed = {f"{unit}_per_second": rate, "step_seconds": self._timing.step_seconds}
+            self._report.log({"step": step, **values, **speed}, total, unit, is_first=True)
+
+    def _speed(self, per_step: int) -> dict[str, float]:
+        timing, devices, unit = self._timing.record(), self._mesh.size, self._run.data.unit
+        rate = per_step / timing["step_seconds"]
+        speed = {f"{unit}_per_second": rate, f"{unit}_per_second_per_device": rate / devices, **timing}
+        if platform_of(self._mesh.devices.flat[0]) != "cpu" and self._run.blueprint.is_decoder and unit == TOKENS:
+            from jaxtp.train.performance import utilization
+
+            speed |= utilization(self._run.blueprint, self._run.data.units_per_row, rate)
+        return speed
+
+    def _handle_skip(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:
+        run, allowed = self._run, self._config.train.skips_allowed
+        what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+        if skipped == 1:  # a bad state makes every step fail
+            run.checkpoints.require_sound(named_arrays(run.state), self._mesh, what)
+        if skipped > allowed:
+            from jaxtp.train.verify import nonfinite_gradient
+
+            raise nonfinite_gradient(run, what, step, batch, self._checkpoint_info())
+        self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
+
+    def evaluate(self) -> dict[str, float]:
+        """Returns `eval_loss` and further metrics of the current parameters, on the validation batches."""
+        self._finish_step()
+        return self._evaluation()
+
+    def _evaluate(self, *, log: bool = True) -> float | None:
+        run = self._run
+        if not (values := self._evaluation()):
+            return None
+        if log:
+            self._trackers.write({"step": run.step, **values})
+        loss, rest = values["eval_loss"], {name: values[name] for name in values if name != "eval_loss"}
+        if run.task.loss is None and run.data.tokens is not None:
+            unit = run.data.tokens.corpus.unit.removesuffix("s")
+            described = f"{loss:.4f} nats per {unit}, perplexity {values['eval_perplexity']:.4g}"
+        else:
+            described = ", ".join([f"{loss:.4f}", *(f"{name} {value:.4g}" for name, value in rest.items())])
+        self._report.line(f"step {run.step}: validation loss {described}")
+        return values["eval_loss"]
+
+    def _evaluation(self) -> dict[str, float]:
+        run = self._run
+        with self._phase(f"the evaluation at step {run.step}", "evaluate"):
+            batches = run.data.validation_batches(self._mesh, self._config.eval.batches)
+            results = jax.device_get([run.eval_step(run.state, batch) for batch in batches])  # all at once
+        return evaluation_metrics(results, own_loss=run.task.loss is not None) if results else {}
+
+    def _save(self, eval_loss: float | None) -> None:
+        run = self._run
+        if eval_loss is not None and not math.isfinite(eval_loss):
+            eval_loss = None  # cannot be the best
+        with self._phase(f"the checkpoint at step {run.step}", "save"):
+            stored = run.blueprint.stored(run.state)
+            run.checkpoints.save(run.step, stored, self._mesh, self._checkpoint_info(), eval_loss=eval_loss)
+        self._saved_at = run.step
+
+    def _checkpoint_info(self) -> dict[str, object]:
+        run, sizes = self._run, mesh_sizes(self._mesh)
+        info = run_folder.checkpoint_info(self._config, run.data.description, run.position.sample, sizes)
+        if (streams := run.position.gathered().streams) is not None:
+            info[run_folder.STREAMS] = streams
+        info[MEAN_LOSS] = run.mean_loss.sums
+        if self._verifier is not None:
+            info[run_folder.VERIFIED] = self._verifier.verified
+        if run.base is not None:
+            info[run_folder.BASE] = run.base
+        return info
+
+
+def evaluation_metrics(results: Sequence[LossTerms], *, own_loss: bool) -> dict[str, float]:
+    """Returns the metrics of an evaluation: sums over all batches, divided by their weights."""
+    weight = sum(float(terms.count) for terms in results)
+    loss = sum(float(terms.loss) for terms in results) / weight if weight else math.nan
+    if not own_loss:
+        return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700))}
+    metrics: dict[str, float] = {}
+    for name in results[0].metrics:
+        total, by = (sum(map(float, part)) for part in zip(*(terms.metrics[name] for terms in results), strict=True))
+        metrics[f"eval_{name}"] = total / by if by else math.nan
+    return {"eval_loss": loss, **metrics}

@@ -1,0 +1,169 @@
+"""Calls a user's loss, and checks it before the first step."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxtp.collectives import batch_spec, constrain
+from jaxtp.config.entry import UserError
+from jaxtp.config.python_object import user_code_error
+from jaxtp.config.schema import ConfigError
+from jaxtp.data.columns import WEIGHTS
+from jaxtp.mesh import batch_parts, mesh_sizes
+from jaxtp.models.decoder import LossTerms
+from jaxtp.train.state import Blueprint, rng_state
+from jaxtp.train.task import Loss
+
+STATEFUL = nnx.Not(nnx.Any(nnx.Param, nnx.RngState))
+"""Filter of the variables that a model may change during a step, such as the statistics of `nnx.BatchNorm`."""
+
+RESERVED = {"step", "loss", "learning_rate", "grad_norm", "param_norm", "skipped", "loss_weight"}
+_FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
+
+
+def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) -> LossTerms:
+    """Returns the terms of a loss in float32; raises ConfigError for other results."""
+    result: Any = loss(model, dict(batch), key)
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise ConfigError(f"the loss returns {_describe(result)}; it {_FORM}")
+    total, weight, metrics = (*result, {})[:3]
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"the third result of the loss is {_describe(metrics)}; it should be a dict of metrics")
+    if taken := [name for name in metrics if name in RESERVED or not isinstance(name, str)]:
+        raise ConfigError(
+            f"the loss returns a metric named {taken[0]!r}; give it a name that a run does not use itself"
+        )
+    pairs = {name: value if isinstance(value, tuple) else (value, weight) for name, value in metrics.items()}
+    return LossTerms(
+        _scalar("sum", total),
+        _scalar("weight", weight),
+        None,
+        {name: (_scalar(name, value), _scalar(f"weight of {name}", by)) for name, (value, by) in pairs.items()},
+    )
+
+
+def _scalar(name: str, value: Any) -> Array:
+    array = jnp.asarray(value)
+    if array.shape or not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool):
+        raise ConfigError(f"the {name} of the loss is {_describe(value)}, not a number; the loss {_FORM}")
+    return array.astype(jnp.float32)
+
+
+def _describe(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    return f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Facts about a loss, from its trace."""
+
+    reads_weights: bool  # of rows (`WEIGHTS`)
+    changes: tuple[str, ...]  # variables of the model that it changes, by dotted path
+    metrics: tuple[str, ...]
+
+
+def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Traits:
+    """Traces a loss on abstract arrays, under the mesh in context.
+
+    Raises:
+      ConfigError: the loss fails, or returns something else than sums.
+    """
+    rows = next(iter(batch.values())).shape[0]
+    weights = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    graph, params, rngs, others = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
+    leaves, tree = jax.tree.flatten(others)
+    metrics: tuple[str, ...] = ()
+
+    def run(weights: list[Array], batch: dict[str, Array], leaves: list[Array], params: nnx.State) -> tuple[Any, Any]:
+        nonlocal metrics
+        key = jax.random.key(0)
+        merged = nnx.merge(graph, params, rng_state(rngs, key), jax.tree.unflatten(tree, leaves), copy=True)
+        terms = call(loss, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
+        metrics = tuple(terms.metrics)
+        return terms, jax.tree.leaves(changeable(merged, others))
+
+    def trace(*weights: jax.ShapeDtypeStruct) -> Any:
+        return jax.make_jaxpr(run)(list(weights), dict(batch), leaves, params).jaxpr
+
+    reads = WEIGHTS in batch
+    if not reads:
+        with contextlib.suppress(
+            Exception
+        ):  # a loss may pass the batch's keys to a function that does not know this one
+            jaxpr = trace(weights)
+            reads = jaxpr.invars[0] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - len(leaves)])
+    try:
+        jaxpr = trace(*([weights] if reads and WEIGHTS not in batch else []))
+    except UserError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
+        raise user_code_error(f"the loss, on a batch of {shapes},", error) from error
+    first = len(jaxpr.invars) - len(leaves) - len(jax.tree.leaves(params))
+    results = jaxpr.outvars[len(jaxpr.outvars) - len(leaves) :]
+    flat = nnx.to_flat_state(others)
+    owners = [".".join(map(str, path)) for path, variable in flat for _ in jax.tree.leaves(variable)]
+    before = jaxpr.invars[first : first + len(leaves)]
+    changed = [name for name, was, now in zip(owners, before, results, strict=True) if was is not now]
+    return Traits(reads, tuple(changed), metrics)
+
+
+def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:
+    """Returns the variables of a model that are neither params nor random keys, without those that `like` lacks."""
+    now = dict(nnx.to_flat_state(nnx.state(model, STATEFUL)))
+    return nnx.from_flat_state([(path, now[path]) for path, _ in nnx.to_flat_state(like)])
+
+
+def _needed(jaxpr: Any, outputs: list[Any]) -> set[Any]:
+    # The variables that the outputs depend on; a literal has a value.
+    needed = {var for var in outputs if not hasattr(var, "val")}
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            needed |= {var for var in equation.invars if not hasattr(var, "val")}
+    return needed
+
+
+def require_sums(loss: Loss, blueprint: Blueprint, state: nnx.State, batch: Mapping[str, Array]) -> None:
+    """Checks a loss on one row for each device, and on a batch that has each of them twice; under the mesh in context.
+
+    Raises:
+      ConfigError: a mean instead of a sum, or a weight that does not count rows.
+    """
+    devices, key = batch_parts(mesh_sizes(blueprint.mesh)), jax.random.key(0)
+
+    def terms(batch: Mapping[str, Array], copies: int) -> LossTerms:
+        def rows(array: Array) -> Array:
+            first = array.reshape(devices, -1, *array.shape[1:])[:, :1]
+            return constrain(jnp.repeat(first, copies, 1).reshape(-1, *array.shape[1:]), batch_spec())
+
+        model = blueprint.merge(state, key).model
+        model.eval()
+        return call(loss, model, {name: rows(array) for name, array in batch.items()}, key)
+
+    try:
+        once, twice = jax.device_get(jax.jit(lambda batch: (terms(batch, 1), terms(batch, 2)))(dict(batch)))
+    except Exception:  # the loss may need batches of one size
+        return
+    (a, n), (b, m) = ((float(each.loss), float(each.count)) for each in (once, twice))
+    measured = f"it is {a:.6g} with weight {n:g} for some rows, and {b:.6g} with weight {m:g} for each of them twice"
+    if not _close(2 * n, m):
+        raise ConfigError(
+            f"the weight of the loss does not grow with the rows: {measured}. Return the sum over rows, and the number "
+            "of rows (or tokens) in the sum"
+        )
+    if a and _close(a, b):
+        raise ConfigError(
+            f"the loss is a mean: {measured}. Return the sum over rows; the step divides it by the weight"
+        )
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-3 * max(abs(a), abs(b))
