@@ -12,11 +12,12 @@ from jaxtp.config.python_object import user_code_error
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, mesh_sizes
-from jaxtp.parallelize.parallelize import parallelize
+from jaxtp.parallelize.parallelize import abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import MakeModel
 from jaxtp.train.task import Task
+from jaxtp.train.user_loss import call, inspect_loss
 
 
 def builder(task: Task, config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -47,7 +48,7 @@ def builder(task: Task, config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]
         except Exception as error:
             raise user_code_error(name, error) from error
         if not isinstance(model, nnx.Module):
-            raise ConfigError(f"{name} returns a {type(model).__name__}, and should return an nnx.Module")
+            raise ConfigError(f"{name} returns {model!r:.100}, and should return an nnx.Module")
         return model
 
     return build
@@ -94,12 +95,16 @@ def _proposed(
         return {}, []
     from jaxtp import propose_plan
 
+    def create() -> nnx.Module:
+        return build(nnx.Rngs(config.run.seed))
+
+    inspect_loss(loss, abstract_model(create), batch)  # reports mistakes of the loss
     key = jax.random.key(config.run.seed)
     plan = propose_plan(
-        lambda: build(nnx.Rngs(config.run.seed)),
+        create,
         dict(batch),
         mesh=sizes,
-        call=lambda model, batch: loss(model, batch, key)[0],
+        call=lambda model, batch: call(loss, model, batch, key).loss,
         report=lines.append,
     )
     return plan, [f"plan    {line}" for line in lines]

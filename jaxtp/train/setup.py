@@ -24,7 +24,6 @@ from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.memory_check import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
-from jaxtp.train.own_model import split_model
 from jaxtp.train.run_data import RunData, open_data
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, plan_state, trained_parameters
@@ -239,6 +238,8 @@ def plan(
     lines: list[str] = []
     make_model = None
     if task.has_own_model:
+        from jaxtp.train.own_model import split_model
+
         assert data is not None
         make_model, lines = split_model(config, mesh, task, data.train.shapes)
     optimizer = transformation(task) or optimizers.build(config.optimizer, config.train.steps)

@@ -15,7 +15,6 @@ from jax import Array
 from jaxtp.config.python_object import load_object, reference_to, user_code_error
 from jaxtp.config.schema import ConfigError, leaves, replace_nested, to_plain
 from jaxtp.models.config import ModelConfig
-from jaxtp.parallelize.plan import Plan
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 Metrics = Mapping[str, Array | tuple[Array, Array]]
@@ -50,8 +49,8 @@ class Task:
     optimizer: optax.GradientTransformation | Callable[[], optax.GradientTransformation] | OptimizerConfig | None = None
     """Optax sees the parameters as a dict by dotted path, `{"blocks.0.mlp.kernel": ...}`."""
 
-    plan: Plan | None = None
-    """How `parallelize` splits the model. By default its own PartitionSpecs, or else the plan of `propose_plan`."""
+    plan: Mapping[str, Any] | None = None
+    """How `parallelize` splits the model: styles by pattern of module paths. By default its own PartitionSpecs, or else the plan of `propose_plan`."""
 
     validation: object = None
     """Batches to evaluate on, as `batches`."""

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtp.config.entry import STANDARD_OUTPUT, UserError
+from jaxtp.config.python_object import user_code_error
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Position
@@ -350,9 +351,17 @@ class Trainer:
         with self._phase("compiling the training step", "compile"):
             run = self._run
             batch = run.data.abstract(self._mesh)
-            traced = trace_step(self._config, run.blueprint, run.train_step, run.state, batch)
-            options = compiler_options(self._config, platform_of(self._mesh.devices.flat[0]))
-            compiled: TrainStep = traced.lower().compile(compiler_options=options)
+            platform = platform_of(self._mesh.devices.flat[0])
+            options = compiler_options(self._config, platform)
+            try:
+                traced = trace_step(self._config, run.blueprint, run.train_step, run.state, batch)
+                compiled: TrainStep = traced.lower().compile(compiler_options=options)
+            except (UserError, jax.errors.JaxRuntimeError):
+                raise
+            except Exception as error:
+                if run.task.loss is None:
+                    raise
+                raise user_code_error(f"compiling the training step for {platform}", error) from error
         self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")
         return compiled
 
