@@ -5,54 +5,87 @@ arbitrary, and rows may be replicated.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec
-from jaxtp.data.rows import SEGMENTS, Row, Samples
+from jaxtp.data.batches import TOGETHER, Batches, Position, SampleBatches
+from jaxtp.data.columns import BatchError, Columns
+from jaxtp.data.rows import SEGMENTS, Samples
+from jaxtp.distributed.agreement import is_multiprocess
+from jaxtp.mesh import batch_parts, mesh_sizes
 
 Index: TypeAlias = tuple[slice, ...]
 
 Batch = dict[str, jax.Array]
-"""`[B, T]` int32 arrays, split over (dp, fsdp)."""
+"""`[B, ...]` arrays, split over (dp, fsdp)."""
+
+_CHECK_EVERY = 256
+"""Batches between comparisons of the rows of processes."""
 
 
 def batches(samples: Samples, mesh: Mesh, *, global_batch_size: int, start: int, count: int) -> Iterator[Batch]:
     """Yields `count` batches of `global_batch_size` rows from sample `start`."""
-    sharding = NamedSharding(mesh, batch_spec(None))
-    indices = sharding.addressable_devices_indices_map((global_batch_size, 1))
-    rows = local_rows(indices.values(), global_batch_size)
-    for local in local_batches(samples, rows, global_batch_size, start, count):
-        yield {name: _on_mesh(array, rows, sharding, global_batch_size) for name, array in local.items()}
+    source = SampleBatches(samples, options=TOGETHER, name="data", batch_size=global_batch_size)
+    return (batch for batch, _ in on_mesh(source, mesh, Position(0, start), count))
 
 
 def local_batches(
     samples: Samples, rows: Sequence[int], global_batch_size: int, start: int, count: int
-) -> Iterator[Row]:
+) -> Iterator[Columns]:
     """Yields some rows of each batch on the host, `[len(rows), T]`."""
+    source = SampleBatches(samples, options=TOGETHER, name="data", batch_size=global_batch_size)
+    return (columns for columns, _ in source.read(rows, Position(0, start), count))
 
-    def read(batch: int) -> Row:
-        first = start + int(batch) * global_batch_size
-        read = [samples[first + row] for row in rows]
-        return {name: np.stack([row[name] for row in read]) for name in read[0]}
 
-    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-    return iter(grain.MapDataset.range(count).map(read).to_iter_dataset(options))
+def on_mesh(
+    source: Batches, mesh: Mesh, position: Position, count: int | None = None, *, micro_batches: int = 1
+) -> Iterator[tuple[Batch, Position]]:
+    """Yields batches from a position, split over (dp, fsdp), and the position after each.
+
+    Args:
+      count: number of batches; None reads a source `once`.
+      micro_batches: number A of micro-batches of a step; micro-batch i has rows `[i * B / A, (i + 1) * B / A)`.
+
+    Raises:
+      BatchError: B does not divide, or processes read different rows, which is checked from time to time.
+    """
+    size = source.global_batch_size
+    order = _order(size, batch_parts(mesh_sizes(mesh)), micro_batches)
+    indices = NamedSharding(mesh, batch_spec()).addressable_devices_indices_map((size,))
+    places = local_rows(indices.values(), size)
+    for number, (columns, after) in enumerate(source.read(order[places].tolist(), position, count)):
+        if is_multiprocess() and number % _CHECK_EVERY == 0:
+            after.check_agreement(source.name)
+        yield {name: _on_mesh(array, places, mesh, size) for name, array in columns.items()}, after
+
+
+def _order(size: int, devices: int, micro_batches: int) -> NDArray[np.int64]:
+    # The row at each place of a batch: a step splits the rows of each device.
+    if size % (devices * micro_batches):
+        raise BatchError(
+            f"a batch of {size} rows cannot be split over {devices} devices along dp and fsdp, and {micro_batches} "
+            "micro-batches (train.accumulation)"
+        )
+    return np.arange(size).reshape(micro_batches, devices, -1).swapaxes(0, 1).reshape(-1)
 
 
 def abstract_batch(
     mesh: Mesh, global_batch_size: int, sequence_length: int, *, packed: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns a batch of abstract arrays, for compilation."""
-    sharding = NamedSharding(mesh, batch_spec(None))
-    tokens = jax.ShapeDtypeStruct((global_batch_size, sequence_length), np.int32, sharding=sharding)
-    return dict.fromkeys(("inputs", "labels", *([SEGMENTS] if packed else [])), tokens)
+    tokens = jax.ShapeDtypeStruct((global_batch_size, sequence_length), np.int32)
+    return split(dict.fromkeys(("inputs", "labels", *([SEGMENTS] if packed else [])), tokens), mesh)
+
+
+def split(shapes: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a batch with the shardings of `on_mesh`."""
+    return {name: spec.update(sharding=_sharding(mesh, spec.ndim)) for name, spec in shapes.items()}
 
 
 def local_rows(indices: Iterable[Index | None], global_batch_size: int) -> list[int]:
@@ -61,16 +94,19 @@ def local_rows(indices: Iterable[Index | None], global_batch_size: int) -> list[
     return sorted({row for bounds in bounds_of_devices for row in range(*bounds)})
 
 
-def _on_mesh(array: NDArray[np.int32], rows: Sequence[int], sharding: NamedSharding, size: int) -> jax.Array:
-    """Assembles a batch of `size` rows from this process's rows `[len(rows), T]`."""
-
-    def part(index: Index | None) -> NDArray[np.int32]:
+def _on_mesh(array: NDArray[Any], places: Sequence[int], mesh: Mesh, size: int) -> jax.Array:
+    # Assembles a batch of `size` rows from this process's rows `[len(places), ...]`.
+    def part(index: Index | None) -> NDArray[Any]:
         assert index is not None
         first, last = _bounds(index, size)
-        at = bisect_left(rows, first)
-        return array[at : at + last - first, index[1]]
+        at = bisect_left(places, first)
+        return array[at : at + last - first]
 
-    return jax.make_array_from_callback((size, array.shape[1]), sharding, part)
+    return jax.make_array_from_callback((size, *array.shape[1:]), _sharding(mesh, array.ndim), part)
+
+
+def _sharding(mesh: Mesh, ndim: int) -> NamedSharding:
+    return NamedSharding(mesh, batch_spec(*[None] * (ndim - 1)))
 
 
 def _bounds(index: Index, size: int) -> tuple[int, int]:

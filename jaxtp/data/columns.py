@@ -1,0 +1,152 @@
+"""Columns of a batch: NumPy arrays by name, from whatever a user's source yields."""
+
+import traceback
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtp.config.entry import UserError
+
+WEIGHTS = "weights"
+"""Column `[B]` or `[B, ...]`: 0 for the rows that pad a short batch."""
+
+Columns: TypeAlias = dict[str, NDArray[Any]]
+"""`[n, ...]` each; or, of one sample, `[...]`."""
+
+Layout: TypeAlias = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+"""Shape and dtype of each column of one sample."""
+
+_CHECKED = 2**18
+"""Number of elements of an array in a checksum, at most about."""
+
+
+class BatchError(UserError):
+    """A source or a batch that cannot be used."""
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Converts an error of a user's source to a `BatchError` that begins with `where`; other `UserError`s pass."""
+    try:
+        yield
+    except BatchError as error:
+        raise BatchError(f"{where}: {error}") from error.__cause__
+    except UserError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{where}: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        raise BatchError(message) from error
+
+
+def to_columns(value: object) -> Columns:
+    """Returns a batch or a sample as arrays.
+
+    Columns of a tuple are "0", "1", ...; 64-bit numbers become 32-bit ones, as in JAX.
+
+    Raises:
+      BatchError: no dict or tuple of arrays, or a column of text, of rows of different lengths, or beyond 32 bits.
+    """
+    if isinstance(value, Mapping):
+        named = {str(name): column for name, column in value.items()}
+    elif isinstance(value, tuple) or (isinstance(value, list) and all(hasattr(each, "shape") for each in value)):
+        named = {str(index): column for index, column in enumerate(value)}
+    else:
+        raise BatchError(f"gives a {type(value).__name__}; it must give a dict of arrays, or a tuple of them")
+    if not named:
+        raise BatchError("gives no columns")
+    return {name: _to_array(name, column) for name, column in named.items()}
+
+
+def _to_array(name: str, value: object) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        hint = "pad its rows to one length" if "inhomogeneous" in str(error) else error
+        raise BatchError(f"column {name!r} is no array of numbers: {hint}") from error
+    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
+        kind = "text" if array.dtype.kind in "US" else array.dtype
+        raise BatchError(f"column {name!r} is {kind}, not numbers; remove it from the data (remove_columns({name!r}))")
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype != dtype and dtype.kind in "iu" and array.size:
+        limits = np.iinfo(dtype)
+        for number in (int(array.min()), int(array.max())):
+            if not limits.min <= number <= limits.max:
+                raise BatchError(f"column {name!r} has {number}, which {dtype} does not hold")
+    return array.astype(dtype, copy=False)
+
+
+def num_rows(columns: Columns) -> int:
+    """Returns the number of rows of a batch.
+
+    Raises:
+      BatchError: columns differ in it, or are scalars, as in a sample.
+    """
+    shapes = {name: array.shape for name, array in columns.items()}
+    if scalars := [name for name, shape in shapes.items() if not shape]:
+        raise BatchError(f"column {scalars[0]!r} is one number: these are samples; give batches (.batch(8))")
+    sizes = {shape[0] for shape in shapes.values()}
+    if len(sizes) > 1:
+        raise BatchError(f"columns differ in their number of rows: {_listed(shapes)}")
+    return sizes.pop()
+
+
+def layout_of(sample: Columns) -> Layout:
+    """Returns shapes and dtypes of a sample."""
+    return {name: (array.shape, array.dtype) for name, array in sample.items()}
+
+
+def check_layout(expected: Layout, found: Layout) -> None:
+    """Raises `BatchError` if a sample, or the samples of a batch, differ from the first."""
+    if found == expected:
+        return
+    if missing := sorted(expected.keys() ^ found.keys()):
+        raise BatchError(f"has the columns {_listed(found)}, and the first had {_listed(expected)}: {missing[0]!r}")
+    name = next(name for name in expected if found[name] != expected[name])
+    (was, was_dtype), (shape, dtype) = expected[name], found[name]
+    raise BatchError(f"column {name!r} is {dtype}{list(shape)} in a row, and was {was_dtype}{list(was)} in the first")
+
+
+def stack(samples: Mapping[int, Columns], size: int, layout: Layout) -> Columns:
+    """Returns `size` rows: samples by row, zeros elsewhere."""
+    arrays = {name: np.zeros((size, *shape), dtype) for name, (shape, dtype) in layout.items()}
+    for row, sample in samples.items():
+        for name, array in sample.items():
+            arrays[name][row] = array
+    return arrays
+
+
+def pad(columns: Columns, size: int) -> Columns:
+    """Appends rows of zeros up to `size`."""
+    missing = size - num_rows(columns)
+    if not missing:
+        return columns
+    return {
+        name: np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
+        for name, array in columns.items()
+    }
+
+
+def take(columns: Columns, rows: Sequence[int]) -> Columns:
+    """Returns some rows."""
+    return {name: array[np.asarray(rows, np.int64)] for name, array in columns.items()}
+
+
+def checksum(columns: Columns) -> int:
+    """Returns a crc32 of names, dtypes, shapes, and evenly spaced elements of all rows."""
+    total = 0
+    for name, array in sorted(columns.items()):
+        total = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), total)
+        spaced = array.reshape(len(array), -1)[:, :: max(array.size // _CHECKED, 1)] if array.size else array
+        total = zlib.crc32(spaced.tobytes(), total)
+    return total
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in values.items())
