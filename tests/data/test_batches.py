@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxtp
-from jaxtp.data.batches import Position, open_batches
-from jaxtp.data.columns import WEIGHTS, BatchError, checksum
+from jaxtp.data.batches import Position
+from jaxtp.data.columns import WEIGHTS, BatchError, EndOfDataError, checksum
 from jaxtp.data.loader import on_mesh, split
-from jaxtp.data.streams import EndOfDataError
+from jaxtp.data.sources import open_batches
 
 B, ROWS = 8, 40
 
@@ -151,6 +151,61 @@ def test_reading_ahead_does_not_move_a_position(name):
     assert read(SOURCES[name](), position, 3)[0] == whole[1:]
 
 
+def huggingface(**options):
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"x": list(range(ROWS))}, **options)
+
+
+def shards():
+    return [huggingface().to_iterable_dataset(num_shards=8).shard(8, index).batch(B // 8) for index in range(8)]
+
+
+def loader(kind="torch.utils.data", stream=False, shuffle=None):
+    torch = pytest.importorskip("torch")
+    make = getattr(pytest.importorskip(kind), "DataLoader" if kind == "torch.utils.data" else "StatefulDataLoader")
+    data = huggingface().to_iterable_dataset(num_shards=4) if stream else huggingface().with_format("torch")
+    generator = torch.Generator()
+    generator.manual_seed(1)
+    return make(data, batch_size=B, shuffle=shuffle, generator=generator)
+
+
+STATEFUL = "torchdata.stateful_dataloader"
+REAL = {
+    "datasets": huggingface,
+    "datasets, streaming": lambda: huggingface().to_iterable_dataset(num_shards=4).batch(B),
+    "datasets, shuffle buffer": lambda: (
+        huggingface().to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=16).batch(B)
+    ),
+    "datasets, shards": shards,
+    "torch": loader,
+    "torch, shuffled": lambda: loader(shuffle=True),
+    "torch, datasets streaming": lambda: loader(stream=True),
+    "torchdata": lambda: loader(STATEFUL),
+    "torchdata, datasets streaming": lambda: loader(STATEFUL, stream=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("name", REAL)
+def test_sources_of_other_libraries_resume_in_any_epoch(name):
+    whole, positions = read(REAL[name](), count=12)
+    assert [sorted(np.ravel(whole[e : e + 5])) for e in (0, 5)] == [list(range(ROWS))] * 2
+    for step in (1, 4, 5, 8):
+        assert read(REAL[name](), positions[step - 1], 12 - step)[0] == whole[step:]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_torchs_generator_is_saved_and_its_short_batch_is_seen_before_the_first():
+    whole, positions = read(loader(STATEFUL, shuffle=True), count=5)
+    unseeded = loader(STATEFUL, shuffle=True)
+    unseeded.generator.manual_seed(7)
+    assert read(unseeded, positions[1], 3, report=pytest.fail)[0] == whole[2:]
+    torch = pytest.importorskip("torch")
+    short = torch.utils.data.DataLoader(list(range(ROWS + 3)), batch_size=B, collate_fn=lambda x: {"x": x})
+    with pytest.raises(BatchError, match="its last batch has only 3 rows"):
+        read(short, count=1)
+
+
 @given(st.sampled_from(sorted(SOURCES)), st.permutations(range(B)), st.integers(1, B), st.integers(0, 6))
 @settings(max_examples=25, deadline=None)
 def test_processes_read_each_row_once_whatever_rows_they_hold(name, rows, first, step):
@@ -202,7 +257,7 @@ def test_a_lossy_state_is_found_out_and_the_stream_read_again():
     said = []
     position = read(Lossy(), count=3)[1][-1]
     assert read(Lossy(), position, 4, report=said.append)[0] == read(Lossy(), count=7)[0][3:]
-    assert "reads 3 batches again" in said[0]
+    assert "first 3 batches are read again" in said[0]
     exact = Stateful()
     read(exact, position, 4, report=said.append)
     assert len(said) == 1
@@ -302,6 +357,9 @@ WRONG = {
     "a bare array": (lambda step: np.zeros(4), "gives a ndarray; it must give a dict"),
     "nothing": (lambda step: {}, "gives no columns"),
     "an error": (lambda step: {"x": [1 // (1 - step)]}, r"step 2: ZeroDivisionError.*test_batches.py:\d+"),
+    "an error of a dataset": ([{"x": 1}, {}] * 4, "step 1: gives no columns"),
+    "another sample": ([{"x": 1}, {"x": [1]}] * 4, "step 1: column 'x' is int32"),
+    "nothing in a dataset": ([{"x": None}] * 8, "column 'x' is object, not numbers"),
     "no rows": ([], "has no rows"),
     "an empty stream": (lambda: iter([]), "has no batches"),
     "parameters": (lambda step, shard: {}, r"takes \(step, shard\)"),
