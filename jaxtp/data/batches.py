@@ -84,7 +84,7 @@ class Batches(ABC):
     num_rows: int | None = None
     """In an epoch, if known."""
     left_out: int = field(default=0, init=False)
-    """Number of rows that the last pass left out, since they did not fill a batch."""
+    """Number of this process's rows that the last pass left out, since they did not fill a batch."""
 
     @property
     @abstractmethod
@@ -187,7 +187,7 @@ class SampleBatches(Batches):
             whole = -(-end // size) if self.with_weights else end // size
             self.left_out = max(end - whole * size, 0)
             if not whole:
-                raise BatchError(f"{self.name}: {end} rows do not fill a batch of {size}; use smaller batches")
+                raise BatchError(f"{self.name}: a batch of {size} rows {short_batch(end)}")
             count = whole if count is None else min(count, whole)
 
         def batch(index: int) -> Columns:

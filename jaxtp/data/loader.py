@@ -60,7 +60,7 @@ def on_mesh(
     indices = NamedSharding(mesh, batch_spec()).addressable_devices_indices_map((size,))
     places = local_rows(indices.values(), size)
     for number, (columns, after) in enumerate(source.read(order[places].tolist(), position, count)):
-        if is_multiprocess() and number % _CHECK_EVERY == 0:
+        if after.streams and number % _CHECK_EVERY == 0 and is_multiprocess():
             after.check_agreement(source.name)
         yield {name: _on_mesh(array, places, mesh, size) for name, array in columns.items()}, after
 

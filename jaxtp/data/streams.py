@@ -45,14 +45,17 @@ ITERABLE = (
 _BYTES, _ARRAY = "jaxtp.bytes", "jaxtp.array"
 
 
+Read = Iterator[tuple[Columns, Record]]
+"""Batches, and the record after each."""
+
+
 class Stream:
     """An iterable of batches; endless, unless `once` or an iterator."""
 
     def __init__(self, source: Iterable[object], *, once: bool = False):
         self._source, self._once = source, once
-        self._opened: Iterator[tuple[Columns, Record]] | None = None
-        self._start: Record | None = None
-        """Of the first batch, once it is read."""
+        self._opened: Iterator[tuple[object, Record]] | None = None
+        self._start: Record | None = None  # of the first batch, once it is read
         self._loaded = False
 
     def peek(self) -> Columns:
@@ -65,30 +68,30 @@ class Stream:
         if (first := next(batches, None)) is None:
             raise BatchError("has no batches")
         self._opened, self._start = chain([first], batches), first[1]
-        return first[0]
+        return to_columns(first[0])
 
-    def read(
-        self, step: int = 0, record: Record | None = None, report: Callable[[str], None] = print
-    ) -> Iterator[tuple[Columns, Record]]:
-        """Yields batches from a step, and the record after each.
+    def read(self, step: int, record: Record | None, report: Callable[[str], None]) -> Read:
+        """Reads batches from a step.
 
         Raises:
           BatchError: the order is not the record's.
         """
         if not step:
-            return self._from_beginning()
+            return _with_checksums(self._from_beginning())
         record = record or {}
         state, crc32 = record.get("state"), record.get("crc32")
         if state is None:
             report(f"it has no state, so its first {step:,} batches are read again")
         else:
-            batches = self._passes(record["epoch"], state, step - 1)
+            batches = _with_checksums(self._passes(record["epoch"], state, step - 1))
             if (last := next(batches, None)) is not None and last[1]["crc32"] == crc32:
                 self._opened = None
                 return batches
             report(f"its state omits something (a shuffle buffer?), so its first {step:,} batches are read again")
-        batches = self._from_beginning()
-        last = next(islice(batches, step - 1, None), None)
+        again = self._from_beginning()
+        deque(islice(again, step - 1), maxlen=0)
+        batches = _with_checksums(again)
+        last = next(batches, None)
         if crc32 is not None and (last is None or last[1]["crc32"] != crc32):
             raise BatchError(
                 f"its batch {step} is not the checkpoint's: its order or the size of its batches changed. Seed its "
@@ -96,7 +99,7 @@ class Stream:
             )
         return batches
 
-    def _from_beginning(self) -> Iterator[tuple[Columns, Record]]:
+    def _from_beginning(self) -> Iterator[tuple[object, Record]]:
         if self._start is None:
             self.peek()
         assert self._start is not None
@@ -107,25 +110,22 @@ class Stream:
             raise BatchError(f"is an iterator, which can be read only once; give {ITERABLE}")
         return self._passes(0, self._start["state"])
 
-    def _passes(self, epoch: int, state: object, read: int = 0) -> Iterator[tuple[Columns, Record]]:
-        # `read`: number of batches before.
+    def _passes(self, epoch: int, state: object, read: int = 0) -> Iterator[tuple[object, Record]]:
+        # Also yields epoch and state before each batch; `read` is the number of batches before the first.
         while True:
-            resumed, count = state is not None, 0
+            resumed, before = state is not None, read
             iterator = self._open(epoch, state)
             state = self._state(iterator)
             for batch in iterator:
-                count += 1
-                columns = to_columns(batch)
-                num_rows(columns)
-                yield columns, {"epoch": epoch, "state": state, "crc32": checksum(columns)}
+                read += 1
+                yield batch, {"epoch": epoch, "state": state}
                 state = self._state(iterator)
-            read += count
             if self._once:
                 return
             if isinstance(self._source, Iterator):
                 raise EndOfDataError(f"the iterator ended after {read:,} batches; give {ITERABLE}, or set train.steps")
-            if not count and not resumed:
-                raise BatchError("has no batches")
+            if read == before and not resumed:
+                raise BatchError(f"has no batches in epoch {epoch + 1}")
             epoch, state = epoch + 1, None
 
     def _open(self, epoch: int, state: object) -> Iterator[object]:
@@ -148,6 +148,13 @@ class Stream:
     def _state(self, iterator: Iterator[object]) -> object:
         methods = _state_methods(self._source) or _state_methods(iterator)
         return None if methods is None else _encoded(methods[0]())
+
+
+def _with_checksums(batches: Iterator[tuple[object, Record]]) -> Read:
+    for batch, record in batches:
+        columns = to_columns(batch)
+        num_rows(columns)
+        yield columns, {**record, "crc32": checksum(columns)}
 
 
 def _state_methods(source: object) -> tuple[Callable[[], object], Callable[[object], None]] | None:
@@ -241,7 +248,7 @@ class StreamBatches(Batches):
         for batch in chain(batches, repeat(None)):
             there = all_gather_json(batch is not None)
             if not (any(there) if self.with_weights else all(there)):
-                self.left_out += len(rows) if batch else 0
+                self.left_out += len(rows) * sum(1 for _ in chain([batch] if batch else [], batches))
                 return
             yield batch or ended
 

@@ -16,6 +16,7 @@ from jaxtp.data.batches import Position
 from jaxtp.data.columns import WEIGHTS, BatchError, EndOfDataError, checksum
 from jaxtp.data.loader import on_mesh, split
 from jaxtp.data.sources import open_batches
+from jaxtp.tools.launch.__main__ import main as launch
 
 B, ROWS = 8, 40
 
@@ -401,3 +402,82 @@ def test_64_bit_numbers_become_32_bit_ones_and_tuples_are_numbered():
         "2": ((4,), "bool"),
     }
     assert isinstance(batches.shapes["0"], jax.ShapeDtypeStruct)
+
+
+TWO_PROCESSES = """
+import dataclasses, json
+from jaxtp.distributed.joining import join_processes
+join_processes()
+import jax, numpy as np, jaxtp
+from jaxtp.data.batches import Position
+from jaxtp.data.columns import BatchError
+from jaxtp.data.loader import on_mesh
+from jaxtp.data.sources import open_batches
+from jaxtp.tools.launch.__main__ import main as launch
+
+class Stream:
+    def __init__(self, index, rows=8):
+        self.index, self.rows, self.first, self.read = index, rows, 0, 0
+    def state_dict(self):
+        return {"first": self.first}
+    def load_state_dict(self, state):
+        self.first = state["first"]
+    def __iter__(self):
+        while self.first < self.rows:
+            start, self.first = self.first, self.first + 2
+            self.read += 1
+            yield {"x": 100 * self.index + np.arange(start, min(self.first, self.rows))}
+        self.first = 0
+
+mesh = jaxtp.make_mesh(1, 8, 1)
+process = jax.process_index()
+
+def total(batch, name="x"):
+    return int(jax.jit(lambda x: x.sum())(batch[name]))
+
+def streams(rows=(8,) * 8):
+    return [Stream(index, rows[index]) for index in range(8)]
+
+mine = [4 * process <= index < 4 * process + 4 for index in range(8)]
+made = streams()
+found = list(on_mesh(open_batches(made), mesh, Position(), 2))
+assert [stream.read > 0 for stream in made] == mine
+position = found[-1][1]
+assert [record is not None for record in position.streams] == mine
+position = Position(**json.loads(json.dumps(dataclasses.asdict(position.gathered()))))
+assert None not in position.streams
+
+# On another mesh, process 0 has the devices and so the streams that process 1 had.
+swapped = jaxtp.make_mesh(1, 8, 1, devices=[*jax.devices()[4:], *jax.devices()[:4]])
+resumed = [total(batch) for batch, _ in on_mesh(open_batches(streams()), swapped, position, 2)]
+expected = [sum(100 * index + row for index in range(8) for row in (first, first + 1)) for first in (4, 6)]
+
+# Evaluations of streams that end at other steps in each process.
+uneven = streams([8, 8, 8, 8, 3, 3, 3, 3])
+source = open_batches(uneven, once=True, with_weights=True)
+weights = [total(batch, "weights") for batch, _ in on_mesh(source, mesh, Position())]
+source = open_batches(uneven, once=True)
+whole = len(list(on_mesh(source, mesh, Position())))
+
+def rows_of_process(step):
+    return {"x": np.arange(16) + process}
+
+try:
+    next(on_mesh(open_batches(rows_of_process), mesh, Position(), 1))
+    refused = "no"
+except BatchError as error:
+    refused = str(error)
+with open(f"{process}.json", "w") as file:
+    json.dump([resumed == expected, weights, whole, source.left_out, refused], file)
+"""
+
+
+@pytest.mark.journey
+def test_two_processes_read_their_streams_and_notice_different_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert launch(["--processes", "2", "--devices", "4", "--", "-c", TWO_PROCESSES]) == 0
+    for process, left_out in enumerate([24, 4]):
+        *found, refused = json.loads((tmp_path / f"{process}.json").read_text())
+        assert found == [True, [16, 12, 8, 8], 1, left_out]
+        assert "rows_of_process" in refused
+        assert "step 1: processes read different rows" in refused
