@@ -30,13 +30,17 @@ class BatchError(UserError):
     """A source or a batch that cannot be used."""
 
 
+class EndOfDataError(BatchError):
+    """An iterator ended before the run."""
+
+
 @contextmanager
 def reading(where: str) -> Iterator[None]:
     """Converts an error of a user's source to a `BatchError` that begins with `where`; other `UserError`s pass."""
     try:
         yield
     except BatchError as error:
-        raise BatchError(f"{where}: {error}") from error.__cause__
+        raise type(error)(f"{where}: {error}") from error.__cause__
     except UserError:
         raise
     except Exception as error:
@@ -70,6 +74,8 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
     except (ValueError, TypeError, RuntimeError) as error:
         hint = "pad its rows to one length" if "inhomogeneous" in str(error) else error
         raise BatchError(f"column {name!r} is no array of numbers: {hint}") from error
+    if array.dtype.kind in "biuf" and array.dtype.itemsize <= 4:
+        return array
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
         kind = "text" if array.dtype.kind in "US" else array.dtype
         raise BatchError(f"column {name!r} is {kind}, not numbers; remove it from the data (remove_columns({name!r}))")
@@ -102,6 +108,11 @@ def layout_of(sample: Columns) -> Layout:
     return {name: (array.shape, array.dtype) for name, array in sample.items()}
 
 
+def rows_layout(columns: Columns) -> Layout:
+    """Returns shapes and dtypes of the rows of a batch."""
+    return {name: (array.shape[1:], array.dtype) for name, array in columns.items()}
+
+
 def check_layout(expected: Layout, found: Layout) -> None:
     """Raises `BatchError` if a sample, or the samples of a batch, differ from the first."""
     if found == expected:
@@ -131,6 +142,14 @@ def pad(columns: Columns, size: int) -> Columns:
         name: np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
         for name, array in columns.items()
     }
+
+
+def short_batch(rows: int) -> str:
+    """Returns the end of a message on a short batch."""
+    return (
+        f"has only {rows} rows: leave a short batch out (drop_last=True), or let the loss multiply by "
+        f"batch[{WEIGHTS!r}], which is 0 in rows that pad it"
+    )
 
 
 def take(columns: Columns, rows: Sequence[int]) -> Columns:

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec
-from jaxtp.data.batches import TOGETHER, Batches, Position, SampleBatches
-from jaxtp.data.columns import BatchError
+from jaxtp.data.batches import Batches, Position, SampleBatches
+from jaxtp.data.columns import BatchError, Columns
 from jaxtp.data.rows import SEGMENTS, Samples
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import batch_parts, mesh_sizes
@@ -31,8 +31,16 @@ _CHECK_EVERY = 256
 
 def batches(samples: Samples, mesh: Mesh, *, global_batch_size: int, start: int, count: int) -> Iterator[Batch]:
     """Yields `count` batches of `global_batch_size` rows from sample `start`."""
-    source = SampleBatches(samples, options=TOGETHER, name="data", batch_size=global_batch_size)
+    source = SampleBatches(samples=samples, threads=2, name="data", batch_size=global_batch_size)
     return (batch for batch, _ in on_mesh(source, mesh, Position(0, start), count))
+
+
+def local_batches(
+    samples: Samples, rows: Sequence[int], global_batch_size: int, start: int, count: int
+) -> Iterator[Columns]:
+    """Yields some rows of each batch on the host, `[len(rows), T]`."""
+    source = SampleBatches(samples=samples, threads=2, name="data", batch_size=global_batch_size)
+    return (columns for columns, _ in source.read(rows, Position(0, start), count))
 
 
 def on_mesh(
@@ -52,7 +60,7 @@ def on_mesh(
     indices = NamedSharding(mesh, batch_spec()).addressable_devices_indices_map((size,))
     places = local_rows(indices.values(), size)
     for number, (columns, after) in enumerate(source.read(order[places].tolist(), position, count)):
-        if is_multiprocess() and number % _CHECK_EVERY == 0:
+        if after.streams and number % _CHECK_EVERY == 0 and is_multiprocess():
             after.check_agreement(source.name)
         yield {name: _on_mesh(array, places, mesh, size) for name, array in columns.items()}, after
 
