@@ -58,10 +58,7 @@ class Position:
         checksums = [record and record["crc32"] for record in self.streams or ()]
         for seen in zip(*all_gather_json(checksums), strict=True):
             if len(set(seen) - {None}) > 1:
-                raise BatchError(
-                    f"{name}, step {self.step}: processes read different rows; seed it by the step alone, and not by "
-                    "process"
-                )
+                raise BatchError(f"{name}, step {self.step}: processes read different rows; seed it alike in each")
 
 
 @dataclass(kw_only=True, eq=False)

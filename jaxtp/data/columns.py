@@ -74,12 +74,12 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
     except (ValueError, TypeError, RuntimeError) as error:
         hint = "pad its rows to one length" if "inhomogeneous" in str(error) else error
         raise BatchError(f"column {name!r} is no array of numbers: {hint}") from error
-    if array.dtype.kind in "biuf" and array.dtype.itemsize <= 4:
+    if array.dtype.kind in "biuf" and array.dtype.itemsize <= 4 and array.dtype.isnative:
         return array
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
         kind = "text" if array.dtype.kind in "US" else array.dtype
         raise BatchError(f"column {name!r} is {kind}, not numbers; remove it from the data (remove_columns({name!r}))")
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     if array.dtype != dtype and dtype.kind in "iu" and array.size:
         limits = np.iinfo(dtype)
         for number in (int(array.min()), int(array.max())):

@@ -65,14 +65,16 @@ class FunctionBatches(Batches):
         for step, after in self._steps(position, count):
             with self._reading(step):
                 columns = self._call(step, rows)
-                if self.by_rows:
-                    if (returned := num_rows(columns)) != len(rows):
-                        raise BatchError(f"returned {returned} rows, and was called with {len(rows)}")
-                    columns = self._whole(columns, len(rows))
-                else:
+                if not self.by_rows:
                     columns = self._whole(columns, self.global_batch_size)
                     records = [{"crc32": checksum(columns)}]
                     columns = take(columns, rows)
+                elif (returned := num_rows(columns)) != len(rows):
+                    raise BatchError(f"returned {returned} rows, and was called with {len(rows)}")
+                else:
+                    columns = take(
+                        self._whole(columns, returned), range(returned)
+                    )  # a copy: it may use its arrays again
             yield columns, replace(after, streams=records)
 
     def _call(self, step: int, rows: Sequence[int]) -> Columns:

@@ -138,7 +138,7 @@ def test_a_run_that_resumes_at_any_step_reads_what_it_would_have_read(name):
     count = 13
     whole, positions = read(SOURCES[name](), count=count)
     assert [(each.step, each.sample) for each in positions] == [(n, n * B) for n in range(1, count + 1)]
-    for step in range(count):
+    for step in (0, 1, 4, 5, 6, 11, 12):
         position = positions[step - 1] if step else Position()
         rest, after = read(SOURCES[name](), position, count - step)
         assert rest == whole[step:]
@@ -271,11 +271,27 @@ def test_an_order_that_changed_is_an_error():
 
 
 def test_an_iterator_that_ends_early_says_how_much_it_had():
-    found, batches = [], opened(again()).read(range(B), Position(), 9)
+    found = []
     with pytest.raises(EndOfDataError, match="ended after 5 batches"):
-        found += [batch for batch, _ in batches]
-    batches = opened(again()).read(range(B), Position(), 9)
-    assert [next(batches)[1].step for _ in range(5)] == [1, 2, 3, 4, 5]
+        found.extend(batch for batch, _ in opened(again()).read(range(B), Position(), 9))
+    assert len(found) == 5
+    position = read(again(), count=3)[1][-1]
+    with pytest.raises(EndOfDataError, match=r"step 6: the iterator ended after 5 batches"):
+        read(again(), position, 6)
+
+
+def test_arrays_that_a_source_fills_again_are_not_disturbed_by_reading_ahead():
+    array = np.zeros(B, np.int32)
+
+    def fill(step, rows=range(B)):
+        array[:] = step
+        return {"x": array}
+
+    def stream():
+        yield from (fill(step) for step in range(9))
+
+    for source in (lambda step: fill(step), lambda step, rows: fill(step), stream):
+        assert read(source, count=9)[0] == [[step] * B for step in range(9)]
 
 
 @pytest.mark.parametrize("source", [lambda: Stream(ROWS - 4), lambda: [Stream(9, 2) for _ in range(4)]])
@@ -317,19 +333,25 @@ def test_an_evaluation_reads_each_row_once_and_each_time_the_same(name):
         assert sorted(np.ravel(first)) == list(range(ROWS))
 
 
+WIDE = {
+    "function": lambda: lambda step: {"x": np.arange(32)},
+    "function of rows": lambda: lambda step, rows: {"x": 3 * rows},
+    "dataset": Dataset,
+    "streams": lambda: [Stateful(size=8, seed=10 * i) for i in range(4)],
+}
 SIZES = [(1, 8, 1), (2, 2, 2), (4, 1, 2), (1, 1, 8)]
 
 
-@given(st.sampled_from(SIZES), st.sampled_from([1, 2, 4]), st.sampled_from(["function", "function of rows", "dataset"]))
+@given(st.sampled_from(SIZES), st.sampled_from([1, 2, 4]), st.sampled_from(sorted(WIDE)))
 @settings(max_examples=12, deadline=None)
 def test_a_micro_batch_is_the_same_rows_on_every_mesh(sizes, micro_batches, name):
     mesh, size = jaxtp.make_mesh(*sizes), 32
-    source = opened(Dataset() if name == "dataset" else lambda step: {"x": np.arange(size)}, batch_size=size)
-    expected = np.stack([batch["x"] for batch, _ in source.read(range(size), Position(), 1)])[0]
+    source = opened(WIDE[name](), batch_size=size)
+    ((expected, _),) = opened(WIDE[name](), batch_size=size).read(range(size), Position(), 1)
     ((batch, position),) = on_mesh(source, mesh, Position(), 1, micro_batches=micro_batches)
     devices = sizes[0] * sizes[1]
     micro = np.asarray(batch["x"]).reshape(devices, micro_batches, -1).swapaxes(0, 1)  # as the step splits them
-    np.testing.assert_array_equal(micro.reshape(-1), expected)
+    np.testing.assert_array_equal(micro.reshape(-1), expected["x"])
     assert position == Position(1, size, position.streams)
     for column, spec in split(source.shapes, mesh).items():
         assert (batch[column].shape, batch[column].dtype) == (spec.shape, spec.dtype)
