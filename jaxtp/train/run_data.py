@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from jaxtp.data.batches import TOGETHER, Batches, Position, SampleBatches, open_batches
+from jaxtp.data.batches import Batches, Position, SampleBatches
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh, split
 from jaxtp.data.rows import Samples
@@ -104,6 +104,8 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     if task.batches is None:
         tokens = load_tokens(config, source)
         return RunData(_token_batches(tokens.train, size), None, micro_batches, tokens)
+    from jaxtp.data.sources import open_batches
+
     train = open_batches(task.batches, batch_size=size, seed=seed)
     validation = None
     if task.validation is not None:
@@ -112,4 +114,4 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
 
 
 def _token_batches(samples: Samples, size: int) -> Batches:
-    return SampleBatches(samples, options=TOGETHER, name="data", batch_size=size)
+    return SampleBatches(samples=samples, threads=2, name="data", batch_size=size)

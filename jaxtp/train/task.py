@@ -50,7 +50,8 @@ class Task:
     """Optax sees the parameters as a dict by dotted path, `{"blocks.0.mlp.kernel": ...}`."""
 
     plan: Mapping[str, Any] | None = None
-    """How `parallelize` splits the model: styles by pattern of module paths. By default its own PartitionSpecs, or else the plan of `propose_plan`."""
+    """Styles by pattern of module paths, for `parallelize`. By default the model's own PartitionSpecs, or else the plan
+    of `propose_plan`."""
 
     validation: object = None
     """Batches to evaluate on, as `batches`."""
