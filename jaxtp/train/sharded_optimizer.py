@@ -1,8 +1,8 @@
 """Applies any Optax transformation to a sharded model.
 
-Optax sees parameters as a flat dict by dotted path, such as `blocks.mlp.up.kernel`, so a mask or a label is a function
-of such a dict. The arrays have their logical shapes: a dim that is padded on some meshes is not padded here, or norms,
-factored moments and orthogonalization would depend on the mesh. Only `OnPaddedArrays` sees the stored arrays.
+Optax sees parameters as a flat dict by dotted path, such as `blocks.mlp.up.kernel`; masks and labels take this dict. A
+stack of layers is one array `[layers, ...]`. Arrays have their logical shapes, or norms, factored moments and
+orthogonalization would depend on the mesh, which pads some dims. Only `OnPaddedArrays` sees the stored arrays.
 
 An array of the state is sharded like the parameter whose path is among its keys, dim by dim. Other arrays, such as the
 state of `optax.flatten`, are replicated.
