@@ -50,7 +50,8 @@ class Sums:
     """Sums of arrays from one pass over each device's data."""
 
     rows: Sequence[np.ndarray]
-    """uint32 `[3, devices]` for each array: two checksums, and the number of elements that are not finite."""
+    """uint32 `[3, devices]` for each array: two checksums, and the number of elements that are not finite (in a scalar,
+    NaN)."""
     replicas: dict[str, ReplicaGroups]
 
     def _one_replica(self) -> dict[str, np.ndarray]:
@@ -208,7 +209,9 @@ def _sums_at(part: Array, seeds: Sequence[Array], starts: Sequence[int | Array])
             return _sums_at(layer[0], [_mix(seed + layer[1]) for seed in seeds], starts[1:])
 
         return jnp.sum(lax.map(layer_sums, (part, layers)), axis=0, dtype=jnp.uint32)
-    wrong = ~jnp.isfinite(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)
+    # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.
+    is_wrong = jnp.isnan if part.ndim == 0 else lambda part: ~jnp.isfinite(part)
+    wrong = is_wrong(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)
     return jnp.stack([*(_checksum(part, seed, starts) for seed in seeds), jnp.sum(wrong, dtype=jnp.uint32)])
 
 

@@ -1,7 +1,7 @@
 """Parameters of layers: a value, the `PartitionSpec` that stores it, and the dtypes.
 
 A dim that tp does not divide is padded when its parameter is created (`PaddedDim`), so a model runs on any tp.
-`checkpoint/logical.py` and `train/state.py` remove the padding.
+`checkpoint/logical.py` and `train/sharded_optimizer.py` remove the padding.
 """
 
 import math

@@ -1,17 +1,20 @@
-"""The optimizer, composed from Optax: clipping, rule, weight decay, learning rate, groups.
+"""The optimizer, composed from Optax: clipping, rule, weight decay, learning rate, groups by patterns of paths.
 
 Names distinguish vectors from matrices, because stacked layers give vectors a second dim. Only the rule determines
 state paths in a checkpoint; other settings may change on resuming.
 """
 
 import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import optax
+from jax import Array
 
 from jaxtp.config.schema import ConfigError
 from jaxtp.train.config import GroupConfig, OptimizerConfig
-from jaxtp.train.state import OnLogicalShapes
+from jaxtp.train.sharded_optimizer import OnPaddedArrays
 
 _VECTORS = {"scale", "bias", "biases"}
 _TABLES = {"embedding", "head"}
@@ -47,7 +50,7 @@ def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
         optax.scale_by_learning_rate(learning_rate(config, steps)),
         _scaled_by_group(config),
     )
-    return chain if is_modelled(config) else OnLogicalShapes(*chain)
+    return OnPaddedArrays(*chain) if is_modelled(config) else chain
 
 
 def is_modelled(config: OptimizerConfig) -> bool:
@@ -56,25 +59,71 @@ def is_modelled(config: OptimizerConfig) -> bool:
     return config.name != "adafactor"
 
 
-def check_groups(config: OptimizerConfig, parameters: list[str]) -> None:
-    """Raises ConfigError unless each pattern of `optimizer.groups` is some parameter's first match."""
-    for pattern in config.groups:
-        matched = matching("optimizer.groups", pattern, parameters)
-        if all(_first_match(config, path) != pattern for path in matched):
+def by_path(groups: Mapping[str, optax.GradientTransformation]) -> optax.GradientTransformationExtraArgs:
+    """Returns an `optax.partition` that updates each parameter by the first pattern that matches its path.
+
+    Example, with a frozen embedding, which has no state::
+
+        by_path({"embedding.*": optax.set_to_zero(), "*.bias|*.scale": optax.adamw(1e-3, weight_decay=0.0),
+                 "*": optax.adamw(3e-4)})
+
+    Args:
+      groups: by pattern, as in the shell; `|` separates alternatives. Each needs a parameter of its own.
+
+    Raises:
+      ConfigError: at `init`, for a pattern without parameters, or a parameter without a pattern.
+    """
+
+    def labels(params: optax.Params) -> optax.Params:
+        paths = jax.tree_util.tree_map_with_path(
+            lambda path, _: jax.tree_util.keystr(path, simple=True, separator="."), params
+        )
+        check_patterns("by_path", groups, jax.tree.leaves(paths))
+        if rest := [path for path in jax.tree.leaves(paths) if first_match(groups, path) is None]:
+            raise ConfigError(f"by_path: no pattern matches {', '.join(rest)}; end with the pattern '*'")
+        return jax.tree.map(lambda path: first_match(groups, path), paths)
+
+    return optax.partition(groups, labels)
+
+
+def check_patterns(setting: str, patterns: Iterable[str], paths: Sequence[str]) -> None:
+    """Raises ConfigError unless each pattern is some path's first match."""
+    for pattern in patterns:
+        matched = matching(setting, pattern, paths)
+        if all(first_match(patterns, path) != pattern for path in matched):
             raise ConfigError(
-                f"optimizer.groups: earlier patterns match everything that {pattern!r} matches; the first matching "
-                "pattern applies, so put it earlier"
+                f"{setting}: earlier patterns match everything that {pattern!r} matches; the first matching pattern "
+                "applies, so put it earlier"
             )
 
 
-def matching(setting: str, pattern: str, parameters: list[str]) -> list[str]:
+def matching(setting: str, pattern: str, paths: Sequence[str]) -> list[str]:
     """Returns the paths that match; raises ConfigError if none."""
-    matched = [path for path in parameters if fnmatch.fnmatchcase(path, pattern)]
+    matched = [path for path in paths if matches(pattern, path)]
     if not matched:
         raise ConfigError(
-            f"{setting}: the pattern {pattern!r} matches no trained parameter; there are:\n  " + "\n  ".join(parameters)
+            f"{setting}: the pattern {pattern!r} matches no trained parameter; there are:\n  " + "\n  ".join(paths)
         )
     return matched
+
+
+def first_match(patterns: Iterable[str], path: str) -> str | None:
+    """Returns the first pattern that matches."""
+    return next((pattern for pattern in patterns if matches(pattern, path)), None)
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Returns whether one of the pattern's alternatives, separated by `|`, matches as in the shell."""
+    return any(fnmatch.fnmatchcase(path, alternative) for alternative in pattern.split("|"))
+
+
+def current_learning_rate(state: optax.OptState) -> Array | None:
+    """Returns the `learning_rate` of the last update from an Optax state with one `optax.inject_hyperparams`, or None.
+
+    Optax stores no other rate. A later factor, such as `reduce_on_plateau`'s, is not in it.
+    """
+    found = optax.tree.get_all_with_path(state, "learning_rate", filtering=lambda _, leaf: isinstance(leaf, Array))
+    return found[0][1] if len(found) == 1 else None
 
 
 def is_matrix(path: str) -> bool:
@@ -138,9 +187,5 @@ def _scaled_by_group(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _group_of(config: OptimizerConfig, path: str) -> GroupConfig:
-    pattern = _first_match(config, path)
+    pattern = first_match(config.groups, path)
     return GroupConfig() if pattern is None else config.groups[pattern]
-
-
-def _first_match(config: OptimizerConfig, path: str) -> str | None:
-    return next((pattern for pattern in config.groups if fnmatch.fnmatchcase(path, pattern)), None)

@@ -245,7 +245,7 @@ def plan(
     optimizer = transformation(task) or optimizers.build(config.optimizer, config.train.steps)
     blueprint = plan_state(config.model, optimizer, mesh, make_model)
     paths = list(trained_parameters(blueprint))
-    optimizers.check_groups(config.optimizer, paths)
+    optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
     for pattern in config.metrics.norm_groups:
         optimizers.matching("metrics.norm_groups", pattern, paths)
     if blueprint.is_decoder:

@@ -1,9 +1,4 @@
-"""The train state: model, optimizer and counters, initialized sharded.
-
-Optax sees parameters as a dict by dotted path. Each array of its state is sharded like the parameter at its path. A
-rule that depends on shapes, such as adafactor, sees arrays without padding (`OnLogicalShapes`), so that its state and
-updates are the same on every mesh.
-"""
+"""The train state: model, optimizer and counters, initialized sharded."""
 
 import math
 import zlib
@@ -16,91 +11,19 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxtp.checkpoint.logical import (
-    Arrays,
-    Variable,
-    divisible_axes,
-    logical_size,
-    logical_spec,
-    named_variables,
-    split_dims,
-)
-from jaxtp.collectives import axis_size, constrain
+from jaxtp.checkpoint.logical import Variable, logical_size, named_variables
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.parameter import logical_shape, pad, padding_of, spec_of, unpad
-from jaxtp.mesh import TP, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
+from jaxtp.train.sharded_optimizer import Optimizer
 
 OPTIMIZER_SCOPE = "optimizer"
 """Named scope of the update, which accounts for its collectives."""
 
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
 """Returns a model with random weights."""
-
-
-class OptimizerState(nnx.Variable[Any]):
-    """An array of an Optax state."""
-
-
-class OnLogicalShapes(optax.GradientTransformationExtraArgs):
-    """A transformation that sees arrays without padding."""
-
-
-class Optimizer(nnx.Module):
-    """`nnx.Optimizer` for states with other shapes than the parameters, such as factored moments.
-
-    Args:
-      model: only its `nnx.Param` variables are updated.
-      transformation: its `update` may take `variables`, which have specs and padding.
-    """
-
-    def __init__(self, model: nnx.Module, transformation: optax.GradientTransformation):
-        self.transformation = transformation
-        self.step = OptimizerState(jnp.zeros((), jnp.int32))  # signed: schedules subtract from it
-        params = _parameters(model)
-        state = transformation.init(self._optax_arrays(params, params))
-        logical = isinstance(transformation, OnLogicalShapes)
-
-        def variable(path: tuple[Any, ...], leaf: Array) -> OptimizerState:
-            owner = _parameter_at(path, params)
-            return OptimizerState(leaf, **({} if owner is None else _sharding_metadata(leaf.shape, owner, logical)))
-
-        self.opt_state = nnx.data(jax.tree_util.tree_map_with_path(variable, state))
-
-    def update(self, model: nnx.Module, grads: nnx.State) -> None:
-        """Applies gradients, with the structure of the model's parameters."""
-        variables = _parameters(model)
-        params = self._optax_arrays(variables, variables)
-        state = jax.tree.map(lambda v: v[...], self.opt_state, is_leaf=_is_variable)
-        update = optax.with_extra_args_support(self.transformation).update
-        updates, state = update(
-            self._optax_arrays(named_variables(grads), variables), state, params, variables=variables
-        )
-        jax.tree.map(lambda v, array: v.set_value(array), self.opt_state, state, is_leaf=_is_variable)
-        updated = optax.apply_updates(params, updates)
-        for name, variable in variables.items():
-            variable.set_value(self._padded(updated[name], variable))
-        self.step.set_value(self.step[...] + 1)
-
-    def _optax_arrays(self, arrays: dict[str, Variable], owners: dict[str, Variable]) -> Arrays:
-        found = {name: jnp.asarray(variable[...]) for name, variable in arrays.items()}
-        if not isinstance(self.transformation, OnLogicalShapes):
-            return found
-        tp, sizes = axis_size(TP), mesh_sizes(current_mesh())
-        return {
-            name: constrain(unpad(array, padding, tp), logical_spec(owners[name], sizes))
-            if (padding := padding_of(owners[name])) and array.shape != logical_shape(owners[name])
-            else array
-            for name, array in found.items()
-        }
-
-    def _padded(self, array: Array, owner: Variable) -> Array:
-        if array.shape == tuple(owner.shape):
-            return array
-        return constrain(pad(array, padding_of(owner), axis_size(TP)), spec_of(owner))
 
 
 class Skipped(nnx.Variable[Any]):
@@ -240,42 +163,3 @@ def bytes_per_device(blueprint: Blueprint) -> int:
 def named_arrays(state: nnx.State) -> dict[str, Array]:
     """Returns the arrays of a state by dotted path."""
     return {name: variable[...] for name, variable in named_variables(state).items()}
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, OptimizerState)
-
-
-def _parameters(model: nnx.Module) -> dict[str, Variable]:
-    # The variables themselves, not copies.
-    return {
-        ".".join(map(str, path)): variable
-        for path, variable in nnx.iter_graph(model)
-        if isinstance(variable, nnx.Param)
-    }
-
-
-def _parameter_at(path: tuple[Any, ...], params: dict[str, Variable]) -> Variable | None:
-    keys = (getattr(key, "key", None) for key in path)
-    return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
-
-
-def _sharding_metadata(shape: tuple[int, ...], owner: Variable, logical: bool) -> dict[str, Any]:
-    # The parameter's spec and padding, without the dim that a factored moment has averaged away: `nnx.Optimizer` would
-    # give the moment the full spec, which does not fit.
-    whole = logical_shape(owner) if logical else tuple(owner.shape)
-    axes, every = split_dims(owner), tuple(range(len(whole)))
-    for dims in (every, *(tuple(d for d in every if d != averaged) for averaged in every)):
-        if tuple(whole[d] for d in dims) == shape:
-            kept = [axes[d] for d in dims]
-            padding = tuple(
-                (dims.index(len(whole) + dim) - len(dims), split)
-                for dim, split in padding_of(owner)
-                if not logical and len(whole) + dim in dims
-            )
-            return {
-                "out_sharding": PartitionSpec(*divisible_axes(shape, kept, mesh_sizes(current_mesh()))),
-                "eager_sharding": owner.get_metadata().get("eager_sharding", False),
-                **({"padding": padding} if padding else {}),
-            }
-    return {}

@@ -1,11 +1,10 @@
 """The programs of a run: training step and evaluation.
 
 A step computes the summed loss and its gradient by micro-batch (`loss_and_grads`), divides by the number of tokens,
-applies the Optax chain (`Optimizer.update` in `state.py`: clipping, rule, decay and learning rate of `optimizer.py`),
+applies the Optax chain (`sharded_optimizer.py`: clipping, rule, decay and learning rate of `optimizer.py`),
 moves the selection biases of experts, and selects the old state if the step is not finite (`_skip_if_nonfinite`).
 """
 
-import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -111,7 +110,7 @@ def make_train_step(
         others += [grads] if with_grads else []
 
         with jax.named_scope(OPTIMIZER_SCOPE):
-            train_state.optimizer.update(model, grads)
+            train_state.optimizer.update(model, grads, mean)
         if terms.balance is not None and not blueprint.config.lora.rank:
             model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
 
@@ -243,7 +242,10 @@ def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> dict[str, Ar
     # Also `name/group` for each pattern of paths; in float32.
     state = optax.tree.cast(state, "float32")
     variables = named_variables(state)
-    parts = {f"{name}/{group}": [variables[path][...] for path in fnmatch.filter(variables, group)] for group in groups}
+    parts = {
+        f"{name}/{group}": [v[...] for path, v in variables.items() if optimizers.matches(group, path)]
+        for group in groups
+    }
     with jax.named_scope(name):
         return {key: optax.tree.norm(part) for key, part in {name: state, **parts}.items()}
 

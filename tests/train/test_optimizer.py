@@ -250,8 +250,8 @@ def test_patterns_that_do_nothing_are_refused():
     }.items():
         config = OptimizerConfig(groups={"blocks.*": GroupConfig(), pattern: GroupConfig()})
         with pytest.raises(ConfigError, match=message):
-            optimizers.check_groups(config, names)
-    optimizers.check_groups(OptimizerConfig(groups=GROUPS), names)
+            optimizers.check_patterns("optimizer.groups", config.groups, names)
+    optimizers.check_patterns("optimizer.groups", GROUPS, names)
 
 
 def test_a_group_of_frozen_parameters_is_refused():

@@ -1,0 +1,366 @@
+"""Optax's transformations on sharded and padded models: equal to one device, also resumed on another mesh."""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from support import assert_close, by_name, sweep_of
+
+import jaxtp
+from jaxtp.checkpoint.checksum import sums
+from jaxtp.checkpoint.logical import logical_spec, named_variables
+from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.config.schema import ConfigError
+from jaxtp.layers.parameter import PaddedDim, parameter, spec_of
+from jaxtp.mesh import make_mesh, mesh_sizes
+from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
+from jaxtp.train.optimizer import by_path, current_learning_rate
+from jaxtp.train.sharded_optimizer import Optimizer
+from jaxtp.train.state import plan_state
+from jaxtp.train.step import fetch, make_train_step
+
+DECODER = jaxtp.ModelConfig(  # over tp 2 and 4 the vocabulary, heads and d_ff are padded
+    vocab_size=61, d_model=16, num_layers=2, num_heads=9, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0
+)
+
+
+class Plain(nnx.Module):
+    """Matrices that each axis of a mesh splits, vectors and a scalar, in plain Flax."""
+
+    def __init__(self, rngs, hidden):
+        draw = lambda *shape: jax.random.normal(rngs.params(), shape) / shape[0] ** 0.5
+        dim = PaddedDim((hidden,))
+        self.up = parameter("up", draw(8, hidden), PartitionSpec("fsdp", "tp"), padding=((-1, dim),))
+        self.bias = parameter("bias", draw(hidden), PartitionSpec("tp"), padding=((-1, dim),))
+        self.down = parameter("down", draw(hidden, 8), PartitionSpec("tp", "fsdp"), padding=((-2, dim),))
+        self.square = parameter("square", draw(8, 8), PartitionSpec("tp"))
+        self.gain = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        hidden = jnp.tanh(x @ self.up[...] + self.bias[...]) @ self.down[...]
+        return self.gain[...] * jnp.tanh(hidden) @ self.square[...]
+
+
+def loss_of_decoder(model, ids):
+    total, count = model.loss(ids[:, :-1], ids[:, 1:])
+    return total / count
+
+
+def loss_of_plain(model, arrays):
+    return jnp.mean(jnp.square(model(arrays[0]) - arrays[1]))
+
+
+MODELS = {
+    "decoder": (lambda: jaxtp.Decoder(DECODER, rngs=nnx.Rngs(0)), loss_of_decoder),
+    "plain": (lambda: Plain(nnx.Rngs(0), 12), loss_of_plain),
+    "padded": (lambda: Plain(nnx.Rngs(0), 11), loss_of_plain),
+}
+
+
+def batch_of(model, step):
+    random = np.random.default_rng(step)
+    if model == "decoder":
+        return random.integers(DECODER.vocab_size, size=(8, 9))
+    return random.standard_normal((2, 16, 8), np.float32)
+
+
+class ShampooState(NamedTuple):
+    count: int
+    statistics: dict
+
+
+def shampoo(rate):
+    """Shampoo (arXiv 1802.09568) of the last two dims: lists and a Python number in its state."""
+
+    def init(params):
+        def zeros(param):
+            return [jnp.zeros((*param.shape[:-2], n, n)) for n in param.shape[-2:]] if param.ndim > 1 else None
+
+        return ShampooState(0, {name: zeros(param) for name, param in params.items()})
+
+    def root(matrix):
+        values, vectors = jnp.linalg.eigh(matrix + 1e-2 * jnp.eye(matrix.shape[-1]))
+        return vectors * values[..., None, :] ** -0.25 @ vectors.mT
+
+    def update(updates, state, params=None):
+        del params
+        statistics, scaled = {}, {}
+        for name, g in updates.items():
+            old = state.statistics[name]
+            statistics[name] = old and [old[0] + g @ g.mT, old[1] + g.mT @ g]
+            scaled[name] = -rate * (root(statistics[name][0]) @ g @ root(statistics[name][1]) if old else g)
+        return scaled, ShampooState(state.count + 1, statistics)
+
+    return optax.GradientTransformation(init, update)
+
+
+def last_two_dims(params):
+    numbers = optax.contrib.MuonDimensionNumbers
+    return jax.tree.map(lambda p: numbers(p.ndim - 2, p.ndim - 1) if p.ndim > 1 else None, params)
+
+
+R = 1e-2
+TRANSFORMATIONS = {
+    "adamw": optax.adamw(R),
+    "adafactor": optax.adafactor(R, min_dim_size_to_factor=8, weight_decay_rate=1e-3),
+    "momentum": optax.sgd(R, momentum=0.9, nesterov=True),
+    "lion": optax.lion(R),
+    "adabelief": optax.adabelief(R),
+    "novograd": optax.novograd(R),
+    "lamb": optax.lamb(R),
+    "lars": optax.lars(R),
+    "sm3": optax.masked(optax.sm3(R), lambda params: jax.tree.map(lambda p: p.ndim > 0, params)),
+    "prodigy": optax.contrib.prodigy(1.0, estim_lr0=1e-3),
+    "dadapt_adamw": optax.contrib.dadapt_adamw(1.0, estim_lr0=1e-3),
+    "muon": optax.contrib.muon(
+        R,
+        muon_weight_dimension_numbers=last_two_dims,
+    ),
+    "galore": optax.contrib.galore(R, rank=4),
+    "schedule_free": optax.contrib.schedule_free_adamw(R),
+    "shampoo": shampoo(R),
+    "lbfgs": optax.lbfgs(R, memory_size=3, linesearch=None),
+    "multi_steps": optax.MultiSteps(optax.adamw(R), 2),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(R), 3),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.adam(R)),
+    "inject": optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(R, 0.0, 10)),
+    "plateau": optax.chain(optax.adam(R), optax.contrib.reduce_on_plateau(accumulation_size=3, patience=1)),
+    "polyak": optax.polyak_sgd(),
+    "mechanize": optax.contrib.mechanize(optax.adamw(R)),
+    "frozen": by_path({"*bias|*.scale|gain": optax.set_to_zero(), "*": optax.adamw(R)}),
+    "sam": optax.GradientTransformation(*optax.contrib.sam(optax.sgd(R), optax.sgd(0.05))),  # takes no extra arguments
+    "flatten": optax.flatten(optax.adam(R)),
+}
+TOLERANCE = {"lbfgs": 1e-4}  # it stores differences of gradients
+
+
+class Pair(nnx.Module):
+    def __init__(self, name, model):
+        self.model = MODELS[model][0]()
+        self.optimizer = Optimizer(self.model, TRANSFORMATIONS[name])
+
+
+def planned(name, model, mesh):
+    with jax.set_mesh(mesh):
+        graph, abstract = nnx.split(nnx.eval_shape(lambda: Pair(name, model)))
+        return graph, abstract, nnx.get_named_sharding(abstract, mesh)
+
+
+def advance(name, model, mesh, steps, state=None):
+    """The state after some steps, from the initial one if None, and the losses."""
+    graph, _, shardings = planned(name, model, mesh)
+
+    def step(state, batch):
+        pair = nnx.merge(graph, state, copy=True)
+        value, grads = nnx.value_and_grad(MODELS[model][1])(pair.model, batch)
+        pair.optimizer.update(pair.model, grads, value)
+        return nnx.state(pair), value
+
+    with jax.set_mesh(mesh):
+        if state is None:
+            state = jax.jit(lambda: nnx.state(Pair(name, model)), out_shardings=shardings)()
+        compiled, losses = jax.jit(step, out_shardings=(shardings, None)), []
+        for i in steps:
+            state, loss = compiled(state, batch_of(model, i))
+            losses.append(float(loss))
+    assert compiled._cache_size() == 1, "a state that is restored or updated has another type than before"
+    return state, losses
+
+
+@cache
+def on_one_device(name, model):
+    """The arrays after four steps, and their losses."""
+    mesh = make_mesh()
+    state, losses = advance(name, model, mesh, range(4))
+    return by_name(state, mesh), losses
+
+
+MESHES = {
+    "plain": ({"fsdp": 2, "tp": 2}, {"tp": 4}),
+    "padded": ({"fsdp": 2, "tp": 2}, {"tp": 4}),
+    "decoder": ({"tp": 2}, {"fsdp": 2, "tp": 2}),
+}
+"""The meshes before and after a checkpoint."""
+PLAIN = [("plain", name) for name in ("galore", "multi_steps", "noise", "plateau", "frozen")]
+PADDED = [("padded", name) for name in ("adafactor", "lamb", "shampoo")]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [*sweep_of((["padded", "decoder"], TRANSFORMATIONS), *PADDED), *PLAIN],
+)
+def test_a_run_equals_one_device_and_resumes_on_another_mesh(tmp_path, model, name):
+    first, second = (make_mesh(**sizes) for sizes in MESHES[model])
+    state, losses = advance(name, model, first, range(2))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, state, first, {})
+        checkpoints.wait()
+        state = checkpoints.restore(2, planned(name, model, second)[1], second)
+    state, more = advance(name, model, second, range(2, 4), state)
+    arrays, expected = on_one_device(name, model)
+    np.testing.assert_allclose(losses + more, expected, rtol=1e-5)
+    assert_close(by_name(state, second), arrays, TOLERANCE.get(name, 1e-5))
+
+
+SPLIT = {  # elements per device of four, of `up` [8 / fsdp, 12 / tp]
+    "adamw": {"0.mu.up": 24, "0.nu.up": 24, "0.mu.bias": 6, "0.mu.square": 32, "0.mu.gain": 1},
+    "adafactor": {"0.v_row.up": 4, "0.v_col.up": 6},
+    "sm3": {"inner_state.0.mu.up.0": 4, "inner_state.0.mu.up.1": 6},
+    "galore": {"0.projector.up": 12, "0.base_optimizer_state.mu.up": 8},
+    "shampoo": {"statistics.up.0": 16, "statistics.up.1": 36},
+    "lbfgs": {"0.diff_params_memory.up": 3 * 24},
+    "multi_steps": {"acc_grads.up": 24, "inner_opt_state.0.mu.up": 24},
+    "frozen": {"inner_states.*.inner_state.0.mu.up": 24},
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_state_is_split_like_its_parameter(name):
+    _, abstract, shardings = planned(name, "plain", make_mesh(fsdp=2, tp=2))
+    shards = named_variables(shardings["optimizer"]["opt_state"])
+    found = named_variables(abstract["optimizer"]["opt_state"])
+    sizes = {path: math.prod(shards[path].get_value().shard_shape(v.shape)) for path, v in found.items()}
+    assert {path: sizes.get(path) for path in SPLIT[name]} == SPLIT[name], sizes
+
+
+def test_a_state_of_padded_parameters_is_split_as_evenly_as_its_shape_allows():
+    mesh = make_mesh(fsdp=2, tp=2)
+    _, abstract, _ = planned("adamw", "decoder", mesh)
+    moments = named_variables(abstract["optimizer"]["opt_state"][0].mu)
+    for path, param in named_variables(abstract["model"]).items():
+        assert spec_of(moments[path]) == logical_spec(param, mesh_sizes(mesh)), path
+    assert moments["embedding.embedding"].shape == (61, 16)
+
+
+def test_a_frozen_part_has_no_state_and_does_not_move():
+    mesh = make_mesh(tp=2)
+    with jax.set_mesh(mesh):
+        before = by_name(jax.jit(lambda: nnx.state(MODELS["plain"][0]()))(), mesh)
+    state, _ = advance("frozen", "plain", mesh, range(2))
+    after = by_name(state["model"], mesh)
+    assert {name for name in before if (before[name] == after[name]).all()} == {"bias", "gain"}
+    assert not [path for path in named_variables(state["optimizer"]) if path.endswith((".bias", ".gain"))]
+
+
+def test_patterns_of_by_path_are_refused():
+    params = {"mlp.up.kernel": jnp.ones((2, 2)), "mlp.up.bias": jnp.ones(2), "norm.scale": jnp.ones(2)}
+    zero = optax.set_to_zero()
+    for patterns, message in {
+        ("*.bais", "*"): r"by_path: the pattern '\*\.bais' matches no trained parameter; there are:\n  mlp.up.bias\n",
+        ("mlp.*", "*.kernel", "*"): r"earlier patterns match everything that '\*\.kernel' matches",
+        ("mlp.*",): "no pattern matches norm.scale; end with the pattern",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            by_path(dict.fromkeys(patterns, zero)).init(params)
+
+
+def test_by_path_updates_each_part_by_its_own():
+    params = {"a.kernel": jnp.ones((2, 3)), "a.bias": jnp.ones(3), "b": {"scale": jnp.ones(2)}}
+    grads = jax.tree.map(lambda p: jnp.arange(1.0, p.size + 1).reshape(p.shape), params)
+    both = by_path({"*.bias|b.scale": optax.sgd(0.5), "*": optax.adam(0.1)})
+    updates, _ = both.update(grads, both.init(params), params)
+    adam, _ = optax.adam(0.1).update(grads, optax.adam(0.1).init(params), params)
+    expected = {**jax.tree.map(lambda g: -0.5 * g, grads), "a.kernel": adam["a.kernel"]}
+    assert_close(updates | {"b": updates["b"]["scale"]}, expected | {"b": expected["b"]["scale"]}, 1e-6)
+
+
+def test_weights_that_are_averaged_are_evaluated():
+    mesh = make_mesh(fsdp=2, tp=2)
+    state, _ = advance("schedule_free", "padded", mesh, range(3))
+    graph, _, shardings = planned("schedule_free", "padded", mesh)
+
+    def averaged(state):
+        pair = nnx.merge(graph, state, copy=True)
+        pair.optimizer.replace_params(pair.model, optax.contrib.schedule_free_eval_params)
+        return nnx.state(pair)
+
+    with jax.set_mesh(mesh):
+        after = by_name(jax.jit(averaged, out_shardings=shardings)(state)["model"], mesh)
+    params = by_name(state["model"], mesh)
+    z = by_name(nnx.State({"z": state["optimizer"]["opt_state"].z}), mesh)
+    expected = {name: (params[name] - 0.1 * z[f"z.{name}"]) / 0.9 for name in params}  # b1 is 0.9
+    assert_close(after, expected, 1e-6)
+    assert any((after[name] != params[name]).any() for name in params)
+
+
+def stateful(init, update):
+    return optax.GradientTransformation(lambda params: init, lambda updates, state, params=None: update(updates, state))
+
+
+REFUSED = {
+    "a line search": (optax.lbfgs(), "value_fn"),
+    "Sophia": (optax.contrib.sophia(R), "obj_fn must be provided"),
+    "gradients of examples": (
+        optax.contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0)),
+        "to have a batch dimension",
+    ),
+    "means": (optax.stateless(lambda g, _: jax.tree.map(jnp.mean, g)), r"update of bias is \(\), not \(12,\)"),
+    "lookahead": (
+        optax.lookahead(optax.sgd(R), 5, 0.5),
+        "'fast'\nIt sees the parameters as a flat dict",
+    ),
+    "text": (stateful({"mode": "fast"}, lambda g, s: (g, s)), "state at mode is 'fast'"),
+    "complex": (stateful({"z": 1j}, lambda g, s: (g, s)), "state at z is a complex64 array"),
+    "another dtype": (stateful({"n": 0}, lambda g, s: (g, {"n": s["n"] + 0.5})), r"at n is float32\[\], not int32\[\]"),
+    "a new entry": (stateful({}, lambda g, s: (g, {"n": 0})), r"at n is int32\[\], not absent"),
+    "a rate": (1e-3, "the optimizer is 0.001: should be an Optax transformation"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.filterwarnings("ignore:.*has no attribute")
+def test_what_cannot_be_had_is_refused_before_anything_is_allocated(what):
+    transformation, message = REFUSED[what]
+    with pytest.raises(ConfigError, match=message), jax.set_mesh(make_mesh(tp=2)):
+        nnx.eval_shape(lambda: Optimizer(MODELS["plain"][0](), transformation))
+
+
+@pytest.mark.parametrize(
+    ("transformation", "expected"),
+    [
+        (optax.adamw(R), None),
+        (optax.inject_hyperparams(optax.adamw)(R), R),
+        (optax.MultiSteps(optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(R, 0, 2)), 1), R / 2),
+        (by_path({"a": optax.inject_hyperparams(optax.sgd)(R), "b": optax.sgd(R)}), R),
+        (by_path({"a": optax.inject_hyperparams(optax.sgd)(R), "b": optax.inject_hyperparams(optax.sgd)(R)}), None),
+    ],
+)
+def test_the_learning_rate_of_the_last_update(transformation, expected):
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    state = transformation.init(params)
+    for _ in range(2):
+        _, state = transformation.update(params, state, params)
+    rate = current_learning_rate(state)
+    assert rate is None if expected is None else float(rate) == pytest.approx(expected)
+
+
+def test_an_infinite_scalar_is_sound_and_nan_is_not():
+    """The lowest loss so far starts at infinity."""
+    arrays = {"best": jnp.inf, "nan": jnp.nan, "vector": [jnp.inf]}
+    assert sums({name: jnp.asarray(value) for name, value in arrays.items()}).not_finite() == {"nan": 1, "vector": 1}
+
+
+def test_the_training_step_passes_its_mean_loss_and_gradient():
+    def update(updates, state, params=None, *, value, grad, **_):
+        return jax.tree.map(jnp.zeros_like, updates), {"value": value, "norm": optax.tree.norm(grad)}
+
+    empty = {"value": 0.0, "norm": 0.0}
+    mesh = make_mesh(fsdp=2, tp=2)
+    blueprint = plan_state(DECODER, optax.GradientTransformationExtraArgs(lambda params: empty, update), mesh)
+    config = TrainConfig(model=DECODER, data=DataConfig(sequence_length=8), train=LoopConfig(steps=2))
+    ids = batch_of("decoder", 0)
+    with jax.set_mesh(mesh):
+        state, scalars = make_train_step(config, blueprint)(
+            blueprint.create(0), {"inputs": ids[:, :-1], "labels": ids[:, 1:]}
+        )
+    found, metrics = state["optimizer"]["opt_state"], fetch(scalars)
+    assert float(found["value"][...]) == pytest.approx(metrics["loss"])
+    assert float(found["norm"][...]) == pytest.approx(metrics["grad_norm"])
