@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from jaxtp.tools.explain.explanation import explain as explain
     from jaxtp.tools.explain.propose import Proposal as Proposal
     from jaxtp.tools.explain.propose import propose_plan as propose_plan
+    from jaxtp.train.optimizer import by_path as by_path
     from jaxtp.train.task import Task as Task
     from jaxtp.train.trainer import Trainer as Trainer
 

@@ -242,7 +242,7 @@ def plan(
 
         assert data is not None
         make_model, lines = split_model(config, mesh, task, data.train.shapes)
-    optimizer = transformation(task) or optimizers.build(config.optimizer, config.train.steps)
+    optimizer = transformation(task, config.train.steps) or optimizers.build(config.optimizer, config.train.steps)
     blueprint = plan_state(config.model, optimizer, mesh, make_model)
     paths = list(trained_parameters(blueprint))
     optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)

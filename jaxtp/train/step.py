@@ -90,9 +90,8 @@ def make_train_step(
       task: parts that replace the decoder's loss and the optimizer of `config`.
     """
     groups = config.metrics.norm_groups
-    schedule = None  # the rate of a user's transformation is not known
-    if task.optimizer is None or isinstance(task.optimizer, OptimizerConfig):
-        schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
+    is_own = task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig)
+    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
 
     def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
         train_state = blueprint.merge(state)
@@ -119,8 +118,10 @@ def make_train_step(
         new, skipped = _skip_if_nonfinite(updated, state, finite, config.train.skips_allowed)
 
         norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups)
-        rate = {} if schedule is None else {"learning_rate": jnp.asarray(schedule(num_updates))}
-        scalars = {"loss": mean, "loss_tokens": terms.count, **rate}
+        scalars = {"loss": mean, "loss_tokens": terms.count}
+        own_rate = optimizers.current_learning_rate(train_state.optimizer.optax_state()) if is_own else None
+        if (rate := own_rate if is_own else schedule(num_updates)) is not None:
+            scalars["learning_rate"] = jnp.asarray(rate)
         scalars |= {**norms, "skipped": skipped}
         if terms.balance is not None:
             scalars |= terms.balance.scalars(terms.count)

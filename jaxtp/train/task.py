@@ -4,6 +4,7 @@ A part is a plain function or value. `load_task` reads the parts that settings n
 the command and a script start the same run.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -46,8 +47,9 @@ class Task:
     """A function of the step that returns a dict of global NumPy rows; a dataset with `__len__` and `__getitem__`; or
     an iterable of such dicts (`data/batches.py`)."""
 
-    optimizer: optax.GradientTransformation | Callable[[], optax.GradientTransformation] | OptimizerConfig | None = None
-    """Optax sees the parameters as a dict by dotted path, `{"blocks.0.mlp.kernel": ...}`."""
+    optimizer: optax.GradientTransformation | optax.MultiSteps | Callable[..., Any] | OptimizerConfig | None = None
+    """An Optax transformation, or a function that returns one; a parameter `steps` gets the updates in the whole run.
+    It sees the parameters as a dict by dotted path, `{"blocks.0.mlp.kernel": ...}` (see `jaxtp.by_path`)."""
 
     plan: Mapping[str, Any] | None = None
     """Styles by pattern of module paths, for `parallelize`. By default the model's own PartitionSpecs, or else the plan
@@ -162,19 +164,25 @@ def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
                 yield f"{section}.{'.'.join(keys)}={value}: {reason}"
 
 
-def transformation(task: Task) -> optax.GradientTransformation | None:
-    """Returns the task's Optax transformation, if it has one; raises ConfigError for another object."""
+def transformation(task: Task, steps: int) -> optax.GradientTransformation | optax.MultiSteps | None:
+    """Returns the task's Optax transformation, if it has one.
+
+    Args:
+      steps: updates in the whole run, for a function with this parameter.
+
+    Raises:
+      ConfigError: the optimizer is something else, or the function fails.
+    """
     found = task.optimizer
     if found is None or isinstance(found, OptimizerConfig):
         return None
-    if not isinstance(found, tuple) and callable(found):
+    if callable(found):
         try:
-            found = found()
+            found = found(steps) if "steps" in inspect.signature(found).parameters else found()
         except Exception as error:
             raise user_code_error("optimizer", error) from error
-    if not isinstance(found, optax.GradientTransformation):
-        hint = "; pass its result, such as optax.adamw(3e-4)" if callable(found) else ""
-        raise ConfigError(f"optimizer is {found!r}, and should be an optax.GradientTransformation{hint}")
+    if not isinstance(found, optax.GradientTransformation | optax.MultiSteps):
+        raise ConfigError(f"optimizer is {found!r}, and should be an Optax transformation, such as optax.adamw(3e-4)")
     return found
 
 

@@ -269,13 +269,14 @@ def nonfinite_gradient(run: Run, what: str, step: int, batch: Batch, info: dict[
 
 def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFiniteError:
     """Returns the error for a non-finite update, whose weights are not saved."""
-    loss, gradient, weights, rate = (values[n] for n in ("loss", "grad_norm", "param_norm", "learning_rate"))
+    loss, gradient, weights = (values[name] for name in ("loss", "grad_norm", "param_norm"))
+    rate = f", which was {values['learning_rate']:g}" if "learning_rate" in values else ""
     counts = sums(named_arrays(run.state)).not_finite()
     where = f": {describe_not_finite(counts)}" if counts else ""
     return NonFiniteError(
         f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the weights after it {weights:g}: the "
         f"update is not finite{where}. These weights are not saved. {_resume_hint(run.checkpoints)}. Lower the "
-        f"learning rate, which was {rate:g}"
+        f"learning rate{rate}"
     )
 
 
