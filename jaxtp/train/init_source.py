@@ -70,6 +70,28 @@ class InitSource:
         return InitialState(blueprint.create(config.run.seed) if restored is None else restored.state)
 
 
+@dataclass(frozen=True)
+class OwnModelRun(InitSource):
+    """Another run of a model of the user's, whose parameters have the same paths and shapes."""
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuses the run's own folder."""
+        if self.path == config.run.dir:
+            raise ConfigError(f"run.init_from={self.path} is the run in run.dir itself; leave it out to resume that run")
+
+    def create_state(
+        self, config: TrainConfig, blueprint: Blueprint, restored: "Restored | None" = None
+    ) -> InitialState:
+        """Loads the parameters from the newest checkpoint, unless the run is resumed."""
+        if restored is not None or self.path is None:
+            return super().create_state(config, blueprint, restored)
+        from jaxtp.checkpoint.manager import load_weights
+
+        target = nnx.filter_state(blueprint.abstract["model"], nnx.Param)
+        weights, folder = load_weights(self.path, target, blueprint.mesh)
+        return InitialState(blueprint.create(config.run.seed, weights), description=f"weights from {folder}")
+
+
 def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyConfig, InitSource]:
     """Returns the configuration with model and adapter sizes, and the weights' source.
 
@@ -85,6 +107,8 @@ def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyCon
         raise ConfigError("--run.init-from and --model.from-hf are conflicting weight sources; leave one of them out")
     if folder is None and config.model.ignore_config:
         raise ConfigError("--ignore-config applies to the model of --model.from-hf, and there is none")
+    if config.model.build is not None:
+        return config, OwnModelRun(run) if run is not None else InitSource()
     if run is not None or folder is not None:
         from jaxtp.train.pretrained import resolve_pretrained
 
