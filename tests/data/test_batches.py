@@ -294,7 +294,9 @@ def test_arrays_that_a_source_fills_again_are_not_disturbed_by_reading_ahead():
         assert read(source, count=9)[0] == [[step] * B for step in range(9)]
 
 
-@pytest.mark.parametrize("source", [lambda: Stream(ROWS - 4), lambda: [Stream(9, 2) for _ in range(4)]])
+@pytest.mark.parametrize(
+    "source", [lambda: Dataset(ROWS - 4), lambda: Stream(ROWS - 4), lambda: [Stream(9, 2) for _ in range(4)]]
+)
 def test_a_short_batch_is_padded_with_rows_without_weight(source):
     batches = [batch for batch, _ in opened(source(), with_weights=True, once=True).read(range(B), Position())]
     assert all(batch["x"].shape == batch[WEIGHTS].shape == (B,) for batch in batches)
