@@ -34,6 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxtp.config.entry import UserError
 from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, current_mesh, gradient_sum_axes, parts
 
 GATHERED = "gathered"
@@ -118,15 +119,19 @@ def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> A
     return gather(x)
 
 
+class DivisionError(UserError):
+    """A mesh that does not divide a dim."""
+
+
 def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
-    """Raises a ValueError unless the mesh axes in `spec` divide each dim."""
+    """Raises a DivisionError unless the mesh axes in `spec` divide each dim."""
     for dim, axes in enumerate(spec):
         names = axes_of(axes)
         count = axis_size(*names)
         if shape[dim] % count:
             below, above = shape[dim] // count * count, -(-shape[dim] // count) * count
             product = " x ".join(f"{axis}={axis_size(axis)}" for axis in names if axis_size(axis) > 1)
-            raise ValueError(
+            raise DivisionError(
                 f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by {product}; "
                 f"nearest: {f'{below} or {above}' if below else above}"
             )

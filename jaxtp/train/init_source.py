@@ -77,7 +77,9 @@ class OwnModelRun(InitSource):
     def check(self, config: TrainConfig) -> None:
         """Refuses the run's own folder."""
         if self.path == config.run.dir:
-            raise ConfigError(f"run.init_from={self.path} is the run in run.dir itself; leave it out to resume that run")
+            raise ConfigError(
+                f"run.init_from={self.path} is the run in run.dir itself; leave it out to resume that run"
+            )
 
     def create_state(
         self, config: TrainConfig, blueprint: Blueprint, restored: "Restored | None" = None

@@ -1,7 +1,7 @@
 """Starting a run: `make_run` turns a configuration into a state on its devices and the programs that step it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,10 @@ from jaxtp.train.memory_check import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
 from jaxtp.train.run_data import RunData, open_data
 from jaxtp.train.run_report import Report, summary
-from jaxtp.train.state import Blueprint, plan_state, trained_parameters
+from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
-from jaxtp.train.task import Task, load_task, transformation, with_references
-from jaxtp.train.user_loss import inspect_loss
+from jaxtp.train.task import Loss, Task, load_task, transformation, with_references
+from jaxtp.train.user_loss import Traits, inspect_loss
 from jaxtp.train.validation import batch_problems, open_mesh, refuse
 
 
@@ -235,15 +235,8 @@ def plan(
       ConfigError: a pattern matches no trained parameter, memory is too small, or a loss is not a sum.
       PlanError: the plan does not fit the model or the mesh.
     """
-    lines: list[str] = []
-    make_model = None
-    if task.has_own_model:
-        from jaxtp.train.own_model import split_model
-
-        assert data is not None
-        make_model, lines = split_model(config, mesh, task, data.train.shapes)
-    optimizer = transformation(task, config.train.steps) or optimizers.build(config.optimizer, config.train.steps)
-    blueprint = plan_state(config.model, optimizer, mesh, make_model)
+    shapes = None if data is None else data.train.shapes
+    blueprint, lines = plan_task(config, mesh, task, shapes)
     paths = list(trained_parameters(blueprint))
     optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
     for pattern in config.metrics.norm_groups:
@@ -252,12 +245,38 @@ def plan(
         require_memory(config, blueprint)
     if task.loss is not None:
         assert data is not None
-        with jax.set_mesh(mesh):
-            traits = inspect_loss(task.loss, blueprint.merge(blueprint.abstract).model, data.train.shapes)
-        if traits.changes and config.train.accumulation > 1:
-            raise ConfigError(
-                f"train.accumulation={config.train.accumulation}: a step changes {', '.join(traits.changes[:3])}, "
-                "which would depend on the micro-batches; use --train.accumulation 1"
-            )
-        data.pad_short_batches(traits.reads_weights)
+        data.pad_short_batches(traits_of(config, blueprint, task.loss, data.train.shapes).reads_weights)
     return blueprint, lines
+
+
+def plan_task(
+    config: TrainConfig, mesh: Mesh, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct] | None
+) -> tuple[Blueprint, list[str]]:
+    """Plans the state of a task, and returns lines on it; `batch` is only for a model without a plan.
+
+    Raises:
+      ConfigError: the function that builds the model fails, or nothing is trained.
+      PlanError: the plan does not fit the model or the mesh.
+    """
+    make_model: MakeModel | None = None
+    lines: list[str] = []
+    if task.has_own_model:
+        from jaxtp.train.own_model import split_model
+
+        make_model, lines = split_model(config, mesh, task, batch or {})
+    optimizer = transformation(task, config.train.steps) or optimizers.build(config.optimizer, config.train.steps)
+    return plan_state(config.model, optimizer, mesh, make_model), lines
+
+
+def traits_of(
+    config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> Traits:
+    """Inspects a loss on the mesh; raises ConfigError if it fails, or micro-batches would change its results."""
+    with jax.set_mesh(blueprint.mesh):
+        traits = inspect_loss(loss, blueprint.merge(blueprint.abstract).model, batch)
+    if traits.changes and config.train.accumulation > 1:
+        raise ConfigError(
+            f"train.accumulation={config.train.accumulation}: a step changes {', '.join(traits.changes[:3])}, "
+            "which would depend on the micro-batches; use --train.accumulation 1"
+        )
+    return traits

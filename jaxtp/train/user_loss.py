@@ -68,6 +68,7 @@ class Traits:
     reads_weights: bool  # of rows (`WEIGHTS`)
     changes: tuple[str, ...]  # variables of the model that it changes, by dotted path
     metrics: tuple[str, ...]
+    is_random: bool  # whether results depend on the random key
 
 
 def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Traits:
@@ -82,16 +83,17 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
 
-    def run(weights: list[Array], batch: dict[str, Array], leaves: list[Array], params: nnx.State) -> tuple[Any, Any]:
+    def run(
+        key: Array, weights: list[Array], batch: dict[str, Array], leaves: list[Array], params: nnx.State
+    ) -> tuple[Any, Any]:
         nonlocal metrics
-        key = jax.random.key(0)
         merged = nnx.merge(graph, params, rng_state(rngs, key), jax.tree.unflatten(tree, leaves), copy=True)
         terms = call(loss, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
         metrics = tuple(terms.metrics)
         return terms, jax.tree.leaves(changeable(merged, others))
 
     def trace(*weights: jax.ShapeDtypeStruct) -> Any:
-        return jax.make_jaxpr(run)(list(weights), dict(batch), leaves, params).jaxpr
+        return jax.make_jaxpr(run)(jax.random.key(0), list(weights), dict(batch), leaves, params).jaxpr
 
     reads = WEIGHTS in batch
     if not reads:
@@ -99,7 +101,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
             Exception
         ):  # a loss may pass the batch's keys to a function that does not know this one
             jaxpr = trace(weights)
-            reads = jaxpr.invars[0] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - len(leaves)])
+            reads = jaxpr.invars[1] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - len(leaves)])
     try:
         jaxpr = trace(*([weights] if reads and WEIGHTS not in batch else []))
     except UserError:
@@ -113,7 +115,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     owners = [".".join(map(str, path)) for path, variable in flat for _ in jax.tree.leaves(variable)]
     before = jaxpr.invars[first : first + len(leaves)]
     changed = [name for name, was, now in zip(owners, before, results, strict=True) if was is not now]
-    return Traits(reads, tuple(changed), metrics)
+    return Traits(reads, tuple(changed), metrics, jaxpr.invars[0] in _needed(jaxpr, jaxpr.outvars))
 
 
 def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:

@@ -16,6 +16,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
+from jaxtp.tools.check.subject import random_tokens
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.step import loss_and_grads
 
@@ -184,7 +185,7 @@ def stepped(mesh, accumulation, remat, scan_layers=True):
     )
     build = lambda: jaxtp.Decoder(model, rngs=nnx.Rngs(0))
     graph, state = state_on_mesh(build, random_weights(lambda: jaxtp.Decoder(BALANCED, rngs=nnx.Rngs(0))), on)
-    (batch, *_) = parity.batches(BASE)
+    (batch, *_) = random_tokens(BASE)
 
     @jax.jit
     def step(state, batch):
@@ -218,7 +219,7 @@ def test_balance_is_that_of_one_device(step):
     expected, right, _, _ = stepped((1, 1, 1, 1), 1, "none")
     assert_close(found, expected)
     np.testing.assert_array_equal(times, right)
-    tokens = (parity.batches(BASE)[0][SEGMENTS] != 0).sum()
+    tokens = (random_tokens(BASE)[0][SEGMENTS] != 0).sum()
     np.testing.assert_array_equal(times.sum(axis=1), [tokens * BALANCED.experts_per_token] * BALANCED.num_layers)
     assert dropped == 0
     before = random_weights(lambda: jaxtp.Decoder(BALANCED, rngs=nnx.Rngs(0)))["blocks.mlp.selection_bias"]

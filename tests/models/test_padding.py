@@ -25,6 +25,7 @@ from jaxtp.mesh import mesh_shape, mesh_sizes
 from jaxtp.models.config import padded_sizes
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
+from jaxtp.tools.check.subject import random_tokens
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import plan_state
@@ -108,7 +109,7 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     step = make_train_step(config, plan)
     state = plan.create(seed=0)
     with jax.set_mesh(plan.mesh):
-        for batch in parity.batches(config):
+        for batch in random_tokens(config):
             state, _ = step(state, {name: jnp.asarray(array) for name, array in batch.items()})
     padded = {n: v for n, v in named_variables(state).items() if logical_shape(v) != tuple(v.shape)}
     assert {"model.blocks.attention.out.kernel", "model.blocks.mlp.down.kernel"} <= padded.keys()

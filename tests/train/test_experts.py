@@ -27,6 +27,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import TP, mesh_of, mesh_shape
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
+from jaxtp.tools.check.subject import random_tokens
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
@@ -98,7 +99,7 @@ def updated(sizes, **train):
     step = make_train_step(config, plan)
     with jax.set_mesh(plan.mesh):
         state = plan.create(0)
-        for batch in parity.batches(config):
+        for batch in random_tokens(config):
             state, scalars = step(state, batch)
     return parity.on_host(state, plan.mesh)[BIAS], fetch(scalars)
 

@@ -12,14 +12,16 @@ import jaxtp
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
+from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.schema import UserPath, replace_nested, to_plain
+from jaxtp.config.schema import ConfigError, UserPath, replace_nested, to_plain
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.layers.parameter import Precision
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.first_difference import describe_error, first_difference
 from jaxtp.tools.check.parity import Errors, Tolerance
-from jaxtp.tools.check.shrink import ONE_DEVICE, Case, describe, plan
+from jaxtp.tools.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, describe, plan
+from jaxtp.tools.check.subject import Subject, open_subject
 from jaxtp.train.config import IGNORED_BY_STEP, TrainConfig
 from jaxtp.train.defaults import DeviceInfo, resolve_defaults
 
@@ -33,8 +35,14 @@ anything differs; the output names the first module that differs.
 
 Numbers are compared in float32; with --model.precision.compute bfloat16 also in bfloat16.
 
+--model.build FILE.py:build, --train.loss, --data.batches and --optimizer.build check a task of your own, as in jaxtp
+train. Your model is not shrunk: model.arguments can make it small. Your batches stay as they are, so a decoder keeps
+its vocabulary and length. The compiled step is not audited, because the compiler chooses collectives between your
+modules.
+
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
+NO_SUM = "the loss is no sum over single rows: it depends on the micro-batches, so train.accumulation has to be 1"
 VIRTUAL = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="devices")
 """Devices for the defaults of the model."""
 _WIDTH = 56
@@ -48,7 +56,7 @@ class CheckConfig(TrainConfig):
     meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 cp=2,tp=4 ...")] = ()
     """Meshes to compare with one device; axes that are left out are 1. By default the configuration's own, scaled down
     to 16 devices, and others that use each axis separately and together. With cp, each possible attention method is
-    checked; mesh.context selects one."""
+    checked; mesh.context selects one. For a model of your own: tp 2, tp 4, fsdp 2, fsdp 2 with tp 2, and dp 2."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Write every number to this file."""
@@ -59,7 +67,7 @@ COMMAND = Command(
     schema=CheckConfig,
     description=DESCRIPTION,
     short_help=("meshes", "json", *in_short_help(TrainConfig)),
-    ignored=(*IGNORED_BY_STEP, "launch"),
+    ignored=(*(name for name in IGNORED_BY_STEP if name != "data.batches"), "launch"),
 )
 
 
@@ -74,26 +82,41 @@ def _check(argv: Sequence[str]) -> int:
     if coarse and not any(word.replace("_", "-").startswith("--model.precision") for word in argv):
         config = replace_nested(config, {"model.precision": Precision()})
         notes.append(f"model.precision=float32: --model.precision.compute {coarse[0]} also compares in {coarse[0]}")
-    small, cases = plan(config, config.meshes)
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
-    request_virtual_devices(max(case.devices for case in cases))
+    request_virtual_devices(MAX_DEVICES)
+    subject = Subject()
+    if any((config.model.build, config.train.loss, config.data.batches, config.optimizer.build)):
+        small, cases, subject = open_subject(config, config.meshes)
+    else:
+        small, cases = plan(config, config.meshes)
     print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
-    shown = ("model",) if config.meshes else ("model", "mesh")
+    shown = ("model",) if config.meshes or subject.task.has_own_model else ("model", "mesh")
     print("".join(f"default {note}\n" for note in notes if note.startswith(shown)), end="")
-    print(f"shrunk  {', '.join(describe(config, small)) or 'nothing: the model is small'}")
-    print("        (rope_theta so that RoPE rotates every dim; noise is added to the weights)")
+    if subject.task.has_own_model:
+        print("shrunk  nothing: the model is your own; model.arguments can make it small")
+        print("        (noise is added to the parameters)")
+    else:
+        print(f"shrunk  {', '.join(describe(config, small)) or 'nothing: the model is small'}")
+        print("        (rope_theta so that RoPE rotates every dim; noise is added to the weights)")
+    if not subject.is_audited:
+        print("audit   none: the compiler may choose collectives outside of jaxtp's modules")
     print(f"cases   {len(cases)} in {' and '.join(dtypes(small))}; three updates; errors relative to one device\n")
     print(HEADER, flush=True)
     results: list[Verdict] = []
-    for verdict in verdicts(small, cases):
+    for verdict in verdicts(small, cases, subject):
         print("\n".join(verdict.lines()), flush=True)
         results.append(verdict)
-    failed = sum(not verdict.passed for verdict in results)
+    compared = [verdict for verdict in results if not verdict.left_out]
+    left_out = [verdict for verdict in results if verdict.left_out and verdict.case.devices > 1]
+    if left_out and (config.meshes or not compared):
+        raise ConfigError(f"cannot run on {left_out[0].case}: {left_out[0].problems[0]}")
+    failed = sum(not verdict.passed for verdict in compared)
     record = {"jaxtp": jaxtp.__version__, "jax": jax.__version__, "passed": not failed}
     record |= {"config": to_plain(config), "shrunk": to_plain(small)}
     write_json("--json", config.json, record | {"cases": [verdict.record() for verdict in results]})
-    print(f"\n{f'{failed} of {len(results)} differ' if failed else f'all {len(results)} equal one device'}")
+    count = len(compared)
+    print(f"\n{f'{failed} of {count} differ' if failed else f'all {count} equal one device'}")
     return 1 if failed else 0
 
 
@@ -107,6 +130,7 @@ class Verdict:
     errors: Errors | None  # None if the step failed
     problems: tuple[str, ...]  # from the audit, or why the step failed
     first_difference: str | None = None
+    left_out: bool = False  # not possible, and no failure
 
     @property
     def passed(self) -> bool:
@@ -115,7 +139,7 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Returns the table row and any problems."""
-        row = f"{'ok' if self.passed else 'FAIL':4}  {self.case!s:<{_WIDTH}}{self.dtype:<10}"
+        row = f"{'--' if self.left_out else 'ok' if self.passed else 'FAIL':4}  {self.case!s:<{_WIDTH}}{self.dtype:<10}"
         details = []
         if (e := self.errors) is not None:
             gradient, update = e.worst(self.tolerance)
@@ -148,6 +172,7 @@ class Verdict:
             "problems": self.problems,
             "first_difference": self.first_difference,
             "passed": self.passed,
+            "left_out": self.left_out,
         }
 
 
@@ -157,19 +182,31 @@ def dtypes(config: TrainConfig) -> list[str]:
     return ["float32", *[dtype for dtype in ("bfloat16", "float16") if dtype in of_model][:1]]
 
 
-def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
-    """Runs each case in each dtype."""
-    exact: parity.Numbers | None = None  # one device in float32
+def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()) -> Iterator[Verdict]:
+    """Runs each case in each dtype.
+
+    Raises:
+      ConfigError: the task cannot be checked, because it fails, is not finite or draws other numbers on one device.
+    """
+    exact: parity.Numbers | None = None  # another run on one device
     for dtype in dtypes(small):
         config = replace_nested(small, {"model.precision": Precision()}) if dtype == "float32" else small
-        tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config)
+        tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config, subject)
         expected: parity.Numbers | None = None
-        for case in (ONE_DEVICE, *cases):
+        if subject.is_own:
+            initial, expected, again = parity.on_one_device(config, subject)
+            exact = exact or again
+        for case in cases if subject.is_own else (ONE_DEVICE, *cases):
+            audited = case != ONE_DEVICE and subject.is_audited
+            search = partial(first_difference, config, case, initial, tolerance.tensor, subject)
             try:
-                actual = parity.run(config, case, initial, audited=case != ONE_DEVICE, replayed=exact)
+                actual = parity.run(config, case, initial, audited=audited, replayed=exact, subject=subject)
             except Exception as error:  # a broken layer may raise any exception
-                where = first_difference(config, case, initial, tolerance.tensor)
-                yield Verdict(case, dtype, tolerance, None, (where or describe_error(error),), where)
+                if subject.is_own and isinstance(error, UserError):
+                    yield Verdict(case, dtype, tolerance, None, (str(error),), left_out=True)
+                    continue
+                where = search()
+                yield Verdict(case, dtype, tolerance, None, (where or describe_error(f"{case}", error),), where)
                 if expected is None:
                     break
                 continue
@@ -178,8 +215,10 @@ def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
                 continue
             errors, where = parity.compare(actual, expected, exact), None
             if not errors.within(tolerance):
-                where = first_difference(config, case, initial, tolerance.tensor)
-                where = where or _remaining_cause(errors, tolerance)
+                if case.accumulation is not None:
+                    yield Verdict(case, dtype, tolerance, errors, (NO_SUM,), left_out=small.train.accumulation == 1)
+                    continue
+                where = search() or _remaining_cause(errors, tolerance)
             yield Verdict(case, dtype, tolerance, errors, actual.problems, where)
 
 

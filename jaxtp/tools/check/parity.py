@@ -6,34 +6,33 @@ rounding.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtp.analysis.audit import audit
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
-from jaxtp.config.schema import replace_nested
-from jaxtp.data.rows import SEGMENTS
+from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.layers.context import to_natural
-from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import CP, make_mesh, mesh_of
-from jaxtp.tools.check.shrink import UPDATES, Case, on_case
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
+from jaxtp.tools.check.subject import Subject
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
-from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, plan_state
+from jaxtp.train.state import OPTIMIZER_SCOPE, trained_parameters
 from jaxtp.train.step import EXPERTS, fetch, make_train_step
+from jaxtp.train.user_loss import require_sums
 from jaxtp.train.validation import share_of
 
 NOISE = 0.1  # standard deviation added to every weight: zero biases and equal scales hide mistakes
-DOCUMENTS = 4  # mean number in a row of a packed batch
+LAST_DIGITS = 2.0**-21  # relative; four units in the last place of float32
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in less than half the time on CPUs
 
 
@@ -44,6 +43,8 @@ class Tolerance:
     scalar: float  # for losses and gradient norms, in which rounding averages out over tokens
     tensor: float  # for each gradient and each updated array
 
+
+LOSS, GRAD_NORM = "the loss", "the gradient norm"
 
 TOLERANCES = {
     # 84 units in the last place; another order of summation changes about ten.
@@ -84,12 +85,16 @@ class Errors:
     margin: float = 0.0  # largest margin, on one device, of a choice that differs
     choices: int = 0  # expert choices
     rounding: Mapping[str, float] = field(default_factory=dict)
-    """Error of each array on one device, relative to float32. Cancellation, as in the gradient of a norm's scale, makes
-    it larger than the precision of the dtype."""
+    """Difference of each array, `LOSS` and `GRAD_NORM` between two runs on one device: in float32, or with other last
+    digits of the weights. Cancellation, as in the gradient of a norm's scale, makes it larger than the precision of the
+    dtype; the gradient of a bias of attention's keys is nothing else."""
 
     def allowed(self, name: str, tolerance: Tolerance) -> float:
-        """Returns an array's tolerance: at least twice its rounding error on one device."""
-        return max(tolerance.tensor, 2 * self.rounding.get(name, 0.0))
+        """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`: at least twice its rounding error on one device."""
+        least = tolerance.scalar if name in (LOSS, GRAD_NORM) else tolerance.tensor
+        rounding = self.rounding.get(name, 0.0)
+        # An array that is zero but for rounding. A mistake makes it many thousand times as large.
+        return 100.0 if rounding > 0.5 else max(least, 2 * rounding)
 
     def worst(self, tolerance: Tolerance) -> tuple[str, str]:
         """Returns the gradient and updated array with the largest errors relative to their tolerance; NaN first."""
@@ -101,85 +106,125 @@ class Errors:
 
     def within(self, tolerance: Tolerance) -> bool:
         """Returns whether all errors are allowed; NaN never is."""
-        scalars = self.loss <= tolerance.scalar and self.grad_norm <= tolerance.scalar
-        arrays = {**self.gradients, **self.updates}
-        allowed = all(error <= self.allowed(name, tolerance) for name, error in arrays.items())
-        return scalars and allowed and self.margin <= tolerance.tensor
+        errors = {LOSS: self.loss, GRAD_NORM: self.grad_norm, **self.gradients, **self.updates}
+        allowed = all(error <= self.allowed(name, tolerance) for name, error in errors.items())
+        return allowed and self.margin <= tolerance.tensor
 
 
-def initial_arrays(config: TrainConfig) -> Arrays:
-    """Returns the unpadded initial state, with noise added to the weights."""
-    blueprint = _plan(config, make_mesh())
-    arrays = to_logical(blueprint.create(config.run.seed), blueprint.mesh)
-    return {n: _with_noise(n, a) if n.startswith("model.") else np.asarray(a) for n, a in arrays.items()}
+def initial_arrays(config: TrainConfig, subject: Subject = Subject(), noise: float = NOISE) -> Arrays:
+    """Returns the unpadded initial state, with noise added to the weights; of a user's model only to parameters."""
+    blueprint = subject.blueprint(config, make_mesh())
+    arrays = on_host(blueprint.create(config.run.seed), blueprint.mesh)
+    names = {name for name in arrays if name.startswith("model.")}
+    if not blueprint.is_decoder:
+        names &= {f"model.{name}" for name in trained_parameters(blueprint)}
+    return {n: _with_noise(n, a, noise) if n in names else a for n, a in arrays.items()}
 
 
-def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
-    """Returns a random batch for each update; later rows have fewer labels.
+def on_one_device(config: TrainConfig, subject: Subject) -> tuple[Arrays, Numbers, Numbers]:
+    """Returns a task's initial arrays, its numbers, and its numbers with other last digits of the weights.
 
-    In a packed batch the last row and half of the row before it are padding.
+    Raises:
+      ConfigError: the numbers are not finite or not repeatable, or the loss is a mean.
     """
-    made, shape = [], (config.data.global_batch_size, config.data.sequence_length + 1)
-    for update in range(UPDATES):
-        random = np.random.default_rng(update)
-        tokens = random.integers(config.model.vocab_size, size=shape, dtype=np.int32)
-        masked = random.random(shape) < np.linspace(0, 0.5, shape[0])[:, None]
-        labels = np.where(masked, IGNORE, tokens)[:, 1:]
-        batch = {"inputs": tokens[:, :-1], "labels": labels}
-        if config.data.packed:
-            begins = random.random(labels.shape) < DOCUMENTS / labels.shape[1]
-            batch[SEGMENTS] = np.cumsum(begins, axis=1, dtype=np.int32)
-            for row, begin in ((-1, 0), (-2, labels.shape[1] // 2)):
-                batch[SEGMENTS][row, begin:], labels[row, begin:] = 0, IGNORE
-        made.append(batch)
-    return made
+    once = program(config, ONE_DEVICE, subject=subject)
+    for noise in (NOISE, 0.0):
+        initial = initial_arrays(config, subject, noise)
+        if np.isfinite((numbers := once(initial)).losses).all():
+            break
+    else:
+        raise ConfigError(f"the loss is {numbers.losses[0]} and so on in three updates on one device, without any mesh")
+    again = program(config, ONE_DEVICE, replayed=numbers, subject=subject)
+    errors = compare(again(initial), numbers)
+    if not errors.within(TOLERANCES["float32"]):
+        raise ConfigError(
+            f"two runs on one device differ: the loss by {errors.loss:.1e}, the gradient norm by "
+            f"{errors.grad_norm:.1e}. Draw all random numbers from the key of the loss or from nnx.Rngs, not from "
+            "NumPy's or Python's generator"
+        )
+    if (loss := subject.task.loss) is not None:
+        mesh = make_mesh()
+        blueprint = subject.blueprint(config, mesh)
+        with jax.set_mesh(mesh):
+            require_sums(loss, blueprint, place(initial, blueprint.abstract, mesh), next(subject.on_mesh(config, mesh)))
+    return initial, numbers, again(in_other_digits(initial))
+
+
+def in_other_digits(initial: Arrays) -> Arrays:
+    """Returns an initial state whose weights differ in the last digits, to see how errors of rounding grow."""
+    return {n: _with_noise(n, a, 0, LAST_DIGITS) if n.startswith("model.") else a for n, a in initial.items()}
 
 
 def run(
-    config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = False, replayed: Numbers | None = None
+    config: TrainConfig,
+    case: Case,
+    initial: Arrays,
+    *,
+    audited: bool = False,
+    replayed: Numbers | None = None,
+    subject: Subject = Subject(),
 ) -> Numbers:
-    """Runs three updates on the mesh of a case, with the expert choices of `replayed`."""
+    """Compiles three updates for the mesh of a case and runs them; see `program`."""
+    return program(config, case, audited=audited, replayed=replayed, subject=subject)(initial)
+
+
+def program(
+    config: TrainConfig,
+    case: Case,
+    *,
+    audited: bool = False,
+    replayed: Numbers | None = None,
+    subject: Subject = Subject(),
+) -> Callable[[Arrays], Numbers]:
+    """Compiles three updates for the mesh of a case; they use the expert choices of `replayed`."""
     config = replace_nested(on_case(config, case), {"metrics.norm_groups": ()})
-    mesh = mesh_of(case.sizes)
-    blueprint = _plan(config, mesh)
-    step = make_train_step(config, blueprint, with_choices=True, with_grads=True)
-    state = place(initial, blueprint.abstract, mesh)
-    host: list[dict[str, Any]] = list(batches(config))
+    mesh, task = mesh_of(case.sizes), subject.task
+    blueprint = subject.blueprint(config, mesh)
+    step = make_train_step(config, blueprint, with_choices=True, with_grads=True, task=task)
+    placed: list[dict[str, Any]] = list(subject.on_mesh(config, mesh))
     if replayed is not None and any(kind is not None for kind in replayed.choices[0]):
-        for batch, choices in zip(host, replayed.choices, strict=True):
-            batch[EXPERTS] = tuple(None if kind is None else kind[0] for kind in choices)
-    placed = jax.device_put(host, NamedSharding(mesh, batch_spec(None)))
+        for batch, choices in zip(placed, replayed.choices, strict=True):
+            experts = tuple(None if kind is None else kind[0] for kind in choices)
+            batch[EXPERTS] = jax.device_put(experts, NamedSharding(mesh, batch_spec(None)))
     problems: list[str] = []
     options: dict[str, Any] = {"compiler_options": COMPILER_OPTIONS}
     if audited:
         options["budget"] = costs_of_step(config, case.sizes).budget
-        options["global_view"] = () if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,)
-        result = audit(step, state, placed[0], mesh=mesh, **options)
+        modelled = task.optimizer is None and optimizers.is_modelled(config.optimizer)
+        options["global_view"] = () if modelled else (OPTIMIZER_SCOPE,)
+        result = audit(step, blueprint.sharded, placed[0], mesh=mesh, **options)
         problems, step = result.problems(), result.compiled
     else:
         with jax.set_mesh(mesh):
-            step = step.lower(state, placed[0]).compile(**options)
-    scalars: list[list[float]] = []
-    all_choices: list[Choices] = []
-    gradients: Arrays = {}
-    zigzag = config.model.zigzag(share_of(config, case.sizes))
-    for batch in placed:
-        state, values, choices, grads = step(state, batch)
-        choices = jax.tree.map(np.asarray, choices)
-        all_choices.append(jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices) if zigzag else choices)
-        metrics = fetch(values)
-        scalars.append([metrics["loss"], metrics["grad_norm"]])
-        gradients = gradients or on_host(grads, mesh)
-    losses, norms = np.array(scalars).T
-    return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems), tuple(all_choices))
+            step = step.lower(blueprint.sharded, placed[0]).compile(**options)
+    zigzag = blueprint.is_decoder and config.model.zigzag(share_of(config, case.sizes))
+
+    def three_updates(initial: Arrays) -> Numbers:
+        state = place(initial, blueprint.abstract, mesh)
+        scalars: list[list[float]] = []
+        all_choices: list[Choices] = []
+        gradients: Arrays = {}
+        for batch in placed:
+            state, values, choices, grads = step(state, batch)
+            choices = jax.tree.map(np.asarray, choices or [])
+            all_choices.append(jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices) if zigzag else choices)
+            metrics = fetch(values)
+            scalars.append([metrics["loss"], metrics["grad_norm"]])
+            gradients = gradients or on_host(grads, mesh)
+        losses, norms = np.array(scalars).T
+        return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems), tuple(all_choices))
+
+    return three_updates
 
 
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
-    """Returns a mesh's errors relative to one device; `exact` is one device in float32."""
+    """Returns a mesh's errors relative to one device; `exact` is another run on one device, for `Errors.rounding`."""
     margins, choices = _flipped(actual, expected)
     rounding: dict[str, float] = {}
     if exact is not None:
         rounding = _errors(expected.gradients, exact.gradients) | _errors(expected.state, exact.state)
+        rounding[LOSS] = relative_error(expected.losses, exact.losses)
+        rounding[GRAD_NORM] = relative_error(expected.grad_norms, exact.grad_norms)
     return Errors(
         loss=relative_error(actual.losses, expected.losses),
         grad_norm=relative_error(actual.grad_norms, expected.grad_norms),
@@ -222,13 +267,11 @@ def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
         return from_logical({n: jax.device_put(arrays[n], t.sharding) for n, t in targets.items()}, abstract, mesh)
 
 
-def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
-    return plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
-
-
-def _with_noise(name: str, array: Array) -> np.ndarray:
+def _with_noise(name: str, array: np.ndarray, noise: float, relative: float = 0.0) -> np.ndarray:
+    if not np.issubdtype(array.dtype, np.inexact) and array.dtype.kind != "V":
+        return array
     random = np.random.default_rng(zlib.crc32(name.encode()))
-    return (np.asarray(array) + NOISE * random.standard_normal(array.shape)).astype(array.dtype)
+    return (array + (noise + relative * np.abs(array)) * random.standard_normal(array.shape)).astype(array.dtype)
 
 
 def on_host(state: nnx.State, mesh: Mesh) -> dict[str, np.ndarray]:

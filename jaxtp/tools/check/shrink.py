@@ -7,7 +7,7 @@ sequence, batch.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from jaxtp.config.command_line import parse_mesh
@@ -31,6 +31,7 @@ class Case:
     sizes: Mapping[str, int]
     sequence_parallel: bool
     context: Context = "auto"  # "auto" without cp, and if blocks differ in their methods
+    accumulation: int | None = None  # None for the configuration's
 
     @property
     def devices(self) -> int:
@@ -41,14 +42,18 @@ class Case:
         """Example: `fsdp 2 x cp 2 x tp 4, sequence-parallel, ulysses`."""
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
         split = ", sequence-parallel" if self.sequence_parallel else ""
-        return f"{mesh}{split}{f', {self.context}' if self.sizes[CP] > 1 else ''}"
+        method = f", {self.context}" if self.sizes[CP] > 1 and self.context != "auto" else ""
+        micro = "" if self.accumulation is None else f", accumulation {self.accumulation}"
+        return f"{mesh}{split}{method}{micro}"
 
 
 ONE_DEVICE = Case(mesh_shape(), False)
 
 
-def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, list[Case]]:
-    """Returns the shrunk configuration and its cases, on the requested or default meshes."""
+def plan(
+    config: TrainConfig, meshes: Sequence[str] = (), *, same_batches: bool = False
+) -> tuple[TrainConfig, list[Case]]:
+    """Returns the shrunk configuration and its cases, on the requested or default meshes; see `shrink`."""
     sizes = config.mesh.sizes
     check_sizes(sizes)
     smallest = {axis: 1 if meshes or size == -1 else size for axis, size in sizes.items()}  # -1 may be 1
@@ -57,12 +62,23 @@ def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, 
     cases = _requested_cases(config, meshes) if meshes else default_cases(config, resolved)
     if not cases:
         raise ConfigError("this model fits no default mesh of several devices; choose one with --mesh")
-    return shrink(config, cases), cases
+    return shrink(config, cases, same_batches=same_batches), cases
 
 
-def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
-    cases: list[Case] = []
-    for text, sizes in {text: parse_mesh(text, AXES) for text in meshes}.items():
+def own_model_cases(config: TrainConfig, meshes: Sequence[str], *, over_cp: bool) -> list[Case]:
+    """Returns the requested or default meshes for a model of the user's, whether or not its plan fits them."""
+    if meshes:
+        return [Case(sizes, False) for sizes in _requested_sizes(meshes).values()]
+    own = _scaled_down({axis: 2 if size == -1 else size for axis, size in config.mesh.sizes.items()})
+    others: list[dict[str, int]] = [{TP: 2}, {TP: 4}, {FSDP: 2}, {FSDP: 2, TP: 2}, {DP: 2}]
+    others += [{CP: 2}, {CP: 2, TP: 2}] if over_cp else []
+    cases = [Case(sizes, False) for sizes in (own, *(mesh_shape(**sizes) for sizes in others))]
+    return [case for at, case in enumerate(cases) if case.devices > 1 and case not in cases[:at]]
+
+
+def _requested_sizes(meshes: Sequence[str]) -> dict[str, dict[str, int]]:
+    requested = {text: parse_mesh(text, AXES) for text in meshes}
+    for text, sizes in requested.items():
         if (count := math.prod(sizes.values())) == 1:
             raise ConfigError(f"--mesh {text}: meshes are compared with one device; name a larger one")
         if count > MAX_DEVICES:
@@ -70,6 +86,12 @@ def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
                 f"--mesh {text} is {count} devices, and a check runs on at most {MAX_DEVICES} virtual ones; dp or "
                 "fsdp of 2 checks the same as a larger size"
             )
+    return requested
+
+
+def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
+    cases: list[Case] = []
+    for text, sizes in _requested_sizes(meshes).items():
         first = Case(sizes, config.model.sequence_parallel or False, methods_of(config, sizes)[0])
         if problems := list(unfit(config, first, fixed=config.run.init_from is not None)):
             raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))
@@ -130,26 +152,38 @@ def unfit(config: TrainConfig, case: Case, *, fixed: bool = False) -> Iterator[s
 
 def on_case(config: TrainConfig, case: Case) -> TrainConfig:
     """Returns the configuration for a case."""
-    return replace_nested(config, {"model.sequence_parallel": case.sequence_parallel, "mesh.context": case.context})
+    accumulation = case.accumulation or config.train.accumulation
+    changes = {"model.sequence_parallel": case.sequence_parallel, "mesh.context": case.context}
+    return replace_nested(config, {**changes, "train.accumulation": accumulation})
 
 
-def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
-    """Returns a small configuration with the same architecture and parallel structure, for all cases."""
+def shrink(config: TrainConfig, cases: list[Case], *, same_batches: bool = False) -> TrainConfig:
+    """Returns a small configuration with the same architecture and parallel structure, for all cases.
+
+    Args:
+      same_batches: the batches are the user's, so vocabulary, length and rows stay.
+    """
     meshes, length = [case.sizes for case in cases], config.data.sequence_length
     accumulation = min(config.train.accumulation, 2)
     # Zigzag order splits a sequence into twice as many chunks as there are devices along cp.
     chunks = math.lcm(*(parts(sizes, SEQUENCE) * (2 if sizes[CP] > 1 else 1) for sizes in meshes))
     rows = smallest_congruent(0, math.lcm(*map(batch_parts, meshes)) * accumulation, MIN_ROWS)
-    sequence = smallest_congruent(length, chunks, MIN_SEQUENCE)
+    sequence = length if same_batches else smallest_congruent(length, chunks, MIN_SEQUENCE)
     shards = math.lcm(*(parts(sizes, STORAGE) for sizes in meshes))
     tps = frozenset(sizes[TP] for sizes in meshes)
     small = ShrinkSpec(tps=tps, shards=shards, length=sequence, before=length)
-    # At this rate, three updates move the weights enough to compare them. With a smaller epsilon, Adam takes full steps
-    # for elements whose gradient is only rounding.
-    schedule = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 10, "train.epochs": None}
-    schedule |= {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON)}
+    model = shrink_model(config.model, small)
+    if same_batches:
+        return in_three_updates(replace_nested(config, {"model": replace(model, vocab_size=config.model.vocab_size)}))
     batch = {"data.sequence_length": sequence, "data.global_batch_size": rows, "train.accumulation": accumulation}
-    return replace_nested(config, {"model": shrink_model(config.model, small), **batch, **schedule})
+    return in_three_updates(replace_nested(config, {"model": model, **batch}))
+
+
+def in_three_updates(config: TrainConfig) -> TrainConfig:
+    """Returns a configuration whose optimizer moves the weights enough to compare them."""
+    # With a smaller epsilon, Adam takes full steps for elements whose gradient is only rounding.
+    schedule = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 10, "train.epochs": None}
+    return replace_nested(config, {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON), **schedule})
 
 
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:

@@ -1,0 +1,140 @@
+"""What a check trains: the task of a configuration, and its first batches.
+
+A user's model is used as it is, a decoder is shrunk. Batches of the user's are read once, so every mesh gets the same.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxtp.config.schema import ConfigError, replace_nested
+from jaxtp.data.batches import Position, open_batches
+from jaxtp.data.columns import Columns
+from jaxtp.data.loader import Batch, on_mesh
+from jaxtp.data.rows import SEGMENTS
+from jaxtp.distributed.devices import host_memory
+from jaxtp.layers.loss import IGNORE
+from jaxtp.mesh import make_mesh
+from jaxtp.parallelize.styles import ContextParallel
+from jaxtp.tools.check.shrink import ONE_DEVICE, UPDATES, Case, in_three_updates, own_model_cases, plan
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.init_source import InitSource
+from jaxtp.train.run_data import RunData, open_data
+from jaxtp.train.setup import plan_task, traits_of, with_batches
+from jaxtp.train.state import Blueprint, total_bytes
+from jaxtp.train.task import Task, load_task
+
+DOCUMENTS = 4  # mean number in a row of a packed batch
+COPIES = 6
+"""Copies of a state in the host's memory: on the devices, before and after the updates, and gradients."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A task and its first batches."""
+
+    task: Task = Task()
+    batches: Sequence[Columns] = ()  # by default random tokens
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a part of it is the user's."""
+        task = self.task
+        return any(part is not None for part in (task.model, task.loss, task.batches, task.optimizer))
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether the modules declare all collectives of a step: in a decoder with its own loss and data."""
+        return not self.task.has_own_model and self.task.loss is None and self.task.batches is None
+
+    def blueprint(self, config: TrainConfig, mesh: Mesh) -> Blueprint:
+        """Plans the state on a mesh."""
+        return plan_task(config, mesh, self.task, shapes_of(self.host_batches(config)[0]))[0]
+
+    def host_batches(self, config: TrainConfig) -> Sequence[Columns]:
+        """Returns a batch for each update."""
+        return self.batches or random_tokens(config)
+
+    def on_mesh(self, config: TrainConfig, mesh: Mesh) -> Iterator[Batch]:
+        """Yields a batch for each update; raises BatchError if it cannot be split over the mesh."""
+        host = self.host_batches(config)
+        source = open_batches(lambda step: host[step])
+        micro_batches = config.train.accumulation if self.task.loss is not None else 1
+        return (batch for batch, _ in on_mesh(source, mesh, Position(), UPDATES, micro_batches=micro_batches))
+
+
+def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfig, list[Case], Subject]:
+    """Loads the parts that a configuration names; returns its small configuration, the cases, and the subject.
+
+    Raises:
+      ValueError: a user's mistake, as in a run, or a model that is too large.
+    """
+    task = load_task(config)
+    data = open_data(config, InitSource(), task) if task.has_own_model or task.batches is not None else None
+    if data is not None:
+        config = _with_shapes(with_batches(config, data, make_mesh()), data)
+    if task.has_own_model:
+        over_cp = any(isinstance(style, ContextParallel) for style in (task.plan or {}).values())
+        small, cases = in_three_updates(config), own_model_cases(config, meshes, over_cp=over_cp)
+    else:
+        small, cases = plan(config, meshes, same_batches=data is not None)
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+    shapes = shapes_of(random_tokens(small)[0]) if data is None else data.train.shapes
+    blueprint, _ = plan_task(small, make_mesh(), task, shapes)
+    if (needed := COPIES * total_bytes(blueprint)) > (memory := host_memory()):
+        raise ConfigError(
+            f"a check of this model needs {needed / 2**30:,.1f} GiB for {COPIES} copies of its state, and this host "
+            f"has {memory / 2**30:,.1f}; make it small by arguments of the function that builds it (model.arguments)"
+        )
+    if task.loss is not None:
+        traits = traits_of(small, blueprint, task.loss, shapes)
+        if data is not None:
+            data.pad_short_batches(traits.reads_weights)
+        accumulation = 2 if small.train.accumulation == 1 else 1
+        if not (traits.changes or traits.is_random or small.data.global_batch_size % accumulation):
+            cases = [replace(ONE_DEVICE, accumulation=accumulation), *cases]
+    batches = [] if data is None else _read(data)
+    return small, cases, Subject(task, batches)
+
+
+def shapes_of(columns: Columns) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns abstract arrays of a batch."""
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in columns.items()}
+
+
+def random_tokens(config: TrainConfig) -> list[Columns]:
+    """Returns a random batch for each update; later rows have fewer labels.
+
+    In a packed batch the last row and half of the row before it are padding.
+    """
+    made, shape = [], (config.data.global_batch_size, config.data.sequence_length + 1)
+    for update in range(UPDATES):
+        random = np.random.default_rng(update)
+        tokens = random.integers(config.model.vocab_size, size=shape, dtype=np.int32)
+        masked = random.random(shape) < np.linspace(0, 0.5, shape[0])[:, None]
+        labels = np.where(masked, IGNORE, tokens)[:, 1:]
+        batch = {"inputs": tokens[:, :-1], "labels": labels}
+        if config.data.packed:
+            begins = random.random(labels.shape) < DOCUMENTS / labels.shape[1]
+            batch[SEGMENTS] = np.cumsum(begins, axis=1, dtype=np.int32)
+            for row, begin in ((-1, 0), (-2, labels.shape[1] // 2)):
+                batch[SEGMENTS][row, begin:], labels[row, begin:] = 0, IGNORE
+        made.append(batch)
+    return made
+
+
+def _read(data: RunData) -> list[Columns]:
+    rows = range(data.global_batch_size)
+    return [columns for columns, _ in data.train.read(rows, Position(), UPDATES)]
+
+
+def _with_shapes(config: TrainConfig, data: RunData) -> TrainConfig:
+    # The length of the batches' sequences decides how a decoder splits them.
+    shapes = data.train.shapes
+    inputs = shapes.get("inputs", max(shapes.values(), key=lambda each: each.size))
+    if config.model.build is not None or inputs.ndim != 2:
+        return config
+    return replace_nested(config, {"data.sequence_length": inputs.shape[1]})
