@@ -7,6 +7,7 @@ so that neighbouring devices (one host, one NVLink domain) form a tensor-paralle
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
@@ -112,6 +113,11 @@ def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str,
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
     """Returns a mesh of these sizes without devices."""
     return AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def as_current(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:
+    """Makes a mesh current in a `with` block; under an abstract mesh functions can only be traced."""
+    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
 
 
 def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from jaxtp.mesh import AXES
+
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 ALL_TO_ALL, PERMUTE = "all-to-all", "permute"
 
@@ -96,3 +98,9 @@ def sums(moved: Traffic, by: Callable[[Collective], Key]) -> dict[Key, tuple[int
 def bytes_by_place(moved: Traffic) -> dict[Place, float]:
     """Returns the bytes each device sends, by module and axes."""
     return {place: sent for place, (_, sent) in sums(moved, lambda one: (one.module, one.axes)).items()}
+
+
+def bytes_by_axes(moved: Traffic) -> dict[Axes, float]:
+    """Returns the bytes each device sends, by axes in the mesh's order."""
+    found = sorted(sums(moved, lambda one: one.axes).items(), key=lambda item: list(map(AXES.index, item[0])))
+    return {axes: sent for axes, (_, sent) in found if sent}

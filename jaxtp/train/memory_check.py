@@ -1,16 +1,19 @@
 """Checks that a run fits the memory of its devices and of the host."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jax.sharding import Mesh
+import jax
 
 from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.allocator import advice, memory_fraction, most_bytes
+from jaxtp.distributed.allocator import Allocator, advice, memory_fraction, most_bytes
 from jaxtp.distributed.devices import bytes_limit, host_memory
 from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, bytes_per_device, total_bytes
+from jaxtp.train.task import Loss
 
 if TYPE_CHECKING:
     from jaxtp.train.memory import Memory
@@ -18,8 +21,40 @@ if TYPE_CHECKING:
 _GB = 1e9
 
 
-def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of a step, and the limits of a device with one."""
+
+    step: "Memory"
+    limit: float  # bytes that JAX has
+    allocator: Allocator
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device can allocate the step."""
+        return self.step.total <= most_bytes(self.allocator, self.limit, memory_fraction(self.allocator))
+
+    def __str__(self) -> str:
+        hint = advice(self.allocator, self.step.total, self.limit, memory_fraction(self.allocator))
+        return (
+            f"{self.amount} on each device at a step's peak, of {self.limit / _GB:,.1f} GB that JAX has there: "
+            f"{'fits' if self.fits else 'does not fit'}{'' if hint is None else f'; {hint}'}"
+        )
+
+    @property
+    def amount(self) -> str:
+        """The bytes, and which are exact."""
+        step = self.step
+        return f"{step.total / _GB:,.1f} GB ({step.state / _GB:,.1f} of state, exact; the rest modelled)"
+
+
+def require_memory(
+    config: TrainConfig, blueprint: Blueprint, loss: Loss | None = None, batch: Mapping[str, jax.ShapeDtypeStruct] = {}
+) -> StepMemory | None:
     """Checks that the state fits the host (shared by virtual CPU devices), or a step each device.
+
+    Returns:
+      The memory of a step; None without a limit, as on CPUs.
 
     Raises:
       ConfigError: it does not fit, and `train.allow_oversize` is off.
@@ -40,44 +75,26 @@ def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
                 "--train.verify-every 0 trains without verification"
             )
     limit = bytes_limit(mesh.local_devices[0])
-    if limit is None or config.train.allow_oversize:
-        return
-    step, _, most = _step_on(config, mesh, limit)
-    if step.total > most:
+    if limit is None:
+        return None
+    if loss is None:
+        from jaxtp.train.memory import memory_per_device
+
+        step = memory_per_device(config, mesh_sizes(mesh), platform=architecture_of(mesh.devices.flat[0]))
+    else:
+        from jaxtp.train.user_step import trace_step
+
+        step, _ = trace_step(config, blueprint, loss, batch)
+    memory = StepMemory(step, limit, config.launch.allocator)
+    if not memory.fits and not config.train.allow_oversize:
         raise ConfigError(
-            f"a step takes {_summary(step)} on each device, and JAX has {limit / _GB:,.1f} GB there; "
+            f"a step takes {memory.amount} on each device, and JAX has {limit / _GB:,.1f} GB there; "
             "jaxtp estimate with these settings and --hardware says what fits, and --train.allow-oversize "
             "tries it all the same"
         )
-
-
-def describe_memory(config: TrainConfig, mesh: Mesh) -> str | None:
-    """Describes a step's memory; None without a limit, as on CPUs."""
-    limit = bytes_limit(mesh.local_devices[0])
-    if limit is None:
-        return None
-    step, fraction, most = _step_on(config, mesh, limit)
-    verdict = "fits" if step.total <= most else "does not fit"
-    hint = advice(config.launch.allocator, step.total, limit, fraction)
-    return (
-        f"{_summary(step)} on each device at a step's peak, of {limit / _GB:,.1f} GB that JAX has there: {verdict}"
-        f"{'' if hint is None else f'; {hint}'}"
-    )
+    return memory
 
 
 def verification_bytes(blueprint: Blueprint) -> int:
     """Returns a verification's host memory per process: its part of the state, twice."""
     return 2 * bytes_per_device(blueprint) * len(blueprint.mesh.local_devices)
-
-
-def _step_on(config: TrainConfig, mesh: Mesh, limit: float) -> tuple["Memory", float, float]:
-    # The step's memory, the allocator's fraction of the device, and the most that it can allocate.
-    from jaxtp.train.memory import memory_per_device
-
-    step = memory_per_device(config, mesh_sizes(mesh), platform=architecture_of(mesh.devices.flat[0]))
-    fraction = memory_fraction(config.launch.allocator)
-    return step, fraction, most_bytes(config.launch.allocator, limit, fraction)
-
-
-def _summary(memory: "Memory") -> str:
-    return f"{memory.total / _GB:,.1f} GB ({memory.state / _GB:,.1f} of state, exact; the rest modelled)"

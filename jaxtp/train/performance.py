@@ -3,7 +3,7 @@
 import math
 import statistics
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -18,8 +18,10 @@ from jaxtp.analysis.step_costs import active_parameters, costs_of
 from jaxtp.distributed.agreement import host_names, is_multiprocess, process_name
 from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import ModelConfig
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.metrics import Timing
 from jaxtp.train.state import Blueprint, parameter_count
+from jaxtp.train.task import Task
 
 SLOW = 1.25
 """A device is slow from this multiple of the median on."""
@@ -55,11 +57,27 @@ def peak_flops(device: jax.Device) -> float:
     return math.nan if hardware is None else hardware.flops
 
 
-def utilization(blueprint: Blueprint, sequence_length: int, tokens_per_second: float) -> dict[str, float]:
-    """Returns `mfu` for the tokens of all devices; empty if their peak is unknown."""
-    mesh, parameters = blueprint.mesh, parameter_count(blueprint)
-    flops = tokens_per_second * flops_per_token(blueprint.config, parameters, sequence_length)
-    mfu = flops / mesh.size / peak_flops(mesh.devices.flat[0])
+def row_flops(
+    config: TrainConfig, blueprint: Blueprint, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> float:
+    """Returns the FLOPs of a row of a batch: by `flops_per_token`, or for a user's loss by `flops_per_row`.
+
+    NaN if the loss cannot be traced on one device. Call it without a mesh in context.
+    """
+    if task.loss is None:
+        length = batch["inputs"].shape[1]
+        return length * flops_per_token(config.model, parameter_count(blueprint), length)
+    from jaxtp.train.user_step import flops_per_row
+
+    try:
+        return flops_per_row(config, task, batch)
+    except Exception:  # it may need the run's mesh, and a run does not end for lack of a metric
+        return math.nan
+
+
+def utilization(mesh: Mesh, flops_per_second: float) -> dict[str, float]:
+    """Returns `mfu` for the FLOP/s of all devices; empty if their peak is unknown."""
+    mfu = flops_per_second / mesh.size / peak_flops(mesh.devices.flat[0])
     return {"mfu": mfu} if math.isfinite(mfu) else {}
 
 

@@ -22,7 +22,6 @@ from jaxtp.layers.sequence_parallel import is_split
 from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.validation import chosen_kernels, multiplies_all, share_of
@@ -101,7 +100,7 @@ def summary(
         **_data_rows(config, data, sizes, progress),
         "folder": str(config.run.dir),
         **model,
-        "peak": peak if blueprint.is_decoder else None,
+        "peak": peak,
         **notes,
     }
     lines = [f"{name:<8}{text}" for name, text in rows.items() if text is not None]
@@ -126,7 +125,6 @@ def _model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | No
         "kernels": describe_kernels(config, sizes, architecture_of(device)),
         "overlap": describe_overlap(config, sizes),
         "padding": padding,
-        "memory": describe_memory(config, mesh),
     }
 
 

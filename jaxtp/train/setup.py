@@ -3,12 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import newest_with_info
@@ -17,12 +17,12 @@ from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.batches import Position
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
-from jaxtp.mesh import mesh_sizes, platform_of
+from jaxtp.mesh import as_current, mesh_sizes, platform_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
-from jaxtp.train.memory_check import require_memory, verification_bytes
+from jaxtp.train.memory_check import StepMemory, require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
 from jaxtp.train.run_data import RunData, open_data
 from jaxtp.train.run_report import Report, summary
@@ -52,6 +52,7 @@ class Run:
     position: Position  # of the next batch
     base: dict[str, str] | None  # identity of the frozen model under adapters, if there are any
     verified: int | None  # the last verified step, if the checkpoint records one
+    row_flops: float  # FLOPs of a row, for `mfu`; NaN on CPUs
     mean_loss: MeanLoss  # mean since the last record, also of steps before the checkpoint
 
 
@@ -79,7 +80,13 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
         config = with_batches(config, data, mesh)
         before = progress(config)
         config, _ = with_steps(config, data.num_rows, before)
-        blueprint, plan_lines = plan(config, mesh, task, data)
+        blueprint, plan_lines = plan(config, mesh, task, data.train.shapes)
+        if task.loss is not None:
+            with jax.set_mesh(mesh):
+                traits = check_loss(config, blueprint.merge(blueprint.abstract).model, task.loss, data.train.shapes)
+            data.pad_short_batches(traits.reads_weights)
+        memory = require_memory(config, blueprint, task.loss, data.train.shapes)
+        flops = _row_flops(config, blueprint, task, data)
     lines = [*plan_lines, *_startup_checks(config, blueprint, data)]
 
     exit_stack.enter_context(jax.set_mesh(mesh))
@@ -88,7 +95,7 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
     report, interrupt = exit_stack.enter_context(Report()), exit_stack.enter_context(Interrupt())
     for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
-    report.line(summary(config, data, blueprint, _notes(config, source, blueprint), before))
+    report.line(summary(config, data, blueprint, _notes(config, source, blueprint, memory), before))
 
     keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
     checkpoints = Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
@@ -129,8 +136,17 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
         position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
         base=initial.base,
         verified=info.get(run_folder.VERIFIED),
+        row_flops=flops,
         mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
     )
+
+
+def _row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, data: RunData) -> float:
+    if platform_of(blueprint.mesh.devices.flat[0]) == "cpu":
+        return math.nan
+    from jaxtp.train.performance import row_flops
+
+    return row_flops(config, blueprint, task, data.train.shapes)
 
 
 def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) -> list[str]:
@@ -160,14 +176,20 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
     return lines
 
 
-def _notes(config: TrainConfig, source: InitSource, blueprint: Blueprint) -> dict[str, str | None]:
+def _notes(
+    config: TrainConfig, source: InitSource, blueprint: Blueprint, memory: StepMemory | None
+) -> dict[str, str | None]:
     verify = None
     if every := config.train.verify_every:
         verify = (
             f"every {every:,} steps: an extra step, and in each process {verification_bytes(blueprint) / 2**30:,.2f} "
             "GiB of host memory, for the state before the step and its first result"
         )
-    return {"length": source.length_warning(config), "verify": verify}
+    return {
+        "memory": None if memory is None else str(memory),
+        "length": source.length_warning(config),
+        "verify": verify,
+    }
 
 
 def progress(config: TrainConfig) -> tuple[int, int]:
@@ -180,7 +202,7 @@ def progress(config: TrainConfig) -> tuple[int, int]:
     return (0, 0) if found is None else (int(found[0].name), found[1]["next_sample"])
 
 
-def with_batches(config: TrainConfig, data: RunData, mesh: Mesh) -> TrainConfig:
+def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) -> TrainConfig:
     """Returns the configuration with the batch size of a user's batches; raises ConfigError if it does not fit."""
     size = data.global_batch_size
     if config.data.global_batch_size not in (size, DataConfig().global_batch_size):
@@ -227,35 +249,15 @@ def with_steps(config: AnyConfig, rows: int | None, progress: tuple[int, int]) -
 
 
 def plan(
-    config: TrainConfig, mesh: Mesh, task: Task = Task(), data: RunData | None = None
+    config: TrainConfig, mesh: Mesh, task: Task = Task(), batch: Mapping[str, jax.ShapeDtypeStruct] = {}
 ) -> tuple[Blueprint, list[str]]:
-    """Plans the state of a run, and returns lines on it; allocates and writes nothing.
+    """Plans the state of a run on a mesh, which may be abstract, and returns lines on it; allocates and writes nothing.
+
+    Args:
+      batch: a training batch; for a model of the user's.
 
     Raises:
-      ConfigError: a pattern matches no trained parameter, memory is too small, or a loss is not a sum.
-      PlanError: the plan does not fit the model or the mesh.
-    """
-    shapes = None if data is None else data.train.shapes
-    blueprint, lines = plan_task(config, mesh, task, shapes)
-    paths = list(trained_parameters(blueprint))
-    optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
-    for pattern in config.metrics.norm_groups:
-        optimizers.matching("metrics.norm_groups", pattern, paths)
-    if blueprint.is_decoder:
-        require_memory(config, blueprint)
-    if task.loss is not None:
-        assert data is not None
-        data.pad_short_batches(traits_of(config, blueprint, task.loss, data.train.shapes).reads_weights)
-    return blueprint, lines
-
-
-def plan_task(
-    config: TrainConfig, mesh: Mesh, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct] | None
-) -> tuple[Blueprint, list[str]]:
-    """Plans the state of a task, and returns lines on it; `batch` is only for a model without a plan.
-
-    Raises:
-      ConfigError: the function that builds the model fails, or nothing is trained.
+      ConfigError: a pattern matches no trained parameter, or the model cannot be built.
       PlanError: the plan does not fit the model or the mesh.
     """
     make_model: MakeModel | None = None
@@ -263,20 +265,48 @@ def plan_task(
     if task.has_own_model:
         from jaxtp.train.own_model import split_model
 
-        make_model, lines = split_model(config, mesh, task, batch or {})
+        make_model, lines = split_model(config, mesh, task, batch)
     optimizer = transformation(task, config.train.steps) or optimizers.build(config.optimizer, config.train.steps)
-    return plan_state(config.model, optimizer, mesh, make_model), lines
+    blueprint = plan_state(config.model, optimizer, mesh, make_model)
+    paths = list(trained_parameters(blueprint))
+    optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
+    for pattern in config.metrics.norm_groups:
+        optimizers.matching("metrics.norm_groups", pattern, paths)
+    return blueprint, lines
 
 
-def traits_of(
-    config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct]
-) -> Traits:
-    """Inspects a loss on the mesh; raises ConfigError if it fails, or micro-batches would change its results."""
-    with jax.set_mesh(blueprint.mesh):
-        traits = inspect_loss(loss, blueprint.merge(blueprint.abstract).model, batch)
+def check_loss(config: TrainConfig, model: nnx.Module, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Traits:
+    """Traces a user's loss of an abstract model under the mesh in context.
+
+    Raises:
+      ConfigError: the loss fails, does not return sums, or cannot be accumulated.
+    """
+    traits = inspect_loss(loss, model, batch)
     if traits.changes and config.train.accumulation > 1:
         raise ConfigError(
             f"train.accumulation={config.train.accumulation}: a step changes {', '.join(traits.changes[:3])}, "
             "which would depend on the micro-batches; use --train.accumulation 1"
         )
     return traits
+
+
+def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.ShapeDtypeStruct]]:
+    """Opens a task with a loss of the user's for an analysis: no devices, no validation.
+
+    Returns:
+      The configuration with the batch size, the task, and an abstract batch.
+
+    Raises:
+      ValueError: a user's mistake, as in `make_run`.
+    """
+    from jaxtp.train.user_step import ONE_DEVICE, on_one_device
+
+    config, source = resolve(config)
+    task = replace(load_task(config), validation=None)
+    data = open_data(config, source, task)
+    config = with_batches(config, data, ONE_DEVICE)
+    if task.loss is not None:
+        with as_current(ONE_DEVICE):
+            traits = check_loss(config, on_one_device(config, task), task.loss, data.train.shapes)
+        data.pad_short_batches(traits.reads_weights)
+    return config, task, data.train.shapes

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import Variable, logical_size, named_variables
 from jaxtp.config.schema import ConfigError
+from jaxtp.mesh import as_current
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.sharded_optimizer import Optimizer
@@ -117,12 +118,12 @@ class Blueprint:
 def plan_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, make_model: MakeModel | None = None
 ) -> Blueprint:
-    """Traces a `TrainState` on a mesh; computes nothing.
+    """Traces a `TrainState` on a mesh, which may be abstract; computes nothing.
 
     Raises:
       ConfigError: nothing is trained.
     """
-    with jax.set_mesh(mesh):
+    with as_current(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
         graph, rngs, abstract = nnx.split(abstract_state, nnx.RngState, ...)  # type: ignore[misc]
         shardings = nnx.get_named_sharding(abstract, mesh)
@@ -156,7 +157,12 @@ def total_bytes(blueprint: Blueprint) -> int:
 
 def bytes_per_device(blueprint: Blueprint) -> int:
     """Returns the bytes of the state per device."""
-    arrays = jax.tree.leaves(blueprint.sharded)
+    return shard_bytes(blueprint.sharded)
+
+
+def shard_bytes(state: nnx.State) -> int:
+    """Returns the bytes per device of abstract arrays with shardings."""
+    arrays = jax.tree.leaves(state)
     return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
 

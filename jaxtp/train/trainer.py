@@ -29,7 +29,6 @@ from jaxtp.train import run_folder
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import settings_of_run
 from jaxtp.train.metrics import MEAN_LOSS, Trackers
-from jaxtp.train.run_data import TOKENS
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
 from jaxtp.train.state import named_arrays
@@ -437,10 +436,10 @@ class Trainer:
         timing, devices, unit = self._timing.record(), self._mesh.size, self._run.data.unit
         rate = per_step / timing["step_seconds"]
         speed = {f"{unit}_per_second": rate, f"{unit}_per_second_per_device": rate / devices, **timing}
-        if platform_of(self._mesh.devices.flat[0]) != "cpu" and self._run.blueprint.is_decoder and unit == TOKENS:
+        if platform_of(self._mesh.devices.flat[0]) != "cpu":
             from jaxtp.train.performance import utilization
 
-            speed |= utilization(self._run.blueprint, self._run.data.units_per_row, rate)
+            speed |= utilization(self._mesh, self._run.row_flops * rate / self._run.data.units_per_row)
         return speed
 
     def _handle_skip(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:

@@ -6,10 +6,12 @@ from runs import SMALL, TEXT, mesh
 
 from jaxtp.mesh import make_mesh, mesh_shape
 from jaxtp.train import memory_check
+from jaxtp.train import optimizer as optimizers
 from jaxtp.train import trainer as trainer_module
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import LaunchConfig, TrainConfig
+from jaxtp.train.config import LaunchConfig, LoopConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
+from jaxtp.train.state import plan_state
 
 
 @pytest.fixture
@@ -51,7 +53,9 @@ def test_what_fits_is_told(command, monkeypatch, capsys):
 def test_the_account_adds_up():
     step = memory_per_device(TrainConfig(), mesh_shape(fsdp=2, tp=4))
     assert step.total > step.state > 0
-    assert f"{step.total / 1e9:,.1f} GB" in memory_check._summary(step)
+    memory = memory_check.StepMemory(step, 1e12, "default")
+    assert memory.fits
+    assert str(memory).startswith(f"{step.total / 1e9:,.1f} GB")
 
 
 NEEDED = memory_per_device(TrainConfig(), mesh_shape(fsdp=2, tp=4)).total
@@ -70,8 +74,9 @@ NEEDED = memory_per_device(TrainConfig(), mesh_shape(fsdp=2, tp=4)).total
 )
 def test_the_memory_line_knows_the_allocator(allocator, limit, said, monkeypatch):
     monkeypatch.setattr(memory_check, "bytes_limit", lambda device: limit)
-    config = TrainConfig(launch=LaunchConfig(allocator=allocator))
-    line = memory_check.describe_memory(config, make_mesh(fsdp=2, tp=4))
+    config = TrainConfig(launch=LaunchConfig(allocator=allocator), train=LoopConfig(allow_oversize=True))
+    optimizer = optimizers.build(config.optimizer, config.train.steps)
+    line = str(memory_check.require_memory(config, plan_state(config.model, optimizer, make_mesh(fsdp=2, tp=4))))
     assert line.endswith("fits") if said is None else said in line
 
 

@@ -25,7 +25,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import performance
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
+from jaxtp.train.config import DataConfig, MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
 from jaxtp.train.metrics import TRACKERS, Timing, Trackers, _tracker_id, draw
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
@@ -255,11 +255,14 @@ def test_a_gpu_that_is_not_known_is_not_taken_for_another():
 
 def test_utilization_is_of_all_devices(monkeypatch):
     model = jaxtp.ModelConfig(num_layers=1)
+    config = TrainConfig(model=model, data=DataConfig(global_batch_size=2, sequence_length=16))
     plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh(tp=2))
-    assert performance.utilization(plan, 16, 100.0) == {}, "a CPU's peak is not known"
+    rows = {"inputs": jax.ShapeDtypeStruct((2, 16), "int32")}
+    flops = performance.row_flops(config, plan, jaxtp.Task(), rows)
+    assert flops == 16 * flops_per_token(model, parameter_count(plan), 16)
+    assert performance.utilization(plan.mesh, 100.0 * flops) == {}, "a CPU's peak is not known"
     monkeypatch.setattr(performance, "peak_flops", lambda device: 1e9)
-    expected = 100.0 * flops_per_token(model, parameter_count(plan), 16) / 2e9
-    assert performance.utilization(plan, 16, 100.0) == {"mfu": pytest.approx(expected)}
+    assert performance.utilization(plan.mesh, 100.0 * flops) == {"mfu": pytest.approx(100.0 * flops / 2e9)}
 
 
 @pytest.mark.journey

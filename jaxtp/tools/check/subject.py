@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.data.batches import Position, open_batches
+from jaxtp.data.batches import Position
 from jaxtp.data.columns import Columns
 from jaxtp.data.loader import Batch, on_mesh
 from jaxtp.data.rows import SEGMENTS
+from jaxtp.data.sources import open_batches
 from jaxtp.distributed.devices import host_memory
 from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import make_mesh
@@ -23,7 +24,8 @@ from jaxtp.tools.check.shrink import ONE_DEVICE, UPDATES, Case, in_three_updates
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitSource
 from jaxtp.train.run_data import RunData, open_data
-from jaxtp.train.setup import plan_task, traits_of, with_batches
+from jaxtp.train.setup import check_loss, with_batches
+from jaxtp.train.setup import plan as plan_of_run
 from jaxtp.train.state import Blueprint, total_bytes
 from jaxtp.train.task import Task, load_task
 
@@ -52,7 +54,7 @@ class Subject:
 
     def blueprint(self, config: TrainConfig, mesh: Mesh) -> Blueprint:
         """Plans the state on a mesh."""
-        return plan_task(config, mesh, self.task, shapes_of(self.host_batches(config)[0]))[0]
+        return plan_of_run(config, mesh, self.task, shapes_of(self.host_batches(config)[0]))[0]
 
     def host_batches(self, config: TrainConfig) -> Sequence[Columns]:
         """Returns a batch for each update."""
@@ -83,14 +85,15 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
         small, cases = plan(config, meshes, same_batches=data is not None)
     shapes: Mapping[str, jax.ShapeDtypeStruct]
     shapes = shapes_of(random_tokens(small)[0]) if data is None else data.train.shapes
-    blueprint, _ = plan_task(small, make_mesh(), task, shapes)
+    blueprint, _ = plan_of_run(small, make_mesh(), task, shapes)
     if (needed := COPIES * total_bytes(blueprint)) > (memory := host_memory()):
         raise ConfigError(
             f"a check of this model needs {needed / 2**30:,.1f} GiB for {COPIES} copies of its state, and this host "
             f"has {memory / 2**30:,.1f}; make it small by arguments of the function that builds it (model.arguments)"
         )
     if task.loss is not None:
-        traits = traits_of(small, blueprint, task.loss, shapes)
+        with jax.set_mesh(blueprint.mesh):
+            traits = check_loss(small, blueprint.merge(blueprint.abstract).model, task.loss, shapes)
         if data is not None:
             data.pad_short_batches(traits.reads_weights)
         accumulation = 2 if small.train.accumulation == 1 else 1

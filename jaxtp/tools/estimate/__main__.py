@@ -60,13 +60,14 @@ h100x8, and ranks those that fit. Times are modelled, wrong by tens of percent. 
 --config FILE reads the configuration of a training run; flags override it. --hardware takes a name or a YAML file with
 like (a name; without it the first six keys are required), platform (cuda, rocm, tpu), direct (true: links join each
 pair) and KEYS. Exit code 1: nothing fits. FILE.py:build instead of a configuration takes any Flax model: see
-jaxtp estimate FILE.py:build --help.
+jaxtp estimate FILE.py:build --help. With --model.build or --train.loss, as for jaxtp train, the run's loss, batches and
+optimizer count, and only meshes are tried.
 
   jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
 """.replace("KEYS", ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items()))
 
-OF_ALL_STEPS = ("data.path", "data.long_documents", "train.epochs")
+OF_ALL_STEPS = ("data.path", "data.long_documents", "data.batches", "train.epochs")
 """Settings that decide the number of steps, and so the cost of a run."""
 SHOWN_FIRST = (
     *("hardware", "tier", "meshes", "as_configured", "price", "generate", "json", "write", "plot"),
@@ -139,6 +140,9 @@ def _estimate(argv: Sequence[str]) -> int:
     _check_overwrite(options)
     require_picture("--plot", options.plot)
     config = training_of(options)
+    if config.model.build is not None or config.train.loss is not None:
+        _refuse_for_own_model(options)
+        return foreign.estimate_run(options, config, options.json)
     where = _target(options)
     if options.tier == 3:
         try:
@@ -182,7 +186,7 @@ def _estimate(argv: Sequence[str]) -> int:
 
 
 def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:
-    if options.train.epochs is not None and options.data.path is None and not options.data.mixture:
+    if options.train.epochs is not None and not (options.data.path or options.data.mixture or options.data.batches):
         raise ConfigError(
             f"train.epochs={options.train.epochs:,.15g} needs a dataset to count its steps: add --data.path, or "
             "give --train.steps instead"
@@ -192,6 +196,17 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
     place = DeviceInfo(where.devices, per_process, True, hardware.name, where.room, hardware.architecture)
     config, notes = resolve_defaults(options, explicit, place)
     return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
+
+
+def _refuse_for_own_model(options: EstimateConfig) -> None:
+    names = ("tier", "as_configured", "price", "generate", "write", "plot")
+    fields = EstimateConfig.__dataclass_fields__
+    if chosen := [name for name in names if getattr(options, name) != fields[name].default]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
+        raise ConfigError(
+            f"{flags}: not for a model or loss of your own, whose step is traced as it is configured; --mesh, "
+            "--memory-fraction and --json work"
+        )
 
 
 def _target(options: EstimateConfig) -> Target:

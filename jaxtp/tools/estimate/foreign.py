@@ -1,32 +1,44 @@
-"""`jaxtp estimate FILE.py:build`: ranks meshes for any Flax model, from a trace of its plan on each mesh.
+"""Ranks meshes for any Flax model and loss, from a trace of the step on each mesh (`train/user_step.py`).
 
-Bytes sent and FLOPs are those that `jaxtp explain` counts. Parameters, gradients and optimizer are exact for their
-specs. Saved activations and seconds are modelled (`roofline.py`).
+`jaxtp estimate --model.build ...` takes a run's model, plan, loss, batches and optimizer. In `jaxtp estimate
+FILE.py:build` the loss is the sum of the model's outputs. Bytes sent and FLOPs are those that `jaxtp explain` counts.
+State and gradients are exact for their specs; activations and seconds are modelled (`roofline.py`).
 """
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import jax
+import jax.numpy as jnp
 import optax
 import tyro
+from jax.sharding import Mesh
 from pydantic import Field
 
+from jaxtp.analysis.collective import Traffic, bytes_by_axes
 from jaxtp.analysis.hardware import GB, TABLE, Hardware, parse
 from jaxtp.analysis.tables import columns
+from jaxtp.analysis.work import Work
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.schema import ConfigError, allowed
-from jaxtp.mesh import CP, FSDP, TP, describe_mesh, fitting_meshes
+from jaxtp.config.python_object import load_object
+from jaxtp.config.schema import ConfigError, allowed, replace_nested
+from jaxtp.mesh import CP, TP, abstract_mesh, describe_mesh, fitting_meshes, mesh_sizes
 from jaxtp.tools.estimate.roofline import StepTime, communication_seconds, leaves_domain, product_seconds
-from jaxtp.tools.estimate.search import MEMORY_ERROR, parse_meshes, target
-from jaxtp.tools.explain.explanation import Explanation, explain
-from jaxtp.tools.explain.propose import propose_plan
-from jaxtp.tools.explain.python_model import PythonModel, load
+from jaxtp.tools.estimate.search import MEMORY_ERROR, Target, parse_meshes, target
+from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import Memory
+from jaxtp.train.setup import open_task, plan
+from jaxtp.train.state import Blueprint
+from jaxtp.train.task import Task
+from jaxtp.train.user_step import Shapes, trace_step
+from jaxtp.train.validation import batch_problems
 
 PROGRAM = "jaxtp estimate"
 DESCRIPTION = """Ranks the meshes on which a plan trains a Flax model. The hardware need not be here.
@@ -34,6 +46,7 @@ DESCRIPTION = """Ranks the meshes on which a plan trains a Flax model. The hardw
 jaxtp estimate model.py:build --plan plan.py:PLAN --input 64x16x16x1 --hardware h100x8
 
 A step on one global batch is traced as by jaxtp explain. Activations and times are modelled. Exit code 1: nothing fits.
+With a loss and batches: jaxtp estimate --model.build model.py:build --train.loss ..., as for jaxtp train.
 """
 HARDWARE = f"Kind and count: {', '.join(TABLE)}, or a YAML file, as in mine.yamlx8. 2xh100x8: two hosts of 8."
 MB = 1e6
@@ -68,76 +81,114 @@ COMMAND = Command(program=PROGRAM, schema=EstimateModel, description=DESCRIPTION
 
 
 def names_model(argv: Sequence[str]) -> bool:
-    """Returns whether a word of a command line is a Flax model, as in FILE.py:build."""
-    return any(re.fullmatch(r"[^-\s][^\s:]*:[A-Za-z_]\w*", word) for word in argv)
+    """Returns whether a command line has a Flax model without a flag, as in `FILE.py:build`."""
+    return not has_settings(argv) and any(re.fullmatch(r"[^-\s][^\s:]*:[A-Za-z_]\w*", word) for word in argv)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0, 1 if nothing fits, 2 for a user's mistake."""
-    return entry.attempt(PROGRAM, lambda: _run(COMMAND.load(argv)[0]))
+    """Runs `jaxtp estimate FILE.py:build`; returns 0, 1 if nothing fits, 2 for a user's mistake."""
+    return entry.attempt(PROGRAM, lambda: _of_model(COMMAND.load(argv)[0]))
+
+
+def _of_model(command: EstimateModel) -> int:
+    if not command.input:
+        raise ConfigError("an estimate runs the model: give the shapes of its inputs, --input 64x128:int32")
+    jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
+    split = command.load_plan()
+    task = Task(
+        model=load_object(command.model, "MODEL"),
+        plan={} if split is None and not command.propose else split,
+        loss=_sum_of_outputs,
+        optimizer=optax.adamw(1e-3) if command.optimizer is None else load_object(command.optimizer, "--optimizer"),
+    )
+    inputs = {str(index): each for index, each in enumerate(command.shapes())}
+    settings = {"model.build": command.model, "data.global_batch_size": inputs["0"].shape[0]}
+    config = replace_nested(TrainConfig(), settings)
+    return _rank(command, config, task, inputs, command.json)
+
+
+def estimate_run(flags: OnHardware, config: TrainConfig, json: Path | None) -> int:
+    """Prints the ranking for the settings of a run with a loss of the user's; returns 0, or 1 if nothing fits."""
+    config, task, batch = open_task(config)
+    return _rank(flags, config, task, batch, json)
+
+
+def _sum_of_outputs(model: Any, batch: Mapping[str, Any], _: jax.Array) -> tuple[jax.Array, jax.Array]:
+    floating = (leaf for leaf in jax.tree.leaves(model(*batch.values())) if jnp.issubdtype(leaf.dtype, jnp.floating))
+    return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(())), jnp.ones(())
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A model's step on a mesh; bytes and seconds of a device."""
+    """A step on a mesh; bytes and seconds of a device."""
 
-    explanation: Explanation
-    memory: Mapping[str, float]  # bytes by kind
+    blueprint: Blueprint
+    memory: Memory
+    work: Work  # of a micro-batch
+    accumulation: int
     time: StepTime
     spare: float  # bytes left; negative if the step does not fit
+    plan: list[str]  # lines on a proposed plan
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis."""
+        return mesh_sizes(self.blueprint.mesh)
 
     @property
     def rank(self) -> tuple[int, float]:
         """Sort key: with margin, tight, too large; then time or missing memory."""
-        margin = MEMORY_ERROR * (self.memory["activations"] + self.memory["gathered_weights"])
+        margin = MEMORY_ERROR * (self.memory.total - self.memory.state)
         return (0 if self.spare >= margin else 1, self.time.expected) if self.spare >= 0 else (2, -self.spare)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all micro-batches, with recomputation."""
+        return self.accumulation * sum(product.flops for product in self.work.products)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Collectives of all micro-batches."""
+        return {one: self.accumulation * times for one, times in self.work.traffic.items()}
 
     def row(self) -> tuple[str, ...]:
         """Returns a line of the table."""
-        found = self.explanation
         return (
-            " x ".join(f"{axis} {size}" for axis, size in found.sizes.items() if size > 1) or "one device",
-            f"{sum(self.memory.values()) / MB:,.1f}",
+            " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device",
+            f"{self.memory.total / MB:,.1f}",
             f"{self.spare / MB:,.0f}" if self.spare >= 0 else "does not fit",
-            f"{found.flops / 1e9:,.3f}",
-            f"{sum(found.sent_by_axes().values()) / MB:,.3f}",
+            f"{self.flops / 1e9:,.3f}",
+            f"{sum(bytes_by_axes(self.traffic).values()) / MB:,.3f}",
             f"{1e3 * self.time.overlapped:,.3g} to {1e3 * self.time.serial:,.3g}",
             f"{self.time.computing_share:.0%}",
         )
 
     def record(self) -> dict[str, object]:
         """Returns the estimate for JSON."""
-        found = self.explanation
         return {
-            **found.sizes,
+            **self.sizes,
             "fits": self.spare >= 0,
-            "bytes_per_device": {**self.memory, "total": sum(self.memory.values())},
-            "flops_per_device": found.flops,
-            "bytes_sent": {"+".join(axes): sent for axes, sent in found.sent_by_axes().items()},
+            "bytes_per_device": dataclasses.asdict(self.memory) | {"total": self.memory.total},
+            "flops_per_device": self.flops,
+            "bytes_sent": {"+".join(axes): sent for axes, sent in bytes_by_axes(self.traffic).items()},
             "seconds": {"serial": self.time.serial, "overlapped": self.time.overlapped},
-            "notes": list(found.notes),
+            "plan": self.plan,
         }
 
 
-def _run(command: EstimateModel) -> int:
-    require_writable("--json", command.json)
-    if not command.input:
-        raise ConfigError("an estimate runs the model: give the shapes of its inputs, --input 64x128:int32")
-    jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
-    hardware, count = parse(command.hardware)
-    room = target(hardware, count, command.memory_fraction).room
-    build, inputs, plan = command.builder(), command.shapes(), command.load_plan()
-    optimizer = optax.adamw(1e-3) if command.optimizer is None else load(command.optimizer, "--optimizer")
-    print(f"{count} x {hardware.name}, {room / GB:,.1f} GB each for JAX; a step on one global batch", flush=True)
+def _rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes, json: Path | None) -> int:
+    require_writable("--json", json)
+    hardware, count = parse(flags.hardware)
+    where = target(hardware, count, flags.memory_fraction, config.launch.allocator)
+    print(f"{count} x {hardware.name}, {where.room / GB:,.1f} GB each for JAX; a step on one global batch", flush=True)
+    splits = task.plan is None or bool(task.plan)  # else tp and cp would only repeat work
+    every = [sizes for sizes in fitting_meshes(count) if splits or sizes[TP] * sizes[CP] == 1]
     estimates, refused = [], {}
-    for sizes in _meshes(command, count):
+    for sizes in parse_meshes(flags.meshes, flags.hardware, count) or every:
         try:
-            if command.propose:
-                plan = propose_plan(build, *inputs, mesh=sizes, report=None) if sizes[TP] > 1 else None
-            found = explain(build, *inputs, plan=plan, mesh=sizes)
-            estimates.append(estimate(found, optimizer, hardware, room))
+            estimates.append(estimate(config, task, batch, sizes, where))
         except (TypeError, ValueError) as error:
-            refused[describe_mesh(sizes)] = re.split("[;\n]", str(command.failure(error)))[0]
+            refused[describe_mesh(sizes)] = re.split("[;\n]", str(error))[0]
     if not estimates:
         raise ConfigError(f"no mesh of {count} devices can run it: {next(iter(refused.values()))}")
     estimates.sort(key=lambda each: each.rank)
@@ -147,53 +198,42 @@ def _run(command: EstimateModel) -> int:
         mesh, reason = next(iter(refused.items()))
         print(f"{len(refused)} meshes cannot run it, such as {mesh}: {reason}")
     best = estimates[0]
-    kinds = ", ".join(f"{kind.replace('_', ' ')} {size / MB:,.1f}" for kind, size in best.memory.items())
-    print(f"best    {best.row()[0]}: {kinds} MB", *(f"note: {note}" for note in best.explanation.notes), sep="\n")
-    record = {"model": command.model, "hardware": dataclasses.asdict(hardware), "devices": count, "refused": refused}
-    write_json("--json", command.json, {**record, "meshes": [each.record() for each in estimates]})
+    kinds = dataclasses.asdict(best.memory).items()
+    print(f"best    {best.row()[0]}:", ", ".join(f"{k.replace('_', ' ')} {n / MB:,.1f}" for k, n in kinds if n), "MB")
+    assert task.loss is not None
+    notes = explain_step(config, best.blueprint, task.loss, batch).notes
+    print(*best.plan[:1], *(f"note: {note}" for note in notes), sep="\n")
+    record = {"model": config.model.build, "hardware": dataclasses.asdict(hardware), "devices": count}
+    meshes = [each.record() for each in estimates]
+    write_json("--json", json, {**record, "refused": refused, "notes": list(notes), "meshes": meshes})
     return 0 if best.spare >= 0 else 1
 
 
-def _meshes(command: EstimateModel, count: int) -> Iterable[dict[str, int]]:
-    splits = command.plan is not None or command.propose  # else tp and cp would only repeat work
-    every = (sizes for sizes in fitting_meshes(count) if splits or sizes[TP] * sizes[CP] == 1)
-    return parse_meshes(command.meshes, command.hardware, count) or every
+def estimate(config: TrainConfig, task: Task, batch: Shapes, sizes: Mapping[str, int], where: Target) -> Estimate:
+    """Returns the memory and time of a step on a mesh.
+
+    Raises:
+      ConfigError: the mesh does not divide the batch, or the model or loss fails.
+      PlanError: the plan does not fit the model or the mesh.
+    """
+    assert task.loss is not None
+    if problem := next(batch_problems(config, sizes), None):
+        raise ConfigError(problem.text)
+    mesh = cast(Mesh, abstract_mesh(sizes))  # a trace needs no devices
+    blueprint, lines = plan(config, mesh, task, batch)
+    memory, work = trace_step(config, blueprint, task.loss, batch)
+    time = _step_time(where.hardware, sizes, memory, work, config.train.accumulation)
+    return Estimate(blueprint, memory, work, config.train.accumulation, time, where.room - memory.total, lines)
 
 
-def estimate(found: Explanation, optimizer: optax.GradientTransformation, hardware: Hardware, room: float) -> Estimate:
-    """Returns the memory and time of an explained step; `room` is the bytes that JAX has."""
-    whole = {**found.sizes, FSDP: 1, CP: 1}
-    memory = {
-        "parameters": float(found.bytes_per_device),
-        "gradients": float(found.bytes_per_device),
-        "optimizer": float(_optimizer_bytes(found, optimizer)),
-        "activations": found.saved,
-        "gathered_weights": 2.0 * max(sum(p.bytes(whole) for p in row.parameters) for row in found.rows),
-    }
-    return Estimate(found, memory, _step_time(hardware, found, memory), room - sum(memory.values()))
-
-
-def _optimizer_bytes(found: Explanation, optimizer: optax.GradientTransformation) -> int:
-    """An array of the optimizer with a parameter's path and shape is split like it."""
-    parameters = {f"{row.path}.{p.name}": p for row in found.rows for p in row.parameters}
-    state = jax.eval_shape(optimizer.init, {k: jax.ShapeDtypeStruct(p.shape, p.dtype) for k, p in parameters.items()})
-    total = 0
-    for path, array in jax.tree_util.tree_leaves_with_path(state):
-        like = next((parameters[k] for k in (getattr(key, "key", None) for key in path) if k in parameters), None)
-        if like is not None and like.shape == array.shape:
-            total += dataclasses.replace(like, dtype=str(array.dtype)).bytes(found.sizes)
-        else:
-            total += array.size * array.dtype.itemsize
-    return total
-
-
-def _step_time(hardware: Hardware, found: Explanation, memory: Mapping[str, float]) -> StepTime:
-    speed, communication = hardware.memory_speed, communication_seconds(hardware, found.sizes, found.traffic)
+def _step_time(hardware: Hardware, sizes: Mapping[str, int], memory: Memory, work: Work, accumulation: int) -> StepTime:
+    speed, communication = hardware.memory_speed, communication_seconds(hardware, sizes, work.traffic)
+    products = sum(product_seconds(hardware, one.flops, one.bytes, one.itemsize) for one in work.products)
     return StepTime(
-        products=sum(product_seconds(hardware, one.flops, one.bytes, one.itemsize) for one in found.products),
+        products=accumulation * products,
         attention=0.0,
-        elementwise=PASSES * memory["activations"] / speed,
-        update=2 * (memory["parameters"] + memory["optimizer"] + memory["gradients"]) / speed,
-        communication=communication,
-        crossing=frozenset(axes for axes in communication if leaves_domain(hardware, found.sizes, axes)),
+        elementwise=accumulation * PASSES * memory.activations / speed,
+        update=2 * (memory.state + memory.gradients) / speed,
+        communication={axes: accumulation * seconds for axes, seconds in communication.items()},
+        crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),
     )

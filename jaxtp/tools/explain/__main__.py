@@ -2,27 +2,30 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, cast
 
 import jax
 import jax.numpy as jnp
 import tyro
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.schema import ConfigError, Switch, from_yaml
+from jaxtp.config.schema import ConfigError, Switch, UserPath, from_yaml
 from jaxtp.distributed.devices import request_virtual_devices
-from jaxtp.mesh import AXES, CP
+from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.explain.explanation import explain
 from jaxtp.tools.explain.propose import propose_plan
-from jaxtp.tools.explain.python_model import PythonModel
+from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings
 from jaxtp.tools.explain.traced_model import Forward
-from jaxtp.train.config import TrainConfig
-from jaxtp.train.validation import check
+from jaxtp.train import setup
+from jaxtp.train.config import TrainConfig, training_of
+from jaxtp.train.validation import batch_problems, check, refuse
 
 PROGRAM = "jaxtp explain"
 DESCRIPTION = """Shows how a plan splits a model over a mesh and what it communicates, without the devices.
@@ -31,9 +34,10 @@ jaxtp explain model.py:build --plan plan.py:PLAN --input 64x16x16x1 --mesh fsdp=
 
 The first table has a line for each module: its style, how its parameters are split, and the bytes on each device. The
 second lists the collectives of a forward and backward pass by module. Notes point out avoidable communication. The
-model may also be a configuration of jaxtp train:
+model may also be a configuration of jaxtp train, and settings of a run work too:
 
 jaxtp explain configs/llama3_8b.yaml --mesh fsdp=4,tp=8
+jaxtp explain --model.build model.py:build --train.loss loss.py:loss --data.batches data.py:batches --mesh tp=4
 """
 
 
@@ -52,18 +56,61 @@ class Explain(PythonModel):
     """Also compile for virtual CPU devices, and show the collectives that the compiler adds between the layers."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExplainRun(TrainConfig):
+    """Settings of a run to explain."""
+
+    compile: Switch = False
+    """See `Explain`."""
+
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write all numbers to this file."""
+
+
 COMMAND = Command(program=PROGRAM, schema=Explain, description=DESCRIPTION)
+RUN_COMMAND = Command(program=PROGRAM, schema=ExplainRun, description=DESCRIPTION, printed=training_of)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
+    if has_settings(argv):
+        return entry.attempt(PROGRAM, lambda: _run_of_settings(RUN_COMMAND.load(argv)[0]))
     return entry.attempt(PROGRAM, lambda: run(COMMAND.load(argv)[0]))
+
+
+def _run_of_settings(options: ExplainRun) -> None:
+    _explain_run(training_of(options), options.compile, options.json)
+
+
+def _explain_run(config: TrainConfig, compiled: bool, json: Path | None) -> None:
+    require_writable("--json", json)
+    sizes = config.mesh.sizes
+    if -1 in sizes.values():
+        raise ConfigError(f"{describe_mesh(sizes)} depends on the number of devices; name a mesh, --mesh tp=8")
+    if compiled:
+        request_virtual_devices(math.prod(sizes.values()))
+    config, task, batch = setup.open_task(config)
+    if task.loss is None:
+        raise ConfigError(f"{PROGRAM} needs a loss (--train.loss) or a model: {PROGRAM} RUN.yaml explains the decoder")
+    refuse(problem.text for problem in batch_problems(config, sizes))
+    blueprint, lines = setup.plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)  # a trace needs no devices
+    print(*lines, sep="\n")
+    explanation = explain_step(config, blueprint, task.loss, batch, compiled=compiled)
+    print(explanation)
+    if (count := config.train.accumulation) > 1:
+        print(f"\nnote: numbers are for one of the {count} micro-batches of a step")
+    write_json("--json", json, {"model": config.model.build, **explanation.record()})
 
 
 def run(command: Explain) -> None:
     """Prints the explanation."""
     config = from_yaml(TrainConfig, command.model) if command.model.endswith((".yaml", ".yml")) else None
     sizes = _axis_sizes(command, config)
+    if config is not None and (config.model.build is not None or config.train.loss is not None):
+        if command.plan or command.propose or command.input:
+            raise ConfigError(f"{command.model} has a plan, loss and batches; leave out --plan, --propose and --input")
+        _explain_run(replace(config, mesh=config.mesh.of_sizes(sizes)), command.compile, command.json)
+        return
     require_writable("--json", command.json)
     if command.compile:  # before the model's file, which may start JAX's backend
         request_virtual_devices(math.prod(sizes.values()))

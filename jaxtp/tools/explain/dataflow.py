@@ -17,9 +17,9 @@ from jax.core import Atom
 from jax.extend.core import JaxprEqn
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, Collective
+from jaxtp.analysis.propagation_rules import Blocked, Walk, agree, pass_through, shape_of
 from jaxtp.mesh import TP
 from jaxtp.parallelize.stock import Signature, signature
-from jaxtp.tools.explain.propagation_rules import Blocked, Walk, agree, pass_through, shape_of
 from jaxtp.tools.explain.traced_model import Boundary, TracedModel, read_boundary
 
 ROOT = "the model itself"

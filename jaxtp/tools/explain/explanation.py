@@ -15,12 +15,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.analysis.audit import added_by_compiler
 from jaxtp.analysis.census import A_TURN, AT_MOST, count_collectives
-from jaxtp.analysis.collective import ALL_REDUCE, Collective, Traffic, sums, total_sent
+from jaxtp.analysis.collective import ALL_REDUCE, Collective, Traffic, bytes_by_axes, sums, total_sent
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import columns
+from jaxtp.analysis.work import Objective, Product, Work, gradient, work_of
 from jaxtp.layers.parameter import PARAMETERS, spec_of
-from jaxtp.mesh import AXES, BATCH, TOKENS, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
+from jaxtp.mesh import BATCH, TOKENS, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
 from jaxtp.parallelize.layouts import as_tuple
 from jaxtp.parallelize.module_wrappers import original_class
 from jaxtp.parallelize.parallelize import original_model, parallelize
@@ -29,8 +30,7 @@ from jaxtp.parallelize.run_styles import role_of
 from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
 from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
 from jaxtp.tools.explain.propose import replicate_input
-from jaxtp.tools.explain.traced_model import Forward, MeshLike, ModelCall, StateFunction, axis_sizes, trace_model
-from jaxtp.tools.explain.work import Product, count_work
+from jaxtp.tools.explain.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
 
 _SCOPE = "module:"
 _INEXACT = {
@@ -99,9 +99,7 @@ class Explanation:
 
     def sent_by_axes(self) -> dict[tuple[str, ...], float]:
         """Returns the bytes per device over each group of axes."""
-        total = sums(Counter(self.traffic) + Counter(self.added), lambda one: one.axes)
-        by_axis = sorted(total.items(), key=lambda item: list(map(AXES.index, item[0])))
-        return {axes: sent for axes, (_, sent) in by_axis if sent}
+        return bytes_by_axes(Counter(self.traffic) + Counter(self.added))
 
     def record(self) -> dict[str, object]:
         """Returns everything as JSON values."""
@@ -171,13 +169,16 @@ def explain(
         parallel = _parallelized(model, plan, abstract)
         original, styles, _ = original_model(parallel)
         model_call = ModelCall.of(original, inputs, call)
-        traffic, products, saved = _costs(parallel, model_call, sizes) if inputs else ({}, (), 0.0)
+        loss, *state = _loss(parallel, model_call)
+        work = work_of(loss, sizes, *state, model_call.arrays) if inputs else Work({}, (), 0.0)
         notes = _avoidable_communication(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
     added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
     for counted, meaning in _INEXACT.items():
-        if modules := dict.fromkeys(_module_of(one) or ROOT for one in (*traffic, *added) if one.counted == counted):
+        if modules := dict.fromkeys(
+            _module_of(one) or ROOT for one in (*work.traffic, *added) if one.counted == counted
+        ):
             notes.append(f"{', '.join(modules)}: {meaning}")
-    return Explanation(sizes, tuple(_rows(parallel)), traffic, added, products, saved, tuple(notes))
+    return Explanation(sizes, tuple(_rows(parallel)), work.traffic, added, work.products, work.saved, tuple(notes))
 
 
 def _parallelized(
@@ -189,22 +190,10 @@ def _parallelized(
     return parallelize(original, plan or plan_of_model, mesh=mesh, fsdp=fsdp)
 
 
-def _costs(model: nnx.Module, call: ModelCall, sizes: dict[str, int]) -> tuple[Traffic, tuple[Product, ...], float]:
-    """Returns the collectives, products and residual bytes of a forward and backward pass."""
-    grad, state = _gradient(model, call)
-    closed = jax.make_jaxpr(grad)(state, call.arrays)
-    products, results = count_work(closed, sizes)
-    jaxpr = closed.jaxpr
-    num_saved = len(jaxpr.outvars) - len(jax.tree.leaves(nnx.split_state(state, nnx.Param, ...)[0]))
-    computed = {id(v) for equation in jaxpr.eqns for v in equation.outvars}
-    saved = {id(v): size for v, size in zip(jaxpr.outvars[:num_saved], results, strict=False) if id(v) in computed}
-    return count_collectives(closed, sizes), tuple(products), sum(saved.values())
+def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx.State]:
+    """Returns the sum of all outputs as a function of the parameters, the other state and the inputs; and both states.
 
-
-def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.State]:
-    """Returns a forward and backward pass, and its state; the loss is the sum of all outputs.
-
-    Its results are the residuals and the gradients. Each equation has its module's path in its name stack.
+    Each equation has its module's path in its name stack.
     """
 
     def scoped(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -213,18 +202,13 @@ def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.St
 
     function, state = call.functional(model, scoped)
 
-    def grad(state: nnx.State, arrays: list[Any]) -> object:
-        params, rest = nnx.split_state(state, nnx.Param, ...)
+    def loss(params: nnx.State, rest: nnx.State, arrays: list[Any]) -> jax.Array:
+        outputs = function(nnx.merge_state(params, rest), arrays)
+        floating = (leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating))
+        return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
 
-        def loss(params: nnx.State) -> jax.Array:
-            outputs = function(nnx.merge_state(params, rest), arrays)
-            floating = (leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating))
-            return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
-
-        total, backward = jax.vjp(loss, params)
-        return jax.tree.leaves(backward), backward(jnp.ones_like(total))
-
-    return grad, state
+    params, rest = nnx.split_state(state, nnx.Param, ...)
+    return loss, params, rest
 
 
 def _compiler_collectives(
@@ -237,9 +221,9 @@ def _compiler_collectives(
         return NamedSharding(mesh, PartitionSpec(BATCH) if divides else PartitionSpec())
 
     with jax.set_mesh(mesh):
-        grad, state = _gradient(_parallelized(model, plan, mesh), call)
+        loss, *state = _loss(_parallelized(model, plan, mesh), call)
         arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.shape)) for x in call.arrays]
-        traced = jax.jit(lambda state, arrays: grad(state, arrays)[1]).trace(state, arrays)
+        traced = jax.jit(lambda *inputs: gradient(loss)(*inputs)[1]).trace(*state, arrays)
         _, text = compile_with_spmd_text(traced.lower())
     return added_by_compiler(count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes))
 

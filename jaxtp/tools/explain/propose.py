@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
+from jaxtp.analysis.propagation_rules import ELEMENTWISE
 from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
 from jaxtp.parallelize.parallelize import abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan, format_style, patterns_for
@@ -30,7 +31,6 @@ from jaxtp.parallelize.styles import (
     Style,
 )
 from jaxtp.tools.explain.dataflow import ROOT, Columns, Dataflow, LayerCall, find_dataflow, parameter_bytes
-from jaxtp.tools.explain.propagation_rules import ELEMENTWISE
 from jaxtp.tools.explain.traced_model import Forward, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
 
 _RESULT = ""

@@ -1,14 +1,9 @@
-"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, a plan and inputs."""
+"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, a plan and inputs; and the step of a run."""
 
-import importlib
-import importlib.util
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +11,15 @@ import tyro
 from flax import nnx
 
 from jaxtp.config.entry import UserError
-from jaxtp.config.schema import ConfigError, Switch, UserPath, nearest_file
+from jaxtp.config.python_object import load_object
+from jaxtp.config.schema import ConfigError, Switch, UserPath
+from jaxtp.mesh import mesh_sizes
 from jaxtp.parallelize.plan import Plan
+from jaxtp.tools.explain.explanation import Explanation, explain
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.state import Blueprint
+from jaxtp.train.task import Loss
+from jaxtp.train.user_step import Shapes, micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +51,12 @@ class PythonModel:
         """Returns the plan, if any."""
         if self.propose and self.plan is not None:
             raise ConfigError("--propose and --plan both give a plan; leave one of them out")
-        plan: Plan | None = None if self.plan is None else load(self.plan, "--plan")
+        plan: Plan | None = None if self.plan is None else load_object(self.plan, "--plan")
         return plan
 
     def builder(self) -> Callable[[], nnx.Module]:
         """Returns the function that builds the model; mistakes in it are ConfigErrors."""
-        function = load(self.model, "MODEL")
+        function = load_object(self.model, "MODEL")
         if not callable(function):
             raise ConfigError(f"{self.model} is {function!r}, and should be a function that returns a model")
 
@@ -78,35 +80,19 @@ class PythonModel:
         return ConfigError(f"{self.model} fails on these inputs ({shapes}): {error}{hint}")
 
 
-def load(text: str, flag: str) -> Any:
-    """Returns the value at `FILE.py:NAME` or `package.module:NAME`, or raises a ConfigError."""
-    place, _, name = text.rpartition(":")
-    if not place or not name:
-        raise ConfigError(f"{flag} {text}: should be FILE.py:NAME or package.module:NAME")
-    module = _load_file(flag, Path(place)) if place.endswith(".py") else _import(flag, place)
-    if not hasattr(module, name):
-        values = (key for key, value in vars(module).items() if isinstance(value, dict) or callable(value))
-        names = ", ".join(key for key in values if not key.startswith("_"))
-        raise ConfigError(f"{flag} {text}: {place} has no {name}; it has {names}")
-    return getattr(module, name)
+def has_settings(argv: Sequence[str]) -> bool:
+    """Returns whether a command line has settings of a run: `--config`, or flags such as `--model.build`."""
+    flags = (word.partition("=")[0] for word in argv if word.startswith("--"))
+    return any("." in flag or flag == "--config" for flag in flags)
 
 
-def _load_file(flag: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"{flag} {path}: no such file{nearest_file(path)}")
-    sys.path.insert(0, str(path.parent))  # like `python FILE.py`
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _import(flag: str, name: str) -> ModuleType:
-    sys.path.insert(0, "")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{flag} {name}: {error}; to name a file, write FILE.py:NAME") from None
+def explain_step(
+    config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Shapes, *, compiled: bool = False
+) -> Explanation:
+    """Explains a user's loss on one micro-batch, on a mesh that may be abstract; `compiled` as in `explain`."""
+    model = nnx.merge(blueprint.graph, blueprint.abstract, blueprint.rngs, copy=True).model
+    rows, sizes, key = micro_batch(config, batch), mesh_sizes(blueprint.mesh), jax.random.key(config.run.seed)
+    return explain(model, rows, mesh=sizes, call=lambda model, rows: loss(model, rows, key)[0], compiled=compiled)
 
 
 def _parse_input(text: str) -> jax.ShapeDtypeStruct:

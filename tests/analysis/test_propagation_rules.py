@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtp.tools.explain.propagation_rules import Blocked, pass_through
+from jaxtp.analysis.propagation_rules import Blocked, pass_through
 
 X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
 PARTS = 2

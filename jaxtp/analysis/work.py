@@ -1,20 +1,31 @@
-"""Counts the matrix products of a traced program and the bytes of its results, on one device.
+"""Counts the matrix products, collectives and residuals of a traced forward and backward pass, on one device.
 
 Shapes are local inside `shard_map`, and global elsewhere. Global arrays are assumed to be split over dp, fsdp and cp.
 The output of a column layer stays split over tp as far as the rules of `propagation_rules.py` allow.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import Array
 from jax.core import Atom
 from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] # jax 0.12: another name of Jaxpr
 from jax.sharding import PartitionSpec
 
-from jaxtp.analysis.census import equations, runs, trip_count
+from jaxtp.analysis.census import count_collectives, equations, runs, trip_count
+from jaxtp.analysis.collective import Traffic
+from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
 from jaxtp.mesh import TOKENS, TP, axes_of, parts
-from jaxtp.tools.explain.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
+
+Objective = Callable[..., Array]
+"""Takes parameters and further inputs; returns a scalar."""
+
+_RECOMPUTATION = "rematted_computation"
+"""Scope in which `jax.checkpoint` puts what it computes again."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +37,45 @@ class Product:
     """Bytes of operands and results."""
     itemsize: int
     """Bytes of an element of the larger operand dtype."""
+    recomputed: bool
+    """Whether `jax.checkpoint` computes them again in the backward pass."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A forward and backward pass on a device."""
+
+    traffic: Traffic
+    products: tuple[Product, ...]
+    saved: float
+    """Bytes of residuals: arrays that the forward pass saves for the backward pass."""
 
 
 @dataclass(frozen=True)
 class _Split:
     dim: int | None  # over tp
     parts: int  # number of different shards
+
+
+def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
+    """Returns a function that returns the residuals and the gradient of an objective by its first argument."""
+
+    def compute(params: Any, *inputs: Any) -> tuple[list[Array], Any]:
+        total, backward = jax.vjp(lambda params: objective(params, *inputs), params)
+        return jax.tree.leaves(backward), backward(jnp.ones_like(total))[0]
+
+    return compute
+
+
+def work_of(objective: Objective, sizes: Mapping[str, int], params: Any, *inputs: Any) -> Work:
+    """Returns the work of an objective and its gradient, traced under the mesh in context of these sizes."""
+    closed = jax.make_jaxpr(gradient(objective))(params, *inputs)
+    products, results = count_work(closed, sizes)
+    jaxpr = closed.jaxpr
+    computed = {id(v) for equation in jaxpr.eqns for v in equation.outvars}
+    residuals = jaxpr.outvars[: len(jaxpr.outvars) - len(jax.tree.leaves(params))]
+    saved = {id(v): size for v, size in zip(residuals, results, strict=False) if id(v) in computed}
+    return Work(count_collectives(closed, sizes), tuple(products), sum(saved.values()))
 
 
 def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int]) -> tuple[list[Product], list[float]]:
@@ -46,8 +90,16 @@ class _Counter(Walk[_Split, list[Product]]):
     def __init__(self, sizes: Mapping[str, int]):
         super().__init__(_Split(None, parts(sizes, TOKENS)), list)
         self.sizes = sizes
+        self.recomputing = False
 
     def _equation(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
+        outer = self.recomputing
+        self.recomputing |= _RECOMPUTATION in str(equation.source_info.name_stack)
+        splits = self._counted(equation, facts, times)
+        self.recomputing = outer
+        return splits
+
+    def _counted(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
         name, params = equation.primitive.name, equation.params
         if name == "shard_map":
             self.count_body(params["jaxpr"], times)
@@ -76,16 +128,17 @@ class _Counter(Walk[_Split, list[Product]]):
         return replace(fact, dim=None if fact.dim is None or fact.dim + by < 0 else fact.dim + by)
 
     def count_body(self, jaxpr: object, times: int) -> None:
-        for equation, each, *_ in equations(open_jaxpr(jaxpr), times):
-            self.count(equation, each, 1)
+        for equation, each, _, scope in equations(open_jaxpr(jaxpr), times):
+            self.count(equation, each, 1, _RECOMPUTATION in scope)
 
-    def count(self, equation: JaxprEqn, times: int, num_shards: int) -> None:
+    def count(self, equation: JaxprEqn, times: int, num_shards: int, recomputed: bool = False) -> None:
         """Counts a product split into `num_shards`."""
         if (terms := _contraction_size(equation)) is not None:
             flops = 2.0 * math.prod(shape_of(equation.outvars[0])) * terms
             moved = sum(map(_bytes, (*equation.invars, *equation.outvars)))
             itemsize = max(v.aval.dtype.itemsize for v in equation.invars[:2])  # type: ignore[attr-defined]
-            self.result.append(Product(flops * times / num_shards, moved * times / num_shards, itemsize))
+            share, again = times / num_shards, self.recomputing or recomputed
+            self.result.append(Product(flops * share, moved * share, itemsize, again))
 
     def of_spec(self, spec: PartitionSpec) -> _Split:
         axes = [axes_of(entry) for entry in spec]

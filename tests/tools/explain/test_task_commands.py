@@ -1,0 +1,115 @@
+"""`jaxtp estimate` and `jaxtp explain` with the model, plan, loss, batches and optimizer of a run."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxtp
+from jaxtp.config.schema import from_yaml
+from jaxtp.mesh import make_mesh, mesh_shape
+from jaxtp.tools.estimate.__main__ import main as estimate
+from jaxtp.tools.explain.__main__ import main as explain
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.setup import open_task, plan
+from jaxtp.train.state import bytes_per_device
+
+EXAMPLES = Path(__file__).parents[3] / "scripts/examples"
+SOURCE = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import numpy as np, jax.numpy as jnp, optax, NAME as example
+from NAME_plan import PLAN
+build = example.build
+
+def loss(model, batch, key):
+    rows = len(next(iter(batch.values())))
+    return rows * example.loss(model, *batch.values()), jnp.asarray(rows, jnp.float32)
+
+def batches(step):
+    arrays = example.batch(np.random.default_rng(step), 32)
+    return dict(zip("ab", arrays))
+
+def unlike(model, batch, key):
+    return batch["images"], 1
+
+factored = lambda: optax.chain(optax.clip(1.0), optax.adafactor(1e-3))
+"""
+MESHES = [{"fsdp": 2, "tp": 2}, {"dp": 4}]
+
+
+@pytest.fixture
+def run(tmp_path, request):
+    (tmp_path / "mine.py").write_text(SOURCE.replace("NAME", getattr(request, "param", "vit")))
+    parts = {"model.build": "build", "model.plan": "PLAN", "train.loss": "loss", "data.batches": "batches"}
+    settings = {**parts, "optimizer.build": "factored"}
+    sections = {}
+    for name, part in settings.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = f"{tmp_path}/mine.py:{part}"
+    sections["train"]["accumulation"] = 2
+    (tmp_path / "run.yaml").write_text(json.dumps(sections))
+    return tmp_path
+
+
+@pytest.mark.parametrize("run", ["vit", "mixer", "recurrent", "encoder_decoder"], indirect=True)
+def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run, capsys):
+    flags = ["--mesh", *(",".join(f"{axis}={size}" for axis, size in mesh.items()) for mesh in MESHES)]
+    assert estimate(["--config", f"{run}/run.yaml", "--hardware", "h100x4", *flags, "--json", f"{run}/out.json"]) == 0
+    found = {
+        tuple(mesh[axis] for axis in mesh_shape()): mesh
+        for mesh in json.loads((run / "out.json").read_text())["meshes"]
+    }
+    assert capsys.readouterr().out.count(" to ") >= len(MESHES)
+    config, task, batch = open_task(from_yaml(TrainConfig, run / "run.yaml"))
+    for sizes in (mesh_shape(**each) for each in MESHES):
+        mesh = found[tuple(sizes.values())]
+        devices = {axis: size for axis, size in sizes.items() if axis != "cp"}
+        memory, blueprint = mesh["bytes_per_device"], plan(config, make_mesh(**devices), task, batch)[0]
+        assert memory["parameters"] + memory["optimizer"] == bytes_per_device(blueprint)
+        half = {name: jax.ShapeDtypeStruct((16, *each.shape[1:]), each.dtype) for name, each in batch.items()}
+        call = lambda model, batch: task.loss(model, batch, None)[0]
+        whole = jaxtp.explain(task.model, half, plan=task.plan, mesh=sizes, call=call)
+        assert mesh["flops_per_device"] == 2 * whole.flops > 0
+        assert memory["activations"] == int(whole.saved) > 0
+        assert mesh["bytes_sent"] == {"+".join(axes): 2 * sent for axes, sent in whole.sent_by_axes().items()}
+        command = [f"{run}/run.yaml", "--mesh", ",".join(f"{axis}={size}" for axis, size in sizes.items())]
+        assert explain([*command, "--json", f"{run}/explained.json"]) == 0
+        assert json.loads((run / "explained.json").read_text())["bytes_sent"] == {
+            "+".join(axes): sent for axes, sent in whole.sent_by_axes().items()
+        }
+
+
+def test_without_a_plan_each_mesh_has_a_proposal_as_in_a_run(run, capsys):
+    flags = [
+        f"--model.build={run}/mine.py:build",
+        f"--train.loss={run}/mine.py:loss",
+        f"--data.batches={run}/mine.py:batches",
+    ]
+    assert estimate([*flags, "--hardware", "h100x2", "--json", f"{run}/out.json"]) == 0
+    record = json.loads((run / "out.json").read_text())
+    assert {(mesh["tp"], bool(mesh["plan"])) for mesh in record["meshes"]} == {(1, False), (2, True)}
+    assert "mesh.cp=2 splits sequences" in next(iter(record["refused"].values()))
+    assert explain([*flags, "--mesh", "tp=2"]) == 0
+    assert "blocks.*.attention.query" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "estimate --config {run}/run.yaml --tier 2 --price 3": "--tier, --price: not for a model or loss of your own",
+    "estimate --config {run}/run.yaml --train.accumulation 3": "accumulation",
+    "estimate --config {run}/run.yaml --train.loss {run}/mine.py:unlike": "KeyError: 'images'",
+    "estimate --config {run}/run.yaml --train.loss {run}/mine.py:lost": "has no lost; it has",
+    "estimate --model.build {run}/mine.py:build": "needs a loss",
+    "explain {run}/run.yaml --mesh tp=2 --propose": "leave out --plan, --propose and --input",
+    "explain --config {run}/run.yaml --mesh tp=-1": "depends on the number of devices",
+    "explain --config {run}/run.yaml --mesh fsdp=3": "not divisible",
+    "explain --mesh.tp 2": "needs a loss",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(run, capsys, words):
+    command, *rest = words.format(run=run).split()
+    assert {"estimate": estimate, "explain": explain}[command](rest) == 2
+    assert MISTAKES[words] in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""Memory and FLOPs of a step with a user's model and loss, from its trace."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from runs import records
+
+import jaxtp
+from jaxtp.config.schema import ConfigError
+from jaxtp.mesh import abstract_mesh, make_mesh, mesh_shape
+from jaxtp.train import memory_check, performance, setup
+from jaxtp.train import trainer as trainer_module
+from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.setup import plan
+from jaxtp.train.state import bytes_per_device
+from jaxtp.train.user_step import flops_per_row, trace_step
+
+ROWS, WIDTH, HIDDEN = 16, 8, 32
+BATCH = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, remat: bool = False):
+        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
+        self.remat = remat
+
+    def __call__(self, x):
+        def body(model, x):
+            return model.down(jnp.tanh(model.up(x)))
+
+        return nnx.remat(body)(self, x) if self.remat else body(self, x)
+
+
+def loss(model, batch, key):
+    return jnp.sum(model(batch["x"]) ** 2), jnp.asarray(len(batch["x"]), jnp.float32)
+
+
+TASK = jaxtp.Task(
+    model=Mlp, loss=loss, optimizer=optax.adafactor(1e-3), plan={"up": jaxtp.Colwise(), "down": jaxtp.Rowwise()}
+)
+REMAT = dataclasses.replace(TASK, model=lambda rngs: Mlp(rngs, remat=True))
+CONFIG = TrainConfig(model=jaxtp.ModelConfig(build="mine:Mlp"))
+
+
+def traced(task, sizes, accumulation=1):
+    config = dataclasses.replace(CONFIG, train=LoopConfig(accumulation=accumulation))
+    blueprint, _ = plan(config, abstract_mesh(sizes), task, BATCH)
+    return blueprint, *trace_step(config, blueprint, loss, BATCH)
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 4}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 4}], ids=str)
+def test_the_account_on_an_abstract_mesh_is_that_of_devices(sizes):
+    sizes = mesh_shape(**sizes)
+    blueprint, memory, work = traced(TASK, sizes)
+    on_devices, _ = plan(CONFIG, make_mesh(**{axis: n for axis, n in sizes.items() if axis != "cp"}), TASK, BATCH)
+    assert memory.state == bytes_per_device(blueprint) == bytes_per_device(on_devices)
+    assert trace_step(CONFIG, on_devices, loss, BATCH) == (memory, work)
+    assert memory.gradients == memory.parameters == 4 * 2 * WIDTH * HIDDEN / (sizes["fsdp"] * sizes["tp"])
+    assert memory.batch == 4 * ROWS * WIDTH / (sizes["dp"] * sizes["fsdp"])
+    call = lambda model, batch: loss(model, batch, None)[0]
+    whole = jaxtp.explain(lambda: Mlp(nnx.Rngs(0)), BATCH, plan=TASK.plan, mesh=sizes, call=call)
+    assert (work.saved, sum(product.flops for product in work.products)) == (whole.saved, whole.flops)
+
+
+def test_micro_batches_share_activations_and_add_a_sum_of_gradients():
+    sizes = mesh_shape(fsdp=2)
+    _, once, work = traced(TASK, sizes)
+    _, twice, half = traced(TASK, sizes, accumulation=2)
+    assert twice.gradients == 2 * once.gradients
+    assert twice.batch == once.batch
+    assert twice.activations < once.activations
+    assert 2 * sum(p.flops for p in half.products) == sum(p.flops for p in work.products)
+
+
+def test_recomputation_costs_work_but_is_no_use():
+    # The first layer has no gradient of its input.
+    expected = 2 * WIDTH * HIDDEN * (3 + 2)
+    for task in (TASK, REMAT):
+        assert flops_per_row(CONFIG, task, BATCH) == performance.row_flops(CONFIG, None, task, BATCH) == expected
+    _, memory, work = traced(TASK, mesh_shape())
+    _, leaner, again = traced(REMAT, mesh_shape())
+    assert sum(p.flops for p in again.products) == sum(p.flops for p in work.products) + 2 * ROWS * WIDTH * HIDDEN
+    assert [p.flops for p in again.products if p.recomputed] == [2 * ROWS * WIDTH * HIDDEN]
+    assert leaner.activations < memory.activations
+
+
+def batches(step):
+    return {"x": np.random.default_rng(step).normal(size=(ROWS, WIDTH)).astype(np.float32)}
+
+
+def test_a_step_that_exceeds_a_device_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    task = dataclasses.replace(TASK, batches=batches)
+    settings = {"mesh": "fsdp=2,tp=2", "run.dir": tmp_path / "run", "train.steps": 1}
+    _, memory, _ = traced(TASK, mesh_shape(fsdp=2, tp=2))
+    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: memory.total - 1)
+    with pytest.raises(ConfigError, match=r"a step takes .* on each device.*--train.allow-oversize"):
+        jaxtp.Trainer(task, settings=settings).__enter__()
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: memory.total)
+    with jaxtp.Trainer(task, settings=settings) as trainer:
+        assert trainer.run_to_end()
+    assert "\nmemory  0.0 GB (0.0 of state, exact; the rest modelled)" in capsys.readouterr().out
+
+
+def test_a_run_logs_mfu_where_the_peak_is_known(tmp_path, monkeypatch):
+    """A CPU has none; this one pretends."""
+    task = dataclasses.replace(TASK, batches=batches)
+    monkeypatch.setattr(setup, "_row_flops", lambda config, blueprint, task, data: 1e6)
+    monkeypatch.setattr(trainer_module, "platform_of", lambda device: "pretended")
+    monkeypatch.setattr(performance, "peak_flops", lambda device: 1e9)
+    settings = {"mesh": "fsdp=2,tp=2", "run.dir": tmp_path / "run", "train.steps": 1}
+    with jaxtp.Trainer(task, settings=settings) as trainer:
+        assert trainer.run_to_end()
+    (mfu,), (rate,) = (records(tmp_path / "run", name).values() for name in ("mfu", "rows_per_second"))
+    assert mfu == pytest.approx(1e6 * rate / 4 / 1e9)
+
+
+def test_a_loss_that_needs_the_mesh_of_the_run_has_no_mfu():
+    def of_mesh(model, batch, key):
+        assert jax.sharding.get_abstract_mesh().size == 8
+        return loss(model, batch, key)
+
+    task = dataclasses.replace(TASK, loss=of_mesh)
+    assert np.isnan(performance.row_flops(CONFIG, None, task, BATCH))
