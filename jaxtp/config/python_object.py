@@ -5,6 +5,7 @@ import importlib.util
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,14 +33,22 @@ def load_object(text: str, setting: str) -> Any:
     return getattr(module, name)
 
 
-def reference_to(thing: object) -> str:
-    """Returns the `FILE.py:NAME` or `package.module:NAME` of a function or class; for others a description."""
-    name, module = getattr(thing, "__qualname__", ""), sys.modules.get(getattr(thing, "__module__", None) or "")
-    if not name or "<" in name or module is None:
-        return f"<{name or type(thing).__name__}>"
-    file = getattr(module, "__file__", None)
-    by_file = file is not None and (module.__name__ == "__main__" or " " in module.__name__)
-    return f"{file if by_file else module.__name__}:{name}"
+def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:
+    """Returns the `FILE.py:NAME` or `package.module:NAME` of an object; for an object without a name a description.
+
+    Args:
+      neighbours: functions and classes; a value without a name of its own may be a variable of their modules.
+    """
+    modules = [sys.modules.get(str(getattr(each, "__module__", None))) for each in (thing, *neighbours)]
+    own_name = str(getattr(thing, "__qualname__", ""))
+    for module in filter(None, modules):
+        is_here = own_name and "<" not in own_name and module is modules[0]
+        name = own_name if is_here else next((name for name, each in vars(module).items() if each is thing), None)
+        if name is not None:
+            file = getattr(module, "__file__", None)
+            by_file = file is not None and (module.__name__ == "__main__" or " " in module.__name__)
+            return f"{file if by_file else module.__name__}:{name}"
+    return f"<{own_name or type(thing).__name__}>"
 
 
 def user_code_error(what: str, error: Exception) -> ConfigError:

@@ -89,13 +89,14 @@ def with_references(config: TrainConfig, task: Task, explicit: Set[str] = frozen
       ConfigError: an explicit setting names a part that the task has too.
     """
     names: dict[str, object] = task.settings()
+    functions = [part for part in (task.model, task.loss, task.batches) if callable(part)]
     for part, setting in _REFERENCES.items():
         value = getattr(task, part)
         if value is None or part in names:
             continue
         if setting in explicit:
             raise ConfigError(f"{setting} is set, and the task has a {part} too; leave one of them out")
-        names[setting] = reference_to(value)
+        names[setting] = reference_to(value, functions)
     return replace_nested(config, names)
 
 
