@@ -34,6 +34,8 @@ PAGES = [README, ROOT / "configs/README.md", *sorted(ROOT.glob("jaxtp/*/**/READM
 MAP = [ROOT / "jaxtp/README.md", ROOT / "jaxtp/CONTRIBUTING.md", ROOT / "jaxtp/CHANGELOG.md"]
 FOLLOWED = [page for page in PAGES if "```sh\n" in page.read_text()]
 
+FILE = re.compile(r"# (\w+\.py)\n")
+"""First line of an example that is a file."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SET_UP = ".venv/bin/pip install"
 WORDS = [line.split() for line in (ROOT / "LICENSE").read_text().splitlines() if line.strip()]
@@ -104,7 +106,7 @@ class Reader:
         """Returns the flags of a run with fewer steps of a smaller model."""
         folder = value_of(words, "--run.dir")
         config = value_of(words, "--config")
-        flags = [*words, *SHORTER_RUN]
+        flags = [*words, *([] if "--model.build" in words else SHORTER_RUN)]
         if config is not None:
             values = yaml.safe_load(Path(config).read_text())
             folder = folder or values["run"]["dir"]
@@ -114,7 +116,7 @@ class Reader:
             flags += [f"--model.{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
             if "num_experts" in values["model"]:
                 flags += ["--model.num-experts=4", "--model.experts-per-token=2"]
-        elif "--model.from-hf" not in words and "--run.init-from" not in words:
+        elif not {"--model.from-hf", "--run.init-from", "--model.build"} & set(words):
             flags += ["--model.num-layers", "1", "--data.global-batch-size", "4"]
         said = int(value_of(words, "--train.steps") or 400)
         steps = 2 + len(self.steps)
@@ -166,6 +168,10 @@ class Reader:
 
     def run_script(self, words):
         script, *flags = words
+        if "/" not in script:  # a file of the page; it needs a process of its own, with devices for its mesh
+            done = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            return
         if "/examples/" in script:
             flags += ["--steps", "10"]
         if script.endswith("compiled_step.py"):
@@ -227,6 +233,8 @@ def test_a_page_can_be_followed(page, library, tiny_models, tmp_path, monkeypatc
     found = blocks(page)
     reader = Reader(library, tmp_path, capsys)
     for (kind, text), below in zip(found, [*found[1:], ("", "")], strict=True):
+        if file := kind == "python" and FILE.match(text):
+            Path(file[1]).write_text(text)
         if kind != "sh":
             continue
         *others, last = [line for line in text.splitlines() if line.strip()]
@@ -239,7 +247,9 @@ def test_a_page_can_be_followed(page, library, tiny_models, tmp_path, monkeypatc
 
 @pytest.mark.journey
 @pytest.mark.parametrize(
-    "example", [text for page in PAGES for kind, text in blocks(page) if kind == "python"], ids=lambda text: ""
+    "example",
+    [text for page in PAGES for kind, text in blocks(page) if kind == "python" and not FILE.match(text)],
+    ids=lambda text: "",
 )
 def test_an_example_prints_what_it_says(example, capsys):
     exec(example, {})
@@ -310,7 +320,8 @@ def test_every_command_of_the_pages_is_one_that_is_followed():
     """A line of another kind would not be run."""
     for page in FOLLOWED:
         for line in lines_of(page):
-            assert line.startswith(("jaxtp ", "python scripts/")) or SET_UP in line, line
+            files = [f"python {match[1]}" for _, text in blocks(page) if (match := FILE.match(text))]
+            assert line.startswith(("jaxtp ", "python scripts/", *files)) or SET_UP in line, line
             assert not re.search(r"[|;&$<>]", line) or SET_UP in line, line
 
 
