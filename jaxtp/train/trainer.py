@@ -19,6 +19,7 @@ from jaxtp.config.python_object import user_code_error
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Position
+from jaxtp.data.columns import EndOfDataError
 from jaxtp.data.loader import Batch
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, report_failure, watch, working_on
 from jaxtp.distributed.allocator import describe_out_of_memory
@@ -160,7 +161,7 @@ class Trainer:
                 with self._reporting():
                     if not self.done and self._run.step >= self._first:  # the loop was left early
                         self._finish_step()
-                        self._save_once()
+                        self._save_and_wait()
             else:
                 self._report_failure(error)
                 self._exit_stack.__exit__(kind, error, trace)
@@ -232,13 +233,16 @@ class Trainer:
         self._trackers.write({"step": self._run.step, **{name: float(value) for name, value in values.items()}})
 
     def stop(self, reason: str) -> None:
-        """Ends the run after this step, saved; with several processes one call suffices."""
+        """Saves and ends the run, after this step.
+
+        With several processes one call suffices, and the run ends after the next step.
+        """
         self._run.interrupt.received = self._stop_reason = reason
 
     def save(self) -> Path:
-        """Saves a checkpoint of the current step, if there is none; returns its folder when it is complete."""
+        """Saves a checkpoint of the current step, if there is none; returns its folder, complete."""
         self._finish_step()
-        self._save_once()
+        self._save_and_wait()
         return self._run.checkpoints.folder / str(self._run.step)
 
     def _train(self) -> Iterator[Step]:
@@ -297,7 +301,7 @@ class Trainer:
                 self._between_steps()
                 if (reason := self._stopping.reason) is not None:
                     self._finish_step()
-                    self._save_once()
+                    self._save_and_wait()
                     then = "" if reason == self._stop_reason else "; the same command resumes it"
                     self._report.line(f"stopped by {reason} at step {run.step} and saved{then}")
                     return
@@ -313,15 +317,14 @@ class Trainer:
     def _next_batch(self, batches: Iterator[tuple[Batch, Position]]) -> tuple[Batch, Position]:
         try:
             return next(batches)
-        except UserError:
-            self._finish_step()  # no step is lost to an error in the data
+        except EndOfDataError:
+            self._finish_step()  # no step is lost
             if self._run.step >= self._first:
-                self._save_once()
+                self._save_and_wait()
             raise
 
-    def _save_once(self) -> None:
-        if self._saved_at != self._run.step:
-            self._save(None)
+    def _save_and_wait(self) -> None:
+        self._save(None)
         self._run.checkpoints.wait()
 
     def _enter_phase(self, name: str) -> None:
@@ -482,6 +485,8 @@ class Trainer:
 
     def _save(self, eval_loss: float | None) -> None:
         run = self._run
+        if self._saved_at == run.step:
+            return
         if eval_loss is not None and not math.isfinite(eval_loss):
             eval_loss = None  # cannot be the best
         with self._phase(f"the checkpoint at step {run.step}", "save"):
