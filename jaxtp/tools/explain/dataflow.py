@@ -64,7 +64,7 @@ class LayerCall:
     input: ArrayInfo
     avals: tuple[Any, Any]  # of input and output
     times: int  # calls in one forward pass, more than one in a scan
-    dims: LayerDims | None  # None for `attend`, and layers that no style splits
+    dims: LayerDims | None  # None for `attend`, and layers whose output features do not follow from their input's
 
     @property
     def is_row(self) -> bool:
@@ -114,7 +114,7 @@ def _layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
         return None
     row = dims.inputs.get(dims.row) if dims.row else None
     column = dims.outputs[dims.column] % (ndim + dims.more_dims) if dims.column else None
-    if column is None and dims.inputs.keys() != dims.outputs.keys():
+    if row is None and column is None and dims.inputs.keys() != dims.outputs.keys():
         return None
     return LayerDims(None if row is None else row % ndim, column, _passed_dims(dims, ndim))
 
@@ -182,7 +182,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         module = self.modules[boundary.path]
         dims = _layer_dims(module, boundary.method, before.ndim)
         call = LayerCall(boundary.path, boundary.method, info, (before, after), times, dims)
-        is_norm = dims is not None and dims.column is None
+        is_norm = dims is not None and dims.column is None and dims.row is None
         (self.result.norms if is_norm else self.result.calls).append(call)
         output = ArrayInfo(has_grad=True, batched=info.batched)
         if info.dim is not None and not call.is_row:

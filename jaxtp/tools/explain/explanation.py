@@ -253,7 +253,7 @@ def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
         if params or (role and role.style):
             name, kind = ".".join(map(str, path)), original_class(module).__name__
             splits = tuple(
-                SplitParameter(name, tuple(value.shape), str(value.dtype), tuple(map(axes_of, spec_of(value))))
+                SplitParameter(name, tuple(value.shape), str(value.get_value().dtype), tuple(map(axes_of, spec_of(value))))
                 for name, value in params.items()
             )
             yield ModuleRow(name, kind, role.style if role else None, splits)

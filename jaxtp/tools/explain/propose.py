@@ -16,9 +16,10 @@ from flax import nnx
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
 from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
+from jaxtp.parallelize.module_wrappers import find_modules
 from jaxtp.parallelize.parallelize import abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan, format_style, patterns_for
-from jaxtp.parallelize.stock import signature
+from jaxtp.parallelize.stock import signature, why_not_split
 from jaxtp.parallelize.styles import (
     Colwise,
     ContextParallel,
@@ -180,7 +181,9 @@ class PlanDraft:
     @cached_property
     def patterns(self) -> dict[str, str]:
         """A pattern for each module, after all styles are set."""
-        return patterns_for({path: self.styles.get(path) for path in self.traced.modules})
+        modules = find_modules(self.traced.model)
+        aliases = {alias: self.styles.get(info.path) for info in modules for alias in info.paths}
+        return patterns_for(aliases | {path: self.styles.get(path) for path in self.traced.modules})
 
     @property
     def layers(self) -> list[str]:
@@ -259,8 +262,9 @@ def _not_column_layers(traced: TracedModel, dataflow: Dataflow) -> Iterator[tupl
             yield call.path, "it is the model itself, and a plan splits its submodules"
         elif call.method == "attend":
             yield call.path, "it is both embedding and head"
-        elif call.dims is None:
-            yield call.path, "its output has no features that tp can split"
+        elif column is None:
+            why = why_not_split(traced.modules[call.path])
+            yield call.path, why or "its output has no features that tp can split"
         elif size % dataflow.tp:
             yield call.path, f"it makes {size} features, which tp {dataflow.tp} does not divide"
 

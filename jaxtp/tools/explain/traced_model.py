@@ -96,6 +96,7 @@ class Boundary:
 class TracedModel:
     """The jaxpr of a model call, with module boundaries."""
 
+    model: nnx.Module  # abstract
     jaxpr: ClosedJaxpr  # takes the leaves of the model's state, then the input arrays
     is_param: tuple[bool, ...]  # whether each leaf of the state belongs to an `nnx.Param`
     modules: dict[str, nnx.Module]  # by dotted path; a shared module has its first path
@@ -108,7 +109,7 @@ def trace_model(call: ModelCall) -> TracedModel:
     jaxpr, modules = jax.make_jaxpr(function)(state, call.arrays), modules_of(call.model)
     variables = [variable for _, variable in nnx.to_flat_state(state)]
     is_param = tuple(isinstance(variable, nnx.Param) for variable in variables for _ in jax.tree.leaves(variable))
-    return TracedModel(jaxpr, is_param, modules, _tied_modules(modules))
+    return TracedModel(call.model, jaxpr, is_param, modules, _tied_modules(modules))
 
 
 def read_boundary(equation: JaxprEqn) -> Boundary | None:
