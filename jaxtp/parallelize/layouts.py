@@ -65,6 +65,13 @@ def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
     return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
 
 
+def undivided_size(parameter: nnx.Variable[Any], sizes: Mapping[str, int]) -> int | None:
+    """Returns the size of a dim that a parameter declares to split over tp, but that the mesh does not divide."""
+    spec = declared_spec(parameter, parameter.ndim)
+    splits = [(size, axes_of(entry)) for size, entry in zip(parameter.shape, spec, strict=True) if TP in axes_of(entry)]
+    return next((size for size, axes in splits if size % parts(sizes, axes)), None)
+
+
 def stored_spec(
     shape: tuple[int, ...],
     tp_dim: int | None,

@@ -7,6 +7,7 @@ number of names, `{a,b}` either name.
 import difflib
 import fnmatch
 import functools
+import glob
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -143,7 +144,7 @@ def patterns_for(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _candidate_patterns(path: str) -> list[str]:
-    literal = re.sub(r"[*?{}\[\]]", "?", path)
+    literal = re.sub(r"[{}]", "?", glob.escape(path))
     choices = [("*", part) if part.isdigit() else (part,) for part in literal.split(".")]
     patterns = [".".join(parts) for parts in itertools.product(*choices)]
     return sorted(patterns, key=lambda pattern: -pattern.split(".").count("*"))

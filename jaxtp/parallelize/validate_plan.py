@@ -47,6 +47,7 @@ def validate_plan(
     modules: Sequence[ModuleInfo], plan: Plan, sizes: Mapping[str, int], *, fsdp: bool
 ) -> list[ModulePlan]:
     """Returns each module's role and its parameters' specs; a PlanError says why the plan does not fit."""
+    _check_axes(modules)
     parameters = [f"{info.path}.{name}".removeprefix(".") for info in modules for name in info.parameters]
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     signatures = {info.path: signature(info.module) for info in modules}
@@ -112,8 +113,10 @@ def _plan_module(
     style, is_called = role.style, has_method(original_class(info.module), "__call__")
     if role_of(info.module) is not None:
         raise PlanError("is parallel already; pass the original model to parallelize, and one plan")
-    declared = {name: _declared_spec(name, parameter) for name, parameter in info.parameters.items()}
-    exact = {n for n, p in info.parameters.items() if p.get_metadata().get("out_sharding") and loads_shards(info.module)}
+    declared = {name: declared_spec(parameter, parameter.ndim) for name, parameter in info.parameters.items()}
+    exact = {
+        n for n, p in info.parameters.items() if p.get_metadata().get("out_sharding") and loads_shards(info.module)
+    }
     if style is not None:
         _check_layouts(style)
         if not isinstance(style, Replicate) and not is_called:
@@ -140,15 +143,19 @@ def _plan_module(
     return ModulePlan(info, role if is_called and not keeps_class else None, specs, dims)
 
 
-def _declared_spec(name: str, parameter: nnx.Param) -> PartitionSpec:
-    spec = declared_spec(parameter, parameter.ndim)
-    if unknown := sorted({axis for entry in spec for axis in axes_of(entry)} - set(AXES)):
-        rules = ", ".join(f"({axis!r}, ...)" for axis in unknown)
+def _check_axes(modules: Sequence[ModuleInfo]) -> None:
+    specs = {
+        f"{info.path}.{name}".removeprefix("."): declared_spec(parameter, parameter.ndim)
+        for info in modules
+        for name, parameter in info.parameters.items()
+    }
+    names = {axis: path for path, spec in specs.items() for entry in spec for axis in axes_of(entry)}
+    if unknown := sorted(names.keys() - set(AXES)):
+        first, rules = names[unknown[0]], ", ".join(f"({axis!r}, ...)" for axis in unknown)
         raise PlanError(
-            f"declares {name} as {spec}, and the mesh has no axis {', '.join(map(repr, unknown))}; its axes are "
-            f"{', '.join(AXES)}. Map the model's names to them: with nnx.logical_axis_rules([{rules}]): ..."
+            f"the model declares splits over {', '.join(map(repr, unknown))}, as of {first}, {specs[first]}; the mesh axes "
+            f"are {', '.join(AXES)}. Map the names: flax.core.spmd.set_logical_axis_rules([{rules}])"
         )
-    return spec
 
 
 def _exact_spec(name: str, parameter: nnx.Param, spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:

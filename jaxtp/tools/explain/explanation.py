@@ -28,9 +28,9 @@ from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.parallelize.run_styles import role_of
 from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
 from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
-from jaxtp.tools.explain.propose import replicate_input
+from jaxtp.tools.explain.propose import merge_equal, replicate_input, undivided_parameters
 from jaxtp.tools.explain.traced_model import Forward, MeshLike, ModelCall, StateFunction, axis_sizes, trace_model
-from jaxtp.tools.explain.work import Product, count_work
+from jaxtp.tools.explain.work import Product, count_work, repeated_work
 
 _SCOPE = "module:"
 _INEXACT = {
@@ -76,7 +76,8 @@ class Explanation:
     """Collectives that the compiler adds between the layers; empty unless `explain` compiled the model."""
     products: tuple[Product, ...]  # in the forward and backward pass; empty without inputs
     saved: float  # bytes of residuals on a device
-    notes: tuple[str, ...]  # about avoidable communication, and inexact counts
+    notes: tuple[str, ...]
+    """About work that tp does not divide, avoidable communication, and inexact counts."""
 
     @cached_property
     def patterns(self) -> dict[str, str]:
@@ -172,7 +173,9 @@ def explain(
         original, styles, _ = original_model(parallel)
         model_call = ModelCall.of(original, inputs, call)
         traffic, products, saved = _costs(parallel, model_call, sizes) if inputs else ({}, (), 0.0)
-        notes = _avoidable_communication(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
+        notes = [*undivided_parameters(original, sizes)]
+        notes += _avoidable_communication(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
+        notes = [*merge_equal(notes), *repeated_work(products, sizes[TP])]
     added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
     for counted, meaning in _INEXACT.items():
         if modules := dict.fromkeys(_module_of(one) or ROOT for one in (*traffic, *added) if one.counted == counted):
@@ -193,7 +196,7 @@ def _costs(model: nnx.Module, call: ModelCall, sizes: dict[str, int]) -> tuple[T
     """Returns the collectives, products and residual bytes of a forward and backward pass."""
     grad, state = _gradient(model, call)
     closed = jax.make_jaxpr(grad)(state, call.arrays)
-    products, results = count_work(closed, sizes)
+    products, results = count_work(closed, sizes, state)
     jaxpr = closed.jaxpr
     num_saved = len(jaxpr.outvars) - len(jax.tree.leaves(nnx.split_state(state, nnx.Param, ...)[0]))
     computed = {id(v) for equation in jaxpr.eqns for v in equation.outvars}
@@ -253,7 +256,9 @@ def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
         if params or (role and role.style):
             name, kind = ".".join(map(str, path)), original_class(module).__name__
             splits = tuple(
-                SplitParameter(name, tuple(value.shape), str(value.get_value().dtype), tuple(map(axes_of, spec_of(value))))
+                SplitParameter(
+                    name, tuple(value.shape), str(value.get_value().dtype), tuple(map(axes_of, spec_of(value)))
+                )
                 for name, value in params.items()
             )
             yield ModuleRow(name, kind, role.style if role else None, splits)
@@ -319,17 +324,15 @@ def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
 
 
 def _avoidable_communication(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
-    """Returns notes about avoidable communication; `*` merges notes of equal layers."""
+    """Returns notes about avoidable communication."""
     traced = trace_model(call)
     split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
     dataflow = find_dataflow(traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
-    notes = [
+    return [
         *_gathered_outputs(dataflow),
         *_whole_row_inputs(dataflow, styles),
         *_duplicate_reductions(dataflow, styles),
     ]
-    merged = Counter(re.sub(r"(?<=\.)\d+(?=[.)])", "*", note) for note in notes)
-    return [f"{note} (x {count})" if count > 1 else note for note, count in merged.items()]
 
 
 def _gathered_outputs(dataflow: Dataflow) -> Iterator[str]:
