@@ -61,15 +61,10 @@ def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
 
     A layer in a stack keeps the spec of the stack, or the stack has the spec of a layer.
     """
-    spec = tuple(nnx.get_partition_spec(parameter).get_value() or ())[-ndim:] if ndim else ()
+    found = nnx.get_partition_spec(parameter)
+    entries = tuple(found.get_value() if isinstance(found, nnx.Variable) else found)  # a plain array declares nothing
+    spec = entries[-ndim:] if ndim else ()
     return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
-
-
-def undivided_size(parameter: nnx.Variable[Any], sizes: Mapping[str, int]) -> int | None:
-    """Returns the size of a dim that a parameter declares to split over tp, but that the mesh does not divide."""
-    spec = declared_spec(parameter, parameter.ndim)
-    splits = [(size, axes_of(entry)) for size, entry in zip(parameter.shape, spec, strict=True) if TP in axes_of(entry)]
-    return next((size for size, axes in splits if size % parts(sizes, axes)), None)
 
 
 def stored_spec(

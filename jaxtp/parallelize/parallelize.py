@@ -48,7 +48,7 @@ def parallelize(
       model: a model, changed in place; or a function that returns one, which is compiled, so no device ever holds the
         whole model.
       plan: styles by pattern of module paths (`plan.py`): `{"blocks.*.mlp.up": Colwise()}`. Other modules run unchanged
-        on their shard of the batch.
+        on their shard of the batch. Splits that parameters declare (`out_sharding`) stay if the mesh divides them.
       mesh: by default the mesh in context; an abstract mesh for abstract models (`nnx.eval_shape`).
       fsdp: also split parameters over fsdp and cp, along the largest dim divisible by fsdp * cp; gathered before use.
 

@@ -153,8 +153,8 @@ def _check_axes(modules: Sequence[ModuleInfo]) -> None:
     if unknown := sorted(names.keys() - set(AXES)):
         first, rules = names[unknown[0]], ", ".join(f"({axis!r}, ...)" for axis in unknown)
         raise PlanError(
-            f"the model declares splits over {', '.join(map(repr, unknown))}, as of {first}, {specs[first]}; the mesh axes "
-            f"are {', '.join(AXES)}. Map the names: flax.core.spmd.set_logical_axis_rules([{rules}])"
+            f"the model declares splits over {', '.join(map(repr, unknown))}, as of {first}, {specs[first]}; the mesh "
+            f"axes are {', '.join(AXES)}. Map the names: flax.core.spmd.set_logical_axis_rules([{rules}])"
         )
 
 

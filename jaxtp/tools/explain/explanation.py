@@ -173,7 +173,7 @@ def explain(
         original, styles, _ = original_model(parallel)
         model_call = ModelCall.of(original, inputs, call)
         traffic, products, saved = _costs(parallel, model_call, sizes) if inputs else ({}, (), 0.0)
-        notes = [*undivided_parameters(original, sizes)]
+        notes = [*undivided_parameters(parallel, sizes)]
         notes += _avoidable_communication(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
         notes = [*merge_equal(notes), *repeated_work(products, sizes[TP])]
     added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
@@ -221,7 +221,8 @@ def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.St
 
         def loss(params: nnx.State) -> jax.Array:
             outputs = function(nnx.merge_state(params, rest), arrays)
-            floating = (leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating))
+            results = map(jnp.asarray, jax.tree.leaves(outputs))
+            floating = (leaf for leaf in results if jnp.issubdtype(leaf.dtype, jnp.floating))
             return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
 
         total, backward = jax.vjp(loss, params)

@@ -18,9 +18,9 @@ from flax import nnx
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
 from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
-from jaxtp.parallelize.layouts import declared_spec, undivided_size
+from jaxtp.parallelize.layouts import declared_spec, dim_over
 from jaxtp.parallelize.module_wrappers import find_modules
-from jaxtp.parallelize.parallelize import abstract_model, parallelize
+from jaxtp.parallelize.parallelize import DECLARED, abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan, format_style, patterns_for
 from jaxtp.parallelize.stock import signature, why_not_split
 from jaxtp.parallelize.styles import (
@@ -36,7 +36,7 @@ from jaxtp.parallelize.styles import (
 from jaxtp.tools.explain.dataflow import ROOT, Columns, Dataflow, LayerCall, find_dataflow, parameter_bytes
 from jaxtp.tools.explain.propagation_rules import ELEMENTWISE
 from jaxtp.tools.explain.traced_model import Forward, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
-from jaxtp.tools.explain.work import Product, count_work, repeated_work
+from jaxtp.tools.explain.work import count_work, repeated_work
 
 _RESULT = ""
 """Replaces an argument's name, for the result of a module."""
@@ -109,32 +109,36 @@ def propose_plan(
         traced = trace_model(model_call)
     proposal = _proposal(traced, sizes, share=True)
     try:
-        work = _trace_plan(model_call, proposal, sizes)
+        proposal.notes = _trace_plan(model_call, proposal, sizes)
     except Exception as error:  # the model's code may not accept `Copies`
         proposal = _proposal(traced, sizes, share=False)
-        work = _trace_plan(model_call, proposal, sizes)
+        proposal.notes = _trace_plan(model_call, proposal, sizes)
         problem = (str(error) or type(error).__name__).splitlines()[0]
         proposal.reasons += (Reason(ROOT, "", f"column layers do not share inputs: {problem}", 0),)
-    proposal.notes = (*merge_equal(undivided_parameters(model_call.model, sizes)), *repeated_work(work, sizes[TP]))
     if report:
         report(str(proposal))
     return proposal
 
 
-def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> list[Product]:
+def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns notes about what tp does not divide; fails if the model's code does not accept the plan."""
     mesh = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh):
-        function, state = call.functional(parallelize(abstract_model(call.model), plan, mesh=mesh))
-        return count_work(jax.make_jaxpr(function)(state, call.arrays), sizes, state)[0]
+        model = parallelize(abstract_model(call.model), plan, mesh=mesh)
+        function, state = call.functional(model)
+        products, _ = count_work(jax.make_jaxpr(function)(state, call.arrays), sizes, state)
+        return *merge_equal(undivided_parameters(model, sizes)), *repeated_work(products, sizes[TP])
 
 
 def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yields a note for each parameter that declares a split over tp that the mesh does not divide."""
+    """Yields a note for each parameter of a parallel model that declares a split over tp, but is not split."""
     for info in find_modules(model):
         for name, parameter in info.parameters.items():
-            if (size := undivided_size(parameter, sizes)) is not None:
-                spec = declared_spec(parameter, parameter.ndim)
-                yield f"{info.path} declares {name} as {spec}, and {size} does not divide by tp {sizes[TP]}: no split"
+            declared = parameter.replace(out_sharding=parameter.get_metadata().get(DECLARED))
+            before, after = (declared_spec(value, value.ndim) for value in (declared, parameter))
+            if dim_over(TP, before) is not None and dim_over(TP, after) is None:
+                shape = "x".join(map(str, parameter.shape))
+                yield f"{info.path} declares {name} {shape} as {before}, which tp {sizes[TP]} does not divide: no split"
 
 
 def merge_equal(notes: Iterable[str]) -> list[str]:

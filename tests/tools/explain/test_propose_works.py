@@ -187,7 +187,7 @@ def test_declared_specs_stay_and_are_completed():
 
 def test_what_tp_does_not_divide_is_said():
     plan = declares((1, 1, 4))
-    note = "k declares w as P('fsdp', 'tp', None), and 2 does not divide by tp 4: no split"
+    note = "k declares w 16x2x4 as P('fsdp', 'tp', None), which tp 4 does not divide: no split"
     assert note in plan.notes
     assert f"note: {note}" in str(plan)
     assert note in jaxtp.explain(lambda: Declares(nnx.Rngs(0)), mesh={"tp": 4}).notes
@@ -208,6 +208,17 @@ def test_other_names_of_axes_are_mapped_or_refused():
         declares((1, 2, 2), **names)
     with nnx.logical_axis_rules((("data", "fsdp"), ("model", "tp"))):
         assert declares((1, 2, 2), **names) == declares((1, 2, 2))
+
+
+@pytest.mark.parametrize("spec", [P("fsdp", None, "tp"), P("data")])
+def test_activations_for_explicit_axes_are_refused(spec):
+    class Explicit(nnx.Linear):
+        def __call__(self, x):
+            return super().__call__(x, out_sharding=spec)
+
+    make = lambda: Explicit(D, F, rngs=nnx.Rngs(0))
+    with pytest.raises(PlanError, match=r"activations for a mesh with explicit axes.*configure it without"):
+        propose(make, (1, 2, 2), jnp.ones((B, T, D)))
 
 
 def test_a_model_that_is_split_already_goes_back_to_what_it_declares():
@@ -265,7 +276,7 @@ def test_a_head_stays_split_in_a_loss(cross_entropy):
 
     def loss(model, batch, key):
         each = cross_entropy(model(batch["ids"], key), batch["labels"])
-        return jnp.sum(each * batch["weights"]), jnp.sum(batch["weights"])
+        return jnp.sum(each * batch["weights"]), float(B * T)
 
     first = lambda *arguments: loss(*arguments)[0]
     read = lambda *arguments: model_reads(loss, *arguments)
