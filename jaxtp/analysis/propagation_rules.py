@@ -146,6 +146,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _along_other_dims),
 }
 
+REDUCTIONS = frozenset(
+    ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "gather")
+)
+"""Primitives that reduce a split dim, or read an element of it, with an all-reduce of their result."""
+
 _CALLS = {
     *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),

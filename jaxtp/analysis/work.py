@@ -4,13 +4,15 @@ Shapes are local inside `shard_map`, and global elsewhere. Global arrays are ass
 The output of a column layer stays split over tp as far as the rules of `propagation_rules.py` allow.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jax.core import Atom
 from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] # jax 0.12: another name of Jaxpr
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtp.analysis.census import count_collectives, equations, runs, trip_count
 from jaxtp.analysis.collective import Traffic
 from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
+from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import TOKENS, TP, axes_of, parts
 
 Objective = Callable[..., Array]
@@ -39,6 +42,8 @@ class Product:
     """Bytes of an element of the larger operand dtype."""
     recomputed: bool
     """Whether `jax.checkpoint` computes them again in the backward pass."""
+    repeated: bool
+    """Whether all devices of a tp group compute the same."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
 def work_of(objective: Objective, sizes: Mapping[str, int], params: Any, *inputs: Any) -> Work:
     """Returns the work of an objective and its gradient, traced under the mesh in context of these sizes."""
     closed = jax.make_jaxpr(gradient(objective))(params, *inputs)
-    products, results = count_work(closed, sizes)
+    products, results = count_work(closed, sizes, (params, *inputs))
     jaxpr = closed.jaxpr
     computed = {id(v) for equation in jaxpr.eqns for v in equation.outvars}
     residuals = jaxpr.outvars[: len(jaxpr.outvars) - len(jax.tree.leaves(params))]
@@ -78,10 +83,17 @@ def work_of(objective: Objective, sizes: Mapping[str, int], params: Any, *inputs
     return Work(count_collectives(closed, sizes), tuple(products), sum(saved.values()))
 
 
-def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int]) -> tuple[list[Product], list[float]]:
-    """Returns the products of a closed jaxpr, and the bytes of each of its results."""
+def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: Any) -> tuple[list[Product], list[float]]:
+    """Returns the products of a closed jaxpr, and the bytes of each result; variables among `inputs` have specs."""
     counter = _Counter(sizes)
-    splits = counter.run(jaxpr.jaxpr, [counter.unknown] * len(jaxpr.jaxpr.invars), 1)
+    leaves = jax.tree.leaves(inputs, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    specs = [
+        spec_of(leaf) if isinstance(leaf, nnx.Variable) else PartitionSpec()
+        for leaf in leaves
+        for _ in jax.tree.leaves(leaf)
+    ]
+    split = [counter.of_spec(spec) if TP in itertools.chain(*map(axes_of, spec)) else counter.unknown for spec in specs]
+    splits = counter.run(jaxpr.jaxpr, split, 1)
     results = [_bytes(variable) / split.parts for variable, split in zip(jaxpr.jaxpr.outvars, splits, strict=True)]
     return counter.result, results
 
@@ -102,19 +114,20 @@ class _Counter(Walk[_Split, list[Product]]):
     def _counted(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
         name, params = equation.primitive.name, equation.params
         if name == "shard_map":
-            self.count_body(params["jaxpr"], times)
+            uses_tp = any(TP in axes_of(entry) for spec in params["in_specs"] for entry in spec)
+            self.count_body(params["jaxpr"], times, repeated=not uses_tp)
             return [self.of_spec(spec) for spec in params["out_specs"]]
         if name == "sharding_constraint":
             return [self.of_spec(params["sharding"].spec)]
         if name == "while":
-            self.count_body(params["body_jaxpr"], times * runs(trip_count(equation), "")[0])
+            self.count_body(params["body_jaxpr"], times * runs(trip_count(equation), "")[0], repeated=True)
         return super()._equation(equation, facts, times)
 
     def _operation(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
         dims = [split.dim for split in facts]
         split = any(dim is not None for dim in dims)
         num_shards = self.unknown.parts * (self.sizes[TP] if split else 1)
-        self.count(equation, times, num_shards)
+        self.count(equation, times, num_shards, repeated=not split)
         try:
             results = pass_through(equation, dims) if split else [None] * len(equation.outvars)
         except Blocked:
@@ -127,23 +140,36 @@ class _Counter(Walk[_Split, list[Product]]):
     def _shift(self, fact: _Split, by: int) -> _Split:
         return replace(fact, dim=None if fact.dim is None or fact.dim + by < 0 else fact.dim + by)
 
-    def count_body(self, jaxpr: object, times: int) -> None:
+    def count_body(self, jaxpr: object, times: int, *, repeated: bool) -> None:
         for equation, each, _, scope in equations(open_jaxpr(jaxpr), times):
-            self.count(equation, each, 1, _RECOMPUTATION in scope)
+            outer = self.recomputing
+            self.recomputing |= _RECOMPUTATION in scope
+            self.count(equation, each, 1, repeated=repeated)
+            self.recomputing = outer
 
-    def count(self, equation: JaxprEqn, times: int, num_shards: int, recomputed: bool = False) -> None:
+    def count(self, equation: JaxprEqn, times: int, num_shards: int, *, repeated: bool) -> None:
         """Counts a product split into `num_shards`."""
         if (terms := _contraction_size(equation)) is not None:
             flops = 2.0 * math.prod(shape_of(equation.outvars[0])) * terms
             moved = sum(map(_bytes, (*equation.invars, *equation.outvars)))
             itemsize = max(v.aval.dtype.itemsize for v in equation.invars[:2])  # type: ignore[attr-defined]
-            share, again = times / num_shards, self.recomputing or recomputed
-            self.result.append(Product(flops * share, moved * share, itemsize, again))
+            share = times / num_shards
+            self.result.append(Product(flops * share, moved * share, itemsize, self.recomputing, repeated))
 
     def of_spec(self, spec: PartitionSpec) -> _Split:
         axes = [axes_of(entry) for entry in spec]
         dim = next((i for i, names in enumerate(axes) if TP in names), None)
         return _Split(dim, math.prod(parts(self.sizes, names) for names in axes))
+
+
+def repeated_work(products: Iterable[Product], tp: int) -> Iterator[str]:
+    """Yields a note if tp divides less than a quarter of a model's FLOPs."""
+    repeated, divided = (sum(one.flops for one in products if one.repeated is each) for each in (True, False))
+    if tp > 1 and repeated > 3 * tp * divided:
+        yield (
+            f"tp does not divide {repeated / (repeated + tp * divided):.0%} of this model's FLOPs: the {tp} devices of "
+            "a tp group all compute the same; use more dp or fsdp, and less tp"
+        )
 
 
 def _contraction_size(equation: JaxprEqn) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -55,19 +56,42 @@ def split_dim(layout: Layout, ndim: int) -> int | None:
     return layout.dim % ndim if isinstance(layout, Shard) else None
 
 
+def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
+    """Returns the spec that a parameter declares for its last `ndim` dims; Flax's rules rename logical axes.
+
+    A layer in a stack keeps the spec of the stack, or the stack has the spec of a layer.
+    """
+    found = nnx.get_partition_spec(parameter)
+    entries = tuple(found.get_value() if isinstance(found, nnx.Variable) else found)  # a plain array declares nothing
+    spec = entries[-ndim:] if ndim else ()
+    return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
+
+
 def stored_spec(
-    shape: tuple[int, ...], tp_dim: int | None, sizes: Mapping[str, int], *, fsdp: bool = True
+    shape: tuple[int, ...],
+    tp_dim: int | None,
+    sizes: Mapping[str, int],
+    *,
+    fsdp: bool = True,
+    declared: PartitionSpec = PartitionSpec(),
 ) -> PartitionSpec:
     """Returns the spec of a single layer's stored parameter.
 
-    tp splits `tp_dim`. With `fsdp`, fsdp and cp split the largest other dim that they divide, if any.
+    tp splits `tp_dim`. A declared split of another dim stays if its axes divide the dim. With `fsdp`, fsdp and cp split
+    the largest dim that is left and that they divide, if any. Where a spec declares one of them, both split the dim.
     """
     dims: list[str | tuple[str, ...] | None] = [None] * len(shape)
+    for dim, entry in enumerate(declared):
+        axes = tuple(axis for axis in axes_of(entry) if axis not in STORAGE)
+        if len(axes) < len(axes_of(entry)) and dim_over(STORAGE, PartitionSpec(*dims)) is None:
+            axes = (*STORAGE, *axes)
+        if axes and shape[dim] % parts(sizes, axes) == 0:
+            dims[dim] = axes if len(axes) > 1 else axes[0]
     if tp_dim is not None:
         dims[tp_dim] = TP
-    candidates = [i for i, size in enumerate(shape) if i != tp_dim and size > 1 and size % parts(sizes, STORAGE) == 0]
-    if fsdp and candidates:
-        dims[max(candidates, key=lambda i: (shape[i], -i))] = STORAGE
+    left = [i for i, size in enumerate(shape) if not dims[i] and size > 1 and size % parts(sizes, STORAGE) == 0]
+    if fsdp and left and dim_over(STORAGE, PartitionSpec(*dims)) is None:
+        dims[max(left, key=lambda i: (shape[i], -i))] = STORAGE
     return PartitionSpec(*dims)
 
 

@@ -48,6 +48,11 @@ def original_class(module: nnx.Module) -> type:
     return getattr(type(module), "_jaxtp_original", type(module))
 
 
+def loads_shards(module: nnx.Module) -> bool:
+    """Returns whether a module is a layer of jaxtp, or a subclass: it loads its shards by the specs it declares."""
+    return any(base.__module__.startswith("jaxtp.") for base in original_class(module).__mro__)
+
+
 def has_method(cls: type, name: str) -> bool:
     """Returns whether a class has a method; `hasattr` would also find `__call__` of the metaclass."""
     return any(name in vars(base) for base in cls.__mro__)

@@ -26,6 +26,9 @@ from jaxtp.parallelize.validate_plan import parameter_specs, validate_plan
 
 Build = Callable[[], nnx.Module]
 
+DECLARED = "declared_sharding"
+"""Metadata of a split parameter: the spec that its model declares, or None."""
+
 _LINEN = "linen keeps parameters outside of its modules, so there is nothing to split: port it to Flax NNX"
 
 
@@ -45,7 +48,7 @@ def parallelize(
       model: a model, changed in place; or a function that returns one, which is compiled, so no device ever holds the
         whole model.
       plan: styles by pattern of module paths (`plan.py`): `{"blocks.*.mlp.up": Colwise()}`. Other modules run unchanged
-        on their shard of the batch.
+        on their shard of the batch. Splits that parameters declare (`out_sharding`) stay if the mesh divides them.
       mesh: by default the mesh in context; an abstract mesh for abstract models (`nnx.eval_shape`).
       fsdp: also split parameters over fsdp and cp, along the largest dim divisible by fsdp * cp; gathered before use.
 
@@ -67,11 +70,13 @@ def original_model(model: nnx.Module | Build) -> tuple[nnx.Module, dict[str, Sty
     Returns the copy, the styles by module path, and whether fsdp split parameters (True for other models).
     """
     copy = abstract_model(model)
-    parallel = [(info, role) for info in find_modules(copy) if (role := role_of(info.module)) is not None]
+    modules = find_modules(copy)
+    parallel = [(info, role) for info in modules if (role := role_of(info.module)) is not None]
     for info, _ in parallel:
         set_class(info.module, original_class(info.module))
-        for parameter in info.parameters.values():
-            parameter.set_metadata(out_sharding=None)
+    for parameter in (parameter for info in modules for parameter in info.parameters.values()):
+        if parameter.has_metadata(DECLARED):
+            parameter.set_metadata(out_sharding=parameter.get_metadata(DECLARED))
     styles = {info.path: role.style for info, role in parallel if role.style is not None}
     return copy, styles, not parallel or any(role.fsdp for _, role in parallel)
 
@@ -95,7 +100,9 @@ def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: b
         if module_plan.role is not None:
             swap_class(module_plan.info.module, module_plan.role)
     for parameter, spec in parameter_specs(module_plans):
-        parameter.set_metadata(out_sharding=spec)
+        declared = parameter.get_metadata().get("out_sharding")
+        if declared != spec:  # eager_sharding: `nnx.Optimizer` splits moments like their parameters
+            parameter.set_metadata(**{DECLARED: declared}, out_sharding=spec, eager_sharding=True)
 
 
 def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
@@ -182,11 +189,16 @@ def _check_build(build: Any) -> None:
 
 
 def _build(build: Build) -> nnx.Module:
-    model: Any = build()
+    eager = nnx.using_eager_sharding()
+    with nnx.use_eager_sharding(False):  # specs that the model declares may not fit the mesh
+        model: Any = build()
     if not isinstance(model, nnx.Module):
         reason = f"; {_LINEN}" if isinstance(model, linen.Module) else ""
         raise PlanError(f"the function returns a {type(model).__name__}, and should return an nnx.Module{reason}")
     _mark_arrays_as_data(model)
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Variable) and eager:
+            variable.set_metadata(eager_sharding=True)
     return model
 
 

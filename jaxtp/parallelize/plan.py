@@ -7,6 +7,7 @@ number of names, `{a,b}` either name.
 import difflib
 import fnmatch
 import functools
+import glob
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -117,20 +118,33 @@ def format_style(style: Style) -> str:
 
 
 def patterns_for(values: Mapping[str, object]) -> dict[str, str]:
-    """Returns the most general pattern for each path that matches only equal values; `*` replaces numbers."""
+    """Returns a general pattern for each path that matches only equal values; `*` replaces numbers.
+
+    No two patterns match one path.
+    """
     matching: dict[str, set[str]] = {}
     for path in values:
         for pattern in _candidate_patterns(path):
             matching.setdefault(pattern, set()).add(path)
+    chosen: dict[str, str] = {}
 
-    def most_general(path: str) -> str:  # with the fewest `*` that match the same paths
-        valid = [p for p in _candidate_patterns(path) if all(values[other] == values[path] for other in matching[p])]
-        return [p for p in valid if matching[p] == matching[valid[0]]][-1]
+    def fits(pattern: str, path: str) -> bool:
+        others = matching[pattern]
+        if any(other in chosen or values[other] != values[path] for other in others):
+            return False
+        return others == {other for other in values if matches(pattern, other)}
 
-    return {path: most_general(path) for path in values}
+    for path in values:
+        if path not in chosen:
+            candidates = _candidate_patterns(path)
+            first = next((pattern for pattern in candidates if fits(pattern, path)), candidates[-1])
+            pattern = [other for other in candidates if matching[other] == matching[first]][-1]  # with the fewest `*`
+            chosen |= dict.fromkeys(matching[first], pattern)
+    return {path: chosen[path] for path in values}
 
 
 def _candidate_patterns(path: str) -> list[str]:
-    choices = [("*", part) if part.isdigit() else (part,) for part in path.split(".")]
+    literal = re.sub(r"[{}]", "?", glob.escape(path))
+    choices = [("*", part) if part.isdigit() else (part,) for part in literal.split(".")]
     patterns = [".".join(parts) for parts in itertools.product(*choices)]
     return sorted(patterns, key=lambda pattern: -pattern.split(".").count("*"))

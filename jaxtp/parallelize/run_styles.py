@@ -33,7 +33,7 @@ from jaxtp.collectives import (
     leave_parallel,
     load_weight,
 )
-from jaxtp.mesh import BATCH, CONTEXT, CP, STORAGE, TOKENS, TP, current_mesh, mesh_sizes
+from jaxtp.mesh import BATCH, CONTEXT, CP, STORAGE, TOKENS, TP, axes_of, current_mesh, mesh_sizes
 from jaxtp.parallelize.layouts import (
     Copies,
     LeadingAxes,
@@ -42,6 +42,7 @@ from jaxtp.parallelize.layouts import (
     change_layout,
     change_layouts,
     constrain_layout,
+    declared_spec,
     dim_over,
     gathered_spec,
     leading_axes,
@@ -49,7 +50,7 @@ from jaxtp.parallelize.layouts import (
     stored_spec,
 )
 from jaxtp.parallelize.module_wrappers import CONTAINERS, original_class, set_class, subclass
-from jaxtp.parallelize.stock import ATTEND, Signature, signature
+from jaxtp.parallelize.stock import ATTEND, Signature, parameters_of, signature
 from jaxtp.parallelize.styles import (
     Colwise,
     ContextParallel,
@@ -150,7 +151,7 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs:
     splits = isinstance(role.style, Colwise | Rowwise)
     if dims is None and splits:
         raise TypeError(f"{cls.__name__} as {role.style} takes one array and no others")
-    if dims is None or not (splits or _divides_rows(args[0], dims, role)):
+    if dims is None or not (splits or _runs_on_shards(module, args[0], dims, role)):
         return _on_global_arrays(cls, role, module, *args, **kwargs)
 
     def method(local: nnx.Module, x: Any) -> Any:
@@ -167,7 +168,8 @@ def _first_argument(cls: type) -> str:
 
 def _attend(cls: type, role: Role, module: nnx.Embed, /, query: Any, **kwargs: Any) -> Any:
     lookup = signature(module)
-    if lookup is None or not (isinstance(role.style, Colwise | Rowwise) or _divides_rows(query, ATTEND, role)):
+    splits = isinstance(role.style, Colwise | Rowwise)
+    if lookup is None or not (splits or _runs_on_shards(module, query, ATTEND, role)):
         with _gathered_parameters(module, role):
             return cls.attend(module, jnp.asarray(query), **kwargs)  # type: ignore[attr-defined]
     style = resolve_style(role.style, lookup)
@@ -216,8 +218,7 @@ def _gathered_parameters(module: nnx.Module, role: Role) -> Iterator[None]:
 
 def _gather(value: Any) -> Any:
     if isinstance(value, nnx.Param):
-        declared = tuple(value.get_metadata().get("out_sharding") or ())
-        spec = PartitionSpec(*declared[max(len(declared) - value.ndim, 0) :])  # without the dim that a scan removed
+        spec = declared_spec(value, value.ndim)
         split = dim_over(STORAGE, spec) is not None
         return value.replace(gather_weight(value[...], spec, gathered_spec(spec))) if split else value
     if not isinstance(value, CONTAINERS):
@@ -233,10 +234,12 @@ def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> Leadin
     return leading_axes(shape, dims.batch_ndim or len(shape) + 1, 2, context=context)
 
 
-def _divides_rows(x: Any, dims: Signature, role: Role) -> bool:
-    # Rows without a sequence are replicated over cp.
+def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> bool:
+    # Rows without a sequence are replicated over cp. The compiler splits products whose specs the model declares.
     shape = x.shape if isinstance(x, Copies) else jnp.shape(x)
-    return bool(_leading_axes(shape, dims, role)) and shape[0] % axis_size(*BATCH) == 0
+    divides = bool(_leading_axes(shape, dims, role)) and shape[0] % axis_size(*BATCH) == 0
+    specs = [declared_spec(value, value.ndim) for value in parameters_of(module, dims).values()]
+    return divides and all(set(axes_of(entry)) <= set(STORAGE) for spec in specs for entry in spec)
 
 
 def _has_arrays(tree: object) -> bool:
@@ -291,9 +294,9 @@ class _ShardedCall:
         leading = _leading_axes(x.shape, self.dims, self.role)
         # If all token axes split the input, the body gathers the stored shards; otherwise they are gathered before it.
         gathers_in_body = {axis for axes in leading for axis in axes} == set(TOKENS)
-        weights = {name: getattr(self.module, name)[...] for name in self.params}
-        sizes, dims = mesh_sizes(current_mesh()), {name: self.style.tp_dim(self.dims.params[name]) for name in weights}
-        specs = {n: stored_spec(w.shape, dims[n], sizes, fsdp=self.role.fsdp) for n, w in weights.items()}
+        parameters, sizes = parameters_of(self.module, self.dims), mesh_sizes(current_mesh())
+        weights = {name: parameter[...] for name, parameter in parameters.items()}
+        specs = {name: self.stored_spec(name, parameter, sizes) for name, parameter in parameters.items()}
         specs = specs if gathers_in_body else {name: gathered_spec(spec) for name, spec in specs.items()}
         split = Shard(self.dims.outputs[self.style.letter or ""]) if self.splits_columns else self.style.output_layout
         out_spec = activation_spec(split, x.ndim + self.dims.more_dims, leading)
@@ -315,7 +318,11 @@ class _ShardedCall:
 
     @property
     def params(self) -> list[str]:
-        return [name for name in self.dims.params if getattr(self.module, name) is not None]
+        return list(parameters_of(self.module, self.dims))
+
+    def stored_spec(self, name: str, parameter: nnx.Param[Any], sizes: Mapping[str, int]) -> PartitionSpec:
+        tp_dim, declared = self.style.tp_dim(self.dims.params[name]), declared_spec(parameter, parameter.ndim)
+        return stored_spec(tuple(parameter.shape), tp_dim, sizes, fsdp=self.role.fsdp, declared=declared)
 
     @property
     def post_reduction_params(self) -> list[str]:

@@ -5,11 +5,13 @@ another letter, and sum over it. Modules without a signature run on global array
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flax import nnx
 
+from jaxtp.mesh import STORAGE, TP, axes_of
+from jaxtp.parallelize.layouts import declared_spec
 from jaxtp.parallelize.module_wrappers import original_class
 
 
@@ -42,12 +44,38 @@ class Signature:
 
 
 def signature(module: nnx.Module, **kwargs: Any) -> Signature | None:
-    """Returns the signature of a stock module, or a subclass with the same `__call__`; None for others."""
+    """Returns the signature of a stock module, or a subclass with the same `__call__`; None for others.
+
+    If the module declares specs, a style fits only if it splits the same letter over tp.
+    """
     cls = original_class(module)
     for kind, read in _READERS.items():
         if issubclass(cls, kind) and cls.__call__ is kind.__call__:
-            return read(module, **kwargs)
+            dims = read(module, **kwargs)
+            return dims and _as_declared(module, dims)
     return None
+
+
+def _as_declared(module: nnx.Module, dims: Signature) -> Signature:
+    parameters = [(parameter, dims.params[name]) for name, parameter in parameters_of(module, dims).items()]
+    splits = [
+        (letter, axes_of(entry))
+        for parameter, letters in parameters
+        for letter, entry in zip(letters, declared_spec(parameter, len(letters)), strict=True)
+        if entry
+    ]
+
+    def fits(style: str | None) -> bool:
+        return all(axes == (TP,) if letter == style else set(axes) <= set(STORAGE) for letter, axes in splits)
+
+    column, row = (letter if fits(letter) else None for letter in (dims.column, dims.row))
+    return replace(dims, column=column, row=row)
+
+
+def parameters_of(module: nnx.Module, dims: Signature) -> dict[str, nnx.Param[Any]]:
+    """Returns the parameters that a stock module has."""
+    values = {name: getattr(module, name) for name in dims.params}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def supported_modules(style: str) -> str:
@@ -73,6 +101,10 @@ def why_not_split(module: nnx.Module) -> str:
         return "its kernel is masked, and tp would not split the mask"
     if isinstance(module, nnx.LinearGeneral) and module.batch_axis:
         return f"it has a kernel for each index of a batch dim (batch_axis={dict(module.batch_axis)})"
+    parameters = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    specs = {name: declared_spec(value, value.ndim) for name, value in parameters.items()}
+    if declared := ", ".join(f"{name} as {spec}" for name, spec in specs.items() if any(spec)):
+        return f"it declares {declared}, and this style splits another dim"
     if isinstance(module, nnx.Einsum):
         return f"its equation, {module.einsum_str!r}, has no kernel dim that this style could split"
     return ""

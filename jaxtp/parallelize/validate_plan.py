@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.config.hints import nearest_multiples
 from jaxtp.mesh import AXES, CP, TP, axes_of, parts
-from jaxtp.parallelize.layouts import stored_spec
-from jaxtp.parallelize.module_wrappers import ModuleInfo, has_method, original_class
+from jaxtp.parallelize.layouts import declared_spec, stored_spec
+from jaxtp.parallelize.module_wrappers import ModuleInfo, has_method, loads_shards, original_class
 from jaxtp.parallelize.plan import Plan, PlanError, assign_styles
 from jaxtp.parallelize.run_styles import Role, resolve_style, role_of
 from jaxtp.parallelize.stock import Signature, signature, supported_modules, why_not_split
@@ -47,6 +47,7 @@ def validate_plan(
     modules: Sequence[ModuleInfo], plan: Plan, sizes: Mapping[str, int], *, fsdp: bool
 ) -> list[ModulePlan]:
     """Returns each module's role and its parameters' specs; a PlanError says why the plan does not fit."""
+    _check_axes(modules)
     parameters = [f"{info.path}.{name}".removeprefix(".") for info in modules for name in info.parameters]
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     signatures = {info.path: signature(info.module) for info in modules}
@@ -112,10 +113,9 @@ def _plan_module(
     style, is_called = role.style, has_method(original_class(info.module), "__call__")
     if role_of(info.module) is not None:
         raise PlanError("is parallel already; pass the original model to parallelize, and one plan")
-    specs = {
-        name: _declared_spec(name, parameter, sizes)
-        for name, parameter in info.parameters.items()
-        if parameter.get_metadata().get("out_sharding")
+    declared = {name: declared_spec(parameter, parameter.ndim) for name, parameter in info.parameters.items()}
+    exact = {
+        n for n, p in info.parameters.items() if p.get_metadata().get("out_sharding") and loads_shards(info.module)
     }
     if style is not None:
         _check_layouts(style)
@@ -123,26 +123,42 @@ def _plan_module(
             raise PlanError(f"cannot be {type(style).__name__}: it has no __call__{_submodules(info)}")
         if isinstance(style, PrepareInput | PrepareOutput):
             _check_keywords(info, style)
-        elif specs:
+        elif exact or (isinstance(style, Replicate) and any(map(any, declared.values()))):
             raise PlanError(f"cannot be {type(style).__name__}: it declares the specs of its parameters itself")
         else:
             _check_fits(info, style, dims)
         _check_sizes(info, style, dims, stack, sizes)
-    keeps_class = style is None and len(specs) == len(info.parameters)
+    specs = {}
     for name, parameter in info.parameters.items():
-        if name not in specs:
-            leading = stack if tuple(parameter.shape[: len(stack)]) == stack else ()
-            tp_dim = resolve_style(style, dims).tp_dim(dims.params.get(name, "")) if dims else None
-            spec = stored_spec(tuple(parameter.shape[len(leading) :]), tp_dim, sizes, fsdp=role.fsdp)
-            specs[name] = PartitionSpec(*(None,) * len(leading), *spec)
+        if name in exact:
+            specs[name] = _exact_spec(name, parameter, declared[name], sizes)
+            continue
+        leading = stack if tuple(parameter.shape[: len(stack)]) == stack else ()
+        tp_dim = resolve_style(style, dims).tp_dim(dims.params.get(name, "")) if dims else None
+        shape = tuple(parameter.shape[len(leading) :])
+        kept = declared_spec(parameter, len(shape))
+        spec = stored_spec(shape, tp_dim, sizes, fsdp=role.fsdp, declared=kept)
+        specs[name] = PartitionSpec(*(None,) * len(leading), *spec)
+    keeps_class = style is None and len(exact) == len(info.parameters)
     return ModulePlan(info, role if is_called and not keeps_class else None, specs, dims)
 
 
-def _declared_spec(name: str, parameter: nnx.Param, sizes: Mapping[str, int]) -> PartitionSpec:
-    spec = PartitionSpec(*parameter.get_metadata()["out_sharding"])
-    unknown = {axis for entry in spec for axis in axes_of(entry)} - set(AXES)
-    if unknown:
-        raise PlanError(f"declares {name} as {spec}; the mesh axes are {', '.join(AXES)}")
+def _check_axes(modules: Sequence[ModuleInfo]) -> None:
+    specs = {
+        f"{info.path}.{name}".removeprefix("."): declared_spec(parameter, parameter.ndim)
+        for info in modules
+        for name, parameter in info.parameters.items()
+    }
+    names = {axis: path for path, spec in specs.items() for entry in spec for axis in axes_of(entry)}
+    if unknown := sorted(names.keys() - set(AXES)):
+        first, rules = names[unknown[0]], ", ".join(f"({axis!r}, ...)" for axis in unknown)
+        raise PlanError(
+            f"the model declares splits over {', '.join(map(repr, unknown))}, as of {first}, {specs[first]}; the mesh "
+            f"axes are {', '.join(AXES)}. Map the names: flax.core.spmd.set_logical_axis_rules([{rules}])"
+        )
+
+
+def _exact_spec(name: str, parameter: nnx.Param, spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
     for dim, entry in enumerate(spec):
         num_parts = parts(sizes, axes_of(entry))
         if parameter.shape[dim] % num_parts:

@@ -17,7 +17,7 @@ from jax.core import Atom
 from jax.extend.core import JaxprEqn
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, Collective
-from jaxtp.analysis.propagation_rules import Blocked, Walk, agree, pass_through, shape_of
+from jaxtp.analysis.propagation_rules import REDUCTIONS, Blocked, Walk, agree, pass_through, shape_of
 from jaxtp.mesh import TP
 from jaxtp.parallelize.stock import Signature, signature
 from jaxtp.tools.explain.traced_model import Boundary, TracedModel, read_boundary
@@ -37,6 +37,7 @@ class ArrayInfo:
     columns: Columns = frozenset()
     has_grad: bool = False  # depends on a parameter
     batched: bool = False  # depends on the inputs, so it is split along the batch
+    summed: Columns = frozenset()  # paths of the column layers whose split outputs it reduces
     broadcast_from: tuple[int, frozenset[int]] | None = field(default=None, compare=False)
     """Bytes before a broadcast, and the dims that are not broadcast."""
     key: object = field(default_factory=object, compare=False)  # the same in all uses of one array
@@ -64,7 +65,7 @@ class LayerCall:
     input: ArrayInfo
     avals: tuple[Any, Any]  # of input and output
     times: int  # calls in one forward pass, more than one in a scan
-    dims: LayerDims | None  # None for `attend`, and layers that no style splits
+    dims: LayerDims | None  # None for `attend`, and layers whose output features do not follow from their input's
 
     @property
     def is_row(self) -> bool:
@@ -82,6 +83,7 @@ class Dataflow:
     norms: list[LayerCall] = field(default_factory=list)  # they can run on shards of dims that they do not normalise
     joined: list[Columns] = field(default_factory=list)  # layers that must be split together
     blocked: dict[str, str] = field(default_factory=dict)  # layers whose output is needed whole, and why
+    summed: set[str] = field(default_factory=set)  # layers whose split output a loss reduces
     through: dict[str, dict[str, None]] = field(default_factory=dict)
     """Operations on the split output of each layer."""
     collectives: dict[Columns, Counter[Collective]] = field(default_factory=dict)
@@ -114,7 +116,7 @@ def _layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
         return None
     row = dims.inputs.get(dims.row) if dims.row else None
     column = dims.outputs[dims.column] % (ndim + dims.more_dims) if dims.column else None
-    if column is None and dims.inputs.keys() != dims.outputs.keys():
+    if row is None and column is None and dims.inputs.keys() != dims.outputs.keys():
         return None
     return LayerDims(None if row is None else row % ndim, column, _passed_dims(dims, ndim))
 
@@ -152,6 +154,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         super().__init__(ArrayInfo(), lambda: Dataflow(tp, batch_shards))
         self.modules, self.excluded = traced.modules, excluded
         self.path: list[str] = []
+        self.is_loss = all(shape_of(variable) == () for variable in traced.jaxpr.jaxpr.outvars)
+        self.why_summed: dict[str, str] = {}
         self.layer: tuple[Boundary, ArrayInfo, Any] | None = None  # the stock layer around the equation, and its input
 
     def _equation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
@@ -179,10 +183,11 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
 
     def leave_layer(self, boundary: Boundary, info: ArrayInfo, before: Any, after: Any, times: int) -> ArrayInfo:
         self.layer = None
+        self.result.blocked |= {path: self.why_summed[path] for path in info.summed}
         module = self.modules[boundary.path]
         dims = _layer_dims(module, boundary.method, before.ndim)
         call = LayerCall(boundary.path, boundary.method, info, (before, after), times, dims)
-        is_norm = dims is not None and dims.column is None
+        is_norm = dims is not None and dims.column is None and dims.row is None
         (self.result.norms if is_norm else self.result.calls).append(call)
         output = ArrayInfo(has_grad=True, batched=info.batched)
         if info.dim is not None and not call.is_row:
@@ -202,12 +207,20 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
     def _operation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
         has_grad = any(info.has_grad for info in facts) and equation.primitive.name != "stop_gradient"
         batched, source = any(info.batched for info in facts), _broadcast_source(equation, facts)
-        columns = _union(facts)
+        columns, summed = _union(facts), frozenset[str]().union(*(info.summed for info in facts))
         dims = self.pass_operation(equation, facts, columns, times) if columns else [None] * len(equation.outvars)
+        whole = all(dim is None for dim in dims)
+        summed |= columns if whole and self.reduces(equation) else frozenset()
         return [
-            ArrayInfo(dim, columns if dim is not None else frozenset(), has_grad and _is_float(v.aval), batched, source)
+            ArrayInfo(
+                dim, frozenset() if dim is None else columns, has_grad and _is_float(v.aval), batched, summed, source
+            )
             for dim, v in zip(dims, equation.outvars, strict=True)
         ]
+
+    def reduces(self, equation: JaxprEqn) -> bool:
+        """Returns whether an all-reduce of its result is enough: in a loss of logits, for example."""
+        return self.is_loss and equation.primitive.name in REDUCTIONS
 
     def pass_operation(
         self, equation: JaxprEqn, infos: list[ArrayInfo], columns: Columns, times: int
@@ -219,7 +232,14 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
                 if dim is not None and (size := shape_of(result)[dim]) % tp:
                     raise Blocked(f"becomes a dim of {size} by {name}, which tp {tp} does not divide")
         except Blocked as why:
-            self.block(columns, f"{why} (in {next((path for path in reversed(self.path) if path), ROOT)})")
+            why_here = f"{why} (in {next((path for path in reversed(self.path) if path), ROOT)})"
+            if self.reduces(equation):
+                self.result.summed |= columns
+                self.why_summed |= dict.fromkeys(columns, f"its output {why_here}")  # if a layer reads the result
+                for result in equation.outvars:
+                    self.count(columns, ALL_REDUCE, self.bytes(ArrayInfo(batched=True), result.aval), times)
+            else:
+                self.block(columns, why_here)
             return [None] * len(equation.outvars)
         self.result.joined.append(columns)
         for path in columns:
@@ -247,7 +267,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             for info in facts:
                 if info.dim is None and info.has_grad:
                     self.count(columns, ALL_GATHER, self.bytes(info, variable.aval), times)
-        return ArrayInfo(dim, columns, has_grad, batched)
+        return ArrayInfo(dim, columns, has_grad, batched, frozenset[str]().union(*(info.summed for info in facts)))
 
     def _shift(self, fact: ArrayInfo, by: int) -> ArrayInfo:
         fact = replace(fact, key=object(), broadcast_from=None, entered=(), left=())

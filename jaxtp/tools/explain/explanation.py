@@ -29,7 +29,7 @@ from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.parallelize.run_styles import role_of
 from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
 from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
-from jaxtp.tools.explain.propose import replicate_input
+from jaxtp.tools.explain.propose import merge_equal, replicate_input, undivided_parameters
 from jaxtp.tools.explain.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
 
 _SCOPE = "module:"
@@ -76,7 +76,8 @@ class Explanation:
     """Collectives that the compiler adds between the layers; empty unless `explain` compiled the model."""
     products: tuple[Product, ...]  # in the forward and backward pass; empty without inputs
     saved: float  # bytes of residuals on a device
-    notes: tuple[str, ...]  # about avoidable communication, and inexact counts
+    notes: tuple[str, ...]
+    """About work that tp does not divide, avoidable communication, and inexact counts."""
 
     @cached_property
     def patterns(self) -> dict[str, str]:
@@ -171,7 +172,9 @@ def explain(
         model_call = ModelCall.of(original, inputs, call)
         loss, *state = _loss(parallel, model_call)
         work = work_of(loss, sizes, *state, model_call.arrays) if inputs else Work({}, (), 0.0)
-        notes = _avoidable_communication(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
+        notes = [*undivided_parameters(parallel, sizes)]
+        notes += _avoidable_communication(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
+        notes = [*merge_equal(notes), *repeated_work(work.products, sizes[TP])]
     added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
     for counted, meaning in _INEXACT.items():
         if modules := dict.fromkeys(
@@ -204,7 +207,8 @@ def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx
 
     def loss(params: nnx.State, rest: nnx.State, arrays: list[Any]) -> jax.Array:
         outputs = function(nnx.merge_state(params, rest), arrays)
-        floating = (leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating))
+        results = map(jnp.asarray, jax.tree.leaves(outputs))
+        floating = (leaf for leaf in results if jnp.issubdtype(leaf.dtype, jnp.floating))
         return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
 
     params, rest = nnx.split_state(state, nnx.Param, ...)
@@ -237,7 +241,9 @@ def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
         if params or (role and role.style):
             name, kind = ".".join(map(str, path)), original_class(module).__name__
             splits = tuple(
-                SplitParameter(name, tuple(value.shape), str(value.dtype), tuple(map(axes_of, spec_of(value))))
+                SplitParameter(
+                    name, tuple(value.shape), str(value.get_value().dtype), tuple(map(axes_of, spec_of(value)))
+                )
                 for name, value in params.items()
             )
             yield ModuleRow(name, kind, role.style if role else None, splits)
@@ -303,17 +309,15 @@ def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
 
 
 def _avoidable_communication(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
-    """Returns notes about avoidable communication; `*` merges notes of equal layers."""
+    """Returns notes about avoidable communication."""
     traced = trace_model(call)
     split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
     dataflow = find_dataflow(traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
-    notes = [
+    return [
         *_gathered_outputs(dataflow),
         *_whole_row_inputs(dataflow, styles),
         *_duplicate_reductions(dataflow, styles),
     ]
-    merged = Counter(re.sub(r"(?<=\.)\d+(?=[.)])", "*", note) for note in notes)
-    return [f"{note} (x {count})" if count > 1 else note for note, count in merged.items()]
 
 
 def _gathered_outputs(dataflow: Dataflow) -> Iterator[str]:

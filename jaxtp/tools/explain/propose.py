@@ -7,6 +7,8 @@ layers, then send the fewest bytes. A region whose layers send no more if split 
 layers) is dropped. A single layer (a vocabulary) is split if that saves more parameter bytes than it sends.
 """
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -16,10 +18,13 @@ from flax import nnx
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
 from jaxtp.analysis.propagation_rules import ELEMENTWISE
+from jaxtp.analysis.work import count_work, repeated_work
 from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
-from jaxtp.parallelize.parallelize import abstract_model, parallelize
+from jaxtp.parallelize.layouts import declared_spec, dim_over
+from jaxtp.parallelize.module_wrappers import find_modules
+from jaxtp.parallelize.parallelize import DECLARED, abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan, format_style, patterns_for
-from jaxtp.parallelize.stock import signature
+from jaxtp.parallelize.stock import signature, why_not_split
 from jaxtp.parallelize.styles import (
     Colwise,
     ContextParallel,
@@ -42,7 +47,7 @@ class Reason:
     """Why a module has its style, or none."""
 
     module: str  # pattern in the plan; modules with the same reason share it
-    style: str  # as written in the plan; empty for a module that stays whole
+    style: str  # as written in the plan; "as declared" if only the model's specs split it, empty if nothing does
     why: str
     bytes: float  # sent by each device over tp, forward and backward, for all modules of the pattern
 
@@ -58,6 +63,7 @@ class Proposal(dict[str, Style]):
         super().__init__(plan)
         self.reasons = tuple(reasons)
         self.sizes = dict(sizes)
+        self.notes: tuple[str, ...] = ()  # about work and parameters that tp does not divide
 
     @property
     def bytes(self) -> float:
@@ -68,7 +74,8 @@ class Proposal(dict[str, Style]):
         result = f"each device sends {self.bytes:,.0f} bytes over tp, forward and backward"
         result = result if self else "nothing in this model is worth a split over tp"
         header = f"{'plan' if self else 'no plan'} for mesh {describe_mesh(self.sizes)}: {result}"
-        return "\n".join([header, *(f"\n{reason}" for reason in self.reasons)])
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join([header, *(f"\n{part}" for part in (*self.reasons, *notes))])
 
 
 def propose_plan(
@@ -97,14 +104,15 @@ def propose_plan(
             f"propose_plan splits over {TP}, which has {sizes[TP]} device; set a mesh with more, or pass the mesh that "
             f'the plan is for: propose_plan(..., mesh={{"{TP}": 4}})'
         )
-    model_call = ModelCall.of(model, inputs, call)
-    traced = trace_model(model_call)
+    with jax.sharding.use_abstract_mesh(abstract_mesh(sizes)):
+        model_call = ModelCall.of(model, inputs, call)
+        traced = trace_model(model_call)
     proposal = _proposal(traced, sizes, share=True)
     try:
-        _trace_plan(model_call, proposal, sizes)
+        proposal.notes = _trace_plan(model_call, proposal, sizes)
     except Exception as error:  # the model's code may not accept `Copies`
         proposal = _proposal(traced, sizes, share=False)
-        _trace_plan(model_call, proposal, sizes)
+        proposal.notes = _trace_plan(model_call, proposal, sizes)
         problem = (str(error) or type(error).__name__).splitlines()[0]
         proposal.reasons += (Reason(ROOT, "", f"column layers do not share inputs: {problem}", 0),)
     if report:
@@ -112,11 +120,31 @@ def propose_plan(
     return proposal
 
 
-def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> None:
+def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns notes about what tp does not divide; fails if the model's code does not accept the plan."""
     mesh = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh):
-        function, state = call.functional(parallelize(abstract_model(call.model), plan, mesh=mesh))
-        jax.eval_shape(function, state, call.arrays)
+        model = parallelize(abstract_model(call.model), plan, mesh=mesh)
+        function, state = call.functional(model)
+        products, _ = count_work(jax.make_jaxpr(function)(state, call.arrays), sizes, state)
+        return *merge_equal(undivided_parameters(model, sizes)), *repeated_work(products, sizes[TP])
+
+
+def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yields a note for each parameter of a parallel model that declares a split over tp, but is not split."""
+    for info in find_modules(model):
+        for name, parameter in info.parameters.items():
+            declared = parameter.replace(out_sharding=parameter.get_metadata().get(DECLARED))
+            before, after = (declared_spec(value, value.ndim) for value in (declared, parameter))
+            if dim_over(TP, before) is not None and dim_over(TP, after) is None:
+                shape = "x".join(map(str, parameter.shape))
+                yield f"{info.path} declares {name} {shape} as {before}, which tp {sizes[TP]} does not divide: no split"
+
+
+def merge_equal(notes: Iterable[str]) -> list[str]:
+    """Merges notes about equal layers: `*` replaces their numbers."""
+    merged = Counter(re.sub(r"(?<=\.)\d+(?=[.) ])", "*", note) for note in notes)
+    return [f"{note} (x {count})" if count > 1 else note for note, count in merged.items()]
 
 
 def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> Proposal:
@@ -145,7 +173,7 @@ class Region:
 
     columns: Columns
     rows: frozenset[str]
-    reaches_output: bool  # the output of the columns is also an output of the model
+    reaches_output: bool  # the output of the columns is also an output of the model, or goes into the loss
     inner_bytes: float
     """Bytes each device sends between the layers, and for split outputs of the model."""
     bytes: float
@@ -180,7 +208,9 @@ class PlanDraft:
     @cached_property
     def patterns(self) -> dict[str, str]:
         """A pattern for each module, after all styles are set."""
-        return patterns_for({path: self.styles.get(path) for path in self.traced.modules})
+        modules = find_modules(self.traced.model)
+        aliases = {alias: self.styles.get(info.path) for info in modules for alias in info.paths}
+        return patterns_for(aliases | {path: self.styles.get(path) for path in self.traced.modules})
 
     @property
     def layers(self) -> list[str]:
@@ -259,8 +289,9 @@ def _not_column_layers(traced: TracedModel, dataflow: Dataflow) -> Iterator[tupl
             yield call.path, "it is the model itself, and a plan splits its submodules"
         elif call.method == "attend":
             yield call.path, "it is both embedding and head"
-        elif call.dims is None:
-            yield call.path, "its output has no features that tp can split"
+        elif column is None:
+            why = why_not_split(traced.modules[call.path])
+            yield call.path, why or "its output has no features that tp can split"
         elif size % dataflow.tp:
             yield call.path, f"it makes {size} features, which tp {dataflow.tp} does not divide"
 
@@ -290,7 +321,8 @@ def _region(dataflow: Dataflow, columns: Columns) -> Region:
     row_calls = [call for call in dataflow.calls if call.path in rows]
     sent = inner + dataflow.input_bytes(column_calls) + dataflow.output_bytes(row_calls)
     one_by_one = dataflow.input_bytes(column_calls + row_calls) + dataflow.output_bytes(column_calls + row_calls) / 2
-    return Region(columns, rows, bool(outputs), inner, sent, one_by_one)
+    reaches_output = bool(outputs) or not columns.isdisjoint(dataflow.summed)
+    return Region(columns, rows, reaches_output, inner, sent, one_by_one)
 
 
 def _layers_to_exclude(regions: Iterable[Region], dataflow: Dataflow) -> Iterator[tuple[str, str]]:
@@ -384,12 +416,17 @@ def _reasons(draft: PlanDraft) -> Iterator[tuple[str, str, str, float]]:
             style, sent = format_style(draft.styles[path]), draft.bytes.get(path, 0)
             yield draft.patterns[path], style, _why_styled(draft, path), sent
         else:
-            yield draft.patterns[path] or ROOT, "", _why_whole(draft, path), 0
+            yield draft.patterns[path] or ROOT, _declares(draft.traced.modules[path]), _why_whole(draft, path), 0
     for path, module in draft.traced.modules.items():
         if path not in draft.layers and (matrices := _matrices(module)):
             why = f"has its own parameters, {matrices}: styles split only Flax's layers"
             why = "does not affect the result of this call" if signature(module) else why
-            yield draft.patterns[path] or ROOT, "", why, 0
+            yield draft.patterns[path] or ROOT, _declares(module), why, 0
+
+
+def _declares(module: nnx.Module) -> str:
+    parameters = (value for value in vars(module).values() if isinstance(value, nnx.Param))
+    return "as declared" if any(any(declared_spec(value, value.ndim)) for value in parameters) else ""
 
 
 def _plan_order(draft: PlanDraft) -> list[str]:
@@ -433,6 +470,8 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
         through = f" through {', '.join(names)}" if names else ""
         return f"its output stays split up to {_names(draft, region.rows)}{through}; {gradient}"
     trade = _saved_and_sent(draft, region)
+    if path in draft.dataflow.summed:
+        return f"its output stays split in the loss: {trade}; {gradient}"
     return f"its output, a result of the model, stays split for a softmax cross-entropy: {trade}; {gradient}"
 
 
@@ -443,7 +482,8 @@ def _why_whole(draft: PlanDraft, path: str) -> str:
     if column is not None:
         if column.rows:
             return f"would feed {_names(draft, column.rows)}{_why_not_chosen(draft, column)}"
-        return f"its output is a result of the model: a split {_saved_and_sent(draft, column)}"
+        reader = "goes into the loss" if path in draft.dataflow.summed else "is a result of the model"
+        return f"its output {reader}: a split {_saved_and_sent(draft, column)}"
     why = "not Rowwise(): its input is not split"
     row = next((region for region in draft.regions if path in region.rows), None)
     if row is not None:

@@ -5,6 +5,7 @@ A jaxpr has no module boundaries. So wrapped module calls mark their arguments a
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_shape, mesh_sizes
 from jaxtp.parallelize.module_wrappers import modules_of, with_calls
 from jaxtp.parallelize.parallelize import abstract_model
+from jaxtp.parallelize.plan import PlanError
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None  # None: the mesh in context
 Forward = Callable[..., object]  # of a model and its inputs
@@ -45,7 +47,16 @@ class ModelCall:
         def run(model: Any, arrays: list[Any]) -> object:
             remaining = iter(arrays)
             filled = jax.tree.unflatten(tree, [next(remaining) if _is_array(leaf) else leaf for leaf in leaves])
-            return call(model, *filled) if call else model(*filled)
+            try:
+                return call(model, *filled) if call else model(*filled)
+            except ValueError as error:
+                if not re.search("PartitionSpec passed to|Resource axis", str(error)):
+                    raise
+                problem = str(error).splitlines()[0]
+                raise PlanError(
+                    "the model shards its activations for a mesh with explicit axes, and jaxtp's axes are automatic: "
+                    f"configure it without sharding of activations ({problem})"
+                ) from error
 
         arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if _is_array(leaf)]
         return cls(abstract_model(model), arrays, run)
@@ -96,6 +107,7 @@ class Boundary:
 class TracedModel:
     """The jaxpr of a model call, with module boundaries."""
 
+    model: nnx.Module  # abstract
     jaxpr: ClosedJaxpr  # takes the leaves of the model's state, then the input arrays
     is_param: tuple[bool, ...]  # whether each leaf of the state belongs to an `nnx.Param`
     modules: dict[str, nnx.Module]  # by dotted path; a shared module has its first path
@@ -108,7 +120,7 @@ def trace_model(call: ModelCall) -> TracedModel:
     jaxpr, modules = jax.make_jaxpr(function)(state, call.arrays), modules_of(call.model)
     variables = [variable for _, variable in nnx.to_flat_state(state)]
     is_param = tuple(isinstance(variable, nnx.Param) for variable in variables for _ in jax.tree.leaves(variable))
-    return TracedModel(jaxpr, is_param, modules, _tied_modules(modules))
+    return TracedModel(call.model, jaxpr, is_param, modules, _tied_modules(modules))
 
 
 def read_boundary(equation: JaxprEqn) -> Boundary | None:
