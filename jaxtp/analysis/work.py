@@ -4,7 +4,6 @@ Shapes are local inside `shard_map`, and global elsewhere. Global arrays are ass
 The output of a column layer stays split over tp as far as the rules of `propagation_rules.py` allow.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,12 +86,7 @@ def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: Any) -> tup
     """Returns the products of a closed jaxpr, and the bytes of each result; variables among `inputs` have specs."""
     counter = _Counter(sizes)
     leaves = jax.tree.leaves(inputs, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    specs = [
-        spec_of(leaf) if isinstance(leaf, nnx.Variable) else PartitionSpec()
-        for leaf in leaves
-        for _ in jax.tree.leaves(leaf)
-    ]
-    split = [counter.of_spec(spec) if TP in itertools.chain(*map(axes_of, spec)) else counter.unknown for spec in specs]
+    split = [counter.of_input(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
     splits = counter.run(jaxpr.jaxpr, split, 1)
     results = [_bytes(variable) / split.parts for variable, split in zip(jaxpr.jaxpr.outvars, splits, strict=True)]
     return counter.result, results
@@ -155,6 +149,10 @@ class _Counter(Walk[_Split, list[Product]]):
             itemsize = max(v.aval.dtype.itemsize for v in equation.invars[:2])  # type: ignore[attr-defined]
             share = times / num_shards
             self.result.append(Product(flops * share, moved * share, itemsize, self.recomputing, repeated))
+
+    def of_input(self, leaf: object) -> _Split:
+        spec = spec_of(leaf) if isinstance(leaf, nnx.Variable) else PartitionSpec()
+        return self.of_spec(spec) if any(TP in axes_of(entry) for entry in spec) else self.unknown
 
     def of_spec(self, spec: PartitionSpec) -> _Split:
         axes = [axes_of(entry) for entry in spec]

@@ -58,6 +58,7 @@ def user_code_error(what: str, error: Exception) -> ConfigError:
         where = f" ({error.filename}, line {error.lineno})"
     else:
         users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+        users = [frame for frame in users if "site-packages" not in frame.filename]  # of another environment
         where = f" ({users[-1].filename}, line {users[-1].lineno}: {users[-1].line})" if users else ""
     reason = str(error).strip().split("\n\n")[0] or "no message"
     return ConfigError(f"{what} fails{where}: {type(error).__name__}: {reason}")

@@ -188,7 +188,7 @@ def in_three_updates(config: TrainConfig) -> TrainConfig:
 
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
     """Yields changes: `model.d_model 4096 -> 64`."""
-    for section in ("model", "data", "train"):
+    for section in ("model", *(["data"] if config.data.batches is None else []), "train"):
         before, after = vars(getattr(config, section)), vars(getattr(small, section))
         changes = {name: (old, after[name]) for name, old in before.items() if old != after[name] and name != "steps"}
         yield from (f"{section}.{name} {old} -> {new}" for name, (old, new) in changes.items())

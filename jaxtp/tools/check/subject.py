@@ -54,15 +54,11 @@ class Subject:
 
     def blueprint(self, config: TrainConfig, mesh: Mesh) -> Blueprint:
         """Plans the state on a mesh."""
-        return plan_of_run(config, mesh, self.task, shapes_of(self.host_batches(config)[0]))[0]
-
-    def host_batches(self, config: TrainConfig) -> Sequence[Columns]:
-        """Returns a batch for each update."""
-        return self.batches or random_tokens(config)
+        return plan_of_run(config, mesh, self.task, shapes_of(self.batches[0]) if self.batches else {})[0]
 
     def on_mesh(self, config: TrainConfig, mesh: Mesh) -> Iterator[Batch]:
         """Yields a batch for each update; raises BatchError if it cannot be split over the mesh."""
-        host = self.host_batches(config)
+        host = self.batches or random_tokens(config)
         source = open_batches(lambda step: host[step])
         micro_batches = config.train.accumulation if self.task.loss is not None else 1
         return (batch for batch, _ in on_mesh(source, mesh, Position(), UPDATES, micro_batches=micro_batches))

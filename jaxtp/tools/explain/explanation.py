@@ -19,7 +19,7 @@ from jaxtp.analysis.collective import ALL_REDUCE, Collective, Traffic, bytes_by_
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import columns
-from jaxtp.analysis.work import Objective, Product, Work, gradient, work_of
+from jaxtp.analysis.work import Objective, Product, Work, gradient, repeated_work, work_of
 from jaxtp.layers.parameter import PARAMETERS, spec_of
 from jaxtp.mesh import BATCH, TOKENS, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
 from jaxtp.parallelize.layouts import as_tuple

@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp.collectives import axis_size
-from jaxtp.tools.check.__main__ import main
+from jaxtp.collectives import axis_size, leave_parallel, vary
+from jaxtp.config.schema import replace_nested
+from jaxtp.layers import linear
+from jaxtp.tools.check.__main__ import CheckConfig, main
+from jaxtp.tools.check.shrink import own_model_cases
 
 EXAMPLES = Path(__file__).parent.parent.parent.parent / "scripts/examples"
 HERE = str(Path(__file__))
@@ -64,10 +68,27 @@ class WithFailure(Mlp):
 
 
 class Failing(nnx.Module):
+    """A layer that is written for one device."""
+
     def __call__(self, x):
-        return (
-            x.reshape(2 * (3 - axis_size(jaxtp.TP)), -1).reshape(x.shape) if axis_size(jaxtp.TP) < 3 else x[0, 99:][0]
-        )
+        return x.reshape(-1, 2 * WIDTH * axis_size(jaxtp.TP)) + jnp.zeros((ROWS, 1))
+
+
+class Huge(Mlp):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.table = nnx.Param(jnp.zeros((2**20, 2**20)))
+
+
+class Odd(nnx.Module):
+    """tp 2 divides its features, and tp 4 does not."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 6, rngs=rngs)
+        self.down = nnx.Linear(6, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
 
 
 class InScan(nnx.Module):
@@ -100,6 +121,7 @@ class Unsteady(Mlp):
         return super().__call__(x) * np.random.default_rng().uniform(1, 2)
 
 
+NONE = {}
 PLAN = {"up": jaxtp.Colwise(), "down": jaxtp.Rowwise()}
 
 
@@ -138,7 +160,6 @@ def tokens(step):
 
 
 optimizer = optax.adamw(1e-2)
-zero_key_bias = optax.sgd(1e-2)
 
 
 def check(*flags, model="Mlp", loss="loss", plan="PLAN", meshes=("tp=2",)):
@@ -157,3 +178,122 @@ def test_a_model_of_the_users_is_checked(tmp_path, capsys):
     record = json.loads(file.read_text())
     assert [case["mesh"]["fsdp"] for case in record["cases"]] == [1, 1, 2]
     assert all(0 < case["errors"]["gradient"] < 1e-5 for case in record["cases"][1:]), "something was compared"
+
+
+BROKEN = {
+    "WithLocalScale": "first difference: norm: its output is off by 5.0e-01",
+    "WithFailure": "norm on tp 2 fails (",
+    "InScan": "first difference: layers: its output is off by 7.5e-01",
+}
+
+
+@pytest.mark.parametrize("model", BROKEN)
+def test_the_first_module_that_differs_is_named(model, capsys):
+    assert check(model=model, plan="NONE" if model == "InScan" else "PLAN") == 1
+    out = capsys.readouterr().out
+    assert BROKEN[model] in out
+    compared = 1 if model == "WithFailure" else 2  # it cannot run on half of the rows
+    assert f"1 of {compared} differ" in out
+
+
+@pytest.mark.parametrize("model", ["WithBatchNorm", "WithDropout"])
+def test_statistics_and_random_masks_equal_one_device(model, capsys, tmp_path):
+    """Micro-batches would change the statistics, and draw other masks."""
+    file = tmp_path / "check.json"
+    assert check("--json", str(file), model=model, meshes=("fsdp=2,tp=2",)) == 0
+    assert "all 1 equal one device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"loss": "mean_loss"}, "the loss is a mean"),
+        ({"loss": "failing_loss"}, "test_check_task.py, line "),
+        ({"model": "Unsteady"}, "two runs on one device differ"),
+        ({"meshes": ("tp=3",)}, "(Linear) has in_features of 16 for Rowwise to split, not divisible by tp=3"),
+        ({"meshes": ("fsdp=3",)}, "cannot run on fsdp 3: a batch of 8 rows cannot be split over 3 devices"),
+        ({"meshes": ("cp=2",)}, "cannot run on cp 2: cp=2 divides sequences"),
+        ({"plan": "nothing"}, "test_check_task.py has no nothing"),
+        ({"model": "Huge"}, "GiB for 6 copies of its state"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(*value.values()),
+)
+def test_mistakes(flags, message, capsys):
+    assert check(**flags) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_default_mesh_that_the_plan_cannot_do_is_listed(capsys):
+    assert check("--mesh.dp", "2", model="Odd", meshes=()) == 0
+    out = capsys.readouterr().out
+    assert "--    tp 4" in out
+    assert "not divisible by tp=4" in out
+    assert "ok    fsdp 2 x tp 2" in out
+    assert out.count("  dp 2 ") == 1
+
+
+def test_a_loss_of_pairs_of_rows_passes_without_accumulation(capsys):
+    assert check(loss="contrastive_loss", meshes=("fsdp=2",)) == 0
+    out = capsys.readouterr().out
+    assert "--    one device, accumulation 2" in out
+    assert "the loss is no sum over single rows" in out
+    assert check("--train.accumulation", "2", loss="contrastive_loss", meshes=("fsdp=2",)) == 1
+    assert "FAIL  one device, accumulation 1" in capsys.readouterr().out
+
+
+def decoder(*flags, loss="decoder_loss"):
+    sizes = ["--model.vocab-size", "40", "--model.num-layers", "2"]
+    parts = ["--train.loss", f"{HERE}:{loss}", "--data.batches", f"{HERE}:tokens"]
+    return main([*sizes, *parts, "--mesh", "tp=2", *flags])
+
+
+def test_a_decoder_keeps_vocabulary_and_length_of_the_users_batches(capsys):
+    assert decoder() == 0
+    out = capsys.readouterr().out
+    assert "model.d_model 128 -> " in out
+    assert "vocab_size" not in out
+    assert "sequence_length" not in out
+
+
+def test_a_wrong_layer_of_a_decoder_is_named_under_a_loss_of_the_users(monkeypatch, capsys):
+    def with_the_bias_of_every_device(self, sequence, x, weights):
+        y = x @ self.precision.load(weights["kernel"], 1)
+        return leave_parallel(y + vary(self.precision.load(weights["bias"], 0), jaxtp.TP), sequence)
+
+    monkeypatch.setattr(linear.RowParallelLinear, "_project", with_the_bias_of_every_device)
+    assert decoder("--model.mlp-bias", "--model.attention-out-bias") == 1
+    assert "first difference: blocks.0.attention.out: its output is off by" in capsys.readouterr().out
+
+
+def test_default_meshes_of_a_users_model():
+    own = replace_nested(CheckConfig(), {"mesh.dp": 4, "mesh.fsdp": 1, "mesh.tp": 64})
+    found = [str(case) for case in own_model_cases(own, (), over_cp=True)]
+    assert found == ["tp 16", "tp 2", "tp 4", "fsdp 2", "fsdp 2 x tp 2", "dp 2", "cp 2", "cp 2 x tp 2"]
+    assert not any("cp" in str(case) for case in own_model_cases(own, (), over_cp=False))
+
+
+def example_loss(model, batch, key):
+    labels = batch["1"]
+    inputs = [batch["0"]]
+    if labels.ndim == 2:
+        inputs.append(jnp.pad(labels[:, :-1], ((0, 0), (1, 0))))
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(*inputs), labels)
+    return losses.sum(), jnp.asarray(float(losses.size))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["vit", "encoder_decoder", "mixer", "recurrent"])
+def test_every_example_passes_on_all_default_meshes(name, monkeypatch, tmp_path, capsys):
+    """Also biases of keys, whose gradients are zero but for rounding, under an Adam that takes full steps for them."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    batches = f"def batches(step): return {name}.batch(np.random.default_rng(step), 8)"
+    (tmp_path / "data.py").write_text(f"import numpy as np, {name}\n{batches}\n")
+    parts = {
+        "model.build": f"{EXAMPLES / name}.py:build",
+        "model.plan": f"{EXAMPLES / name}_plan.py:PLAN",
+        "train.loss": f"{HERE}:example_loss",
+        "data.batches": f"{tmp_path}/data.py:batches",
+        "optimizer.build": f"{HERE}:optimizer",
+    }
+    assert main([word for flag, value in parts.items() for word in (f"--{flag}", value)]) == 0
+    assert "all 6 equal one device" in capsys.readouterr().out
