@@ -90,8 +90,7 @@ def _explain_run(config: TrainConfig, compiled: bool, json: Path | None) -> None
     if compiled:
         request_virtual_devices(math.prod(sizes.values()))
     config, task, batch = setup.open_task(config)
-    if task.loss is None:
-        raise ConfigError(f"{PROGRAM} needs a loss (--train.loss) or a model: {PROGRAM} RUN.yaml explains the decoder")
+    assert task.loss is not None
     refuse(problem.text for problem in batch_problems(config, sizes))
     blueprint, lines = setup.plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)  # a trace needs no devices
     print(*lines, sep="\n")
