@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from jaxtp.analysis.audit import Audit as Audit
     from jaxtp.analysis.audit import AuditError as AuditError
     from jaxtp.analysis.audit import audit as audit
+    from jaxtp.analysis.propose import Proposal as Proposal
+    from jaxtp.analysis.propose import propose_plan as propose_plan
     from jaxtp.generate.engine import Generator as Generator
     from jaxtp.generate.loading import open_tokenizer as open_tokenizer
     from jaxtp.generate.request import Result as Result
@@ -72,8 +74,6 @@ if TYPE_CHECKING:
     from jaxtp.parallelize.styles import SequenceParallel as SequenceParallel
     from jaxtp.parallelize.styles import Shard as Shard
     from jaxtp.tools.explain.explanation import explain as explain
-    from jaxtp.tools.explain.propose import Proposal as Proposal
-    from jaxtp.tools.explain.propose import propose_plan as propose_plan
     from jaxtp.train.optimizer import by_path as by_path
     from jaxtp.train.task import Task as Task
     from jaxtp.train.trainer import Trainer as Trainer

@@ -19,6 +19,8 @@ from jaxtp.mesh import describe_mesh, mesh_shape
 PROGRAM = "jaxtp checkpoint"
 Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 OutFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
+_OF_OWN_MODEL = ("build", "arguments", "plan", "precision")
+"""Settings of `model` that affect a model of the user's."""
 _RECORDED = ("next_sample", "mesh", "processes", "versions", "corpus", "config")
 
 
@@ -53,7 +55,10 @@ def inspect(args: Inspect) -> int:
     print(f"written   on mesh {describe_mesh(mesh_shape(**info['mesh']))} by {info['processes']} process(es)")
     print(f"versions  {', '.join(f'{name} {version}' for name, version in info['versions'].items())}")
     print(f"data      {json.dumps(info['corpus'])}")
-    print(*(f"{section:<10}{json.dumps(values)}" for section, values in info["config"].items()), "", sep="\n")
+    config = dict(info["config"])
+    if config["model"].get("build") is not None:
+        config["model"] = {name: config["model"][name] for name in _OF_OWN_MODEL}
+    print(*(f"{section:<10}{json.dumps(values)}" for section, values in config.items()), "", sep="\n")
     for name, array in record["arrays"].items():
         shape = "x".join(map(str, array["shape"])) or "scalar"
         print(f"{name:<60}{shape:<18}{array['dtype']:<10}{array['bytes']:>14,}  {array['split'] or ''}")

@@ -93,7 +93,7 @@ def _proposed(
         )
     if sizes[TP] == 1 or loss is None:
         return {}, []
-    from jaxtp import propose_plan
+    from jaxtp.analysis.propose import propose_plan
 
     def create() -> nnx.Module:
         return build(nnx.Rngs(config.run.seed))

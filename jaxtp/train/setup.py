@@ -4,10 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
 from flax import nnx
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.checkpoint.manager import Checkpoints
@@ -15,9 +17,12 @@ from jaxtp.checkpoint.storage import newest_with_info
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.batches import Position
+from jaxtp.data.rows import SEGMENTS
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
+from jaxtp.layers.sequence_parallel import Context
 from jaxtp.mesh import as_current, mesh_sizes, platform_of
+from jaxtp.models.decoder import Decoder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
@@ -62,7 +67,7 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
     Args:
       exit_stack: closes the mesh context, the run's folder, console, signal handlers and checkpoints.
       startup_log: lines on the configuration.
-      task: parts that replace those of `config`.
+      task: parts that replace the settings in `config`.
 
     Raises:
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `PlanError`, `CorpusError`, `DatasetError`,
@@ -291,10 +296,10 @@ def check_loss(config: TrainConfig, model: nnx.Module, loss: Loss, batch: Mappin
 
 
 def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.ShapeDtypeStruct]]:
-    """Opens a task with a loss of the user's for an analysis: no devices, no validation.
+    """Opens a task to analyse its step, without devices and validation.
 
     Returns:
-      The configuration with the batch size, the task, and an abstract batch.
+      The configuration with the batch size, the task with a loss, and an abstract batch.
 
     Raises:
       ValueError: a user's mistake, as in `make_run`.
@@ -302,11 +307,16 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
     from jaxtp.train.user_step import ONE_DEVICE, on_one_device
 
     config, source = resolve(config)
-    task = replace(load_task(config), validation=None)
+    task = load_task(config)
+    loss = task.loss or partial(_decoder_loss, config.mesh.context)
+    task = replace(task, loss=loss, validation=None)
     data = open_data(config, source, task)
     config = with_batches(config, data, ONE_DEVICE)
-    if task.loss is not None:
-        with as_current(ONE_DEVICE):
-            traits = check_loss(config, on_one_device(config, task), task.loss, data.train.shapes)
-        data.pad_short_batches(traits.reads_weights)
+    with as_current(ONE_DEVICE):
+        traits = check_loss(config, on_one_device(config, task), loss, data.train.shapes)
+    data.pad_short_batches(traits.reads_weights)
     return config, task, data.train.shapes
+
+
+def _decoder_loss(context: Context, model: Decoder, batch: Mapping[str, Array], _: Array) -> tuple[Array, Array]:
+    return model.loss(batch["inputs"], batch["labels"], segments_BT=batch.get(SEGMENTS), context=context)

@@ -34,7 +34,7 @@ Callback = Callable[[Any, Any], object]
 
 @dataclass(frozen=True)
 class Task:
-    """What to train. A part that is None comes from the settings of the run."""
+    """The parts of a run; the settings of the run give a part that is None."""
 
     model: Callable[..., nnx.Module] | ModelConfig | None = None
     """A function that returns a Flax NNX model, or its class; a parameter `rngs` gets `nnx.Rngs(run.seed)`. Or the

@@ -64,7 +64,7 @@ class Trainer:
     `log`, `evaluate`, `save` or `stop`. All processes of a run must do the same.
 
     Args:
-      task: the parts that replace those of the settings.
+      task: the parts that replace settings.
       mesh: devices along each axis, such as `fsdp=2,tp=4`.
       folder: of the run (`run.dir`).
       steps: updates in the whole run (`train.steps`).

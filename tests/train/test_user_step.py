@@ -11,6 +11,7 @@ from flax import nnx
 from runs import records
 
 import jaxtp
+from jaxtp.checkpoint.__main__ import main as inspect_checkpoint
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import abstract_mesh, make_mesh, mesh_shape
 from jaxtp.train import memory_check, performance, setup
@@ -106,6 +107,11 @@ def test_a_step_that_exceeds_a_device_is_refused_before_anything_is_written(tmp_
     with jaxtp.Trainer(task, settings=settings) as trainer:
         assert trainer.run_to_end()
     assert "\nmemory  0.0 GB (0.0 of state, exact; the rest modelled)" in capsys.readouterr().out
+    assert inspect_checkpoint(["inspect", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert '"columns": {"x": "float32[8]"}' in shown
+    assert '"build": "' in shown
+    assert "d_model" not in shown, "a setting of the decoder"
 
 
 def test_a_run_logs_mfu_where_the_peak_is_known(tmp_path, monkeypatch):

@@ -199,10 +199,11 @@ def _rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes, jso
         print(f"{len(refused)} meshes cannot run it, such as {mesh}: {reason}")
     best = estimates[0]
     kinds = dataclasses.asdict(best.memory).items()
-    print(f"best    {best.row()[0]}:", ", ".join(f"{k.replace('_', ' ')} {n / MB:,.1f}" for k, n in kinds if n), "MB")
+    shares = ", ".join(f"{kind.replace('_', ' ')} {size / MB:,.1f}" for kind, size in kinds if size)
     assert task.loss is not None
     notes = explain_step(config, best.blueprint, task.loss, batch).notes
-    print(*best.plan[:1], *(f"note: {note}" for note in notes), sep="\n")
+    lines = [f"best    {best.row()[0]}: {shares} MB", *best.plan[:1], *(f"note: {note}" for note in notes)]
+    print(*lines, sep="\n")
     record = {"model": config.model.build, "hardware": dataclasses.asdict(hardware), "devices": count}
     meshes = [each.record() for each in estimates]
     write_json("--json", json, {**record, "refused": refused, "notes": list(notes), "meshes": meshes})

@@ -12,6 +12,8 @@ import tyro
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxtp.analysis.propose import propose_plan
+from jaxtp.analysis.traced_model import Forward
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.files import require_writable, write_json
@@ -20,9 +22,7 @@ from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.explain.explanation import explain
-from jaxtp.tools.explain.propose import propose_plan
 from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings
-from jaxtp.tools.explain.traced_model import Forward
 from jaxtp.train import setup
 from jaxtp.train.config import TrainConfig, training_of
 from jaxtp.train.validation import batch_problems, check, refuse
@@ -90,8 +90,7 @@ def _explain_run(config: TrainConfig, compiled: bool, json: Path | None) -> None
     if compiled:
         request_virtual_devices(math.prod(sizes.values()))
     config, task, batch = setup.open_task(config)
-    if task.loss is None:
-        raise ConfigError(f"{PROGRAM} needs a loss (--train.loss) or a model: {PROGRAM} RUN.yaml explains the decoder")
+    assert task.loss is not None
     refuse(problem.text for problem in batch_problems(config, sizes))
     blueprint, lines = setup.plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)  # a trace needs no devices
     print(*lines, sep="\n")

@@ -17,8 +17,11 @@ from jaxtp.analysis.audit import added_by_compiler
 from jaxtp.analysis.census import A_TURN, AT_MOST, count_collectives
 from jaxtp.analysis.collective import ALL_REDUCE, Collective, Traffic, bytes_by_axes, sums, total_sent
 from jaxtp.analysis.compiling import compile_with_spmd_text
+from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
 from jaxtp.analysis.hlo import count_collectives_in_hlo
+from jaxtp.analysis.propose import merge_equal, replicate_input, undivided_parameters
 from jaxtp.analysis.tables import columns
+from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
 from jaxtp.analysis.work import Objective, Product, Work, gradient, repeated_work, work_of
 from jaxtp.layers.parameter import PARAMETERS, spec_of
 from jaxtp.mesh import BATCH, TOKENS, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
@@ -28,9 +31,6 @@ from jaxtp.parallelize.parallelize import original_model, parallelize
 from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.parallelize.run_styles import role_of
 from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
-from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
-from jaxtp.tools.explain.propose import merge_equal, replicate_input, undivided_parameters
-from jaxtp.tools.explain.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
 
 _SCOPE = "module:"
 _INEXACT = {

@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 
 from jaxtp.analysis.collective import Collective
-from jaxtp.tools.explain.dataflow import find_dataflow
-from jaxtp.tools.explain.traced_model import ModelCall, trace_model
+from jaxtp.analysis.dataflow import find_dataflow
+from jaxtp.analysis.traced_model import ModelCall, trace_model
 
 X = jax.ShapeDtypeStruct((4, 6, 8), jnp.float32)
 

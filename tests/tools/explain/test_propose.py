@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jaxtp.analysis.propose import propose_plan
 from jaxtp.mesh import MeshError, mesh_shape
 from jaxtp.parallelize.plan import PlanError
 from jaxtp.parallelize.styles import Colwise, ContextParallel, PrepareInput, PrepareOutput, Replicate, Rowwise
-from jaxtp.tools.explain.propose import propose_plan
 
 X = jax.ShapeDtypeStruct((8, 6, 16), jnp.float32)
 IDS = jax.ShapeDtypeStruct((8, 6), jnp.int32)

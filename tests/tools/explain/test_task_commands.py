@@ -53,7 +53,10 @@ def run(tmp_path, request):
     return tmp_path
 
 
-@pytest.mark.parametrize("run", ["vit", "mixer", "recurrent", "encoder_decoder"], indirect=True)
+WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in ("vit", "recurrent", "encoder_decoder")]
+
+
+@pytest.mark.parametrize("run", ["mixer", *WIDE], indirect=True)
 def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run, capsys):
     flags = ["--mesh", *(",".join(f"{axis}={size}" for axis, size in mesh.items()) for mesh in MESHES)]
     assert estimate(["--config", f"{run}/run.yaml", "--hardware", "h100x4", *flags, "--json", f"{run}/out.json"]) == 0
@@ -95,6 +98,15 @@ def test_without_a_plan_each_mesh_has_a_proposal_as_in_a_run(run, capsys):
     assert "blocks.*.attention.query" in capsys.readouterr().out
 
 
+def test_settings_of_the_decoder_explain_its_loss(tmp_path):
+    (tmp_path / "small.yaml").write_text("model: {num_layers: 1, d_model: 32, d_ff: 64}\nmesh: {fsdp: 1, tp: 2}")
+    for name, command in {"loss": ["--config"], "logits": []}.items():
+        assert explain([*command, f"{tmp_path}/small.yaml", "--json", f"{tmp_path}/{name}.json"]) == 0
+    loss, logits = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("loss", "logits"))
+    assert loss["modules"] == logits["modules"]
+    assert loss["flops_per_device"] >= logits["flops_per_device"] > 0
+
+
 MISTAKES = {
     "estimate --config {run}/run.yaml --tier 2 --price 3": "--tier, --price: not for a model or loss of your own",
     "estimate --config {run}/run.yaml --train.accumulation 3": "accumulation",
@@ -104,7 +116,7 @@ MISTAKES = {
     "explain {run}/run.yaml --mesh tp=2 --propose": "leave out --plan, --propose and --input",
     "explain --config {run}/run.yaml --mesh tp=-1": "depends on the number of devices",
     "explain --config {run}/run.yaml --mesh fsdp=3": "not divisible",
-    "explain --mesh.tp 2": "needs a loss",
+    "explain --model.build {run}/mine.py:build --mesh tp=2": "needs a loss",
 }
 
 

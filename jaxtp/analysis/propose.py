@@ -17,7 +17,9 @@ import jax
 from flax import nnx
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
+from jaxtp.analysis.dataflow import ROOT, Columns, Dataflow, LayerCall, find_dataflow, parameter_bytes
 from jaxtp.analysis.propagation_rules import ELEMENTWISE
+from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
 from jaxtp.analysis.work import count_work, repeated_work
 from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
 from jaxtp.parallelize.layouts import declared_spec, dim_over
@@ -35,8 +37,6 @@ from jaxtp.parallelize.styles import (
     SequenceParallel,
     Style,
 )
-from jaxtp.tools.explain.dataflow import ROOT, Columns, Dataflow, LayerCall, find_dataflow, parameter_bytes
-from jaxtp.tools.explain.traced_model import Forward, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
 
 _RESULT = ""
 """Replaces an argument's name, for the result of a module."""

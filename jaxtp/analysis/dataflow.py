@@ -18,9 +18,9 @@ from jax.extend.core import JaxprEqn
 
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, Collective
 from jaxtp.analysis.propagation_rules import REDUCTIONS, Blocked, Walk, agree, pass_through, shape_of
+from jaxtp.analysis.traced_model import Boundary, TracedModel, read_boundary
 from jaxtp.mesh import TP
 from jaxtp.parallelize.stock import Signature, signature
-from jaxtp.tools.explain.traced_model import Boundary, TracedModel, read_boundary
 
 ROOT = "the model itself"
 """Name in messages of the module whose path is empty."""
