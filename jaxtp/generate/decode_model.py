@@ -51,6 +51,11 @@ class DecodeModel(EmbeddingAndHead):
         return self.norm(x_BTD), tuple(updated)
 
 
+def in_layers(model: Decoder | DecodeModel) -> DecodeModel:
+    """Returns a model that decodes with the stacked weights of a decoder, without a copy; call it in `jax.jit`."""
+    return model if isinstance(model, DecodeModel) else DecodeModel(model, model.in_order())
+
+
 def decode_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns the mesh sizes with fsdp moved to dp."""
     return {**sizes, DP: sizes[DP] * sizes[FSDP], FSDP: 1}
@@ -74,10 +79,10 @@ def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
     return itemsize * sum(shards)
 
 
-def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -> int:
+def cache_bytes(model: Decoder | DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -> int:
     """Returns the KV cache's bytes per device."""
     with jax.set_mesh(mesh):
-        caches = jax.eval_shape(lambda: model.empty(num_rows, num_slots))
+        caches = jax.eval_shape(lambda: in_layers(model).empty(num_rows, num_slots))
     sharding = NamedSharding(mesh, LAYER_SPEC)
     return sum(math.prod(sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(caches))
 

@@ -32,7 +32,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.parameter import logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.decoder import Decoder
+from jaxtp.models.decoder import create_decoder
 
 OPTIMIZER_SCOPE = "optimizer"
 """Named scope of the update, which accounts for its collectives."""
@@ -118,7 +118,7 @@ class TrainState(nnx.Module):
         make_model: MakeModel | None = None,
     ):
         rngs = nnx.Rngs(seed)
-        self.model = Decoder(config, rngs=rngs) if make_model is None else make_model(rngs)
+        self.model = create_decoder(config, rngs=rngs) if make_model is None else make_model(rngs)
         self.optimizer = Optimizer(self.model, optimizer)
         self.skipped = Skipped(jnp.zeros((), jnp.int32))
 
