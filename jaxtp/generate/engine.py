@@ -159,7 +159,7 @@ class Generator:
                 f"{type(model).__name__} has its own {' and '.join(changed)}, which decoding would not call: it runs "
                 "the blocks one by one. Put the change into a Branch, or into a method of another name"
             )
-        self._model: Decoder | DecodeModel | None
+        self._model: DecodeModel | None
         self._mesh, self._weight_bytes, self._model = self._place(model, mesh, donate)
         self.config = model.config
         self.tokenizer = tokenizer

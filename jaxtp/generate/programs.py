@@ -22,10 +22,9 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain
-from jaxtp.generate.decode_model import DecodeModel, in_layers
+from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.generate.sampling import GenerationSettings, sample
 from jaxtp.layers.cache import KVCaches, NewTokens
-from jaxtp.models.decoder import Decoder
 
 Ints = NDArray[np.int32] | Array
 
@@ -92,7 +91,7 @@ class Programs:
 
     def __init__(
         self,
-        model: Decoder | DecodeModel,
+        model: DecodeModel,
         mesh: Mesh,
         shape: Shape,
         settings: GenerationSettings,
@@ -182,7 +181,7 @@ class Programs:
 
     def _program(self, key: Hashable, function: Callable[..., object], *arguments: object) -> jax.stages.Compiled:
         def program(weights: nnx.State, *arguments: object) -> object:
-            return function(in_layers(nnx.merge(self._graph, weights)), *arguments)
+            return function(nnx.merge(self._graph, weights), *arguments)
 
         if key not in self._compiled:
             started, types = time.perf_counter(), jax.tree.map(self._abstract, arguments)

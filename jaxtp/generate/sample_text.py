@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from jaxtp.generate.decode_model import DecodeModel, model_mesh
+from jaxtp.generate.decode_model import DecodeModel, StackedDecodeModel, model_mesh
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import open_tokenizer
 from jaxtp.generate.request import GenerationError, Result
@@ -87,9 +87,9 @@ class _InPlace(Generator):
             self._use(None)
 
     def _use(self, model: Decoder | None) -> None:
-        self._model = model
+        self._model = None if model is None else StackedDecodeModel(model)
         for programs in self._programs.values():
-            programs.weights = nnx.State({}) if model is None else nnx.state(model)
+            programs.weights = nnx.State({}) if model is None else nnx.state(self._model)
 
     def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel | None]:
         sizes = mesh_sizes(mesh)

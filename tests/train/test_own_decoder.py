@@ -308,4 +308,4 @@ def test_the_check_and_the_budget_take_it(case, example):
     (verdict,) = verdicts(small, [case])
     assert verdict.passed, (verdict.errors, verdict.problems)
     assert "model.second.kernel" in initial_arrays(small)
-    assert not has_formulas(next(described(model).in_order()).attention)
+    assert not has_formulas(described(model).blocks.attention)
