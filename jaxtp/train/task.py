@@ -111,7 +111,8 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
     for part, setting in _REFERENCES.items():
         section, _, name = setting.partition(".")
         reference = getattr(getattr(config, section), name)
-        if reference is not None and getattr(task, part) is None:
+        is_settings = part == "model" and not config.model.is_foreign
+        if reference is not None and getattr(task, part) is None and not is_settings:
             parts[part] = load_object(reference, _flag(setting))
     model = parts.get("model", task.model)
     if config.model.is_foreign and (settings := decoder_settings(model, config.model)) is not None:

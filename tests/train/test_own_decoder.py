@@ -33,6 +33,7 @@ from jaxtp.tools.evaluate.__main__ import main as evaluate
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.step import loss_and_grads
+from jaxtp.train.task import load_task, with_references
 
 FILE = Path(__file__).parent.parent.parent / "scripts/examples/own_decoder.py"
 SIZES = {
@@ -204,6 +205,12 @@ def test_python_takes_its_settings_and_files_name_them(tmp_path, example):
         "second_weight": 0.5
     }
     assert jaxtp.load_run(tmp_path / "0/run", build=example.GatedConfig).config.second_weight == 0.5
+
+
+def test_a_whole_configuration_takes_its_settings(example):
+    config = with_references(TrainConfig(model=example.GatedConfig(**SIZES)), jaxtp.Task())
+    assert config.model.build == f"{FILE}:GatedConfig"
+    assert load_task(config).model is None, "the settings are there already"
 
 
 def test_the_weights_are_those_of_the_function():
