@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxtp.generate.engine import Generator as Generator
     from jaxtp.generate.loading import open_tokenizer as open_tokenizer
     from jaxtp.generate.request import Result as Result
+    from jaxtp.generate.sample_text import sample_text as sample_text
     from jaxtp.generate.sampling import GenerationSettings as GenerationSettings
     from jaxtp.hf.adapters import add_adapters as add_adapters
     from jaxtp.hf.adapters import merge_adapters as merge_adapters

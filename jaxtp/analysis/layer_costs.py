@@ -249,10 +249,11 @@ def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Iterator[Cost
 
 
 def has_formulas(branch: Branch) -> bool:
-    """Returns whether `branch_costs` supports the branch, whose `__call__` may be inherited but not replaced."""
+    """Returns whether `branch_costs` supports the branch, whose computation may be inherited but not replaced."""
     kind = type(branch)
     registered = next((base for base in kind.__mro__ if base in branch_costs.registry), object)
-    return registered is not object and kind.__call__ is registered.__call__
+    same = (getattr(kind, name, None) is getattr(registered, name, None) for name in ("__call__", "output"))
+    return registered is not object and all(same)
 
 
 def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iterator[Cost]:

@@ -49,7 +49,7 @@ from jaxtp.layers.parameter import PARAMETERS, PaddedDim, Precision, logical_sha
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, axes_of, batch_parts, mesh_shape, parts
 from jaxtp.models.config import ModelConfig, padded_sizes
-from jaxtp.models.decoder import Decoder, DecoderBlock
+from jaxtp.models.decoder import Decoder, DecoderBlock, create_decoder
 
 LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products: three forward (maximum,
@@ -294,7 +294,7 @@ def _described(config: ModelConfig, tp: int) -> Decoder:
         abstract_mesh(mesh_shape(tp=tp)),
     )  # a context mesh cannot change its size directly
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
-        model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+        model: Decoder = nnx.eval_shape(lambda: create_decoder(config, rngs=nnx.Rngs(0)))
     return model
 
 

@@ -8,6 +8,7 @@ separate arrays, in the compute dtype, split over tp only; fsdp splits the batch
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,40 @@ class DecodeModel(EmbeddingAndHead):
         return self.norm(x_BTD), tuple(updated)
 
 
+class StackedDecodeModel(DecodeModel):
+    """Decodes with a decoder's own arrays: scans over its stacks gather and cast one layer at a time."""
+
+    def __init__(self, model: Decoder):
+        super().__init__(model, ())
+        self.decoder = model
+
+    def empty(self, num_rows: int, num_slots: int) -> Any:
+        """Returns an empty KV cache, stacked like the weights."""
+
+        def stacked(block: DecoderBlock, repeats: int) -> Any:
+            cache = block.init_cache(num_rows, num_slots)
+            return jax.tree.map(lambda array: jnp.broadcast_to(array, (repeats, *array.shape)), cache)
+
+        return [[stacked(block, stack.repeats) for block in kinds] for stack, kinds in self.decoder.stacked()]
+
+    def __call__(self, ids_BT: Array, caches: Any, new: NewTokens) -> tuple[Array, Any]:
+        """See `DecodeModel`."""
+        x_BTD, updated = self.embed(ids_BT, positions_BT=new.positions), []
+        for (_, kinds), old in zip(self.decoder.stacked(), caches, strict=True):
+            graphs, weights = zip(*(nnx.split(block) for block in kinds), strict=True)
+
+            def turn(x_BTD: Array, layers: Any, graphs: Any = graphs) -> tuple[Array, Any]:
+                layer_caches = []
+                for graph, state, layer_cache in zip(graphs, *layers, strict=True):
+                    x_BTD, layer_cache = nnx.merge(graph, state).decode(x_BTD, layer_cache, new)
+                    layer_caches.append(layer_cache)
+                return x_BTD, layer_caches
+
+            x_BTD, grown = jax.lax.scan(turn, x_BTD, (weights, old))
+            updated.append(grown)
+        return self.norm(x_BTD), updated
+
+
 def decode_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns the mesh sizes with fsdp moved to dp."""
     return {**sizes, DP: sizes[DP] * sizes[FSDP], FSDP: 1}
@@ -77,9 +112,10 @@ def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
 def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -> int:
     """Returns the KV cache's bytes per device."""
     with jax.set_mesh(mesh):
-        caches = jax.eval_shape(lambda: model.empty(num_rows, num_slots))
+        caches = jax.tree.leaves(jax.eval_shape(lambda: model.empty(num_rows, num_slots)))
     sharding = NamedSharding(mesh, LAYER_SPEC)
-    return sum(math.prod(sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(caches))
+    stacked = (math.prod(a.shape[:-4]) * a.dtype.itemsize for a in caches)
+    return sum(size * math.prod(sharding.shard_shape(a.shape[-4:])) for size, a in zip(stacked, caches, strict=True))
 
 
 def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> DecodeModel:

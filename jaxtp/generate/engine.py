@@ -19,11 +19,19 @@ from functools import partial
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
-from jaxtp.generate.decode_model import cache_bytes, decode_mesh, model_mesh, to_decode_model, weight_bytes
+from jaxtp.generate.decode_model import (
+    DecodeModel,
+    cache_bytes,
+    decode_mesh,
+    model_mesh,
+    to_decode_model,
+    weight_bytes,
+)
 from jaxtp.generate.programs import MAX_STEPS, PackedTokens, Programs, RowArrays, Sampled, Shape
 from jaxtp.generate.request import GenerationError, Piece, Prompt, Request, Result, encode_prompts, limits_of
 from jaxtp.generate.sampling import GenerationSettings, check_settings
@@ -45,6 +53,9 @@ MAX_WASTE = 2
 
 SECONDS_PER_CALL = 0.1
 """Target duration of a decode call; its tokens arrive when it ends."""
+
+_REPLACED = ("__call__", "embed", "hidden", "with_routing", "stacked", "logits_of_hidden", "logits_at", "_head")
+"""Methods of a decoder that decoding does not call, or calls of `Decoder`."""
 
 StepTokens = tuple[list[list[int]], list[list[float]]]
 """Tokens and their log-probabilities, for each step and row."""
@@ -138,20 +149,18 @@ class Generator:
         if batch_size < 1:
             raise GenerationError(f"batch_size={batch_size}: should be 1 or more")
         mesh = model_mesh(model)
-        sizes = mesh_sizes(mesh)
-        if sizes[CP] > 1:
-            raise GenerationError(
-                f"the model was built on a mesh with cp={sizes[CP]}, and a KV cache cannot be split over cp; use cp=1 "
-                "and more tp"
-            )
-        if model.config.sequence_parallel and sizes[TP] > 1:
+        if model.config.sequence_parallel and mesh_sizes(mesh)[TP] > 1:
             raise GenerationError(
                 "the model was built with sequence_parallel=True, and a single token cannot be split over tp; "
                 "build it with sequence_parallel=None"
             )
-        self._mesh = decode_mesh(mesh)
-        self._weight_bytes = weight_bytes(model, sizes)
-        self._require_memory(self._weight_bytes, "the weights take", "use more devices by --mesh.tp")
+        if changed := [name for name in _REPLACED if getattr(type(model), name) is not getattr(Decoder, name)]:
+            raise GenerationError(
+                f"{type(model).__name__} has its own {' and '.join(changed)}, which decoding would not call: it runs "
+                "the blocks one by one. Put the change into a Branch, or into a method of another name"
+            )
+        self._model: DecodeModel | None
+        self._mesh, self._weight_bytes, self._model = self._place(model, mesh, donate)
         self.config = model.config
         self.tokenizer = tokenizer
         self.end_ids = tokenizer.info.end_ids if end_ids is None else end_ids
@@ -159,11 +168,22 @@ class Generator:
         self.speed = Speed()
         """Speed of the last call."""
         self._num_ids = min(tokenizer.info.vocab_size, model.config.vocab_size)
-        self._batch_parts, self._batch_size = batch_parts(sizes), batch_size
+        self._batch_parts, self._batch_size = batch_parts(mesh_sizes(self._mesh)), batch_size
         self._chunk = CPU_CHUNK if current_platform() == "cpu" else CHUNK
-        self._model = to_decode_model(model, self._mesh, donate=donate)
         self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
         self._cache: Cache | None = None
+
+    def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel | None]:
+        """Returns the mesh of the programs, the bytes per device that the weights add, and the model there."""
+        sizes = mesh_sizes(mesh)
+        if sizes[CP] > 1:
+            raise GenerationError(
+                f"the model was built on a mesh with cp={sizes[CP]}, and a KV cache cannot be split over cp; use cp=1 "
+                "and more tp"
+            )
+        mesh, size = decode_mesh(mesh), weight_bytes(model, sizes)
+        _require_memory(mesh, size, "the weights take", "use more devices by --mesh.tp")
+        return mesh, size, to_decode_model(model, mesh, donate=donate)
 
     def generate(
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
@@ -227,9 +247,11 @@ class Generator:
         if cache is not None and (cache.shape.rows != rows or cache.shape.slots < shape.slots):
             cache = None
         shape = shape if cache is None else cache.shape
+        assert self._model is not None
         size = cache_bytes(self._model, self._mesh, shape.rows, shape.slots)
         self.speed.shape, self.speed.cache_bytes = shape, size
-        self._require_memory(
+        _require_memory(
+            self._mesh,
             self._weight_bytes + size,
             f"the weights and a KV cache of {rows} x {shape.slots:,} tokens take",
             "use a smaller --max-tokens or --batch-size, or shorter prompts",
@@ -243,12 +265,13 @@ class Generator:
             return programs, Cache(shape, programs.empty(), tokens)
         return programs, cache if keep else replace(cache, tokens=tokens)
 
-    def _require_memory(self, needed: int, what: str, remedy: str) -> None:
-        memory = memory_per_device(self._mesh.local_devices)
-        if memory is not None and needed > memory:
-            raise GenerationError(
-                f"{what} {needed / 2**30:,.1f} GiB on each device, which has {memory / 2**30:,.1f}; {remedy}"
-            )
+
+def _require_memory(mesh: Mesh, needed: int, what: str, remedy: str) -> None:
+    memory = memory_per_device(mesh.local_devices)
+    if memory is not None and needed > memory:
+        raise GenerationError(
+            f"{what} {needed / 2**30:,.1f} GiB on each device, which has {memory / 2**30:,.1f}; {remedy}"
+        )
 
 
 class Scheduler:

@@ -21,7 +21,8 @@ from jaxtp.checkpoint.logical import logical_size
 from jaxtp.checkpoint.storage import finished_checkpoints, open_checkpoint
 from jaxtp.config import entry
 from jaxtp.config.entry import UserError
-from jaxtp.config.schema import Keys, Switch, UserPath, expand, nearest_file
+from jaxtp.config.python_object import load_object
+from jaxtp.config.schema import Keys, Reference, Switch, UserPath, expand, nearest_file
 from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES, MANIFEST, TOKENIZER
 from jaxtp.data.tokenizer import (
@@ -71,6 +72,10 @@ class SourceConfig:
 
     base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """For a run that trained adapters: the base model, if it has moved."""
+
+    build: Reference | None = None
+    """For a run with a Decoder of your own: the function or settings of its --model.build. The Python file is
+    imported."""
 
     adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Adapters in PEFT's format to merge into the model, in float32 before the cast to --dtype."""
@@ -226,7 +231,8 @@ def open_stored(path: Path, options: SourceConfig) -> StoredModel:
             raise SourceError(f"--ignore-config is for models in Hugging Face's format, and {path} is a run")
         checkpoint = open_checkpoint(path)
         folder, info = checkpoint.folder, checkpoint.info
-        config, family = run_model_config(folder, info), family_of_run(folder)
+        build = None if options.build is None else load_object(options.build, "--build")
+        config, family = run_model_config(folder, info, build), family_of_run(folder)
         dtype = config.precision.param
     if config.lora.rank and options.adapters is not None:
         raise SourceError(

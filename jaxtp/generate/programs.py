@@ -102,7 +102,7 @@ class Programs:
         self.vocab_size, self.penalises = model.config.vocab_size, settings.repetition_penalty != 1
         self._mesh, self._end_ids = mesh, sorted(end_ids)
         self._sample = partial(sample, settings=settings, num_ids=num_ids)
-        self._graph, self._weights = nnx.split(model)
+        self._graph, self.weights = nnx.split(model)
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     @property
@@ -112,12 +112,12 @@ class Programs:
 
     def empty(self) -> KVCaches:
         """Returns an empty KV cache."""
-        return self._program("empty", self._empty)(self._weights)
+        return self._program("empty", self._empty)(self.weights)
 
     def read(self, caches: KVCaches, packed: PackedTokens, rows: RowArrays) -> tuple[KVCaches, Sampled]:
         """Reads prompt tokens, and samples the first new token of each row whose prompt ends."""
         key = ("read", packed.ids.shape[1], packed.continued)
-        return self._program(key, self._read, caches, packed, rows)(self._weights, caches, packed, rows)
+        return self._program(key, self._read, caches, packed, rows)(self.weights, caches, packed, rows)
 
     def decode(self, caches: KVCaches, rows: RowArrays, steps: int, *, waiting: bool) -> tuple[KVCaches, Sampled]:
         """Decodes up to `steps` (at most `MAX_STEPS`) tokens of each row.
@@ -126,7 +126,7 @@ class Programs:
           waiting: whether a prompt waits, so that the call ends with the first row.
         """
         arguments = caches, rows, np.int32(steps), np.bool_(waiting)
-        return self._program("decode", self._decode, *arguments)(self._weights, *arguments)
+        return self._program("decode", self._decode, *arguments)(self.weights, *arguments)
 
     def compiled_decode(self, caches: KVCaches) -> jax.stages.Compiled:
         """Returns the compiled decode program; `caches` may be abstract."""
@@ -187,7 +187,7 @@ class Programs:
             started, types = time.perf_counter(), jax.tree.map(self._abstract, arguments)
             with jax.set_mesh(self._mesh):
                 jitted = jax.jit(program, donate_argnums=1 if arguments else ())  # donates the KV cache
-                self._compiled[key] = jitted.lower(self._weights, *types).compile()
+                self._compiled[key] = jitted.lower(self.weights, *types).compile()
             self.compile_seconds += time.perf_counter() - started
         return self._compiled[key]
 

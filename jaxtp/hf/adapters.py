@@ -15,7 +15,7 @@ from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.decoder import Decoder, abstract_decoder
+from jaxtp.models.decoder import Decoder, abstract_decoder, create_decoder
 
 _KERNELS: Mapping[Target, str] = {
     "q_proj": "attention.qkv.kernels.0",
@@ -70,7 +70,7 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
     factors = nnx.filter_state(abstract, nnx.LoRAParam)
 
     def create() -> nnx.State:
-        return nnx.filter_state(nnx.state(Decoder(config, rngs=nnx.Rngs(seed))), nnx.LoRAParam)
+        return nnx.filter_state(nnx.state(create_decoder(config, rngs=nnx.Rngs(seed))), nnx.LoRAParam)
 
     shardings = None if current_mesh() is None else nnx.get_named_sharding(factors, jax.sharding.get_mesh())
     created: nnx.State = jax.jit(create, out_shardings=shardings)()

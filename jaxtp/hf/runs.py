@@ -31,6 +31,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import current_mesh, make_mesh
 from jaxtp.models.config import ModelConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
+from jaxtp.models.own_decoder import decoder_settings
 
 BASE = "base"
 """Key in the info of a checkpoint of adapters: folder and hash of the base model."""
@@ -38,10 +39,12 @@ HF_FILES = "hf"
 """Folder in a run for config.json and the tokenizer files of its model."""
 
 
-def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
+def load_run(path: str | Path, *, base: str | Path | None = None, build: object = None) -> Decoder:
     """Returns the model in a run (its newest checkpoint) or a checkpoint, with any adapters, on the mesh in context.
 
-    `base`: the adapters' base model, if it has moved.
+    Args:
+      base: the adapters' base model, if it has moved.
+      build: the function, class or settings that made the run's model, if it is a Decoder of your own.
 
     Raises:
       CheckpointError: the checkpoint is missing or damaged, or the base model does not match.
@@ -49,7 +52,7 @@ def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
     """
     checkpoint = open_checkpoint(expand(Path(path)))
     mesh = make_mesh() if current_mesh() is None else jax.sharding.get_mesh()
-    model = run_model_config(checkpoint.folder, checkpoint.info)
+    model = run_model_config(checkpoint.folder, checkpoint.info, build)
     if model.lora.rank:
         return load_adapted(checkpoint.folder, checkpoint.info, mesh, None if base is None else expand(Path(base)))
     return load_merged(checkpoint.folder, checkpoint.info, model, mesh)
@@ -59,10 +62,9 @@ def load_merged(
     checkpoint: Path, info: Mapping[str, Any], config: ModelConfig, mesh: Mesh, base: Path | None = None
 ) -> Decoder:
     """Returns a checkpoint's model as in `config`, with any adapters merged; raises as `load_run`."""
-    trained = run_model_config(checkpoint, info)
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config)
-    if trained.lora.rank:
+    if _has_adapters(info):
         merged = merge_adapters(load_adapted(checkpoint, info, mesh, base), dtype=config.precision.param)
         weights = nnx.state(merged)
     else:
@@ -104,12 +106,34 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
     return model
 
 
-def run_model_config(checkpoint: Path, info: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model configuration that a checkpoint records."""
+def run_model_config(checkpoint: Path, info: Mapping[str, Any], build: object = None) -> ModelConfig:
+    """Returns the model configuration that a checkpoint records.
+
+    A checkpoint may come from anyone, so no code that it names is imported: `build` makes a Decoder of the user's.
+
+    Raises:
+      CheckpointError: no configuration, or a model that needs `build`, or no Decoder.
+    """
     stored = info.get("config", {})
     if "model" not in stored:
         raise CheckpointError(f"{checkpoint} does not record its model; jaxtp train did not write it")
-    return validate(ModelConfig, upgrade_settings(stored["model"]), source=f"{checkpoint}: its model")
+    model, name = upgrade_settings(stored["model"]), stored["model"].get("build")
+    kind: type[ModelConfig] = ModelConfig
+    if name is not None:
+        if build is None:
+            raise CheckpointError(
+                f"{checkpoint} has a model of {name}, and jaxtp runs no code that a folder names; if you trust that "
+                f"code, name it: jaxtp generate and jaxtp evaluate take --build {name}, jaxtp.load_run takes build="
+            )
+        settings = decoder_settings(build, ModelConfig(build=name, arguments=model["arguments"]))
+        if settings is None:
+            raise CheckpointError(f"{checkpoint} has a model of {name}, which is no jaxtp.Decoder")
+        kind = type(settings)
+    return validate(kind, model, source=f"{checkpoint}: its model")
+
+
+def _has_adapters(info: Mapping[str, Any]) -> bool:
+    return bool(info.get("config", {}).get("model", {}).get("lora", {}).get("rank"))
 
 
 def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, Path]:
@@ -119,7 +143,7 @@ def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, P
         with jax.set_mesh(mesh), raise_everywhere():
             return nnx.state(load_folder(open_folder(path), whole, mesh)), path
     folder, info = read_info_on_all(path, lambda: newest_checkpoint(path))
-    if run_model_config(folder, info).lora.rank:
+    if _has_adapters(info):
         raise CheckpointError(
             f"{folder} holds only adapters; merge them by "
             f"`jaxtp convert export {path} DIR --merged` and start from the result: --model.from-hf DIR"

@@ -254,7 +254,11 @@ class CausalSelfAttention(Branch):
         segments_BT = sequences.segments
         attend = partial(self._attend, replace(sequences, segments=None), self._local_shape(x_BTD.shape[1], sequences))
         segments_spec = None if segments_BT is None else batch_spec(None)
-        return self.out(self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP)))
+        return self.output(self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP)), x_BTD)
+
+    def output(self, heads_BTF: Array, x_BTD: Array) -> Array:
+        """Projects the heads' results `[B, T, N * H]`, split over tp; a subclass may gate them by the input."""
+        return self.out(heads_BTF)
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns empty keys and values, `[B, max(K, tp), S, H]` each."""
@@ -267,7 +271,7 @@ class CausalSelfAttention(Branch):
         cache_specs = (LAYER_SPEC, LAYER_SPEC)
         out_specs = (token_spec(TP), cache_specs)
         y, cache = self._on_heads(self._attend_cached, x_BTD, (cache, new), (cache_specs, new.specs), out_specs)
-        return self.out(y), cache
+        return self.output(y, x_BTD), cache
 
     def _on_heads(
         self, body: Callable[..., Any], x_BTD: Array, others: tuple[Any, ...], specs: tuple[Any, ...], out_specs: Any

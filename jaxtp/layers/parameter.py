@@ -121,8 +121,12 @@ def parameter(
     check_divides(name, value.shape, spec)  # JAX would silently replicate
     spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))  # one entry per dim: `spec_of` counts them
     padded = tuple((dim, split) for dim, split in padding if not isinstance(split, ExactDim))
-    metadata: dict[str, Any] = {"padding": padded} if padded else {}
+    metadata: dict[str, Any] = {_LOADED: True} | ({"padding": padded} if padded else {})
     return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
+
+
+_LOADED = "loaded"
+"""Metadata of a parameter that a layer reads inside a `device_view`, by `load_weight`."""
 
 
 def padding_of(variable: Variable) -> Padding:
@@ -202,11 +206,12 @@ def mark_unreduced(params: nnx.State) -> nnx.State:
     """
 
     def mark(param: Variable) -> Variable:
-        spec, axes = spec_of(param), _replica_axes(param)
-        *others, last = spec
+        if not (axes := _replica_axes(param)):
+            return param
+        *others, last = spec = spec_of(param)
         side_by_side = PartitionSpec(*others, (*axes_of(last), *axes))
         view = device_view(lambda shard: shard, GRADIENTS, in_specs=(spec,), out_specs=side_by_side)
-        return param.copy(view(param[...]), out_sharding=side_by_side) if axes else param
+        return param.copy(view(param[...]), out_sharding=side_by_side)
 
     return jax.tree.map(mark, params, is_leaf=_is_variable)
 
@@ -227,6 +232,8 @@ def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> 
 
 
 def _replica_axes(param: Variable) -> tuple[str, ...]:
+    if not param.get_metadata().get(_LOADED):  # a Flax layer's, which sees global arrays
+        return ()
     split = {axis for entry in spec_of(param) for axis in axes_of(entry)}
     return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
 

@@ -6,11 +6,11 @@ settings, so YAML stays flat: `model.num_kv_heads`.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count, groupby, islice
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import tyro
@@ -103,8 +103,8 @@ class DecoderSizes:
     results. Can be given several times."""
 
     build: Annotated[Reference | None, STEP, SHORT_HELP] = None
-    """A Flax NNX model instead of this decoder: a function that returns it, or its class. The settings below then have
-    no effect, except for arguments and plan."""
+    """A model instead of this decoder: a function that returns a Flax NNX model or a Decoder of your own, its class,
+    or a subclass of ModelConfig. The settings below then have no effect, except for arguments and plan."""
 
     arguments: Annotated[BlockChanges, STEP] = Changes({})
     """In a YAML file: arguments of that function. Its parameter rngs gets nnx.Rngs(run.seed)."""
@@ -133,6 +133,9 @@ class DecoderSizes:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(BlockConfig, DecoderSizes):
     """A decoder, by default like Llama; `first_blocks` and `pattern` change the settings of single blocks."""
+
+    decoder: ClassVar[Callable[..., Any] | None] = None
+    """The class of the decoder in a subclass for a class of your own, called as `decoder(config, rngs=rngs)`."""
 
     learned_positions: Count | None = None
     """Number of learned position embeddings, and the longest sequence; by default none are learned."""
@@ -180,6 +183,17 @@ class ModelConfig(BlockConfig, DecoderSizes):
             if isinstance(blocks := getattr(self, name), list | tuple):
                 hashable = (Changes(changes) if isinstance(changes, Mapping) else changes for changes in blocks)
                 object.__setattr__(self, name, tuple(hashable))
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether `build` names a model that the other settings do not describe, or one that is not imported yet."""
+        return self.build is not None and type(self).decoder is None
+
+    def for_file(self) -> "ModelConfig":
+        """Returns the settings without those that `build` makes."""
+        if self.build is None or self.is_foreign:
+            return self
+        return ModelConfig(build=self.build, arguments=self.arguments)
 
     def stacks(self) -> tuple[Stack, ...]:
         """Returns the stacks; layers after the last whole turn form further stacks."""

@@ -289,7 +289,11 @@ class Decoder(EmbeddingAndHead):
         return vocab_parallel_token_losses(x_BTD, table_VD, labels_BT, head)
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
-        """Returns the final, normalised hidden states `[B, T, D]`, ordered like `Sequences.positions`."""
+        """Returns the final, normalised hidden states `[B, T, D]`, ordered like `Sequences.positions`.
+
+        Over cp this may be another order than the batch's. `sequences.local_tokens(labels)` gives the labels of a loss
+        the same order, and `sequences.natural(...)` restores the batch's.
+        """
         return self.with_routing(ids_BT, dropout_keys, sequences or self.sequences(ids_BT))[0]
 
     def with_routing(
@@ -326,12 +330,18 @@ class Decoder(EmbeddingAndHead):
                 yield from (layer(block, turn) for block in blocks)
 
 
+def create_decoder(config: ModelConfig, *, rngs: nnx.Rngs) -> Decoder:
+    """Returns a decoder of the class that the settings name."""
+    decoder: Decoder = (type(config).decoder or Decoder)(config, rngs=rngs)
+    return decoder
+
+
 def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
     """Returns a decoder's graph definition and abstract state, without computing anything.
 
     Call it under the decoder's mesh, or without a mesh.
     """
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: create_decoder(config, rngs=nnx.Rngs(0))))
     return graph, abstract
 
 

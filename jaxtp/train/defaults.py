@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic
 import jax
 
 from jaxtp.checkpoint.storage import Info, newest_info
-from jaxtp.config.schema import ConfigError, expand, leaves, nested, replace_nested, validate
+from jaxtp.config.schema import ConfigError, expand, leaves, nested, replace_nested, to_plain, validate
 from jaxtp.data.manifest import DatasetError, read_manifest
 from jaxtp.distributed.allocator import choose_allocator
 from jaxtp.distributed.devices import bytes_limit, request_virtual_devices
@@ -96,8 +96,8 @@ def resolve_defaults(
     check_sizes(config.mesh.sizes)
     config, source = resolve(config, explicit)
     defaults = _Defaults(config, explicit)
-    if config.model.build is not None:
-        defaults.choose_for_own_model(config.model.build, devices)
+    if config.model.is_foreign:
+        defaults.choose_for_own_model(str(config.model.build), devices)
         return defaults.config, defaults.lines
     if source.path is None:
         defaults.choose_vocabulary()
@@ -132,7 +132,8 @@ def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainCo
     explicit = {".".join(keys) for keys, _ in leaves(plain)}
     config = with_references(validate(TrainConfig, plain, source="settings"), task, explicit)
     choose_allocator(config.launch.allocator)  # before JAX's backend starts
-    return resolve_defaults(config, explicit)
+    of_task = leaves({section: to_plain(part) for section, part in task.settings().items()})
+    return resolve_defaults(config, explicit | {".".join(keys) for keys, _ in of_task})
 
 
 class _Defaults(Generic[AnyConfig]):

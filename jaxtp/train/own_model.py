@@ -1,6 +1,5 @@
-"""A model of the user's: how it is built, split over the mesh, and computed."""
+"""A model of the user's that is no Decoder: how it is split over the mesh, and computed."""
 
-import inspect
 from collections.abc import Callable, Mapping
 
 import jax
@@ -8,50 +7,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.config.python_object import user_code_error
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, mesh_sizes
+from jaxtp.models.own_decoder import builder
 from jaxtp.parallelize.parallelize import abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import MakeModel
 from jaxtp.train.task import Task
 from jaxtp.train.user_loss import call, inspect_loss
-
-
-def builder(task: Task, config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
-    """Returns a function that builds the task's model with the arguments of the settings.
-
-    Raises:
-      ConfigError: the function does not take these arguments.
-    """
-    function, arguments = task.model, dict(config.model.arguments)
-    assert callable(function)
-    name = config.model.build or repr(function)
-    # `inspect` would read the `__call__` of NNX's metaclass.
-    is_class = isinstance(function, type)
-    try:
-        signature = inspect.signature(function.__init__ if is_class else function)
-    except ValueError:  # a C function
-        signature = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)])
-    takes_rngs = "rngs" in signature.parameters
-    try:
-        signature.bind(*([None] if is_class else []), **({"rngs": None} if takes_rngs else {}) | arguments)
-    except TypeError as error:
-        takes = ", ".join(each for each in list(signature.parameters)[is_class:] if each != "rngs") or "none"
-        raise ConfigError(f"{name}: {error}; model.arguments can give {takes}") from None
-
-    def build(rngs: nnx.Rngs) -> nnx.Module:
-        try:
-            model = function(**({"rngs": rngs} if takes_rngs else {}) | arguments)
-        except Exception as error:
-            raise user_code_error(name, error) from error
-        if not isinstance(model, nnx.Module):
-            raise ConfigError(f"{name} returns {model!r:.100}, and should return an nnx.Module")
-        return model
-
-    return build
 
 
 def split_model(
@@ -63,7 +28,8 @@ def split_model(
       ConfigError: the function that builds it does not take its arguments, or fails.
       PlanError: the plan does not fit.
     """
-    build = builder(task, config)
+    assert callable(task.model)
+    build = builder(task.model, config.model)
     if task.plan is None:
         plan, lines = _proposed(build, config, mesh, task, batch)
     else:

@@ -114,6 +114,8 @@ class Pretrained(InitSource):
 
     def changes(self, config: TrainConfig) -> list[str]:
         """Returns model settings that differ from the source."""
+        if config.model.build:  # the source's settings need its code
+            return []
         before, now = architecture(self.model or config.model), architecture(config.model)
         return differences(before | {"lora": now["lora"]}, now, "model.")
 
@@ -248,7 +250,7 @@ def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig
     if run is not None:
         checkpoint = newest_checkpoint(run)
         info = read_info(checkpoint)
-        model = run_model_config(checkpoint, info)
+        model = config.model if config.model.build else run_model_config(checkpoint, info)
         source = RunSource(path=run, files=hf_files_of(checkpoint), model=model, checkpoint=checkpoint, info=info)
     else:
         assert folder is not None

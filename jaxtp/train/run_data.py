@@ -86,7 +86,7 @@ def load_tokens(config: TrainConfig, source: InitSource) -> Data:
     """
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
-    if config.model.build is None:
+    if not config.model.is_foreign:
         check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
     source.check_tokenizer(corpus.tokenizer)
     settings = RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)

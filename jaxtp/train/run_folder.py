@@ -8,6 +8,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,11 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def write_config(config: TrainConfig) -> None:
-    """Writes config.yaml."""
+    """Writes config.yaml, as flags and `Trainer` take it."""
     if jax.process_index() == 0:
         path = config.run.dir / CONFIG
         with writing(path):
-            write_atomically(path, configuration.to_yaml(config).encode())
+            write_atomically(path, configuration.to_yaml(replace(config, model=config.model.for_file())).encode())
 
 
 def checkpoint_info(

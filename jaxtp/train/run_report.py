@@ -60,12 +60,14 @@ def next_steps(config: TrainConfig, saved: Path, *, decoder: bool) -> list[str]:
     trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))
     data = config.data.validation or trained_on
     run, text = shlex.quote(str(config.run.dir)), shlex.quote(str(data))
+    build = config.model.build and f" --build {shlex.quote(config.model.build)}"
     prompt = "--chat" if (trained_on / TEMPLATE).is_file() else "--prompt 'def '"
     export = f"{config.run.dir}-{'peft' if config.model.lora.rank else 'hf'}"
+    then = "" if build else f"; jaxtp convert export {run} {shlex.quote(export)}"
     return [
         f"saved in {saved}; next:",
-        f"  jaxtp evaluate --model {run} --{'data' if data.is_dir() else 'text'} {text}",
-        f"  jaxtp generate --model {run} {prompt}; jaxtp convert export {run} {shlex.quote(export)}",
+        f"  jaxtp evaluate --model {run}{build or ''} --{'data' if data.is_dir() else 'text'} {text}",
+        f"  jaxtp generate --model {run}{build or ''} {prompt}{then}",
     ]
 
 
@@ -119,7 +121,7 @@ def _model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | No
         "model": f"{parameter_count(blueprint):,} parameters"
         f"{active}{_describe_trained(blueprint)}: "
         f"{model.num_layers} layers, {model.describe_block()}, vocabulary {model.vocab_size}; "
-        f"{model.precision.compute} compute",
+        f"{model.precision.compute} compute{f', by {model.build}' if model.build else ''}",
         "context": describe_context(config, sizes),
         "experts": _describe_experts(model, sizes[TP]),
         "kernels": describe_kernels(config, sizes, architecture_of(device)),

@@ -33,9 +33,9 @@ from jaxtp.train.run_data import RunData, open_data
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
-from jaxtp.train.task import Loss, Task, load_task, transformation, with_references
+from jaxtp.train.task import Loss, Task, load_task, transformation, with_decoder, with_references
 from jaxtp.train.user_loss import Traits, inspect_loss
-from jaxtp.train.validation import batch_problems, open_mesh, refuse
+from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse
 
 
 @dataclass
@@ -81,6 +81,9 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
         enable_compilation_cache(mesh.devices.flat[0].platform)
         check_installed(config.metrics.trackers)
         task = load_task(config, task)  # imports a user's files, which may use the mesh's devices
+        if (with_model := with_decoder(config, task)) is not config:
+            config = with_model
+            check_decoder(config, mesh)
         data = open_data(config, source, task)
         config = with_batches(config, data, mesh)
         before = progress(config)

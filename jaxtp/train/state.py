@@ -17,7 +17,7 @@ from jaxtp.checkpoint.logical import Variable, logical_size, named_variables
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import as_current
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.decoder import Decoder
+from jaxtp.models.decoder import create_decoder
 from jaxtp.train.sharded_optimizer import Optimizer
 
 OPTIMIZER_SCOPE = "optimizer"
@@ -42,7 +42,7 @@ class TrainState(nnx.Module):
         make_model: MakeModel | None = None,
     ):
         rngs = nnx.Rngs(seed)
-        self.model = Decoder(config, rngs=rngs) if make_model is None else make_model(rngs)
+        self.model = create_decoder(config, rngs=rngs) if make_model is None else make_model(rngs)
         self.optimizer = Optimizer(self.model, optimizer)
         self.skipped = Skipped(jnp.zeros((), jnp.int32))
 

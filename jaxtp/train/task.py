@@ -16,6 +16,7 @@ from jax import Array
 from jaxtp.config.python_object import load_object, reference_to, user_code_error
 from jaxtp.config.schema import ConfigError, leaves, replace_nested, to_plain
 from jaxtp.models.config import ModelConfig
+from jaxtp.models.own_decoder import decoder_settings, recorded
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 Metrics = Mapping[str, Array | tuple[Array, Array]]
@@ -38,7 +39,7 @@ class Task:
 
     model: Callable[..., nnx.Module] | ModelConfig | None = None
     """A function that returns a Flax NNX model, or its class; a parameter `rngs` gets `nnx.Rngs(run.seed)`. Or the
-    settings of jaxtp's decoder."""
+    settings of jaxtp's decoder, or of a subclass."""
 
     loss: Loss | None = None
     """By default the cross-entropy of the decoder's next token."""
@@ -62,12 +63,13 @@ class Task:
 
     @property
     def has_own_model(self) -> bool:
-        """Whether the model is not the decoder that the settings describe."""
+        """Whether the model is no Decoder; known once `load_task` has built it."""
         return self.model is not None and not isinstance(self.model, ModelConfig)
 
     def settings(self) -> dict[str, object]:
         """Returns the settings among the parts, by dotted name."""
-        parts = {"model": self.model, "optimizer": self.optimizer}
+        model = recorded(self.model) if isinstance(self.model, ModelConfig) else None
+        parts = {"model": model, "optimizer": self.optimizer}
         return {name: part for name, part in parts.items() if isinstance(part, ModelConfig | OptimizerConfig)}
 
 
@@ -88,11 +90,11 @@ def with_references(config: TrainConfig, task: Task, explicit: Set[str] = frozen
     Raises:
       ConfigError: an explicit setting names a part that the task has too.
     """
-    names: dict[str, object] = task.settings()
+    names: dict[str, object] = {"model": recorded(config.model)} | task.settings()
     functions = [part for part in (task.model, task.loss, task.batches) if callable(part)]
     for part, setting in _REFERENCES.items():
         value = getattr(task, part)
-        if value is None or part in names:
+        if value is None or part in task.settings():
             continue
         if setting in explicit:
             raise ConfigError(f"{setting} is set, and the task has a {part} too; leave one of them out")
@@ -103,6 +105,8 @@ def with_references(config: TrainConfig, task: Task, explicit: Set[str] = frozen
 def load_task(config: TrainConfig, task: Task = Task()) -> Task:
     """Returns a task with all parts: its own, and those that settings name.
 
+    If the model is a Decoder, the part becomes its settings.
+
     Raises:
       ConfigError: a name that cannot be imported, or settings without effect.
     """
@@ -110,12 +114,22 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
     for part, setting in _REFERENCES.items():
         section, _, name = setting.partition(".")
         reference = getattr(getattr(config, section), name)
-        if reference is not None and getattr(task, part) is None:
+        is_settings = part == "model" and not config.model.is_foreign
+        if reference is not None and getattr(task, part) is None and not is_settings:
             parts[part] = load_object(reference, _flag(setting))
+    model = parts.get("model", task.model)
+    if config.model.is_foreign and (settings := decoder_settings(model, config.model)) is not None:
+        parts["model"] = settings
     parts["callbacks"] = (*task.callbacks, *(load_object(name, "--train.callbacks") for name in config.train.callbacks))
     loaded = replace(task, **parts)
     check(config, loaded)
     return loaded
+
+
+def with_decoder(config: TrainConfig, task: Task) -> TrainConfig:
+    """Returns the configuration with the settings of the Decoder that `model.build` makes, if it makes one."""
+    has_decoder = config.model.is_foreign and isinstance(task.model, ModelConfig)
+    return replace_nested(config, task.settings()) if has_decoder else config
 
 
 def check(config: TrainConfig, task: Task) -> None:
@@ -146,8 +160,8 @@ def check(config: TrainConfig, task: Task) -> None:
 def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
     # Settings that are not at their default, and that a part replaces.
     replaced: list[tuple[str, object, object, str, set[str]]] = []
-    if task.has_own_model:
-        used = {"build", "arguments", "plan", "precision"}
+    if config.model.is_foreign:
+        used = {"build", "arguments"} | ({"plan", "precision"} if task.has_own_model else set())
         replaced.append(("model", config.model, ModelConfig(), "the model is your own", used))
     if task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig):
         replaced.append(("optimizer", config.optimizer, OptimizerConfig(), "the optimizer is your own", {"build"}))

@@ -232,6 +232,17 @@ class Trainer:
         """Writes values of the current step to `metrics.jsonl` and the trackers, from process 0."""
         self._trackers.write({"step": self._run.step, **{name: float(value) for name, value in values.items()}})
 
+    def line(self, text: str) -> None:
+        """Prints a line, from process 0 and above the progress bar."""
+        self._report.line(text)
+
+    @contextmanager
+    def paused(self, cause: str) -> Iterator[None]:
+        """Waits for the last step; the time of the block counts as lost to `cause`, not as the next step's."""
+        self._finish_step()
+        with self._phase(f"{cause} at step {self._run.step}", cause):
+            yield
+
     def stop(self, reason: str) -> None:
         """Saves and ends the run, after this step.
 

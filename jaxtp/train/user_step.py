@@ -14,11 +14,11 @@ from jax import Array
 from jaxtp.analysis.collective import ALL_GATHER
 from jaxtp.analysis.work import Work, work_of
 from jaxtp.mesh import STORAGE, abstract_mesh, as_current, batch_parts, mesh_shape, mesh_sizes
-from jaxtp.models.decoder import Decoder
+from jaxtp.models.decoder import create_decoder
+from jaxtp.models.own_decoder import builder
 from jaxtp.train import user_loss
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory
-from jaxtp.train.own_model import builder
 from jaxtp.train.state import Blueprint, rng_state, shard_bytes
 from jaxtp.train.task import Loss, Task
 
@@ -64,7 +64,12 @@ def micro_batch(config: TrainConfig, batch: Shapes) -> dict[str, jax.ShapeDtypeS
 
 def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
     """Returns the abstract model of a task, not split; under `ONE_DEVICE`."""
-    build = builder(task, config) if task.has_own_model else lambda rngs: Decoder(config.model, rngs=rngs)
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        if not task.has_own_model:
+            return create_decoder(config.model, rngs=rngs)
+        return builder(task.model, config.model)(rngs)  # type: ignore[arg-type]
+
     model: nnx.Module = nnx.eval_shape(lambda: build(nnx.Rngs(config.run.seed)))
     return model
 

@@ -54,19 +54,25 @@ def open_mesh(config: TrainConfig) -> Mesh:
     """
     sizes = config.mesh.sizes
     check_sizes(sizes)
-    decoder = config.model.build is None
+    decoder = not config.model.is_foreign
     if decoder and -1 not in sizes.values():
         check(config, sizes)
         request_virtual_devices(math.prod(sizes.values()))
         refuse(violations_on(config, sizes, most_devices()))
     mesh = build_mesh(sizes)
-    sizes = mesh_sizes(mesh)
-    if not decoder or -1 in config.mesh.sizes.values():
-        check(config, sizes)
     if decoder:
-        remat.policy(config.model.remat)
-        check_kernels(config, sizes, architecture_of(mesh.devices.flat[0]))
+        check_decoder(config, mesh)
+    else:
+        check(config, mesh_sizes(mesh))
     return mesh
+
+
+def check_decoder(config: TrainConfig, mesh: Mesh) -> None:
+    """Raises ConfigError or RematError if a decoder's settings do not fit the mesh or its devices."""
+    sizes = mesh_sizes(mesh)
+    check(config, sizes)
+    remat.policy(config.model.remat)
+    check_kernels(config, sizes, architecture_of(mesh.devices.flat[0]))
 
 
 def refuse(violations: Iterable[str]) -> None:
@@ -142,7 +148,7 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
 
 def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields each conflict of settings and mesh; ignores `config.mesh`."""
-    if config.model.build is not None:  # the other settings of the model have no effect
+    if config.model.is_foreign:  # the other settings of the model have no effect
         yield from general_problems(config, mesh)
         return
     of_model = [*model_problems(config.model, mesh), *context_problems(config, mesh)]

@@ -1,0 +1,123 @@
+"""`sample_text`: a callback of the trainer that prints texts of the model in training."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.config.schema import ConfigError, expand
+from jaxtp.data.manifest import MANIFEST
+from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxtp.generate.decode_model import DecodeModel, StackedDecodeModel, model_mesh
+from jaxtp.generate.engine import Generator
+from jaxtp.generate.loading import open_tokenizer
+from jaxtp.generate.request import GenerationError, Result
+from jaxtp.generate.sampling import GenerationSettings, check_settings
+from jaxtp.layers.parameter import spec_of
+from jaxtp.mesh import AXES, CP, FSDP, STORAGE, axes_of, mesh_sizes
+from jaxtp.models.decoder import Decoder
+
+
+def sample_text(
+    prompt: str | Sequence[str],
+    every: int = 100,
+    *,
+    settings: GenerationSettings = GenerationSettings(max_tokens=48),
+    tokenizer: str | Path | None = None,
+) -> Callable[[Any, Any], None]:
+    """Returns a callback that continues texts with the current parameters, and prints them.
+
+    It decodes with the training state's arrays, on the run's mesh. So it adds only a KV cache to the run's memory, and
+    is slower than `Generator`.
+
+    Args:
+      prompt: the text, or several.
+      every: steps between texts.
+      settings: of the generation.
+      tokenizer: a dataset, a `tokenizer.json` or its folder; by default as the run's data.
+
+    Raises:
+      ConfigError: an invalid setting.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    check_settings(settings)
+    if every < 1:
+        raise ConfigError(f"every={every}: should be 1 or more")
+    generator: _InPlace | None = None
+
+    def callback(trainer: Any, step: Any) -> None:
+        nonlocal generator
+        if step.index % every:
+            return
+        with trainer.paused("sample_text"):  # virtual CPU devices can deadlock with several programs in flight
+            model = trainer.model
+            if generator is None or generator.made_for != (trainer.mesh, trainer.config):
+                if not isinstance(model, Decoder):
+                    raise GenerationError(
+                        f"sample_text needs a jaxtp.Decoder, and the model is a {type(model).__name__}"
+                    )
+                opened = _tokenizer_of(trainer.config.data) if tokenizer is None else open_tokenizer(tokenizer)
+                generator = _InPlace(model, opened, batch_size=len(prompts))
+                generator.made_for = trainer.mesh, trainer.config
+            results = generator.sample(model, prompts, settings)
+        for text, result in zip(prompts, results, strict=True):
+            trainer.line(f"step {step.index}: {json.dumps(text + result.text, ensure_ascii=False)}")
+
+    return callback
+
+
+class _InPlace(Generator):
+    """Decodes with the arrays of a training state, which it does not keep."""
+
+    made_for: object = None
+
+    def sample(self, model: Decoder, prompts: Sequence[str], settings: GenerationSettings) -> list[Result]:
+        """Continues texts with the current parameters of the model."""
+        ids = [[*self.tokenizer.info.prefix, *each.tolist()] for each in self.tokenizer.encode_batch(prompts)]
+        try:
+            self._use(model if self._mesh == model_mesh(model) else on_mesh(model, self._mesh))
+            return self.generate(ids, settings)
+        finally:
+            self._cache = None
+            self._use(None)
+
+    def _use(self, model: Decoder | None) -> None:
+        self._model = None if model is None else StackedDecodeModel(model)
+        for programs in self._programs.values():
+            programs.weights = nnx.State({}) if model is None else nnx.state(self._model)
+
+    def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel | None]:
+        sizes = mesh_sizes(mesh)
+        # A KV cache cannot be split over cp. Parameters are split over fsdp and cp alike, so no array moves.
+        joined = {**sizes, FSDP: sizes[FSDP] * sizes[CP], CP: 1}
+        return Mesh(mesh.devices.reshape(*joined.values()), AXES, axis_types=mesh.axis_types), 0, None
+
+
+def on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
+    """Returns the model with its arrays on a mesh of the same devices that has fsdp and cp as one axis."""
+    before = model_mesh(model)
+
+    def place(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
+        array, spec = variable[...], spec_of(variable)
+        if any(len({*axes_of(entry)} & {*STORAGE}) == 1 for entry in spec):  # the joined axis has no such parts
+            spec = PartitionSpec()
+            array = jax.device_put(array, NamedSharding(before, spec))
+        shards = [shard.data for shard in array.addressable_shards]
+        sharding = NamedSharding(mesh, spec)
+        return variable.replace(jax.make_array_from_single_device_arrays(array.shape, sharding, shards))
+
+    graph, state = nnx.split(model)
+    placed: Decoder = nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    return placed
+
+
+def _tokenizer_of(data: Any) -> Tokenizer:
+    if data.batches is not None:
+        raise GenerationError("sample_text: the batches are your own, and name no tokenizer; give one by tokenizer=")
+    folder = next((expand(Path(each)) for each in (data.path, *data.mixture) if each is not None), None)
+    return ByteTokenizer() if folder is None or not (folder / MANIFEST).is_file() else load_tokenizer(folder)

@@ -1,0 +1,64 @@
+"""Texts of a model in training: those of a generator with its weights, and a run that does not notice."""
+
+import json
+
+import jax
+import pytest
+from runs import TEXT, records
+from support import sweep
+
+import jaxtp
+from jaxtp.config.schema import ConfigError
+from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.generate.request import GenerationError
+
+MODEL = jaxtp.ModelConfig(vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24)
+SETTINGS = jaxtp.GenerationSettings(max_tokens=6, temperature=1.0, seed=3)
+PROMPTS = ["line", "the quick"]
+
+
+def run(tmp_path, mesh, callbacks):
+    (tmp_path / "text.txt").write_text(TEXT)
+    settings = {"data.path": tmp_path / "text.txt", "data.sequence_length": 16, "data.global_batch_size": 4}
+    settings |= {"eval.batches": 1, "train.log_every": 1, "checkpoint.every": 2, "checkpoint.keep": 9}
+    task = jaxtp.Task(model=MODEL, callbacks=callbacks)
+    with jaxtp.Trainer(task, mesh=mesh, folder=tmp_path / "run", steps=4, settings=settings) as trainer:
+        trainer.run_to_end()
+    return records(tmp_path / "run", "param_norm")
+
+
+@pytest.mark.parametrize("mesh", sweep(["tp=2", "fsdp=2,cp=2", "dp=2,fsdp=2,tp=2"], "fsdp=2,cp=2"))
+def test_texts_are_those_of_the_checkpoints(mesh, tmp_path, capsys):
+    (tmp_path / "silent").mkdir()
+    sampled = run(tmp_path, mesh, [jaxtp.sample_text(PROMPTS, every=2, settings=SETTINGS)])
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ") and '"' in line]
+    assert sampled == run(tmp_path / "silent", mesh, [])
+    expected = []
+    for step in (2, 4):
+        with jax.set_mesh(jaxtp.make_mesh()):
+            model = jaxtp.load_run(tmp_path / f"run/checkpoints/{step}")
+        results = jaxtp.Generator(model, ByteTokenizer()).generate(PROMPTS, SETTINGS)
+        expected += [
+            f"step {step}: {json.dumps(p + r.text, ensure_ascii=False)}" for p, r in zip(PROMPTS, results, strict=True)
+        ]
+    assert printed == expected
+    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-2])
+    assert row["lost_to_sample_text"] > 0
+
+
+def test_refused(tmp_path):
+    with pytest.raises(ConfigError, match="every=0: should be 1 or more"):
+        jaxtp.sample_text("a", every=0)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        jaxtp.sample_text("a", settings=jaxtp.GenerationSettings(max_tokens=0))
+    rows = jax.numpy.zeros((2, 8), int)
+    task = jaxtp.Task(
+        model=MODEL,
+        batches=lambda step: {"inputs": rows, "labels": rows},
+        callbacks=[jaxtp.sample_text("a", every=1)],
+    )
+    with (
+        pytest.raises(GenerationError, match="name no tokenizer; give one by tokenizer="),
+        jaxtp.Trainer(task, folder=tmp_path / "run", steps=1) as trainer,
+    ):
+        trainer.run_to_end()
