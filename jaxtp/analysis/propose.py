@@ -126,7 +126,7 @@ def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[
     with jax.sharding.use_abstract_mesh(mesh):
         model = parallelize(abstract_model(call.model), plan, mesh=mesh)
         function, state = call.functional(model)
-        products, _ = count_work(jax.make_jaxpr(function)(state, call.arrays), sizes, state)
+        products, _ = count_work(jax.make_jaxpr(function)(state, call.arrays), sizes, (state, call.arrays))
         return *merge_equal(undivided_parameters(model, sizes)), *repeated_work(products, sizes[TP])
 
 

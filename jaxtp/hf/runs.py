@@ -127,7 +127,9 @@ def run_model_config(checkpoint: Path, info: Mapping[str, Any], build: object = 
             )
         settings = decoder_settings(build, ModelConfig(build=name, arguments=model["arguments"]))
         if settings is None:
-            raise CheckpointError(f"{checkpoint} has a model of {name}, which is no jaxtp.Decoder")
+            raise CheckpointError(
+                f"{checkpoint} has a model of {name}, which is no jaxtp.Decoder; jaxtp.Trainer(task, folder=RUN).model has it in Python"
+            )
         kind = type(settings)
     return validate(kind, model, source=f"{checkpoint}: its model")
 

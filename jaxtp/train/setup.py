@@ -311,6 +311,7 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
 
     config, source = resolve(config)
     task = load_task(config)
+    config = with_decoder(config, task)
     loss = task.loss or partial(_decoder_loss, config.mesh.context)
     task = replace(task, loss=loss, validation=None)
     data = open_data(config, source, task)

@@ -47,6 +47,7 @@ from jaxtp.tools.estimate.search import (
     target,
 )
 from jaxtp.tools.estimate.summary import draw, explained, heading, ranking, record, setting_record
+from jaxtp.tools.explain.python_model import has_own_step
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, DeviceInfo, default_settings, resolve_defaults
 from jaxtp.train.validation import check_kernels, violations_on
@@ -60,8 +61,8 @@ h100x8, and ranks those that fit. Times are modelled, wrong by tens of percent. 
 --config FILE reads the configuration of a training run; flags override it. --hardware takes a name or a YAML file with
 like (a name; without it the first six keys are required), platform (cuda, rocm, tpu), direct (true: links join each
 pair) and KEYS. Exit code 1: nothing fits. FILE.py:build instead of a configuration takes any Flax model: see
-jaxtp estimate FILE.py:build --help. With --model.build or --train.loss, as for jaxtp train, the run's loss, batches and
-optimizer count, and only meshes are tried.
+jaxtp estimate FILE.py:build --help. --model.build, --train.loss and --data.batches work as for jaxtp train; the
+estimate then tries meshes only.
 
   jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
@@ -140,7 +141,7 @@ def _estimate(argv: Sequence[str]) -> int:
     _check_overwrite(options)
     require_picture("--plot", options.plot)
     config = training_of(options)
-    if config.model.build is not None or config.train.loss is not None:
+    if has_own_step(config):
         _refuse_for_own_model(options)
         return foreign.estimate_run(options, config, options.json)
     where = _target(options)
@@ -204,7 +205,7 @@ def _refuse_for_own_model(options: EstimateConfig) -> None:
     if chosen := [name for name in names if getattr(options, name) != fields[name].default]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
         raise ConfigError(
-            f"{flags}: not for a model or loss of your own, whose step is traced as it is configured; --mesh, "
+            f"{flags}: not for a model, loss or batches of your own, whose step is traced as it is configured; --mesh, "
             "--memory-fraction and --json work"
         )
 

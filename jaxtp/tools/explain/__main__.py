@@ -22,7 +22,7 @@ from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.explain.explanation import explain
-from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings
+from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_own_step, has_settings
 from jaxtp.train import setup
 from jaxtp.train.config import TrainConfig, training_of
 from jaxtp.train.validation import batch_problems, check, refuse
@@ -105,7 +105,7 @@ def run(command: Explain) -> None:
     """Prints the explanation."""
     config = from_yaml(TrainConfig, command.model) if command.model.endswith((".yaml", ".yml")) else None
     sizes = _axis_sizes(command, config)
-    if config is not None and (config.model.build is not None or config.train.loss is not None):
+    if config is not None and has_own_step(config):
         if command.plan or command.propose or command.input:
             raise ConfigError(f"{command.model} has a plan, loss and batches; leave out --plan, --propose and --input")
         _explain_run(replace(config, mesh=config.mesh.of_sizes(sizes)), command.compile, command.json)

@@ -86,6 +86,11 @@ def has_settings(argv: Sequence[str]) -> bool:
     return any("." in flag or flag == "--config" for flag in flags)
 
 
+def has_own_step(config: TrainConfig) -> bool:
+    """Returns whether a run's model, loss or batches are the user's, so that its step has to be traced."""
+    return any(part is not None for part in (config.model.build, config.train.loss, config.data.batches))
+
+
 def explain_step(
     config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Shapes, *, compiled: bool = False
 ) -> Explanation:

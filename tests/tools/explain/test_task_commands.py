@@ -108,7 +108,7 @@ def test_settings_of_the_decoder_explain_its_loss(tmp_path):
 
 
 MISTAKES = {
-    "estimate --config {run}/run.yaml --tier 2 --price 3": "--tier, --price: not for a model or loss of your own",
+    "estimate --config {run}/run.yaml --tier 2 --price 3": "--tier, --price: not for a model, loss",
     "estimate --config {run}/run.yaml --train.accumulation 3": "accumulation",
     "estimate --config {run}/run.yaml --train.loss {run}/mine.py:unlike": "KeyError: 'images'",
     "estimate --config {run}/run.yaml --train.loss {run}/mine.py:lost": "has no lost; it has",
