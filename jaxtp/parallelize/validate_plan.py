@@ -153,7 +153,7 @@ def _check_axes(modules: Sequence[ModuleInfo]) -> None:
     if unknown := sorted(names.keys() - set(AXES)):
         first, rules = names[unknown[0]], ", ".join(f"({axis!r}, ...)" for axis in unknown)
         raise PlanError(
-            f"the model declares splits over {', '.join(map(repr, unknown))}, as of {first}, {specs[first]}; the mesh "
+            f"the model declares splits over {', '.join(map(repr, unknown))}: {first} is {specs[first]}, but the mesh "
             f"axes are {', '.join(AXES)}. Map the names: flax.core.spmd.set_logical_axis_rules([{rules}])"
         )
 

@@ -204,7 +204,7 @@ def test_a_style_that_would_change_a_declared_spec_is_refused():
 
 def test_other_names_of_axes_are_mapped_or_refused():
     names = {"fsdp": "data", "tp": "model"}
-    with pytest.raises(PlanError, match=r"splits over 'data', 'model', .* axes are dp, fsdp, cp, tp\..*axis_rules\("):
+    with pytest.raises(PlanError, match=r"splits over 'data', 'model': .* axes are dp, fsdp, cp, tp\..*axis_rules\("):
         declares((1, 2, 2), **names)
     with nnx.logical_axis_rules((("data", "fsdp"), ("model", "tp"))):
         assert declares((1, 2, 2), **names) == declares((1, 2, 2))
