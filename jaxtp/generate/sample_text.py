@@ -32,8 +32,8 @@ def sample_text(
 ) -> Callable[[Any, Any], None]:
     """Returns a callback that continues texts with the current parameters, and prints them.
 
-    It decodes with the training state's arrays, on the run's mesh. So it adds only a KV cache to the run's memory, and
-    is slower than `Generator`.
+    It decodes with the training state's arrays, on the run's mesh, one layer at a time. So it needs memory only for a
+    layer and a KV cache, and is slower than `Generator`.
 
     Args:
       prompt: the text, or several.
