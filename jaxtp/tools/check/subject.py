@@ -27,7 +27,7 @@ from jaxtp.train.run_data import RunData, open_data
 from jaxtp.train.setup import check_loss, with_batches
 from jaxtp.train.setup import plan as plan_of_run
 from jaxtp.train.state import Blueprint, total_bytes
-from jaxtp.train.task import Task, load_task
+from jaxtp.train.task import Task, load_task, with_decoder
 
 DOCUMENTS = 4  # mean number in a row of a packed batch
 COPIES = 6
@@ -71,6 +71,7 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
       ValueError: a user's mistake, as in a run, or a model that is too large.
     """
     task = load_task(config)
+    config = with_decoder(config, task)
     data = open_data(config, InitSource(), task) if task.has_own_model or task.batches is not None else None
     if data is not None:
         config = _with_shapes(with_batches(config, data, make_mesh()), data)
