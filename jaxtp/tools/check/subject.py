@@ -1,4 +1,4 @@
-"""What a check trains: the task of a configuration, and its first batches.
+"""The subject of a check: the task of a configuration, and its first batches.
 
 A user's model is used as it is, a decoder is shrunk. Batches of the user's are read once, so every mesh gets the same.
 """
