@@ -172,7 +172,7 @@ def loss_and_grads(
         (_, (terms, *others)), grads = jax.value_and_grad(objective, has_aux=True)(params, *micro, index)
         return (terms, grads), others
 
-    inputs = batch, jnp.arange(len(next(iter(batch.values()))))
+    inputs = batch, jnp.arange(len(jax.tree.leaves(batch)[0]))
     no_terms = model.no_terms() if loss is None else _no_terms(micro_fn, inputs, accumulation)
     # Summing in a 16-bit parameter's own dtype would lose digits.
     no_grads = jax.tree.map(lambda param: jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)), params)

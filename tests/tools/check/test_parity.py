@@ -12,7 +12,7 @@ from jaxtp.layers.kernels.select import KERNELS
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.rope import RopeScaling
 from jaxtp.tools.check import parity
-from jaxtp.tools.check.shrink import ONE_DEVICE, Case
+from jaxtp.tools.check.shrink import ONE_DEVICE, UPDATES, Case
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 LLAMA = jaxtp.ModelConfig(
@@ -151,7 +151,7 @@ def test_the_numbers_are_not_trivial(one_device):
     moved = {n: parity.relative_error(a, initial[n]) for n, a in numbers.state.items() if n.startswith("model.")}
     assert min(moved[name] for name in trained) > 1e-3, moved
     assert {moved[name] for name in moved.keys() - trained} <= {0.0}, "what is frozen stays as it was"
-    assert len(set(numbers.losses)) == parity.UPDATES
+    assert len(set(numbers.losses)) == UPDATES
 
 
 @pytest.mark.wide
