@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from jaxtp.parallelize.parallelize import parallelize as parallelize
     from jaxtp.parallelize.plan import PlanError as PlanError
     from jaxtp.parallelize.styles import Colwise as Colwise
+    from jaxtp.parallelize.styles import Compute as Compute
     from jaxtp.parallelize.styles import ContextParallel as ContextParallel
     from jaxtp.parallelize.styles import PrepareInput as PrepareInput
     from jaxtp.parallelize.styles import PrepareInputOutput as PrepareInputOutput

@@ -128,7 +128,8 @@ def run_model_config(checkpoint: Path, info: Mapping[str, Any], build: object = 
         settings = decoder_settings(build, ModelConfig(build=name, arguments=model["arguments"]))
         if settings is None:
             raise CheckpointError(
-                f"{checkpoint} has a model of {name}, which is no jaxtp.Decoder; jaxtp.Trainer(task, folder=RUN).model has it in Python"
+                f"{checkpoint} has a model of {name}, which is no jaxtp.Decoder; in Python, jaxtp.Trainer(task, "
+                "folder=RUN) opens it as trainer.model"
             )
         kind = type(settings)
     return validate(kind, model, source=f"{checkpoint}: its model")

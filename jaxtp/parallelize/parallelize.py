@@ -6,7 +6,7 @@ A function that builds the model is traced and compiled, which initialises its a
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,10 +18,10 @@ from flax.errors import TraceContextError
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
-from jaxtp.parallelize.module_wrappers import Model, find_modules, original_class, set_class
-from jaxtp.parallelize.plan import Plan, PlanError
+from jaxtp.parallelize.module_wrappers import Model, ModuleInfo, find_modules, original_class, set_class
+from jaxtp.parallelize.plan import Plan, PlanError, Styles, matches
 from jaxtp.parallelize.run_styles import role_of, swap_class
-from jaxtp.parallelize.styles import Style
+from jaxtp.parallelize.styles import Compute, Style
 from jaxtp.parallelize.validate_plan import parameter_specs, validate_plan
 
 Build = Callable[[], nnx.Module]
@@ -95,7 +95,11 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
 
 
 def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: bool) -> None:
-    module_plans = validate_plan(find_modules(model), plan, sizes, fsdp=fsdp)
+    modules = find_modules(model)
+    computing, styles = _split_dtypes(modules, plan)
+    module_plans = validate_plan(modules, styles, sizes, fsdp=fsdp)
+    for module, dtype in computing:
+        module.dtype = dtype
     for module_plan in module_plans:
         if module_plan.role is not None:
             swap_class(module_plan.info.module, module_plan.role)
@@ -103,6 +107,34 @@ def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: b
         declared = parameter.get_metadata().get("out_sharding")
         if declared != spec:  # eager_sharding: `nnx.Optimizer` splits moments like their parameters
             parameter.set_metadata(**{DECLARED: declared}, out_sharding=spec, eager_sharding=True)
+
+
+def _split_dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> tuple[list[tuple[Any, np.dtype[Any]]], Styles]:
+    # Returns modules with the dtypes that `Compute` gives them, later ones last, and the plan of their styles.
+    found: list[tuple[Any, np.dtype[Any]]] = []
+    styles: dict[str, Style] = {}
+    if not isinstance(plan, Mapping):
+        raise PlanError(f"a plan is a dict from patterns to styles, not {plan!r}")
+    for pattern, entry in plan.items():
+        if not isinstance(entry, Compute):
+            styles[pattern] = entry
+            continue
+        if entry.style is not None:
+            styles[pattern] = entry.style
+        outer = [path for info in modules for path in info.paths if matches(pattern, path)]
+        within = [
+            info.module
+            for info in modules
+            if any(path == each or not each or path.startswith(f"{each}.") for path in info.paths for each in outer)
+        ]
+        if not (layers := [module for module in within if hasattr(module, "dtype")]):
+            problem = "no module that it matches has an attribute dtype, as Flax's layers have"
+            raise PlanError(f"{pattern!r}: {problem if within else 'it matches no module'}")
+        try:
+            found += [(module, jnp.dtype(entry.dtype)) for module in layers]
+        except TypeError:
+            raise PlanError(f"{pattern!r}: {entry.dtype!r} is not a dtype, such as 'bfloat16'") from None
+    return found, styles
 
 
 def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:

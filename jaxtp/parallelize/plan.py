@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from jaxtp.config.entry import UserError
-from jaxtp.parallelize.styles import Style
+from jaxtp.parallelize.styles import Compute, Style
 
-Plan = Mapping[str, Style]  # styles by pattern
+Plan = Mapping[str, Style | Compute]  # by pattern
+Styles = Mapping[str, Style]
 
 
 class PlanError(UserError):
@@ -51,7 +52,7 @@ def _match(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
 
 
 def assign_styles(
-    plan: Plan, modules: Sequence[Sequence[str]], parameters: Iterable[str] = ()
+    plan: Styles, modules: Sequence[Sequence[str]], parameters: Iterable[str] = ()
 ) -> list[tuple[str, Style | None]]:
     """Returns each module's pattern and style; `""` and None if no pattern matches.
 
@@ -60,8 +61,6 @@ def assign_styles(
     Raises:
       PlanError: a pattern matches nothing, two match one module, or a value is not a style.
     """
-    if not isinstance(plan, Mapping):
-        raise PlanError(f"a plan is a dict from patterns to styles, not {plan!r}")
     paths = [path for aliases in modules for path in aliases]
     for pattern, style in plan.items():
         if not isinstance(pattern, str):
@@ -69,7 +68,7 @@ def assign_styles(
         if isinstance(style, type) and issubclass(style, Style):
             raise PlanError(f"{pattern!r}: {style.__name__} is a class; write {style.__name__}()")
         if not isinstance(style, Style):
-            styles = ", ".join(kind.__name__ for kind in Style.__args__)
+            styles = ", ".join(kind.__name__ for kind in (*Style.__args__, Compute))
             raise PlanError(f"{pattern!r}: {style!r} is not a style; the styles are {styles}")
         try:
             hash(style)
@@ -80,7 +79,7 @@ def assign_styles(
     return [_style_of(plan, aliases) for aliases in modules]
 
 
-def _style_of(plan: Plan, paths: Sequence[str]) -> tuple[str, Style | None]:
+def _style_of(plan: Styles, paths: Sequence[str]) -> tuple[str, Style | None]:
     hits = [(pattern, path) for pattern in plan for path in paths if matches(pattern, path)]
     patterns = list(dict.fromkeys(pattern for pattern, _ in hits))
     if len(patterns) > 1 and len(paths) == 1:

@@ -122,3 +122,16 @@ Style = (
     | Replicate
 )
 """Values of a plan."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Computes a module and its submodules in a dtype, where they have an attribute `dtype`, as Flax's layers do.
+
+    Parameters keep their dtype. A later pattern of a plan overrides: `{"": Compute("bfloat16"), "head":
+    Compute("float32", Colwise())}`.
+    """
+
+    dtype: str
+    style: Style | None = None
+    """How the module is split."""

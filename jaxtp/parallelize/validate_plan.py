@@ -15,7 +15,7 @@ from jaxtp.config.hints import nearest_multiples
 from jaxtp.mesh import AXES, CP, TP, axes_of, parts
 from jaxtp.parallelize.layouts import declared_spec, stored_spec
 from jaxtp.parallelize.module_wrappers import ModuleInfo, has_method, loads_shards, original_class
-from jaxtp.parallelize.plan import Plan, PlanError, assign_styles
+from jaxtp.parallelize.plan import PlanError, Styles, assign_styles
 from jaxtp.parallelize.run_styles import Role, resolve_style, role_of
 from jaxtp.parallelize.stock import Signature, signature, supported_modules, why_not_split
 from jaxtp.parallelize.styles import (
@@ -44,7 +44,7 @@ class ModulePlan:
 
 
 def validate_plan(
-    modules: Sequence[ModuleInfo], plan: Plan, sizes: Mapping[str, int], *, fsdp: bool
+    modules: Sequence[ModuleInfo], plan: Styles, sizes: Mapping[str, int], *, fsdp: bool
 ) -> list[ModulePlan]:
     """Returns each module's role and its parameters' specs; a PlanError says why the plan does not fit."""
     _check_axes(modules)

@@ -12,7 +12,7 @@ from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, mesh_sizes
 from jaxtp.models.own_decoder import builder
 from jaxtp.parallelize.parallelize import abstract_model, parallelize
-from jaxtp.parallelize.plan import Plan
+from jaxtp.parallelize.plan import Plan, format_style
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import MakeModel
 from jaxtp.train.task import Task
@@ -51,7 +51,6 @@ def _proposed(
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[Plan, list[str]]:
     sizes, loss = mesh_sizes(mesh), task.loss
-    lines: list[str] = []
     if sizes[CP] > 1:
         raise ConfigError(
             f"mesh.cp={sizes[CP]} splits sequences, and no plan names their module; bring one (--model.plan) with "
@@ -66,14 +65,11 @@ def _proposed(
 
     inspect_loss(loss, abstract_model(create), batch)  # reports mistakes of the loss
     key = jax.random.key(config.run.seed)
-    plan = propose_plan(
-        create,
-        dict(batch),
-        mesh=sizes,
-        call=lambda model, batch: call(loss, model, batch, key).loss,
-        report=lines.append,
+    proposal = propose_plan(
+        create, dict(batch), mesh=sizes, call=lambda model, batch: call(loss, model, batch, key).loss, report=None
     )
-    return plan, [f"plan    {line}" for line in lines]
+    styles = ", ".join(f"{pattern}: {format_style(style)}" for pattern, style in proposal.items()) or "no split over tp"
+    return proposal, [f"plan    proposed: {styles} (jaxtp explain says why)", *map("note    {}".format, proposal.notes)]
 
 
 def set_precision(model: nnx.Module, precision: Precision) -> None:

@@ -1,0 +1,52 @@
+"""`Compute`: the dtype of a module's computation, named in a plan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxtp
+from jaxtp import Colwise, Compute, Rowwise
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.down = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def build():
+    return Net(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"fsdp": 2, "tp": 2}])
+def test_layers_compute_in_the_dtype_and_keep_their_parameters(sizes):
+    plan = {"": Compute("bfloat16"), "up": Colwise(), "down": Compute("float32", Rowwise())}
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+        model = jaxtp.parallelize(build, plan)
+        assert (model.up.kernel.dtype, model.down.kernel.dtype) == (jnp.float32, jnp.float32)
+        assert (model.up(x).dtype, model(x).dtype) == (jnp.bfloat16, jnp.float32)
+        result = np.asarray(model(x))
+    reference = build()
+    reference.up.dtype = jnp.bfloat16
+    np.testing.assert_allclose(result, reference(x), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"drop": Compute("bfloat16")}, "no module that it matches has an attribute dtype"),
+        ({"upp": Compute("bfloat16")}, "'upp': it matches no module"),
+        ({"up": Compute("bf16")}, "'bf16' is not a dtype"),
+        ({"up": Compute("bfloat16", Rowwise()), "*": Colwise()}, "match the same module"),
+    ],
+)
+def test_mistakes_are_plan_errors(plan, message):
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)), pytest.raises(jaxtp.PlanError, match=message):
+        jaxtp.parallelize(build, plan)
