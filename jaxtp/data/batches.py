@@ -412,7 +412,8 @@ def open_batches(
     """
     settings: dict[str, Any] = {"name": _name_of(source), "batch_size": batch_size}
     settings |= {"with_weights": with_weights, "once": once, "report": report}
-    if callable(source) and not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+    is_data = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
+    if callable(source) and (isinstance(source, type) or not is_data):
         if parameters := _parameters(source):
             return FunctionBatches(source, by_rows="rows" in parameters, **settings)
         with reading(settings["name"]):

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -25,7 +26,8 @@ class PythonModel:
     """Flags that name a model, its plan and its inputs."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
-    """A function without arguments that returns an nnx.Module, in a file or a module (package.model:build)."""
+    """A function that returns an nnx.Module, or its class, in a file or a module (package.model:build). It may have a
+    parameter rngs."""
 
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """A dict from patterns of module paths to styles. Without a plan, parameters are split over fsdp only. With cp > 1
@@ -58,9 +60,12 @@ class PythonModel:
         if not callable(function):
             raise ConfigError(f"{self.model} is {function!r}, and should be a function that returns a model")
 
+        # `inspect` would read the `__call__` of NNX's metaclass.
+        parameters = inspect.signature(function.__init__ if isinstance(function, type) else function).parameters
+
         def build() -> nnx.Module:
             try:
-                model = function()
+                model = function(**({"rngs": nnx.Rngs(0)} if "rngs" in parameters else {}))
             except TypeError as error:
                 raise ConfigError(f"{self.model} does not build a model: {error}") from None
             if not isinstance(model, nnx.Module):
