@@ -60,8 +60,8 @@ class PythonModel:
         if not callable(function):
             raise ConfigError(f"{self.model} is {function!r}, and should be a function that returns a model")
 
-        # `inspect` would read the `__call__` of NNX's metaclass.
-        parameters = inspect.signature(function.__init__ if isinstance(function, type) else function).parameters
+        is_class = isinstance(function, type)  # `inspect` would read the `__call__` of NNX's metaclass
+        parameters = inspect.signature(function.__init__ if is_class else function).parameters
 
         def build() -> nnx.Module:
             try:
