@@ -1,39 +1,31 @@
-"""An MLP-mixer (arXiv 2105.01601), written for one device, without a mesh.
+"""An MLP-mixer (arXiv 2105.01601) that classifies images from disk.
 
-    python scripts/examples/mixer.py --mesh fsdp=2,tp=4
-
-It classifies the textures of `vit.py`, as patches from the host. The plan is in `mixer_plan.py`, the training loop in
-`train.py`.
+python scripts/examples/mixer.py --mesh tp=8
 """
 
-import numpy as np
 import optax
-import vit
+import tyro
 from flax import nnx
 from jax import Array
+from textures import CLASSES, SIDE, Textures
 
-TOKENS, PIXELS = (vit.IMAGE // vit.PATCH) ** 2, vit.PATCH**2
+from jaxtp import Colwise, Rowwise, Task, Trainer
+
+PATCH, TOKENS = 4, (SIDE // 4) ** 2
+PLAN = {  # both MLPs are split by hidden features; the token-mixing MLP reads the transposed array
+    "blocks.*.{tokens,channels}.layers.0": Colwise(),
+    "blocks.*.{tokens,channels}.layers.2": Rowwise(),
+}
 
 
-class Mlp(nnx.Module):
-    """Two layers on the last dim."""
-
-    def __init__(self, width: int, hidden: int, rngs: nnx.Rngs):
-        self.up = nnx.Linear(width, hidden, rngs=rngs)
-        self.down = nnx.Linear(hidden, width, rngs=rngs)
-
-    def __call__(self, x: Array) -> Array:
-        return self.down(nnx.gelu(self.up(x)))
+def mlp(dim: int, hidden: int, rngs: nnx.Rngs) -> nnx.Sequential:
+    return nnx.Sequential(nnx.Linear(dim, hidden, rngs=rngs), nnx.gelu, nnx.Linear(hidden, dim, rngs=rngs))
 
 
 class Block(nnx.Module):
-    """Mixes the tokens, then the channels, of `[B, T, C]`."""
-
-    def __init__(self, width: int, rngs: nnx.Rngs):
-        self.token_norm = nnx.LayerNorm(width, rngs=rngs)
-        self.tokens = Mlp(TOKENS, 2 * TOKENS, rngs)
-        self.channel_norm = nnx.LayerNorm(width, rngs=rngs)
-        self.channels = Mlp(width, 4 * width, rngs)
+    def __init__(self, dim: int, rngs: nnx.Rngs):
+        self.token_norm, self.channel_norm = nnx.LayerNorm(dim, rngs=rngs), nnx.LayerNorm(dim, rngs=rngs)
+        self.tokens, self.channels = mlp(TOKENS, 2 * TOKENS, rngs), mlp(dim, 4 * dim, rngs)
 
     def __call__(self, x: Array) -> Array:
         x = x + self.tokens(self.token_norm(x).swapaxes(1, 2)).swapaxes(1, 2)
@@ -41,39 +33,30 @@ class Block(nnx.Module):
 
 
 class Mixer(nnx.Module):
-    """Maps patches `[B, 16, 16]` to logits `[B, 8]`."""
+    def __init__(self, dim: int = 32, depth: int = 2, *, rngs: nnx.Rngs):
+        self.patches = nnx.Conv(1, dim, (PATCH, PATCH), strides=(PATCH, PATCH), rngs=rngs)
+        self.blocks = nnx.List([Block(dim, rngs) for _ in range(depth)])
+        self.norm, self.head = nnx.LayerNorm(dim, rngs=rngs), nnx.Linear(dim, CLASSES, rngs=rngs)
 
-    def __init__(self, width: int = 32, depth: int = 2, *, rngs: nnx.Rngs):
-        self.patches = nnx.Linear(PIXELS, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, rngs) for _ in range(depth)])
-        self.norm = nnx.LayerNorm(width, rngs=rngs)
-        self.head = nnx.Linear(width, vit.CLASSES, rngs=rngs)
-
-    def __call__(self, patches: Array) -> Array:
-        x = self.patches(patches)
+    def __call__(self, images: Array) -> Array:
+        x = self.patches(images).reshape(len(images), TOKENS, -1)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(1))
 
 
-def build() -> Mixer:
-    return Mixer(rngs=nnx.Rngs(0))
+def loss(model: Mixer, batch: dict[str, Array], key: Array) -> tuple[Array, int, dict[str, Array]]:
+    logits, labels = model(batch["images"]), batch["labels"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.sum(), len(labels), {"accuracy": (logits.argmax(-1) == labels).sum()}
 
 
-def loss(model: Mixer, patches: Array, labels: Array) -> Array:
-    return optax.softmax_cross_entropy_with_integer_labels(model(patches), labels).mean()
+def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/mixer") -> None:
+    with Trainer(TASK, mesh=mesh, steps=steps, folder=folder) as trainer:
+        trainer.run_to_end()
 
 
-def batch(random: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns patches `[size, 16, 16]` (tokens, pixels) float32, and labels `[size]` int32."""
-    images, labels = vit.batch(random, size)
-    side = vit.IMAGE // vit.PATCH
-    cut = images.reshape(size, side, vit.PATCH, side, vit.PATCH).swapaxes(2, 3)
-    return cut.reshape(size, TOKENS, PIXELS), labels
-
-
+build, batches = Mixer, Textures
+TASK = Task(model=build, plan=PLAN, loss=loss, batches=batches, optimizer=optax.adamw(3e-3))
 if __name__ == "__main__":
-    import train
-    from mixer_plan import PLAN
-
-    train.main(build, loss, batch, PLAN)
+    tyro.cli(main)

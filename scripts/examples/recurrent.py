@@ -1,53 +1,61 @@
-"""A recurrent classifier, written for one device, without a mesh.
+"""A recurrent network that classifies waveforms, split as far as it can be.
 
     python scripts/examples/recurrent.py --mesh fsdp=2,tp=4
 
-It classifies four waveforms. The plan, in `recurrent_plan.py`, explains which parts of a recurrent model can be split.
-The training loop is in `train.py`.
+The units of an LSTM can be split: a unit's four gates, and its memory c, are on one device. The output h cannot: each
+gate of the next step reads all of h, so each step all-gathers it, which pays off only for the memory of wide cells.
+`nnx.GRUCell` and `nnx.OptimizedLSTMCell` stay whole: they compute all gates in one layer and slice its output, so a
+device would get one gate of all units.
 """
 
 import numpy as np
 import optax
+import tyro
 from flax import nnx
 from jax import Array
 
-STEPS, CLASSES = 16, 4
+from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Shard, Task, Trainer
+
+PLAN = {
+    "rnn.cell": PrepareInput((None, Replicate()), (None, Replicate())),  # x in (carry, x), for the four layers below
+    "rnn.cell.{ii,if_,ig,io}": Colwise(),
+    "rnn.cell.{hi,hf,hg,ho}": Colwise(input_layouts=Shard(-1)),  # h is split, and all-gathered
+    "up": Colwise(),
+    "down": Rowwise(),
+}
 
 
 class Recurrent(nnx.Module):
-    """Maps samples `[B, T, 1]` to logits `[B, 4]` with an LSTM, and an MLP on its last output."""
-
     def __init__(self, width: int = 32, *, rngs: nnx.Rngs):
         self.embedding = nnx.Linear(1, width, rngs=rngs)
         self.rnn = nnx.RNN(nnx.LSTMCell(width, width, rngs=rngs), rngs=rngs)
-        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
-        self.down = nnx.Linear(4 * width, CLASSES, rngs=rngs)
+        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, 4, rngs=rngs)
 
     def __call__(self, samples: Array) -> Array:
         h = self.rnn(nnx.gelu(self.embedding(samples)))
         return self.down(nnx.gelu(self.up(h[:, -1])))
 
 
-def build() -> Recurrent:
-    return Recurrent(rngs=nnx.Rngs(0))
+def loss(model: Recurrent, batch: dict[str, Array], key: Array) -> tuple[Array, int]:
+    logits = model(batch["samples"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).sum(), len(logits)
 
 
-def loss(model: Recurrent, samples: Array, labels: Array) -> Array:
-    return optax.softmax_cross_entropy_with_integer_labels(model(samples), labels).mean()
+def batches(step: int, size: int = 64) -> dict[str, np.ndarray]:
+    """Returns samples `[64, 16, 1]`, and labels `[64]`: sine, square, triangle or sawtooth waves."""
+    random = np.random.default_rng(step)
+    labels, turns = random.integers(4, size=size), (np.arange(16) / 8 + random.uniform(size=(size, 1))) % 1
+    waves = [sine := np.sin(2 * np.pi * turns), np.sign(sine), 4 * np.abs(turns - 0.5) - 1, 2 * turns - 1]
+    samples = np.stack(waves)[labels, np.arange(size)] + 0.05 * random.normal(size=turns.shape)
+    return {"samples": samples[..., None], "labels": labels}
 
 
-def batch(random: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns samples `[size, 16, 1]` float32, labels `[size]` int32: sine, square, triangle or sawtooth waves."""
-    labels = random.integers(CLASSES, size=size, dtype=np.int32)
-    turns = (np.arange(STEPS) / 8 + random.uniform(size=(size, 1))) % 1
-    sine = np.sin(2 * np.pi * turns)
-    forms = np.stack([sine, np.sign(sine), 4 * np.abs(turns - 0.5) - 1, 2 * turns - 1])
-    samples = forms[labels, np.arange(size)] + 0.05 * random.normal(size=turns.shape)
-    return samples[..., None].astype(np.float32), labels
+def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/recurrent") -> None:
+    with Trainer(TASK, mesh=mesh, steps=steps, folder=folder) as trainer:
+        trainer.run_to_end()
 
 
+build = Recurrent
+TASK = Task(model=build, plan=PLAN, loss=loss, batches=batches, optimizer=optax.adamw(3e-3))
 if __name__ == "__main__":
-    import train
-    from recurrent_plan import PLAN
-
-    train.main(build, loss, batch, PLAN)
+    tyro.cli(main)

@@ -14,6 +14,8 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import ConfigError, Switch, UserPath
 from jaxtp.mesh import mesh_sizes
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.own_decoder import builder
 from jaxtp.parallelize.plan import Plan
 from jaxtp.tools.explain.explanation import Explanation, explain
 from jaxtp.train.config import TrainConfig
@@ -27,7 +29,8 @@ class PythonModel:
     """Flags that name a model, its plan and its inputs."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
-    """A function without arguments that returns an nnx.Module, in a file or a module (package.model:build)."""
+    """A function that returns an nnx.Module, or its class, in a file or a module (package.model:build). A parameter
+    rngs gets nnx.Rngs(0)."""
 
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """A dict from patterns of module paths to styles. Without a plan, parameters are split over fsdp only. With cp > 1
@@ -59,17 +62,8 @@ class PythonModel:
         function = load_object(self.model, "MODEL")
         if not callable(function):
             raise ConfigError(f"{self.model} is {function!r}, and should be a function that returns a model")
-
-        def build() -> nnx.Module:
-            try:
-                model = function()
-            except TypeError as error:
-                raise ConfigError(f"{self.model} does not build a model: {error}") from None
-            if not isinstance(model, nnx.Module):
-                raise ConfigError(f"{self.model} returns a {type(model).__name__}, and should return an nnx.Module")
-            return model
-
-        return build
+        build = builder(function, ModelConfig(build=self.model))
+        return lambda: build(nnx.Rngs(0))
 
     def failure(self, error: Exception) -> UserError:
         """Returns the error to raise if the model's code fails on the inputs."""
