@@ -24,7 +24,7 @@ from support import sweep, sweep_of
 import jaxtp
 from jaxtp.__main__ import main as run_command
 from jaxtp.config.entry import UserError
-from jaxtp.data.batches import open_batches
+from jaxtp.data.sources import open_batches
 from jaxtp.parallelize.module_wrappers import find_modules
 from jaxtp.parallelize.plan import assign_styles
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from flax import nnx
 
 import jaxtp
 from jaxtp.config.schema import from_yaml
@@ -19,20 +20,11 @@ EXAMPLES = Path(__file__).parents[3] / "scripts/examples"
 SOURCE = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLES)!r})
-import numpy as np, jax.numpy as jnp, optax, NAME as example
-from NAME_plan import PLAN
-build = example.build
-
-def loss(model, batch, key):
-    rows = len(next(iter(batch.values())))
-    return rows * example.loss(model, *batch.values()), jnp.asarray(rows, jnp.float32)
-
-def batches(step):
-    arrays = example.batch(np.random.default_rng(step), 32)
-    return dict(zip("ab", arrays))
+import optax
+from NAME import PLAN, batches, build, loss
 
 def unlike(model, batch, key):
-    return batch["images"], 1
+    return batch["pictures"], 1
 
 factored = lambda: optax.chain(optax.clip(1.0), optax.adafactor(1e-3))
 """
@@ -49,6 +41,7 @@ def run(tmp_path, request):
         section, _, key = name.partition(".")
         sections.setdefault(section, {})[key] = f"{tmp_path}/mine.py:{part}"
     sections["train"]["accumulation"] = 2
+    sections["data"]["global_batch_size"] = 32
     (tmp_path / "run.yaml").write_text(json.dumps(sections))
     return tmp_path
 
@@ -73,7 +66,7 @@ def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run, capsys)
         assert memory["parameters"] + memory["optimizer"] == bytes_per_device(blueprint)
         half = {name: jax.ShapeDtypeStruct((16, *each.shape[1:]), each.dtype) for name, each in batch.items()}
         call = lambda model, batch: task.loss(model, batch, None)[0]
-        whole = jaxtp.explain(task.model, half, plan=task.plan, mesh=sizes, call=call)
+        whole = jaxtp.explain(lambda: task.model(rngs=nnx.Rngs(0)), half, plan=task.plan, mesh=sizes, call=call)
         assert mesh["flops_per_device"] == 2 * whole.flops > 0
         assert memory["activations"] == int(whole.saved) > 0
         assert mesh["bytes_sent"] == {"+".join(axes): 2 * sent for axes, sent in whole.sent_by_axes().items()}
@@ -110,7 +103,7 @@ def test_settings_of_the_decoder_explain_its_loss(tmp_path):
 MISTAKES = {
     "estimate --config {run}/run.yaml --tier 2 --price 3": "--tier, --price: not for a model, loss",
     "estimate --config {run}/run.yaml --train.accumulation 3": "accumulation",
-    "estimate --config {run}/run.yaml --train.loss {run}/mine.py:unlike": "KeyError: 'images'",
+    "estimate --config {run}/run.yaml --train.loss {run}/mine.py:unlike": "KeyError: 'pictures'",
     "estimate --config {run}/run.yaml --train.loss {run}/mine.py:lost": "has no lost; it has",
     "estimate --model.build {run}/mine.py:build": "needs a loss",
     "explain {run}/run.yaml --mesh tp=2 --propose": "leave out --plan, --propose and --input",
