@@ -66,7 +66,7 @@ def seconds(steps: Iterator[Any], count: int) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="dp=2,fsdp=2,tp=2")
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--rows", type=int, default=64, help="of a batch (default 64)")
     parser.add_argument("--blocks", type=int, default=21, help="of each loop (default 21)")
     parser.add_argument("--steps", type=int, default=10, help="in a block (default 10)")
