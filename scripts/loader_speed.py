@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtp.data.loader import local_batches
+from jaxtp.data.batches import Position, token_batches
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.data.samples import RowSettings, make_rows, shuffled
 from jaxtp.data.store import open_dataset
@@ -52,7 +52,7 @@ def measure(folder: Path, length: int, packing: str, seconds: float) -> dict[str
     started = time.perf_counter()
     rows = make_rows(open_dataset(folder).splits["train"], RowSettings(length, VOCAB, packing))
     samples = shuffled([rows], [1.0], seed=0)
-    batches = local_batches(samples, range(ROWS), ROWS, start=0, count=10**9)
+    batches = (columns for columns, _ in token_batches(samples, ROWS).read(range(ROWS), Position(), 10**9))
     next(batches)
     first = time.perf_counter() - started
     started, tokens = time.perf_counter(), 0

@@ -12,6 +12,8 @@ from flax import nnx
 
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import batch_spec, constrain
+from jaxtp.data.batches import Position, token_batches
+from jaxtp.data.loader import on_mesh
 from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.parameter import PARAMETERS
@@ -122,3 +124,15 @@ def compilations():
         yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def batches(samples, mesh, *, global_batch_size, start, count):
+    """Yields batches of token rows on a mesh, from sample `start`."""
+    source = token_batches(samples, global_batch_size)
+    return (batch for batch, _ in on_mesh(source, mesh, Position(0, start), count))
+
+
+def local_batches(samples, rows, global_batch_size, start, count):
+    """Yields some rows of each batch on the host."""
+    source = token_batches(samples, global_batch_size)
+    return (columns for columns, _ in source.read(rows, Position(0, start), count))

@@ -214,6 +214,11 @@ class SampleBatches(Batches):
         return to_columns(sample)
 
 
+def token_batches(samples: Sequence[Any], size: int) -> SampleBatches:
+    """Returns batches of `Samples`, in their order."""
+    return SampleBatches(samples=samples, threads=2, name="data", batch_size=size)
+
+
 def required(value: int | None) -> int:
     """Returns a number that is needed; raises `BatchError` if it is None."""
     if value is None:

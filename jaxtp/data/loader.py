@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec
-from jaxtp.data.batches import Batches, Position, SampleBatches
-from jaxtp.data.columns import BatchError, Columns
-from jaxtp.data.rows import SEGMENTS, Samples
+from jaxtp.data.batches import Batches, Position
+from jaxtp.data.columns import BatchError
+from jaxtp.data.rows import SEGMENTS
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import batch_parts, mesh_sizes
 
@@ -27,20 +27,6 @@ Batch = dict[str, jax.Array]
 
 _CHECK_EVERY = 256
 """Batches between comparisons of the rows of processes."""
-
-
-def batches(samples: Samples, mesh: Mesh, *, global_batch_size: int, start: int, count: int) -> Iterator[Batch]:
-    """Yields `count` batches of `global_batch_size` rows from sample `start`."""
-    source = SampleBatches(samples=samples, threads=2, name="data", batch_size=global_batch_size)
-    return (batch for batch, _ in on_mesh(source, mesh, Position(0, start), count))
-
-
-def local_batches(
-    samples: Samples, rows: Sequence[int], global_batch_size: int, start: int, count: int
-) -> Iterator[Columns]:
-    """Yields some rows of each batch on the host, `[len(rows), T]`."""
-    source = SampleBatches(samples=samples, threads=2, name="data", batch_size=global_batch_size)
-    return (columns for columns, _ in source.read(rows, Position(0, start), count))
 
 
 def on_mesh(

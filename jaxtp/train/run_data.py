@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
-from jaxtp.data.batches import Batches, Position, SampleBatches
+from jaxtp.data.batches import Batches, Position, token_batches
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh, split
-from jaxtp.data.rows import Samples
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitSource
@@ -72,7 +71,7 @@ class RunData:
         validation, size = self.validation, self.global_batch_size
         if self.tokens is not None:
             samples = self.tokens.validation(most, size)
-            validation, most = _token_batches(samples, size), len(samples) // size
+            validation, most = token_batches(samples, size), len(samples) // size
         if validation is not None:
             for batch, _ in on_mesh(validation, mesh, Position(), most, micro_batches=self.micro_batches):
                 yield batch
@@ -103,7 +102,7 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     micro_batches = config.train.accumulation if task.loss is not None else 1
     if task.batches is None:
         tokens = load_tokens(config, source)
-        return RunData(_token_batches(tokens.train, size), None, micro_batches, tokens)
+        return RunData(token_batches(tokens.train, size), None, micro_batches, tokens)
     from jaxtp.data.sources import open_batches
 
     train = open_batches(task.batches, batch_size=size, seed=seed)
@@ -111,7 +110,3 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     if task.validation is not None:
         validation = open_batches(task.validation, batch_size=train.global_batch_size, once=True)
     return RunData(train, validation, micro_batches)
-
-
-def _token_batches(samples: Samples, size: int) -> Batches:
-    return SampleBatches(samples=samples, threads=2, name="data", batch_size=size)

@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import local_batches
 
 from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
 from jaxtp.data.documents import InMemory
-from jaxtp.data.loader import local_batches
 from jaxtp.data.mixture import validation_samples
 from jaxtp.data.samples import Data, RowSettings, make_rows
 

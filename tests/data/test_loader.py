@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import batches, local_batches
 
 import jaxtp
 from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
 from jaxtp.data.documents import InMemory
-from jaxtp.data.loader import abstract_batch, batches, local_batches, local_rows
+from jaxtp.data.loader import abstract_batch, local_rows
 from jaxtp.data.samples import Data, RowSettings, make_rows, shuffled
 from jaxtp.tools.launch.__main__ import main as launch
 
@@ -142,7 +143,8 @@ from collections import Counter
 from jaxtp.distributed.joining import join_processes
 join_processes()
 import grain, jax, numpy as np, jaxtp
-from jaxtp.data.loader import batches
+from jaxtp.data.batches import Position, token_batches
+from jaxtp.data.loader import on_mesh
 
 class Source:
     read = Counter()
@@ -158,7 +160,7 @@ for sizes, order in json.loads(%r):
     mesh = jaxtp.make_mesh(*sizes, devices=[jax.devices()[index] for index in order])
     total = 0
     samples = grain.MapDataset.source(Source())
-    for step, batch in enumerate(batches(samples, mesh, global_batch_size=8, start=5, count=2)):
+    for step, (batch, _) in enumerate(on_mesh(token_batches(samples, 8), mesh, Position(0, 5), 2)):
         expected = 5 + 8 * step + np.repeat(np.arange(8)[:, None], 4, axis=1)
         for shard in batch["inputs"].addressable_shards:
             np.testing.assert_array_equal(shard.data, expected[shard.index])

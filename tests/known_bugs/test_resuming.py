@@ -6,13 +6,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support import by_name
+from support import batches, by_name, local_batches
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.data.documents import InMemory
-from jaxtp.data.loader import batches, local_batches
 from jaxtp.data.samples import RowSettings, make_rows, shuffled
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
