@@ -53,15 +53,20 @@ def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:
 
 def user_code_error(what: str, error: Exception) -> ConfigError:
     """Returns an error for an exception in a user's code, with the innermost line of that code."""
-    frames = traceback.extract_tb(error.__traceback__)
+    return ConfigError(f"{what} fails{describe_exception(error)}")
+
+
+def describe_exception(error: Exception) -> str:
+    """Returns the innermost line of a user's code, and the exception: ` (FILE, line 7: ...): KeyError: 'x'`."""
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}, line {error.lineno})"
     else:
+        frames = traceback.extract_tb(error.__traceback__)
         users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
         users = [frame for frame in users if "site-packages" not in frame.filename]  # of another environment
         where = f" ({users[-1].filename}, line {users[-1].lineno}: {users[-1].line})" if users else ""
     reason = str(error).strip().split("\n\n")[0] or "no message"
-    return ConfigError(f"{what} fails{where}: {type(error).__name__}: {reason}")
+    return f"{where}: {type(error).__name__}: {reason}"
 
 
 def _load_file(setting: str, path: Path) -> ModuleType:

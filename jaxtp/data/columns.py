@@ -1,6 +1,5 @@
 """Columns of a batch: NumPy arrays by name, from whatever a user's source yields."""
 
-import traceback
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError
+from jaxtp.config.python_object import describe_exception
 
 WEIGHTS = "weights"
 """Column `[B]` or `[B, ...]`: 0 for the rows that pad a short batch."""
@@ -44,9 +44,7 @@ def reading(where: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{where}: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
-        raise BatchError(message) from error
+        raise BatchError(f"{where} fails{describe_exception(error)}") from error
 
 
 def to_columns(value: object) -> Columns:

@@ -147,6 +147,11 @@ def _parameters(function: Callable[..., object]) -> list[str]:
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     names = [name for name, each in parameters.items() if each.kind not in kinds]
     required = [name for name in names if parameters[name].default is inspect.Parameter.empty]
+    if "rows" in names and isinstance(parameters["rows"].default, int):
+        raise BatchError(
+            f"{_name_of(function)} has a parameter rows={parameters['rows'].default}, and jaxtp passes the indices of "
+            "the rows to read in rows; rename it"
+        )
     if not required and names[:1] != ["step"]:
         return []
     if set(required[1:]) <= {"rows"} and parameters[names[0]].kind is not inspect.Parameter.KEYWORD_ONLY:
