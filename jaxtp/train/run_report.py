@@ -97,8 +97,8 @@ def summary(
         "context": model.pop("context", None),
         "experts": model.pop("experts", None),
         "kernels": model.pop("kernels", None),
-        "loss": config.train.loss,
-        "optim": config.optimizer.build,
+        "loss": _named(config.train.loss),
+        "optim": _named(config.optimizer.build),
         **_data_rows(config, data, sizes, progress),
         "folder": str(config.run.dir),
         **model,
@@ -107,6 +107,10 @@ def summary(
     }
     lines = [f"{name:<8}{text}" for name, text in rows.items() if text is not None]
     return "\n".join([*lines, "", *sharding_table(blueprint), ""])
+
+
+def _named(reference: str | None) -> str | None:
+    return None if reference is None or reference.startswith("<") else reference
 
 
 def _model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | None]:
@@ -259,9 +263,8 @@ def _describe_trained(blueprint: Blueprint) -> str:
 
 
 def sharding_table(blueprint: Blueprint) -> list[str]:
-    """Returns shape, sharding, and shape per device, a line for each parameter."""
-    sizes = mesh_sizes(blueprint.mesh)
-    lines = [f"{'parameter':<34}{'shape':<20}{'split by':<28}per device"]
+    """Returns shape, sharding, and shape per device, a line for each parameter, or for equal ones of a user's model."""
+    sizes, rows = mesh_sizes(blueprint.mesh), {}
     for name, variable in parameters(blueprint).items():
         sharding = jax.sharding.NamedSharding(blueprint.mesh, spec_of(variable))
         shard = sharding.shard_shape(variable.shape)
@@ -269,8 +272,13 @@ def sharding_table(blueprint: Blueprint) -> list[str]:
         spec = [" x ".join([axis for axis in axes if sizes[axis] > 1] or axes[:1]) or None for axes in named]
         whole = "x".join(map(str, logical_shape(variable)))
         split = ", ".join(map(str, spec)) if any(spec) else "replicated"
-        lines.append(f"{name:<33} {whole:<20}{split:<28}{'x'.join(map(str, shard))}")
-    return lines
+        rows[name] = f"{whole:<20}{split:<28}{'x'.join(map(str, shard))}"
+    if not blueprint.is_decoder:
+        from jaxtp.parallelize.plan import patterns_for
+
+        rows = {pattern: rows[name] for name, pattern in patterns_for(rows).items()}
+    lines = [f"{name:<33} {row}" for name, row in rows.items()]
+    return [f"{'parameter':<34}{'shape':<20}{'split by':<28}per device", *lines]
 
 
 def _losses(values: Mapping[str, float]) -> str:
