@@ -83,6 +83,8 @@ class Stream:
         if state is None:
             report(f"it has no state, so its first {step:,} batches are read again")
         else:
+            if self._start is None:
+                self.peek()  # its first state, to which a source that has loaded another one can return
             batches = _with_checksums(self._passes(record["epoch"], state, step - 1))
             if (last := next(batches, None)) is not None and last[1]["crc32"] == crc32:
                 self._opened = None

@@ -119,6 +119,7 @@ SOURCES = {
     "generator": lambda: iter([batch for _ in range(5) for batch in again()]),
     "generator function": lambda: again,
     "streams": lambda: [Stateful(rows=ROWS // 4, size=2, seed=10 * i) for i in range(4)],
+    "lossy streams": lambda: [Lossy(rows=ROWS // 4, size=2, seed=10 * i) for i in range(4)],
 }
 
 
