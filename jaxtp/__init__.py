@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from jaxtp.layers.linear import LayerContext as LayerContext
     from jaxtp.layers.linear import RowParallelLinear as RowParallelLinear
     from jaxtp.layers.lora import LoraConfig as LoraConfig
+    from jaxtp.layers.lora import freeze as freeze
     from jaxtp.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from jaxtp.layers.mlp import MLP as MLP
     from jaxtp.layers.mlp import MLPConfig as MLPConfig

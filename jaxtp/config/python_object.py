@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, nearest_file
 
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -65,7 +66,15 @@ def describe_exception(error: Exception) -> str:
         users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
         users = [frame for frame in users if "site-packages" not in frame.filename]  # of another environment
         where = f" ({users[-1].filename}, line {users[-1].lineno}: {users[-1].line})" if users else ""
-    reason = str(error).strip().split("\n\n")[0] or "no message"
+    reason = truncate(str(error).strip().split("\n\n")[0], 600) or "no message"
+    if "different trace level" in reason:
+        reason = (
+            f"a model that the code uses is not a part of its arguments; make it an attribute of the model ({reason})"
+        )
+    if "`get_mesh` can only be used outside" in reason:
+        reason = (
+            f"models are built under jax.jit, where nothing can be loaded; load it outside of the function ({reason})"
+        )
     return f"{where}: {type(error).__name__}: {reason}"
 
 

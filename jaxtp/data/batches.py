@@ -58,7 +58,10 @@ class Position:
         checksums = [record and record["crc32"] for record in self.streams or ()]
         for seen in zip(*all_gather_json(checksums), strict=True):
             if len(set(seen) - {None}) > 1:
-                raise BatchError(f"{name}, step {self.step}: processes read different rows; seed it alike in each")
+                raise BatchError(
+                    f"{name}, step {self.step}: processes read different rows; give the same whole source in each "
+                    "process, with the same seed; jaxtp gives each device its rows"
+                )
 
 
 @dataclass(kw_only=True, eq=False)

@@ -75,8 +75,10 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 4 and array.dtype.isnative:
         return array
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
+        if array.dtype == object and any(each is None for each in array.flat):
+            raise BatchError(f"column {name!r} has None; leave such rows out, or give them a number")
         kind = "text" if array.dtype.kind in "US" else array.dtype
-        raise BatchError(f"column {name!r} is {kind}, not numbers; remove it from the data (remove_columns({name!r}))")
+        raise BatchError(f"column {name!r} is {kind}, not numbers; leave it out, as by remove_columns([{name!r}])")
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     if array.dtype != dtype and dtype.kind in "iu" and array.size:
         limits = np.iinfo(dtype)

@@ -62,7 +62,10 @@ def freeze_state(state: nnx.State) -> nnx.State:
 
 
 def freeze(model: nnx.Module) -> None:
-    """Freezes every param of a model, in place, except adapters."""
+    """Freezes every param of a model, in place, except adapters: training does not change them.
+
+    For a part of a model, such as a teacher: `jaxtp.freeze(self.teacher)` in `__init__`.
+    """
     for _, module in nnx.iter_modules(model):
         for name, value in [*vars(module).items()]:
             if _is_base_param(value):

@@ -29,7 +29,7 @@ from jaxtp.train.defaults import resolve_defaults
 from jaxtp.train.trainer import Trainer
 
 PROGRAM = "jaxtp train"
-DESCRIPTION = """Trains a tensor-parallel decoder.
+DESCRIPTION = """Trains a tensor-parallel decoder, or a Flax model of your own.
 
 Without flags: a small Llama on the sources of the Python standard library, over eight virtual CPU devices, in a
 minute or two. --config FILE reads a YAML file (see configs/), which may include another (base: other.yaml); dotted

@@ -105,7 +105,7 @@ class DataConfig:
     """Batches instead of this data: a function of the step that returns a dict of rows, a dataset, or an iterable. The
     settings path to sequence_length then have no effect."""
 
-    validation_batches: Annotated[Reference | None, SAMPLES] = None
+    validation_batches: Annotated[Reference | None, SAMPLES, SHORT_HELP] = None
     """Batches to evaluate on; without them, a run with data.batches evaluates nothing."""
 
     packing: Annotated[Packing, Affects(cost=True, numbers=True, fixed=True)] = "documents"
@@ -206,7 +206,7 @@ class LoopConfig:
     """A function (model, batch, key) -> (sum, weight) instead of the cross-entropy of the next token; a third result is
     a dict of metrics."""
 
-    callbacks: Annotated[tuple[Reference, ...], NOTHING] = ()
+    callbacks: Annotated[tuple[Reference, ...], NOTHING, SHORT_HELP] = ()
     """Functions (trainer, step) that every process calls after each step."""
 
     z_loss: Annotated[NonNegative, NUMBERS] = 0.0

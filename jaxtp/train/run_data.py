@@ -47,6 +47,17 @@ class RunData:
         """Rows in an epoch, if known."""
         return self.train.num_rows if self.tokens is None else sum(map(len, self.tokens.train_rows))
 
+    def describe_validation(self, name: str | None) -> str | None:
+        """Describes a user's validation data, for the summary."""
+        if self.validation is None:
+            return "none: there are no validation batches"
+        rows, size = self.validation.num_rows, self.validation.global_batch_size
+        text = str(name) if rows is None else f"{name}: {rows:,} rows"
+        if rows is not None and rows % size and not self.validation.with_weights:
+            left = f"the last {rows % size} are left out, since the loss does not read batch['weights']"
+            return f"{text}, in batches of {size:,}; {left}"
+        return text
+
     @property
     def global_batch_size(self) -> int:
         """Rows in a batch."""

@@ -150,6 +150,7 @@ def _data_rows(
             "data": f"{config.data.batches}: rows of {arrays}",
             "batch": _describe_batch(config, sizes, ROWS),
             "steps": f"{steps:,} of {batch:,} = {steps * batch:,} rows{epoch or ''}",
+            "eval": data.describe_validation(config.data.validation_batches),
         }
     corpus = data.tokens.corpus
     loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"

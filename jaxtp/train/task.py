@@ -162,7 +162,9 @@ def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
     replaced: list[tuple[str, object, object, str, set[str]]] = []
     if config.model.is_foreign:
         used = {"build", "arguments"} | ({"plan", "precision"} if task.has_own_model else set())
-        replaced.append(("model", config.model, ModelConfig(), "the model is your own", used))
+        replaced.append(
+            ("model", config.model, ModelConfig(), "the model is your own; its function takes model.arguments", used)
+        )
     if task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig):
         replaced.append(("optimizer", config.optimizer, OptimizerConfig(), "the optimizer is your own", {"build"}))
     if task.batches is not None:

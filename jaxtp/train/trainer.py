@@ -19,7 +19,7 @@ from jaxtp.config.python_object import user_code_error
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Position
-from jaxtp.data.columns import EndOfDataError
+from jaxtp.data.columns import BatchError, EndOfDataError
 from jaxtp.data.loader import Batch
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, report_failure, watch, working_on
 from jaxtp.distributed.allocator import describe_out_of_memory
@@ -53,7 +53,7 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step (`loss`, `grad_norm`, a loss's own); waits for the step."""
+        """Metrics of this step: `loss`, `grad_norm`, a loss's own, and `eval_loss` if it was evaluated; waits for it."""
         return self._trainer.metrics_of(self.index)
 
 
@@ -290,7 +290,9 @@ class Trainer:
                 self._profiler.before(run.step + 1)
             if run.task.loss is not None and run.step + 1 == self._first:
                 with self._timing.lost_to("start"):
-                    require_sums(run.task.loss, run.blueprint, run.state, batch)
+                    accumulation = self._config.train.accumulation
+                    if warning := require_sums(run.task.loss, run.blueprint, run.state, batch, accumulation):
+                        self._report.line(warning)
             inputs = batch | self._stopping.flags()
             verifying = self._verifier is not None and self._verifier.due(run.step + 1)
             if verifying:
@@ -304,21 +306,24 @@ class Trainer:
                 self._finish_step()
             if self._profiler is not None and (traced := self._profiler.after(run.step, scalars)) is not None:
                 self._report.line(traced)
+            loss = self._evaluate_if_due(total)
             step = Step(run.step, self)
             for callback in run.task.callbacks:
                 callback(self, step)
             yield step
             if run.step < total:
-                self._between_steps()
+                if (every := self._config.checkpoint.every) and run.step % every == 0:
+                    self._finish_step()
+                    self._save(loss)
                 if (reason := self._stopping.reason) is not None:
                     self._finish_step()
                     self._save_and_wait()
-                    then = "" if reason == self._stop_reason else "; the same command resumes it"
-                    self._report.line(f"stopped by {reason} at step {run.step} and saved{then}")
+                    by_signal = reason != self._stop_reason
+                    how = f"by {reason} at step {run.step}" if by_signal else f"at step {run.step}: {reason};"
+                    then = "; the same command resumes it" if by_signal else ""
+                    self._report.line(f"stopped {how} and saved{then}")
                     return
-        self._finish_step()
-        self._report.line(f"step {run.step} is the last: evaluates and saves")
-        self._save(self._evaluate())
+        self._save(loss)
         run.checkpoints.wait()
         saved = run.checkpoints.folder / str(run.step)
         for line in next_steps(self._config, saved, decoder=run.blueprint.is_decoder):
@@ -328,9 +333,10 @@ class Trainer:
     def _next_batch(self, batches: Iterator[tuple[Batch, Position]]) -> tuple[Batch, Position]:
         try:
             return next(batches)
-        except EndOfDataError:
-            self._finish_step()  # no step is lost
-            if self._run.step >= self._first:
+        except BatchError as error:
+            # No step is lost to bad data. Processes may fail at different steps, unless the data ends for all.
+            if self._run.step >= self._first and (isinstance(error, EndOfDataError) or not is_multiprocess()):
+                self._finish_step()
                 self._save_and_wait()
             raise
 
@@ -393,15 +399,14 @@ class Trainer:
                 verifier.finish(step, self._run.state, checksums)
             self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
 
-    def _between_steps(self) -> None:
-        evaluation, saving = self._config.eval.every, self._config.checkpoint.every
-        loss = None
-        if evaluation and self._run.step % evaluation == 0:
-            self._finish_step()
-            loss = self._evaluate()
-        if saving and self._run.step % saving == 0:
-            self._finish_step()
-            self._save(loss)
+    def _evaluate_if_due(self, total: int) -> float | None:
+        step, every = self._run.step, self._config.eval.every
+        if step < total and not (every and step % every == 0):
+            return None
+        self._finish_step()
+        if step == total:
+            self._report.line(f"step {step} is the last: evaluates and saves")
+        return self._evaluate()
 
     def _finish_step(self) -> None:
         if self._in_flight is None:
@@ -476,6 +481,8 @@ class Trainer:
         run = self._run
         if not (values := self._evaluation()):
             return None
+        if self._last[0] == run.step:
+            self._last = run.step, self._last[1] | values
         if log:
             self._trackers.write({"step": run.step, **values})
         loss, rest = values["eval_loss"], {name: values[name] for name in values if name != "eval_loss"}

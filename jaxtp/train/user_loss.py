@@ -133,38 +133,63 @@ def _needed(jaxpr: Any, outputs: list[Any]) -> set[Any]:
     return needed
 
 
-def require_sums(loss: Loss, blueprint: Blueprint, state: nnx.State, batch: Mapping[str, Array]) -> None:
+def require_sums(
+    loss: Loss, blueprint: Blueprint, state: nnx.State, batch: Mapping[str, Array], accumulation: int
+) -> str | None:
     """Checks a loss on one row for each device, and on a batch that has each of them twice; under the mesh in context.
 
-    Raises:
-      ConfigError: a mean instead of a sum, or a weight that does not count rows.
-    """
-    devices, key = batch_parts(mesh_sizes(blueprint.mesh)), jax.random.key(0)
+    Returns a warning if the loss depends on the rows together.
 
-    def terms(batch: Mapping[str, Array], copies: int) -> LossTerms:
+    Raises:
+      ConfigError: a mean instead of a sum, a weight that does not count rows, or a loss that accumulation changes.
+    """
+    devices = batch_parts(mesh_sizes(blueprint.mesh))
+
+    def terms(batch: Mapping[str, Array], copies: int, seed: int) -> LossTerms:
         def rows(array: Array) -> Array:
             first = array.reshape(devices, -1, *array.shape[1:])[:, :1]
             return constrain(jnp.repeat(first, copies, 1).reshape(-1, *array.shape[1:]), batch_spec())
 
+        key = jax.random.key(seed)
         model = blueprint.merge(state, key).model
         model.eval()
         return call(loss, model, {name: rows(array) for name, array in batch.items()}, key)
 
+    def run(batch: Mapping[str, Array]) -> tuple[LossTerms, ...]:
+        return terms(batch, 1, 0), terms(batch, 1, 1), terms(batch, 2, 0)
+
     try:
-        once, twice = jax.device_get(jax.jit(lambda batch: (terms(batch, 1), terms(batch, 2)))(dict(batch)))
+        once, other_key, twice = jax.device_get(jax.jit(run)(dict(batch)))
     except Exception:  # the loss may need batches of one size
-        return
-    (a, n), (b, m) = ((float(each.loss), float(each.count)) for each in (once, twice))
-    measured = f"it is {a:.6g} with weight {n:g} for some rows, and {b:.6g} with weight {m:g} for each of them twice"
+        return None
+    n, m = float(once.count), float(twice.count)
     if not _close(2 * n, m):
         raise ConfigError(
-            f"the weight of the loss does not grow with the rows: {measured}. Return the sum over rows, and the number "
-            "of rows (or tokens) in the sum"
+            f"the weight of the loss does not grow with the rows: {_measured(once.loss, n, twice.loss, m)}. Return the "
+            "sum over rows, and the number of rows (or tokens) in the sum"
         )
-    if a and _close(a, b):
-        raise ConfigError(
-            f"the loss is a mean: {measured}. Return the sum over rows; the step divides it by the weight"
-        )
+    sums = {"loss": (once.loss, other_key.loss, n, twice.loss, m)}
+    sums |= {
+        f"metric {name!r}": (value, other_key.metrics[name][0], by, *twice.metrics[name])
+        for name, (value, by) in once.metrics.items()
+    }
+    warning = None
+    for name, (a, other, by, b, by_twice) in sums.items():
+        measured = _measured(a, by, b, by_twice)
+        if a and _close(a, b) and _close(2 * by, by_twice):
+            hint = "" if name == "loss" else "; for a number that is no mean over rows return a pair (number, 1)"
+            raise ConfigError(
+                f"the {name} is a mean: {measured}. Return the sum over rows; the step divides it by the weight{hint}"
+            )
+        if name == "loss" and a == other and not _close(2 * a, b):
+            warning = f"the loss is no sum over rows: {measured}"
+    if warning and accumulation > 1:
+        raise ConfigError(f"{warning}. Micro-batches change it: use --train.accumulation 1, or sum over rows")
+    return warning and f"WARNING: {warning}. If it should be one, look for a mistake in shapes"
+
+
+def _measured(a: float, n: float, b: float, m: float) -> str:
+    return f"it is {a:.6g} with weight {n:g} for some rows, and {b:.6g} with weight {m:g} for each of them twice"
 
 
 def _close(a: float, b: float) -> bool:

@@ -388,7 +388,7 @@ WRONG = {
     ),
     "an error of a dataset": ([{"x": 1}, {}] * 4, "step 1: gives no columns"),
     "another sample": ([{"x": 1}, {"x": [1]}] * 4, "step 1: column 'x' is int32"),
-    "nothing in a dataset": ([{"x": None}] * 8, "column 'x' is object, not numbers"),
+    "nothing in a dataset": ([{"x": None}] * 8, "column 'x' has None"),
     "no rows": ([], "has no rows"),
     "an empty stream": (lambda: iter([]), "has no batches"),
     "parameters": (lambda step, shard: {}, r"takes \(step, shard\)"),

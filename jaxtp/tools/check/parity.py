@@ -146,7 +146,9 @@ def on_one_device(config: TrainConfig, subject: Subject) -> tuple[Arrays, Number
         mesh = make_mesh()
         blueprint = subject.blueprint(config, mesh)
         with jax.set_mesh(mesh):
-            require_sums(loss, blueprint, place(initial, blueprint.abstract, mesh), next(subject.on_mesh(config, mesh)))
+            state, batch = place(initial, blueprint.abstract, mesh), next(subject.on_mesh(config, mesh))
+            if warning := require_sums(loss, blueprint, state, batch, config.train.accumulation):
+                print(warning)
     return initial, numbers, again(in_other_digits(initial))
 
 
