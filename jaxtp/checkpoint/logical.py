@@ -21,6 +21,12 @@ Arrays = dict[str, Array]
 Variable = nnx.Variable[Any]
 
 
+def may_be_infinite(variable: Variable) -> bool:
+    """Returns whether a variable is of a user's class, such as a mask, and neither a parameter nor a statistic."""
+    own = type(variable).__module__.startswith("jaxtp.")
+    return not (own or isinstance(variable, nnx.Param | nnx.BatchStat))
+
+
 def named_variables(state: nnx.State) -> dict[str, Variable]:
     """Returns the variables of a state by dotted path."""
     return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}

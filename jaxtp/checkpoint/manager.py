@@ -31,7 +31,14 @@ from jaxtp.checkpoint.checksum import (
     sums,
 )
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, UnwritableError, read_on_all, require_shared
-from jaxtp.checkpoint.logical import Arrays, abstract_logical, from_logical, named_variables, to_logical
+from jaxtp.checkpoint.logical import (
+    Arrays,
+    abstract_logical,
+    from_logical,
+    may_be_infinite,
+    named_variables,
+    to_logical,
+)
 from jaxtp.distributed.agreement import all_gather_json, host_names, is_multiprocess, raise_everywhere
 from jaxtp.layers.parameter import spec_of
 
@@ -185,7 +192,8 @@ class Checkpoints:
           NonFiniteError, UnequalCopiesError: the state is corrupt; nothing is saved.
         """
         arrays = to_logical(state, mesh)
-        summed = self.require_sound(arrays, mesh, f"step {step} is not saved")
+        exempt = [name for name, variable in named_variables(state).items() if may_be_infinite(variable)]
+        summed = self.require_sound(arrays, mesh, f"step {step} is not saved", exempt=exempt)
         specs = {name: str(spec_of(variable)) for name, variable in named_variables(state).items()}
         sealed = storage.seal(
             {**info, "eval_loss": eval_loss, "specs": specs, **storage.describe_arrays(arrays, summed)}
@@ -283,13 +291,15 @@ class Checkpoints:
         closing.start()
         closing.join(_CLOSE_SECONDS if is_multiprocess() else None)
 
-    def require_sound(self, arrays: Arrays, mesh: Mesh, what: str, advice: str = "") -> Sums:
+    def require_sound(
+        self, arrays: Arrays, mesh: Mesh, what: str, advice: str = "", exempt: Sequence[str] = ()
+    ) -> Sums:
         """Returns the sums of arrays; all processes raise if elements are not finite or replicas differ.
 
-        `what` begins a message; `advice` ends it if elements are not finite.
+        `what` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need not be finite.
         """
         summed = sums(arrays)
-        if counts := summed.not_finite():
+        if counts := {name: count for name, count in summed.not_finite().items() if name not in exempt}:
             raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or self.describe_newest()}")
         if positions := summed.unequal_replicas():
             where = describe_devices(positions, list(mesh.devices.flat), host_names())

@@ -62,6 +62,14 @@ class FunctionBatches(Batches):
 
     def _read(self, rows: Sequence[int], position: Position, count: int) -> Iterator[tuple[Columns, Position]]:
         records: list[Record | None] | None = None
+        if position.step and position.streams and not self.by_rows:
+            with self._reading(position.step - 1):
+                columns = self._whole(self._call(position.step - 1, rows), self.global_batch_size)
+                if position.streams[0] != {"crc32": checksum(columns)}:
+                    raise BatchError(
+                        "its batch is not the checkpoint's, so the function or its data changed; start another run "
+                        "from these weights (--run.init-from)"
+                    )
         for step, after in self._steps(position, count):
             with self._reading(step):
                 columns = self._call(step, rows)

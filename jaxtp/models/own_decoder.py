@@ -27,6 +27,8 @@ def builder(function: Callable[..., Any], config: ModelConfig) -> Callable[[nnx.
       ConfigError: `function` does not take these arguments.
     """
     name, arguments = config.build or repr(function), dict(config.arguments)
+    if isinstance(function, nnx.Module):
+        raise ConfigError(f"{name} is a model; give its class, or a function that returns it")
     # `inspect` would read the `__call__` of NNX's metaclass.
     is_class = isinstance(function, type)
     try:

@@ -227,7 +227,7 @@ def _build(build: Build) -> nnx.Module:
     if not isinstance(model, nnx.Module):
         reason = f"; {_LINEN}" if isinstance(model, linen.Module) else ""
         raise PlanError(f"the function returns a {type(model).__name__}, and should return an nnx.Module{reason}")
-    _mark_arrays_as_data(model)
+    mark_arrays_as_data(model)
     for _, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Variable) and eager:
             variable.set_metadata(eager_sharding=True)
@@ -252,7 +252,7 @@ def _merge_abstract(graph: Any, state: nnx.State) -> nnx.Module:
     return model
 
 
-def _mark_arrays_as_data(model: nnx.Module) -> None:
+def mark_arrays_as_data(model: nnx.Module) -> None:
     """Marks arrays in module attributes as data; otherwise Flax treats traced arrays as constants."""
     for _, node in list(nnx.iter_graph(model)):
         for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():

@@ -72,7 +72,7 @@ class InitSource:
 
 @dataclass(frozen=True)
 class OwnModelRun(InitSource):
-    """Another run of a model of the user's, whose parameters have the same paths and shapes."""
+    """Another run of a model of the user's, whose variables have the same paths and shapes."""
 
     def check(self, config: TrainConfig) -> None:
         """Refuses the run's own folder."""
@@ -84,13 +84,12 @@ class OwnModelRun(InitSource):
     def create_state(
         self, config: TrainConfig, blueprint: Blueprint, restored: "Restored | None" = None
     ) -> InitialState:
-        """Loads the parameters from the newest checkpoint, unless the run is resumed."""
+        """Loads the model's variables from the newest checkpoint, unless the run is resumed."""
         if restored is not None or self.path is None:
             return super().create_state(config, blueprint, restored)
         from jaxtp.checkpoint.manager import load_weights
 
-        target = nnx.filter_state(blueprint.abstract["model"], nnx.Param)
-        weights, folder = load_weights(self.path, target, blueprint.mesh)
+        weights, folder = load_weights(self.path, blueprint.abstract["model"], blueprint.mesh)
         return InitialState(blueprint.create(config.run.seed, weights), description=f"weights from {folder}")
 
 

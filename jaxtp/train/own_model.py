@@ -8,10 +8,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.config.schema import ConfigError
+from jaxtp.data.columns import WEIGHTS
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, mesh_sizes
 from jaxtp.models.own_decoder import builder
-from jaxtp.parallelize.parallelize import abstract_model, parallelize
+from jaxtp.parallelize.parallelize import abstract_model, mark_arrays_as_data, parallelize
 from jaxtp.parallelize.plan import Plan, format_style
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import MakeModel
@@ -37,6 +38,7 @@ def split_model(
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = build(rngs)
+        mark_arrays_as_data(model)
         set_precision(model, config.model.precision)
         return parallelize(model, plan, mesh=mesh)
 
@@ -63,10 +65,12 @@ def _proposed(
     def create() -> nnx.Module:
         return build(nnx.Rngs(config.run.seed))
 
-    inspect_loss(loss, abstract_model(create), batch)  # reports mistakes of the loss
+    columns = dict(batch)
+    if inspect_loss(loss, abstract_model(create), batch).reads_weights and WEIGHTS not in batch:
+        columns[WEIGHTS] = jax.ShapeDtypeStruct((next(iter(batch.values())).shape[0],), jnp.float32)
     key = jax.random.key(config.run.seed)
     proposal = propose_plan(
-        create, dict(batch), mesh=sizes, call=lambda model, batch: call(loss, model, batch, key).loss, report=None
+        create, columns, mesh=sizes, call=lambda model, batch: call(loss, model, batch, key).loss, report=None
     )
     styles = ", ".join(f"{pattern}: {format_style(style)}" for pattern, style in proposal.items()) or "no split over tp"
     return proposal, [f"plan    proposed: {styles} (jaxtp explain says why)", *map("note    {}".format, proposal.notes)]

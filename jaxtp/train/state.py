@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.checkpoint.logical import Variable, logical_size, named_variables
+from jaxtp.checkpoint.logical import Variable, logical_size, may_be_infinite, named_variables
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import as_current
 from jaxtp.models.config import ModelConfig
@@ -25,6 +26,10 @@ OPTIMIZER_SCOPE = "optimizer"
 
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
 """Returns a model with random weights."""
+
+
+STORED = nnx.All(nnx.Variable, nnx.Not(nnx.RngState))
+"""Filter of the variables that are the state of a run."""
 
 
 class Skipped(nnx.Variable[Any]):
@@ -67,6 +72,7 @@ class Blueprint:
     graph: nnx.GraphDef[TrainState]
     abstract: nnx.State
     rngs: nnx.State  # random keys and counters of the model, no part of the state
+    constants: nnx.State  # arrays that are attributes of modules, and no variables
     shardings: Any
     mesh: Mesh
     config: ModelConfig
@@ -80,7 +86,7 @@ class Blueprint:
 
     def merge(self, state: nnx.State, key: Array | None = None) -> TrainState:
         """Returns a copy of the modules with these arrays; `key` seeds the model's random keys."""
-        merged: TrainState = nnx.merge(self.graph, state, rng_state(self.rngs, key), copy=True)
+        merged: TrainState = nnx.merge(self.graph, state, rng_state(self.rngs, key), self.constants, copy=True)
         return merged
 
     def create(self, seed: int, weights: nnx.State | None = None) -> nnx.State:
@@ -93,7 +99,7 @@ class Blueprint:
 
         def init(weights: nnx.State) -> nnx.State:
             made = TrainState(self.config, self.optimizer, seed, self.make_model)
-            state = nnx.state(made, nnx.Not(nnx.RngState))
+            state = nnx.state(made, STORED)
             state["model"] = nnx.merge_state(state["model"], weights)
             return state
 
@@ -125,14 +131,45 @@ def plan_state(
     """
     with as_current(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
-        graph, rngs, abstract = nnx.split(abstract_state, nnx.RngState, ...)  # type: ignore[misc]
+        graph, rngs, abstract, constants = nnx.split(abstract_state, nnx.RngState, STORED, ...)  # type: ignore[misc]
+        _check_dtypes(abstract["model"])
         shardings = nnx.get_named_sharding(abstract, mesh)
     if not nnx.to_flat_state(nnx.filter_state(abstract["model"], nnx.Param)):
         if make_model is not None:
             raise ConfigError("the model has no nnx.Param, so nothing is trained")
         targets = ", ".join(config.lora.targets) or "nothing"
         raise ConfigError(f"model.lora.targets={targets}: the model has no such projection, so nothing is trained")
-    return Blueprint(graph, abstract, rngs, shardings, mesh, config, optimizer, make_model)
+    if nnx.to_flat_state(constants):
+        constants = _values(constants, config, optimizer, mesh, make_model)
+    return Blueprint(graph, abstract, rngs, constants, shardings, mesh, config, optimizer, make_model)
+
+
+def _check_dtypes(model: nnx.State) -> None:
+    for name, variable in named_variables(model).items():
+        dtype = variable.dtype
+        real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, np.bool_))
+        if not real or dtype.itemsize > 4 or dtype in (jnp.int4, jnp.uint4):
+            raise ConfigError(f"{name} is {dtype}, and a run's variables are real numbers of 1 to 4 bytes")
+        if not math.prod(variable.shape):
+            raise ConfigError(f"{name} has no elements (shape {tuple(variable.shape)}), so no checkpoint can have it")
+
+
+def _values(
+    constants: nnx.State, config: ModelConfig, optimizer: Any, mesh: Mesh, make_model: MakeModel | None
+) -> nnx.State:
+    # Of an abstract mesh only shapes matter.
+    if not isinstance(mesh, Mesh):
+        zeros: nnx.State = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), constants)
+        return zeros
+
+    def create() -> nnx.State:
+        made = TrainState(config, optimizer, 0, make_model)
+        found: nnx.State = nnx.split(made, nnx.RngState, STORED, ...)[3]  # type: ignore[misc]
+        return found
+
+    with jax.set_mesh(mesh):
+        values: nnx.State = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+    return jax.tree.map(np.asarray, values)  # constants of programs
 
 
 def parameters(blueprint: Blueprint) -> dict[str, Variable]:
@@ -164,6 +201,12 @@ def shard_bytes(state: nnx.State) -> int:
     """Returns the bytes per device of abstract arrays with shardings."""
     arrays = jax.tree.leaves(state)
     return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
+
+
+def finite_arrays(state: nnx.State) -> dict[str, Array]:
+    """Returns the `named_arrays`, without variables of a user's class, such as masks, which may be infinite."""
+    variables = named_variables(state)
+    return {name: array for name, array in named_arrays(state).items() if not may_be_infinite(variables[name])}
 
 
 def named_arrays(state: nnx.State) -> dict[str, Array]:

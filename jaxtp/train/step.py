@@ -31,7 +31,7 @@ from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import user_loss
 from jaxtp.train.config import OptimizerConfig, TrainConfig
-from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, rng_state
+from jaxtp.train.state import OPTIMIZER_SCOPE, STORED, Blueprint, rng_state
 from jaxtp.train.stopping import STOP, abstract_flags, stop_requested
 from jaxtp.train.task import Loss, Task
 
@@ -52,7 +52,8 @@ class Scalars:
 
 TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]
 """See `make_train_step`."""
-EvalStep = Callable[[nnx.State, Batch], LossTerms]
+EvalStep = Callable[..., LossTerms]
+"""See `make_eval_step`."""
 JittedTrainStep = Any
 """A `TrainStep` from `jax.jit`, which can also be traced and lowered."""
 
@@ -101,7 +102,7 @@ def make_train_step(
         arrays = {name: array for name, array in batch.items() if name != STOP}
         key = dropout_key(config.run.seed, num_updates)
         terms, choices, grads = loss_and_grads(model, arrays, config, key, task.loss, record=with_choices)
-        mean = terms.loss / terms.count
+        mean = terms.loss / _divisor(terms.count)
 
         norms = _norms("grad_norm", grads, groups)
         others: list[Any] = [_checksums(grads)] if with_checksums else []
@@ -114,7 +115,7 @@ def make_train_step(
             model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
 
         finite = jnp.isfinite(mean) & jnp.isfinite(norms["grad_norm"])
-        updated = nnx.state(train_state, nnx.Not(nnx.RngState))
+        updated = nnx.state(train_state, STORED)
         new, skipped = _skip_if_nonfinite(updated, state, finite, config.train.skips_allowed)
 
         norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups)
@@ -181,9 +182,12 @@ def loss_and_grads(
     if unreduced:
         grads = sum_over_replicas(grads, stored, precision.reduce)
     nnx.update(model, changed)
-    # A batch may be all prompts or padding.
-    terms = replace(terms, count=jnp.where(terms.count > 0, terms.count, 1))
-    return terms, choices, jax.tree.map(lambda g, p: (g / terms.count).astype(p.dtype), grads, stored)
+    count = _divisor(terms.count)
+    return terms, choices, jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, stored)
+
+
+def _divisor(count: Array) -> Array:
+    return jnp.where(count > 0, count, 1)  # a batch may be all prompts or padding
 
 
 def _decoder_objective(
@@ -257,16 +261,15 @@ def _checksums(state: nnx.State) -> Array:
 
 
 def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None = None) -> EvalStep:
-    """Returns a jitted `state, batch -> terms`, summed over the batch.
+    """Returns a jitted `state, batch, number of the batch -> terms`, summed over the batch.
 
     With the training step's micro-batches it needs no more memory. A user's model evaluates as after
     `nnx.Module.eval()`.
     """
 
-    def step(state: nnx.State, batch: Batch) -> LossTerms:
-        key = jax.random.key(config.run.seed)
-
-        def terms_of(micro: Batch, _: Array) -> LossTerms:
+    def step(state: nnx.State, batch: Batch, number: Array | int = 0) -> LossTerms:
+        def terms_of(micro: Batch, index: Array) -> LossTerms:
+            key = jax.random.fold_in(jax.random.key(config.run.seed), number * config.train.accumulation + index)
             model: Any = blueprint.merge(state, key).model
             if loss is not None:
                 model.eval()

@@ -32,7 +32,7 @@ from jaxtp.train.defaults import settings_of_run
 from jaxtp.train.metrics import MEAN_LOSS, Trackers
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
-from jaxtp.train.state import named_arrays
+from jaxtp.train.state import finite_arrays
 from jaxtp.train.step import Scalars, TrainStep, compiler_options, fetch, trace_step
 from jaxtp.train.stopping import Stopping, Watchdog
 from jaxtp.train.task import Task
@@ -53,7 +53,7 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of this step: `loss`, `grad_norm`, a loss's own, and `eval_loss` if it was evaluated; waits for it."""
+        """Metrics of the step: `loss`, `grad_norm`, a loss's own, and `eval_loss` if it was evaluated; waits for it."""
         return self._trainer.metrics_of(self.index)
 
 
@@ -147,6 +147,7 @@ class Trainer:
         self._in_flight: tuple[int, Batch, Scalars, list[jax.Array]] | None = None
         self._last: tuple[int, dict[str, float]] = (0, {})  # the last finished step and its metrics
         self._saved_at = run.step if run.checkpoints.steps() else None
+        self._eval_loss: tuple[int, float | None] = (-1, None)  # the last evaluated step and its loss
         self._first = run.step + 1
         self._steps = self._train()
         self._stop_reason: str | None = None
@@ -306,7 +307,7 @@ class Trainer:
                 self._finish_step()
             if self._profiler is not None and (traced := self._profiler.after(run.step, scalars)) is not None:
                 self._report.line(traced)
-            loss = self._evaluate_if_due(total)
+            self._evaluate_if_due(total)
             step = Step(run.step, self)
             for callback in run.task.callbacks:
                 callback(self, step)
@@ -314,7 +315,7 @@ class Trainer:
             if run.step < total:
                 if (every := self._config.checkpoint.every) and run.step % every == 0:
                     self._finish_step()
-                    self._save(loss)
+                    self._save()
                 if (reason := self._stopping.reason) is not None:
                     self._finish_step()
                     self._save_and_wait()
@@ -323,7 +324,7 @@ class Trainer:
                     then = "; the same command resumes it" if by_signal else ""
                     self._report.line(f"stopped {how} and saved{then}")
                     return
-        self._save(loss)
+        self._save()
         run.checkpoints.wait()
         saved = run.checkpoints.folder / str(run.step)
         for line in next_steps(self._config, saved, decoder=run.blueprint.is_decoder):
@@ -341,7 +342,7 @@ class Trainer:
             raise
 
     def _save_and_wait(self) -> None:
-        self._save(None)
+        self._save()
         self._run.checkpoints.wait()
 
     def _enter_phase(self, name: str) -> None:
@@ -363,7 +364,7 @@ class Trainer:
             advice = f"{saved} has them: move it away, and the same command resumes from the checkpoint before it"
         what = f"step {run.step}: the run cannot start from this state"
         with self._timing.lost_to("start"):
-            run.checkpoints.require_sound(named_arrays(run.state), self._mesh, what, advice)
+            run.checkpoints.require_sound(finite_arrays(run.state), self._mesh, what, advice)
 
     def _compile(self) -> TrainStep:
         started = time.perf_counter()
@@ -399,14 +400,13 @@ class Trainer:
                 verifier.finish(step, self._run.state, checksums)
             self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
 
-    def _evaluate_if_due(self, total: int) -> float | None:
+    def _evaluate_if_due(self, total: int) -> None:
         step, every = self._run.step, self._config.eval.every
-        if step < total and not (every and step % every == 0):
-            return None
-        self._finish_step()
-        if step == total:
-            self._report.line(f"step {step} is the last: evaluates and saves")
-        return self._evaluate()
+        if step == total or (every and step % every == 0):
+            self._finish_step()
+            if step == total:
+                self._report.line(f"step {step} is the last: evaluates and saves")
+            self._evaluate()
 
     def _finish_step(self) -> None:
         if self._in_flight is None:
@@ -465,7 +465,7 @@ class Trainer:
         run, allowed = self._run, self._config.train.skips_allowed
         what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
         if skipped == 1:  # a bad state makes every step fail
-            run.checkpoints.require_sound(named_arrays(run.state), self._mesh, what)
+            run.checkpoints.require_sound(finite_arrays(run.state), self._mesh, what)
         if skipped > allowed:
             from jaxtp.train.verify import nonfinite_gradient
 
@@ -477,10 +477,11 @@ class Trainer:
         self._finish_step()
         return self._evaluation()
 
-    def _evaluate(self, *, log: bool = True) -> float | None:
+    def _evaluate(self, *, log: bool = True) -> None:
         run = self._run
         if not (values := self._evaluation()):
-            return None
+            return
+        self._eval_loss = run.step, values["eval_loss"]
         if self._last[0] == run.step:
             self._last = run.step, self._last[1] | values
         if log:
@@ -492,19 +493,22 @@ class Trainer:
         else:
             described = ", ".join([f"{loss:.4f}", *(f"{name} {value:.4g}" for name, value in rest.items())])
         self._report.line(f"step {run.step}: validation loss {described}")
-        return values["eval_loss"]
 
     def _evaluation(self) -> dict[str, float]:
         run = self._run
         with self._phase(f"the evaluation at step {run.step}", "evaluate"):
             batches = run.data.validation_batches(self._mesh, self._config.eval.batches)
-            results = jax.device_get([run.eval_step(run.state, batch) for batch in batches])  # all at once
+            results = [run.eval_step(run.state, batch, number) for number, batch in enumerate(batches)]
+            results = jax.device_get(results)  # all at once
         return evaluation_metrics(results, own_loss=run.task.loss is not None) if results else {}
 
-    def _save(self, eval_loss: float | None) -> None:
+    def _save(self) -> None:
         run = self._run
         if self._saved_at == run.step:
             return
+        evaluated, eval_loss = self._eval_loss
+        if evaluated != run.step:
+            eval_loss = None
         if eval_loss is not None and not math.isfinite(eval_loss):
             eval_loss = None  # cannot be the best
         with self._phase(f"the checkpoint at step {run.step}", "save"):

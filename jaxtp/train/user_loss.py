@@ -20,7 +20,7 @@ from jaxtp.models.decoder import LossTerms
 from jaxtp.train.state import Blueprint, rng_state
 from jaxtp.train.task import Loss
 
-STATEFUL = nnx.Not(nnx.Any(nnx.Param, nnx.RngState))
+STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of `nnx.BatchNorm`."""
 
 RESERVED = {"step", "loss", "learning_rate", "grad_norm", "param_norm", "skipped", "loss_weight"}
@@ -40,6 +40,8 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
             f"the loss returns a metric named {taken[0]!r}; give it a name that a run does not use itself"
         )
     pairs = {name: value if isinstance(value, tuple) else (value, weight) for name, value in metrics.items()}
+    if odd := [name for name, pair in pairs.items() if len(pair) != 2 or any(each is None for each in pair)]:
+        raise ConfigError(f"metric {odd[0]!r} is {metrics[odd[0]]!r}; it should be a number, or a pair (sum, weight)")
     return LossTerms(
         _scalar("sum", total),
         _scalar("weight", weight),
@@ -79,7 +81,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     """
     rows = next(iter(batch.values())).shape[0]
     weights = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    graph, params, rngs, others = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
+    graph, params, rngs, others, constants = nnx.split(model, nnx.Param, nnx.RngState, STATEFUL, ...)  # type: ignore[misc]
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
 
@@ -87,21 +89,22 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         key: Array, weights: list[Array], batch: dict[str, Array], leaves: list[Array], params: nnx.State
     ) -> tuple[Any, Any]:
         nonlocal metrics
-        merged = nnx.merge(graph, params, rng_state(rngs, key), jax.tree.unflatten(tree, leaves), copy=True)
+        others = jax.tree.unflatten(tree, leaves)
+        merged = nnx.merge(graph, params, rng_state(rngs, key), others, constants, copy=True)
         terms = call(loss, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
         metrics = tuple(terms.metrics)
-        return terms, jax.tree.leaves(changeable(merged, others))
+        return terms, (changeable(merged, others), nnx.state(merged, nnx.Param))
 
     def trace(*weights: jax.ShapeDtypeStruct) -> Any:
         return jax.make_jaxpr(run)(jax.random.key(0), list(weights), dict(batch), leaves, params).jaxpr
 
+    num_state = len(leaves) + len(jax.tree.leaves(params))
     reads = WEIGHTS in batch
     if not reads:
-        with contextlib.suppress(
-            Exception
-        ):  # a loss may pass the batch's keys to a function that does not know this one
+        # A loss may pass the batch's keys to a function that does not know this one.
+        with contextlib.suppress(Exception):
             jaxpr = trace(weights)
-            reads = jaxpr.invars[1] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - len(leaves)])
+            reads = jaxpr.invars[1] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - num_state])
     try:
         jaxpr = trace(*([weights] if reads and WEIGHTS not in batch else []))
     except UserError:
@@ -109,19 +112,32 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     except Exception as error:
         shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
         raise user_code_error(f"the loss, on a batch of {shapes},", error) from error
-    first = len(jaxpr.invars) - len(leaves) - len(jax.tree.leaves(params))
-    results = jaxpr.outvars[len(jaxpr.outvars) - len(leaves) :]
-    flat = nnx.to_flat_state(others)
-    owners = [".".join(map(str, path)) for path, variable in flat for _ in jax.tree.leaves(variable)]
-    before = jaxpr.invars[first : first + len(leaves)]
-    changed = [name for name, was, now in zip(owners, before, results, strict=True) if was is not now]
-    return Traits(reads, tuple(changed), metrics, jaxpr.invars[0] in _needed(jaxpr, jaxpr.outvars))
+    names = [
+        ".".join(map(str, path))
+        for state in (others, params)
+        for path, variable in nnx.to_flat_state(state)
+        for _ in jax.tree.leaves(variable)
+    ]
+    producers = _producers(jaxpr)
+    before, after = jaxpr.invars[-num_state:], [_origin(var, producers) for var in jaxpr.outvars[-num_state:]]
+    changed = [(name, was, now) for name, was, now in zip(names, before, after, strict=True) if was is not now]
+    of_params = set(names[len(leaves) :])
+    for name, was, now in changed:
+        if name in of_params:
+            raise ConfigError(
+                f"the loss assigns the parameter {name}, which only the optimizer changes; make it another nnx.Variable"
+            )
+        old, new = was.aval.str_short(), now.aval.str_short()
+        if old != new:
+            raise ConfigError(f"a call of the model changes {name} from {old} to {new}; keep its shape and dtype")
+    is_random = jaxpr.invars[0] in _needed(jaxpr, jaxpr.outvars)
+    return Traits(reads, tuple(name for name, _, _ in changed), metrics, is_random)
 
 
 def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:
     """Returns the variables of a model that are neither params nor random keys, without those that `like` lacks."""
     now = dict(nnx.to_flat_state(nnx.state(model, STATEFUL)))
-    return nnx.from_flat_state([(path, now[path]) for path, _ in nnx.to_flat_state(like)])
+    return nnx.from_flat_state([(path, now[path]) for path, _ in nnx.to_flat_state(like) if path in now])
 
 
 def _needed(jaxpr: Any, outputs: list[Any]) -> set[Any]:
@@ -131,6 +147,33 @@ def _needed(jaxpr: Any, outputs: list[Any]) -> set[Any]:
         if not needed.isdisjoint(equation.outvars):
             needed |= {var for var in equation.invars if not hasattr(var, "val")}
     return needed
+
+
+Producers = dict[Any, tuple[Any, int]]
+"""The equation and the number of the result that makes each variable of a jaxpr."""
+
+
+def _producers(jaxpr: Any) -> Producers:
+    return {var: (equation, i) for equation in jaxpr.eqns for i, var in enumerate(equation.outvars)}
+
+
+def _origin(var: Any, producers: Producers) -> Any:
+    # The variable that a variable equals, through calls and scans that return one of their inputs unchanged.
+    while not hasattr(var, "val") and var in producers:
+        equation, index = producers[var]
+        params = equation.params
+        body = getattr(params.get("jaxpr"), "jaxpr", params.get("jaxpr"))
+        inner = None if body is None else _origin(body.outvars[index], _producers(body))
+        if inner is None or hasattr(inner, "val") or inner not in body.invars:
+            return var
+        place = body.invars.index(inner)
+        if equation.primitive.name == "scan":
+            carry = params["num_carry"]
+            xs = params["num_consts"] + carry
+            if place < xs if index >= carry else place != params["num_consts"] + index:
+                return var
+        var = equation.invars[place]
+    return var
 
 
 def require_sums(
@@ -145,22 +188,26 @@ def require_sums(
     """
     devices = batch_parts(mesh_sizes(blueprint.mesh))
 
-    def terms(batch: Mapping[str, Array], copies: int, seed: int) -> LossTerms:
+    def terms(batch: Mapping[str, Array], copies: int, key: Array) -> LossTerms:
         def rows(array: Array) -> Array:
             first = array.reshape(devices, -1, *array.shape[1:])[:, :1]
             return constrain(jnp.repeat(first, copies, 1).reshape(-1, *array.shape[1:]), batch_spec())
 
-        key = jax.random.key(seed)
         model = blueprint.merge(state, key).model
         model.eval()
         return call(loss, model, {name: rows(array) for name, array in batch.items()}, key)
 
-    def run(batch: Mapping[str, Array]) -> tuple[LossTerms, ...]:
-        return terms(batch, 1, 0), terms(batch, 1, 1), terms(batch, 2, 0)
+    def run(batch: Mapping[str, Array], key: Array) -> tuple[LossTerms, LossTerms]:
+        return terms(batch, 1, key), terms(batch, 2, key)
 
+    key = jax.random.key(0)
     try:
-        once, other_key, twice = jax.device_get(jax.jit(run)(dict(batch)))
+        once, twice = jax.device_get(jax.jit(run)(dict(batch), key))
+        jaxpr = jax.make_jaxpr(lambda key: terms(batch, 1, key))(key).jaxpr
     except Exception:  # the loss may need batches of one size
+        return None
+    loss_is_random, weight_is_random = (jaxpr.invars[0] in _needed(jaxpr, [out]) for out in jaxpr.outvars[:2])
+    if weight_is_random:  # as in masked language models
         return None
     n, m = float(once.count), float(twice.count)
     if not _close(2 * n, m):
@@ -168,20 +215,17 @@ def require_sums(
             f"the weight of the loss does not grow with the rows: {_measured(once.loss, n, twice.loss, m)}. Return the "
             "sum over rows, and the number of rows (or tokens) in the sum"
         )
-    sums = {"loss": (once.loss, other_key.loss, n, twice.loss, m)}
-    sums |= {
-        f"metric {name!r}": (value, other_key.metrics[name][0], by, *twice.metrics[name])
-        for name, (value, by) in once.metrics.items()
-    }
+    sums = {"loss": (once.loss, n, twice.loss, m)}
+    sums |= {f"metric {name!r}": (*pair, *twice.metrics[name]) for name, pair in once.metrics.items()}
     warning = None
-    for name, (a, other, by, b, by_twice) in sums.items():
+    for name, (a, by, b, by_twice) in sums.items():
         measured = _measured(a, by, b, by_twice)
         if a and _close(a, b) and _close(2 * by, by_twice):
             hint = "" if name == "loss" else "; for a number that is no mean over rows return a pair (number, 1)"
             raise ConfigError(
                 f"the {name} is a mean: {measured}. Return the sum over rows; the step divides it by the weight{hint}"
             )
-        if name == "loss" and a == other and not _close(2 * a, b):
+        if name == "loss" and not loss_is_random and not _close(2 * a, b):
             warning = f"the loss is no sum over rows: {measured}"
     if warning and accumulation > 1:
         raise ConfigError(f"{warning}. Micro-batches change it: use --train.accumulation 1, or sum over rows")

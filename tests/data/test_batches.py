@@ -509,3 +509,9 @@ def test_two_processes_read_their_streams_and_notice_different_rows(tmp_path, mo
         assert found == [True, [16, 12, 8, 8], 1, left_out]
         assert "rows_of_process" in refused
         assert "step 1: processes read different rows" in refused
+
+
+def test_a_function_that_changed_is_refused_on_resume():
+    _, positions = read(by_step, count=3)
+    with pytest.raises(BatchError, match="step 3: its batch is not the checkpoint's"):
+        read(lambda step: by_step(step + 1), positions[-1], 1)
