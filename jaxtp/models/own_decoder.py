@@ -43,12 +43,15 @@ def builder(function: Callable[..., Any], config: ModelConfig) -> Callable[[nnx.
         raise ConfigError(f"{name}: {error}; model.arguments can give {takes}") from None
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
+        from jaxtp.parallelize.parallelize import mark_arrays_as_data
+
         try:
             model = function(**({"rngs": rngs} if takes_rngs else {}) | arguments)
         except Exception as error:
             raise user_code_error(name, error) from error
         if not isinstance(model, nnx.Module):
-            raise ConfigError(f"{name} returns a {type(model).__name__}, and should return an nnx.Module")
+            raise ConfigError(f"{name} returns {model!r:.100}, and should return an nnx.Module")
+        mark_arrays_as_data(model)
         return model
 
     return build

@@ -256,7 +256,7 @@ def mark_arrays_as_data(model: nnx.Module) -> None:
     """Marks arrays in module attributes as data; otherwise Flax treats traced arrays as constants."""
     for _, node in list(nnx.iter_graph(model)):
         for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():
-            if isinstance(value, jax.core.Tracer):
+            if isinstance(value, jax.Array | np.ndarray):  # also tracers
                 setattr(node, name, nnx.data(value))
     seen = {id(array) for array in jax.tree.leaves(nnx.state(model))}
     for path, node in nnx.iter_graph(model):

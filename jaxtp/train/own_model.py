@@ -12,7 +12,7 @@ from jaxtp.data.columns import WEIGHTS
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, mesh_sizes
 from jaxtp.models.own_decoder import builder
-from jaxtp.parallelize.parallelize import abstract_model, mark_arrays_as_data, parallelize
+from jaxtp.parallelize.parallelize import abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan, format_style
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import MakeModel
@@ -38,7 +38,6 @@ def split_model(
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = build(rngs)
-        mark_arrays_as_data(model)
         set_precision(model, config.model.precision)
         return parallelize(model, plan, mesh=mesh)
 
