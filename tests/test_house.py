@@ -89,16 +89,16 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "lines": 34_580,
-    "files": 190,
+    "lines": 38_360,
+    "files": 204,
     "files under 80 lines, families aside": 6,
     "rooms": 14,
-    "arrows between rooms": 65,
-    "files that training imports": 71,
-    "lines that training imports": 12_630,
-    "words of docstrings": 32_450,
+    "arrows between rooms": 71,
+    "files that training imports": 79,
+    "lines that training imports": 14_730,
+    "words of docstrings": 36_210,
     "functions of more than 6 parameters": 4,
-    "Any": 470,
+    "Any": 570,
     "file names used more than twice": 0,
 }
 PHRASES = "of which|(that|those) of|so many|(is|are) told|(goes|go) on|as of|beside|what (it|is)|of those"
