@@ -109,7 +109,7 @@ class DecoderSizes:
     arguments: Annotated[BlockChanges, STEP] = Changes({})
     """In a YAML file: arguments of that function. Its parameter rngs gets nnx.Rngs(run.seed)."""
 
-    plan: Annotated[Reference | None, COST, SHORT_HELP] = None
+    plan: Annotated[Reference | None, COST] = None
     """Plan of that model: a dict from patterns of module paths to styles. By default its own PartitionSpecs, or else
     the plan that jaxtp.propose_plan returns."""
 

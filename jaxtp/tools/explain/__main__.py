@@ -37,7 +37,7 @@ second lists the collectives of a forward and backward pass by module. Notes poi
 model may also be a configuration of jaxtp train, and settings of a run work too:
 
 jaxtp explain configs/llama3_8b.yaml --mesh fsdp=4,tp=8
-jaxtp explain --model.build model.py:build --train.loss loss.py:loss --data.batches data.py:batches --mesh tp=4
+jaxtp explain --model.build mine.py:build --train.loss mine.py:loss --data.batches mine.py:batches
 """
 
 
@@ -46,7 +46,7 @@ class Explain(PythonModel):
     """Flags of `jaxtp explain`."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
-    """A function without arguments that returns an nnx.Module, in a file or a module (package.model:build); or a YAML
+    """A function that returns an nnx.Module, in a file or a module (package.model:build); or a YAML
     configuration of jaxtp train."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None

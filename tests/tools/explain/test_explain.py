@@ -298,7 +298,7 @@ def test_the_command(file, tmp_path, capsys):
 MISTAKES = {
     "{file}:biuld": "has no biuld; it has",
     "{file}:number": "is 3, and should be a function that returns a model",
-    "{file}:no_model": "returns a int, and should return an nnx.Module",
+    "{file}:no_model": "returns 3, and should return an nnx.Module",
     "{folder}/mien.py:build": "did you mean {file}?",
     "mine": "should be FILE.py:NAME or package.module:NAME",
     "no.such.package:build": "to name a file, write FILE.py:NAME",
