@@ -5,7 +5,7 @@ applies the Optax chain (`sharded_optimizer.py`: clipping, rule, decay and learn
 moves the selection biases of experts, and selects the old state if the step is not finite (`_skip_if_nonfinite`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,13 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Traced
 
 from jaxtp.checkpoint.checksum import device_checksums
-from jaxtp.checkpoint.logical import named_variables
-from jaxtp.collectives import batch_spec, constrain
+from jaxtp.checkpoint.logical import Variable, named_variables
+from jaxtp.collectives import all_reduce, axis_size, batch_spec, constrain, device_view, vary_everywhere
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.balance import Routing
 from jaxtp.layers.parameter import mark_unreduced, spec_of, sum_over_replicas
-from jaxtp.mesh import batch_parts, mesh_sizes
+from jaxtp.mesh import AXES, axes_of, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import user_loss
@@ -56,6 +56,10 @@ EvalStep = Callable[..., LossTerms]
 """See `make_eval_step`."""
 JittedTrainStep = Any
 """A `TrainStep` from `jax.jit`, which can also be traced and lowered."""
+
+Norm = Callable[[Sequence[Variable]], Array]
+NORM = "norm"
+"""Name in profiles of the sum of squares over devices."""
 
 Choices = list[tuple[Array, Array] | None] | None
 """For each kind of block the router's choices and their margin, if they are recorded."""
@@ -91,6 +95,7 @@ def make_train_step(
       task: parts that replace the decoder's loss and the optimizer of `config`.
     """
     groups = config.metrics.norm_groups
+    norm = _norm if blueprint.is_decoder and task.loss is None else _norm_by_one_sum
     is_own = task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
 
@@ -104,7 +109,7 @@ def make_train_step(
         terms, choices, grads = loss_and_grads(model, arrays, config, key, task.loss, record=with_choices)
         mean = terms.loss / _divisor(terms.count)
 
-        norms = _norms("grad_norm", grads, groups)
+        norms = _norms("grad_norm", grads, groups, norm)
         others: list[Any] = [_checksums(grads)] if with_checksums else []
         others += [choices] if with_choices else []
         others += [grads] if with_grads else []
@@ -118,7 +123,7 @@ def make_train_step(
         updated = nnx.state(train_state, STORED)
         new, skipped = _skip_if_nonfinite(updated, state, finite, config.train.skips_allowed)
 
-        norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups)
+        norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups, norm)
         scalars = {"loss": mean, "loss_tokens": terms.count}
         own_rate = optimizers.current_learning_rate(train_state.optimizer.optax_state()) if is_own else None
         if (rate := own_rate if is_own else schedule(num_updates)) is not None:
@@ -243,16 +248,33 @@ def _skip_if_nonfinite(new: nnx.State, old: nnx.State, finite: Array, max_skippe
     return selected, skipped
 
 
-def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> dict[str, Array]:
+def _norms(name: str, state: nnx.State, groups: tuple[str, ...], norm: Norm) -> dict[str, Array]:
     # Also `name/group` for each pattern of paths; in float32.
-    state = optax.tree.cast(state, "float32")
     variables = named_variables(state)
-    parts = {
-        f"{name}/{group}": [v[...] for path, v in variables.items() if optimizers.matches(group, path)]
-        for group in groups
-    }
+    parts = {name: [*variables.values()]}
+    for group in groups:
+        parts[f"{name}/{group}"] = [each for path, each in variables.items() if optimizers.matches(group, path)]
     with jax.named_scope(name):
-        return {key: optax.tree.norm(part) for key, part in {name: state, **parts}.items()}
+        return {key: norm(part) for key, part in parts.items()}
+
+
+def _norm(variables: Sequence[Variable]) -> Array:
+    return optax.tree.norm([variable[...].astype(jnp.float32) for variable in variables])
+
+
+def _norm_by_one_sum(variables: Sequence[Variable]) -> Array:
+    # One all-reduce. The compiler would sum each array of a model without stacks by itself.
+    specs = tuple(map(spec_of, variables))
+
+    def squares(*shards: Array) -> Array:
+        total = vary_everywhere(jnp.zeros((), jnp.float32))
+        for shard, spec in zip(shards, specs, strict=True):
+            copies = axis_size(*set(AXES).difference(*map(axes_of, spec)))
+            total += vary_everywhere(jnp.sum(jnp.square(shard.astype(jnp.float32))) / copies)
+        return all_reduce(total, *AXES)
+
+    view = device_view(squares, NORM, in_specs=specs, out_specs=PartitionSpec())
+    return jnp.sqrt(view(*(variable[...] for variable in variables)))
 
 
 def _checksums(state: nnx.State) -> Array:

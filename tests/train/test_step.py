@@ -19,7 +19,16 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
-from jaxtp.train.step import Scalars, _norms, fetch, loss_and_grads, make_eval_step, make_train_step
+from jaxtp.train.step import (
+    Scalars,
+    _norm,
+    _norm_by_one_sum,
+    _norms,
+    fetch,
+    loss_and_grads,
+    make_eval_step,
+    make_train_step,
+)
 
 B, T, STEPS = 8, 5, 3
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
@@ -181,9 +190,10 @@ def test_bfloat16_compute_stays_near_float32():
     np.testing.assert_allclose(low[:, 1], high[:, 1], rtol=5e-2)
 
 
-def test_norms_of_bfloat16_are_summed_in_float32():
+@pytest.mark.parametrize("norm", [_norm, _norm_by_one_sum])
+def test_norms_of_bfloat16_are_summed_in_float32(norm):
     state = nnx.State({name: nnx.Param(jnp.ones(size, jnp.bfloat16)) for name, size in {"a": 256, "b": 1}.items()})
-    assert float(_norms("norm", state, ())["norm"]) == pytest.approx(257**0.5)  # 16 in bfloat16
+    assert float(_norms("norm", state, (), norm)["norm"]) == pytest.approx(257**0.5)  # 16 in bfloat16
 
 
 def test_the_numbers_of_a_step_are_fetched_as_one_array():
