@@ -167,10 +167,14 @@ def _origin(var: Any, producers: Producers) -> Any:
         if inner is None or hasattr(inner, "val") or inner not in body.invars:
             return var
         place = body.invars.index(inner)
-        if equation.primitive.name == "scan":
-            carry = params["num_carry"]
-            xs = params["num_consts"] + carry
-            if place < xs if index >= carry else place != params["num_consts"] + index:
+        if equation.primitive.name == "scan":  # its parameters differ between versions of JAX; ranks do not
+            outer, inner_vars = (equation.invars, equation.outvars), (body.invars, body.outvars)
+            sliced, stacked = (
+                [one.aval.ndim != other.aval.ndim for one, other in zip(*pair, strict=True)]
+                for pair in zip(outer, inner_vars, strict=True)
+            )
+            first_carry = len(sliced) - sum(sliced) - stacked.count(False)
+            if not (sliced[place] if stacked[index] else place == first_carry + index):
                 return var
         var = equation.invars[place]
     return var
