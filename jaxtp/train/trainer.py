@@ -313,9 +313,7 @@ class Trainer:
                 callback(self, step)
             yield step
             if run.step < total:
-                if (every := self._config.checkpoint.every) and run.step % every == 0:
-                    self._finish_step()
-                    self._save()
+                self._between_steps()
                 if (reason := self._stopping.reason) is not None:
                     self._finish_step()
                     self._save_and_wait()
@@ -399,6 +397,11 @@ class Trainer:
             with self._phase(f"the verification of step {step}", "verify"):
                 verifier.finish(step, self._run.state, checksums)
             self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
+
+    def _between_steps(self) -> None:
+        if (every := self._config.checkpoint.every) and self._run.step % every == 0:
+            self._finish_step()
+            self._save()
 
     def _evaluate_if_due(self, total: int) -> None:
         step, every = self._run.step, self._config.eval.every
