@@ -91,7 +91,7 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
         blueprint, plan_lines = plan(config, mesh, task, data.train.shapes)
         if task.loss is not None:
             with jax.set_mesh(mesh):
-                traits = check_loss(config, blueprint.merge(blueprint.abstract).model, task.loss, data.train.shapes)
+                traits = check_loss(config, blueprint.abstract_model, task.loss, data.train.shapes)
             data.pad_short_batches(traits.reads_weights)
         memory = require_memory(config, blueprint, task.loss, data.train.shapes)
         flops = _row_flops(config, blueprint, task, data)

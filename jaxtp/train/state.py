@@ -84,6 +84,11 @@ class Blueprint:
         """Whether `config` describes the model."""
         return self.make_model is None
 
+    @property
+    def abstract_model(self) -> Any:
+        """A copy without arrays."""
+        return nnx.merge(self.graph, self.abstract, self.rngs, self.constants, copy=True).model
+
     def merge(self, state: nnx.State, key: Array | None = None) -> TrainState:
         """Returns a copy of the modules with these arrays; `key` seeds the model's random keys."""
         merged: TrainState = nnx.merge(self.graph, state, rng_state(self.rngs, key), self.constants, copy=True)

@@ -322,8 +322,7 @@ class Trainer:
                     then = "; the same command resumes it" if by_signal else ""
                     self._report.line(f"stopped {how} and saved{then}")
                     return
-        self._save()
-        run.checkpoints.wait()
+        self._save_and_wait()
         saved = run.checkpoints.folder / str(run.step)
         for line in next_steps(self._config, saved, decoder=run.blueprint.is_decoder):
             self._report.line(line)

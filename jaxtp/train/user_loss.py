@@ -23,7 +23,7 @@ from jaxtp.train.task import Loss
 STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of `nnx.BatchNorm`."""
 
-RESERVED = {"step", "loss", "learning_rate", "grad_norm", "param_norm", "skipped", "loss_weight"}
+RESERVED = {"step", "loss", "learning_rate", "grad_norm", "param_norm", "skipped", "loss_tokens", "loss_weight"}
 _FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
 
 

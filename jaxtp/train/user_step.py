@@ -32,7 +32,7 @@ def trace_step(config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Sha
     """Returns the memory of a step, and the work of a micro-batch, on a device of a mesh that may be abstract."""
     sizes = mesh_sizes(blueprint.mesh)
     with as_current(blueprint.mesh):
-        model = nnx.merge(blueprint.graph, blueprint.abstract, blueprint.rngs, blueprint.constants, copy=True).model
+        model = blueprint.abstract_model
         work = _work(model, loss, micro_batch(config, batch), sizes)
     sharded, summed = blueprint.sharded, 0  # gradients summed over micro-batches
     trained, parameters = nnx.filter_state(sharded["model"], nnx.Param), shard_bytes(sharded["model"])

@@ -89,7 +89,7 @@ def explain_step(
     config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Shapes, *, compiled: bool = False
 ) -> Explanation:
     """Explains a user's loss on one micro-batch, on a mesh that may be abstract; `compiled` as in `explain`."""
-    model = nnx.merge(blueprint.graph, blueprint.abstract, blueprint.rngs, blueprint.constants, copy=True).model
+    model = blueprint.abstract_model
     rows, sizes, key = micro_batch(config, batch), mesh_sizes(blueprint.mesh), jax.random.key(config.run.seed)
     return explain(model, rows, mesh=sizes, call=lambda model, rows: loss(model, rows, key)[0], compiled=compiled)
 
