@@ -8,16 +8,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.config.schema import ConfigError
-from jaxtp.data.columns import WEIGHTS
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, mesh_sizes
 from jaxtp.models.own_decoder import builder
-from jaxtp.parallelize.parallelize import abstract_model, parallelize
+from jaxtp.parallelize.parallelize import parallelize
 from jaxtp.parallelize.plan import Plan, format_style
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import MakeModel
 from jaxtp.train.task import Task
-from jaxtp.train.user_loss import call, inspect_loss
+from jaxtp.train.user_loss import call
 
 
 def split_model(
@@ -64,12 +63,9 @@ def _proposed(
     def create() -> nnx.Module:
         return build(nnx.Rngs(config.run.seed))
 
-    columns = dict(batch)
-    if inspect_loss(loss, abstract_model(create), batch).reads_weights and WEIGHTS not in batch:
-        columns[WEIGHTS] = jax.ShapeDtypeStruct((next(iter(batch.values())).shape[0],), jnp.float32)
     key = jax.random.key(config.run.seed)
     proposal = propose_plan(
-        create, columns, mesh=sizes, call=lambda model, batch: call(loss, model, batch, key).loss, report=None
+        create, batch, mesh=sizes, call=lambda model, batch: call(loss, model, batch, key).loss, report=None
     )
     styles = ", ".join(f"{pattern}: {format_style(style)}" for pattern, style in proposal.items()) or "no split over tp"
     return proposal, [f"plan    proposed: {styles} (jaxtp explain says why)", *map("note    {}".format, proposal.notes)]

@@ -33,7 +33,7 @@ from jaxtp.train.run_data import RunData, open_data
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
-from jaxtp.train.task import Loss, Task, load_task, transformation, with_decoder, with_references
+from jaxtp.train.task import Task, load_task, transformation, with_decoder, with_references
 from jaxtp.train.user_loss import Traits, inspect_loss
 from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse
 
@@ -75,35 +75,17 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
     """
     timing = Timing()
     with raise_everywhere():
-        config, source = resolve(with_references(config, task))
-        source.check(config)
-        mesh = open_mesh(config)
-        enable_compilation_cache(mesh.devices.flat[0].platform)
-        check_installed(config.metrics.trackers)
-        task = load_task(config, task)  # imports a user's files, which may use the mesh's devices
-        if (with_model := with_decoder(config, task)) is not config:
-            config = with_model
-            check_decoder(config, mesh)
-        data = open_data(config, source, task)
-        config = with_batches(config, data, mesh)
-        before = progress(config)
-        config, _ = with_steps(config, data.num_rows, before)
-        blueprint, plan_lines = plan(config, mesh, task, data.train.shapes)
-        if task.loss is not None:
-            with jax.set_mesh(mesh):
-                traits = check_loss(config, blueprint.abstract_model, task.loss, data.train.shapes)
-            data.pad_short_batches(traits.reads_weights)
-        memory = require_memory(config, blueprint, task.loss, data.train.shapes)
-        flops = _row_flops(config, blueprint, task, data)
-    lines = [*plan_lines, *_startup_checks(config, blueprint, data)]
+        setup = _check(config, task)
+    config, task, source, data, blueprint = setup.config, setup.task, setup.source, setup.data, setup.blueprint
+    lines = [*setup.lines, *_startup_checks(config, blueprint, data)]
 
-    exit_stack.enter_context(jax.set_mesh(mesh))
+    exit_stack.enter_context(jax.set_mesh(blueprint.mesh))
     with raise_everywhere():
         exit_stack.enter_context(run_folder.locked(config.run.dir))
     report, interrupt = exit_stack.enter_context(Report()), exit_stack.enter_context(Interrupt())
     for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
-    report.line(summary(config, data, blueprint, _notes(config, source, blueprint, memory), before))
+    report.line(summary(config, data, blueprint, _notes(config, source, blueprint, setup.memory), setup.before))
 
     keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
     checkpoints = Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
@@ -144,9 +126,46 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
         position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
         base=initial.base,
         verified=info.get(run_folder.VERIFIED),
-        row_flops=flops,
+        row_flops=setup.row_flops,
         mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
     )
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """A run that fits its mesh and memory; nothing is allocated or written."""
+
+    config: TrainConfig
+    task: Task
+    source: InitSource
+    data: RunData
+    blueprint: Blueprint
+    lines: list[str]  # on the plan
+    before: tuple[int, int]  # steps and rows so far
+    memory: StepMemory | None
+    row_flops: float
+
+
+def _check(config: TrainConfig, task: Task) -> _Setup:
+    config, source = resolve(with_references(config, task))
+    source.check(config)
+    mesh = open_mesh(config)
+    enable_compilation_cache(mesh.devices.flat[0].platform)
+    check_installed(config.metrics.trackers)
+    task = load_task(config, task)  # imports a user's files, which may use the mesh's devices
+    if (with_model := with_decoder(config, task)) is not config:
+        config = with_model
+        check_decoder(config, mesh)
+    data = open_data(config, source, task)
+    config = with_batches(config, data, mesh)
+    before = progress(config)
+    config, _ = with_steps(config, data.num_rows, before)
+    if task.loss is not None:
+        data.pad_short_batches(check_loss(config, task, data.train.shapes).reads_weights)
+    blueprint, lines = plan(config, mesh, task, data.train.shapes)
+    memory = require_memory(config, blueprint, task.loss, data.train.shapes)
+    row_flops = _row_flops(config, blueprint, task, data)
+    return _Setup(config, task, source, data, blueprint, lines, before, memory, row_flops)
 
 
 def _row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, data: RunData) -> float:
@@ -283,13 +302,17 @@ def plan(
     return blueprint, lines
 
 
-def check_loss(config: TrainConfig, model: nnx.Module, loss: Loss, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Traits:
-    """Traces a user's loss of an abstract model under the mesh in context.
+def check_loss(config: TrainConfig, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Traits:
+    """Traces a task's loss on one abstract device.
 
     Raises:
       ConfigError: the loss fails, does not return sums, or cannot be accumulated.
     """
-    traits = inspect_loss(loss, model, batch)
+    from jaxtp.train.user_step import ONE_DEVICE, on_one_device
+
+    assert task.loss is not None
+    with as_current(ONE_DEVICE):
+        traits = inspect_loss(task.loss, on_one_device(config, task), batch)
     if traits.changes and config.train.accumulation > 1:
         raise ConfigError(
             f"train.accumulation={config.train.accumulation}: a step changes {', '.join(traits.changes[:3])}, "
@@ -307,7 +330,7 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
     Raises:
       ValueError: a user's mistake, as in `make_run`.
     """
-    from jaxtp.train.user_step import ONE_DEVICE, on_one_device
+    from jaxtp.train.user_step import ONE_DEVICE
 
     config, source = resolve(config)
     task = load_task(config)
@@ -316,9 +339,7 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
     task = replace(task, loss=loss, validation=None)
     data = open_data(config, source, task)
     config = with_batches(config, data, ONE_DEVICE)
-    with as_current(ONE_DEVICE):
-        traits = check_loss(config, on_one_device(config, task), loss, data.train.shapes)
-    data.pad_short_batches(traits.reads_weights)
+    data.pad_short_batches(check_loss(config, task, data.train.shapes).reads_weights)
     return config, task, data.train.shapes
 
 

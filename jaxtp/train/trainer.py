@@ -104,26 +104,28 @@ class Trainer:
     def __enter__(self) -> Self:
         settings = self._settings
         if not isinstance(settings, TrainConfig):
-            if is_launched():
+            if is_launched() and not is_multiprocess():
                 from jaxtp.distributed.joining import join_processes
 
-                if not is_multiprocess():
-                    join_processes()
+                join_processes()
             with raise_everywhere(watch):
                 settings, self._startup_log = settings_of_run(settings, self._task)
-        self._config = settings
+        self.config: TrainConfig = settings
+        """All settings of the run."""
         with ExitStack() as exit_stack, self._reporting():
             self._start(make_run(settings, exit_stack, self._startup_log, self._task), exit_stack)
             self._exit_stack = exit_stack.pop_all()
         return self
 
     def _start(self, run: Run, exit_stack: ExitStack) -> None:
-        self._run, self._config = run, (config := run.config)
-        self._mesh = run.blueprint.mesh
+        self._run = run
+        self.config = config = run.config
+        self.mesh: Mesh = run.blueprint.mesh
+        """The mesh of the run."""
         self._report, self._timing = run.report, run.timing
         self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
         exit_stack.callback(self._watchdog.stop)
-        self._stopping = Stopping(run.interrupt, self._mesh)
+        self._stopping = Stopping(run.interrupt, self.mesh)
         with raise_everywhere():
             self._trackers = Trackers(config, run.step, run.report.line)
         exit_stack.callback(self._trackers.close)
@@ -135,19 +137,21 @@ class Trainer:
             self._profiler = performance.Profiler(folder, profile.start, profile.steps, run.timing)
             exit_stack.callback(self._profiler.close)
         self._stragglers: Stragglers | None = None
-        if is_multiprocess() or platform_of(self._mesh.devices.flat[0]) != "cpu":
+        if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
             from jaxtp.train import performance
 
-            self._stragglers = performance.Stragglers(self._mesh, run.report.line)
+            self._stragglers = performance.Stragglers(self.mesh, run.report.line)
         self._verifier: Verifier | None = None
         if config.train.verify_every:
             from jaxtp.train import verify
 
             self._verifier = verify.Verifier(config, run.blueprint, run.checkpoints, run.verified)
         self._in_flight: tuple[int, Batch, Scalars, list[jax.Array]] | None = None
-        self._last: tuple[int, dict[str, float]] = (0, {})  # the last finished step and its metrics
+        self._last: tuple[int, dict[str, float]] = (
+            0,
+            {},
+        )  # the last finished step and its metrics, with those of its evaluation
         self._saved_at = run.step if run.checkpoints.steps() else None
-        self._eval_loss: tuple[int, float | None] = (-1, None)  # the last evaluated step and its loss
         self._first = run.step + 1
         self._steps = self._train()
         self._stop_reason: str | None = None
@@ -178,7 +182,7 @@ class Trainer:
     def _report_failure(self, error: BaseException) -> None:
         # Before objects are closed that may wait for the other processes.
         if isinstance(error, jax.errors.JaxRuntimeError) and (
-            note := describe_out_of_memory(error, self._config.launch.allocator)
+            note := describe_out_of_memory(error, self.config.launch.allocator)
         ):
             error.add_note(note)
         report_failure(error)
@@ -200,16 +204,6 @@ class Trainer:
         for _ in self:
             pass
         return self.done
-
-    @property
-    def config(self) -> TrainConfig:
-        """All settings of the run."""
-        return self._run.config
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the run."""
-        return self._mesh
 
     @property
     def step(self) -> int:
@@ -258,7 +252,7 @@ class Trainer:
         return self._run.checkpoints.folder / str(self._run.step)
 
     def _train(self) -> Iterator[Step]:
-        run, total = self._run, self._config.train.steps
+        run, total = self._run, self.config.train.steps
         try:
             if run.step >= total:
                 self._report.line(
@@ -282,7 +276,7 @@ class Trainer:
             self._evaluate()  # the baseline; a resumed run has it in its log
         train_step = self._compile()
         self._report.begin(run.step, total)
-        batches = run.data.batches(self._mesh, run.position, total - run.step)
+        batches = run.data.batches(self.mesh, run.position, total - run.step)
         while run.step < total:
             self._enter_phase(f"step {run.step + 1}")
             with self._timing.waiting_for_data():
@@ -291,7 +285,7 @@ class Trainer:
                 self._profiler.before(run.step + 1)
             if run.task.loss is not None and run.step + 1 == self._first:
                 with self._timing.lost_to("start"):
-                    accumulation = self._config.train.accumulation
+                    accumulation = self.config.train.accumulation
                     if warning := require_sums(run.task.loss, run.blueprint, run.state, batch, accumulation):
                         self._report.line(warning)
             inputs = batch | self._stopping.flags()
@@ -324,7 +318,7 @@ class Trainer:
                     return
         self._save_and_wait()
         saved = run.checkpoints.folder / str(run.step)
-        for line in next_steps(self._config, saved, decoder=run.blueprint.is_decoder):
+        for line in next_steps(self.config, saved, decoder=run.blueprint.is_decoder):
             self._report.line(line)
         self.done = True
 
@@ -361,17 +355,17 @@ class Trainer:
             advice = f"{saved} has them: move it away, and the same command resumes from the checkpoint before it"
         what = f"step {run.step}: the run cannot start from this state"
         with self._timing.lost_to("start"):
-            run.checkpoints.require_sound(finite_arrays(run.state), self._mesh, what, advice)
+            run.checkpoints.require_sound(finite_arrays(run.state), self.mesh, what, advice)
 
     def _compile(self) -> TrainStep:
         started = time.perf_counter()
         with self._phase("compiling the training step", "compile"):
             run = self._run
-            batch = run.data.abstract(self._mesh)
-            platform = platform_of(self._mesh.devices.flat[0])
-            options = compiler_options(self._config, platform)
+            batch = run.data.abstract(self.mesh)
+            platform = platform_of(self.mesh.devices.flat[0])
+            options = compiler_options(self.config, platform)
             try:
-                traced = trace_step(self._config, run.blueprint, run.train_step, run.state, batch)
+                traced = trace_step(self.config, run.blueprint, run.train_step, run.state, batch)
                 compiled: TrainStep = traced.lower().compile(compiler_options=options)
             except (UserError, jax.errors.JaxRuntimeError):
                 raise
@@ -398,12 +392,12 @@ class Trainer:
             self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
 
     def _between_steps(self) -> None:
-        if (every := self._config.checkpoint.every) and self._run.step % every == 0:
+        if (every := self.config.checkpoint.every) and self._run.step % every == 0:
             self._finish_step()
             self._save()
 
     def _evaluate_if_due(self, total: int) -> None:
-        step, every = self._run.step, self._config.eval.every
+        step, every = self._run.step, self.config.eval.every
         if step == total or (every and step % every == 0):
             self._finish_step()
             if step == total:
@@ -433,11 +427,11 @@ class Trainer:
         self._log(step, values)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
-        run, total, unit = self._run, self._config.train.steps, self._run.data.unit
+        run, total, unit = self._run, self.config.train.steps, self._run.data.unit
         per_step = run.data.global_batch_size * run.data.units_per_row
         rate = per_step / self._timing.step_seconds
         self._report.step(step, values, f"{rate:,.0f} {unit}/s")
-        if step in (1, total) or step % self._config.train.log_every == 0:
+        if step in (1, total) or step % self.config.train.log_every == 0:
             record: dict[str, float | int] = {
                 "step": step,
                 **values,
@@ -454,20 +448,20 @@ class Trainer:
             self._report.log({"step": step, **values, **speed}, total, unit, is_first=True)
 
     def _speed(self, per_step: int) -> dict[str, float]:
-        timing, devices, unit = self._timing.record(), self._mesh.size, self._run.data.unit
+        timing, devices, unit = self._timing.record(), self.mesh.size, self._run.data.unit
         rate = per_step / timing["step_seconds"]
         speed = {f"{unit}_per_second": rate, f"{unit}_per_second_per_device": rate / devices, **timing}
-        if platform_of(self._mesh.devices.flat[0]) != "cpu":
+        if platform_of(self.mesh.devices.flat[0]) != "cpu":
             from jaxtp.train.performance import utilization
 
-            speed |= utilization(self._mesh, self._run.row_flops * rate / self._run.data.units_per_row)
+            speed |= utilization(self.mesh, self._run.row_flops * rate / self._run.data.units_per_row)
         return speed
 
     def _handle_skip(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:
-        run, allowed = self._run, self._config.train.skips_allowed
+        run, allowed = self._run, self.config.train.skips_allowed
         what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
         if skipped == 1:  # a bad state makes every step fail
-            run.checkpoints.require_sound(finite_arrays(run.state), self._mesh, what)
+            run.checkpoints.require_sound(finite_arrays(run.state), self.mesh, what)
         if skipped > allowed:
             from jaxtp.train.verify import nonfinite_gradient
 
@@ -483,7 +477,6 @@ class Trainer:
         run = self._run
         if not (values := self._evaluation()):
             return
-        self._eval_loss = run.step, values["eval_loss"]
         if self._last[0] == run.step:
             self._last = run.step, self._last[1] | values
         if log:
@@ -499,7 +492,7 @@ class Trainer:
     def _evaluation(self) -> dict[str, float]:
         run = self._run
         with self._phase(f"the evaluation at step {run.step}", "evaluate"):
-            batches = run.data.validation_batches(self._mesh, self._config.eval.batches)
+            batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
             results = [run.eval_step(run.state, batch, number) for number, batch in enumerate(batches)]
             results = jax.device_get(results)  # all at once
         return evaluation_metrics(results, own_loss=run.task.loss is not None) if results else {}
@@ -508,19 +501,17 @@ class Trainer:
         run = self._run
         if self._saved_at == run.step:
             return
-        evaluated, eval_loss = self._eval_loss
-        if evaluated != run.step:
-            eval_loss = None
-        if eval_loss is not None and not math.isfinite(eval_loss):
-            eval_loss = None  # cannot be the best
+        last, values = self._last
+        eval_loss = values.get("eval_loss", math.nan) if last == run.step else math.nan
+        best = eval_loss if math.isfinite(eval_loss) else None
         with self._phase(f"the checkpoint at step {run.step}", "save"):
             stored = run.blueprint.stored(run.state)
-            run.checkpoints.save(run.step, stored, self._mesh, self._checkpoint_info(), eval_loss=eval_loss)
+            run.checkpoints.save(run.step, stored, self.mesh, self._checkpoint_info(), eval_loss=best)
         self._saved_at = run.step
 
     def _checkpoint_info(self) -> dict[str, object]:
-        run, sizes = self._run, mesh_sizes(self._mesh)
-        info = run_folder.checkpoint_info(self._config, run.data.description, run.position.sample, sizes)
+        run, sizes = self._run, mesh_sizes(self.mesh)
+        info = run_folder.checkpoint_info(self.config, run.data.description, run.position.sample, sizes)
         if (streams := run.position.gathered().streams) is not None:
             info[run_folder.STREAMS] = streams
         info[MEAN_LOSS] = run.mean_loss.sums

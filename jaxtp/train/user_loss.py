@@ -23,7 +23,17 @@ from jaxtp.train.task import Loss
 STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of `nnx.BatchNorm`."""
 
-RESERVED = {"step", "loss", "learning_rate", "grad_norm", "param_norm", "skipped", "loss_tokens", "loss_weight"}
+RESERVED = {
+    "step",
+    "loss",
+    "eval_loss",
+    "learning_rate",
+    "grad_norm",
+    "param_norm",
+    "skipped",
+    "loss_tokens",
+    "loss_weight",
+}
 _FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
 
 
@@ -213,31 +223,43 @@ def require_sums(
     loss_is_random, weight_is_random = (jaxpr.invars[0] in _needed(jaxpr, [out]) for out in jaxpr.outvars[:2])
     if weight_is_random:  # as in masked language models
         return None
-    n, m = float(once.count), float(twice.count)
-    if not _close(2 * n, m):
-        raise ConfigError(
-            f"the weight of the loss does not grow with the rows: {_measured(once.loss, n, twice.loss, m)}. Return the "
-            "sum over rows, and the number of rows (or tokens) in the sum"
-        )
-    sums = {"loss": (once.loss, n, twice.loss, m)}
-    sums |= {f"metric {name!r}": (*pair, *twice.metrics[name]) for name, pair in once.metrics.items()}
+    warning = _compare(_numbers(once), _numbers(twice), loss_is_random=loss_is_random)
+    if warning and accumulation > 1:
+        raise ConfigError(f"{warning}. Micro-batches change it: use --train.accumulation 1, or sum over rows")
+    return warning and f"WARNING: {warning}. If it should be one, look for a mistake in shapes"
+
+
+Numbers = dict[str, tuple[float, float]]
+"""The loss and each metric, with their weights."""
+
+
+def _numbers(terms: LossTerms) -> Numbers:
+    pairs = {"loss": (terms.loss, terms.count)} | {f"metric {name!r}": pair for name, pair in terms.metrics.items()}
+    return {name: (float(value), float(weight)) for name, (value, weight) in pairs.items()}
+
+
+def _compare(once: Numbers, twice: Numbers, *, loss_is_random: bool) -> str | None:
+    # Compares sums over rows with sums over the same rows, each twice.
     warning = None
-    for name, (a, by, b, by_twice) in sums.items():
-        measured = _measured(a, by, b, by_twice)
-        if a and _close(a, b) and _close(2 * by, by_twice):
+    for name, (a, n) in once.items():
+        b, m = twice[name]
+        measured = (
+            f"it is {a:.6g} with weight {n:g} for some rows, and {b:.6g} with weight {m:g} for each of them twice"
+        )
+        grows = _close(2 * n, m)
+        if name == "loss" and not grows:
+            raise ConfigError(
+                f"the weight of the loss does not grow with the rows: {measured}. Return the sum over rows, and the "
+                "number of rows (or tokens) in the sum"
+            )
+        if a and _close(a, b) and grows:
             hint = "" if name == "loss" else "; for a number that is no mean over rows return a pair (number, 1)"
             raise ConfigError(
                 f"the {name} is a mean: {measured}. Return the sum over rows; the step divides it by the weight{hint}"
             )
         if name == "loss" and not loss_is_random and not _close(2 * a, b):
             warning = f"the loss is no sum over rows: {measured}"
-    if warning and accumulation > 1:
-        raise ConfigError(f"{warning}. Micro-batches change it: use --train.accumulation 1, or sum over rows")
-    return warning and f"WARNING: {warning}. If it should be one, look for a mistake in shapes"
-
-
-def _measured(a: float, n: float, b: float, m: float) -> str:
-    return f"it is {a:.6g} with weight {n:g} for some rows, and {b:.6g} with weight {m:g} for each of them twice"
+    return warning
 
 
 def _close(a: float, b: float) -> bool:

@@ -16,6 +16,7 @@ from jaxtp.analysis.work import Work, work_of
 from jaxtp.mesh import STORAGE, abstract_mesh, as_current, batch_parts, mesh_shape, mesh_sizes
 from jaxtp.models.decoder import create_decoder
 from jaxtp.models.own_decoder import builder
+from jaxtp.parallelize.parallelize import abstract_model
 from jaxtp.train import user_loss
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory
@@ -65,13 +66,13 @@ def micro_batch(config: TrainConfig, batch: Shapes) -> dict[str, jax.ShapeDtypeS
 def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
     """Returns the abstract model of a task, not split; under `ONE_DEVICE`."""
 
-    def build(rngs: nnx.Rngs) -> nnx.Module:
+    def build() -> nnx.Module:
+        rngs = nnx.Rngs(config.run.seed)
         if not task.has_own_model:
             return create_decoder(config.model, rngs=rngs)
         return builder(task.model, config.model)(rngs)  # type: ignore[arg-type]
 
-    model: nnx.Module = nnx.eval_shape(lambda: build(nnx.Rngs(config.run.seed)))
-    return model
+    return abstract_model(build)
 
 
 def flops_per_row(config: TrainConfig, task: Task, batch: Shapes) -> float:

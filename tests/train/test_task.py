@@ -153,6 +153,10 @@ def grows(model, batch, key):
         "pairs of rows": ({"loss": of_pairs, "settings": {"train.accumulation": 2}}, "Micro-batches change it"),
         "a mean metric": ({"loss": mean_metric}, "the metric 'loss_again' is a mean"),
         "a name": ({"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"loss_tokens": 1})}, "a metric named 'loss_tokens'"),
+        "a name of an evaluation": (
+            {"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"eval_loss": 1})},
+            "a metric named 'eval_loss'",
+        ),
         "a number": ({"loss": lambda *_: 1.0}, "the loss returns a float; it should return"),
         "an array": ({"loss": lambda m, b, _: (losses_of(m, b), 1)}, r"the sum of the loss is an array float32\[32\]"),
         "another key": ({"loss": lambda m, b, _: b["z"]}, r"test_task.py, line \d+: .*: KeyError: 'z'"),

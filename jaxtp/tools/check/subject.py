@@ -89,8 +89,7 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
             f"has {memory / 2**30:,.1f}; make it small by arguments of the function that builds it (model.arguments)"
         )
     if task.loss is not None:
-        with jax.set_mesh(blueprint.mesh):
-            traits = check_loss(small, blueprint.abstract_model, task.loss, shapes)
+        traits = check_loss(small, task, shapes)
         if data is not None:
             data.pad_short_batches(traits.reads_weights)
         accumulation = 2 if small.train.accumulation == 1 else 1
