@@ -2,14 +2,16 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import count as count_from
-from typing import Any, ClassVar
+from itertools import islice
+from typing import Any, ClassVar, TypeAlias
 
-import grain
 import jax
 import numpy as np
 
@@ -19,20 +21,24 @@ from jaxtp.data.columns import (
     Columns,
     Layout,
     check_layout,
+    count_rows,
     layout_of,
-    num_rows,
     pad,
     reading,
-    rows_layout,
     short_batch,
-    stack,
     to_columns,
 )
 from jaxtp.data.samples import ORDER, SHUFFLE, shuffle_identity
 from jaxtp.distributed.agreement import all_gather_json
 
-Record = dict[str, Any]
-"""JSON on a stream's last batch, with its checksum as `crc32`."""
+Record: TypeAlias = dict[str, Any]
+"""JSON on the last batch of a stream or function, with its checksum as `crc32`."""
+
+Read: TypeAlias = tuple[Columns, list[Record | None] | None]
+"""Rows of a batch, and `Position.streams` after it."""
+
+_AHEAD = 4
+"""Number of batches that are read ahead."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Position:
     sample: int = 0
     """Number of rows so far."""
     streams: list[Record | None] | None = None
-    """A record of each stream, None if this process does not read it; of a function, the checksum of its last batch."""
+    """A record of each stream, None if this process does not read it; or one record of a function."""
 
     def gathered(self) -> "Position":
         """Returns the position with all processes' records, for a checkpoint. All processes must call it."""
@@ -74,27 +80,24 @@ class Batches(ABC):
     name: str
     """For messages."""
     batch_size: int | None = None
-    """The setting; `global_batch_size` is the source's."""
+    """Number of rows; None if the first batch decides it, and is not read yet."""
     with_weights: bool = False
     """Whether short batches are padded; then each batch has `WEIGHTS`."""
-    once: bool = False
-    """Whether `read` ends after one pass in order, for evaluation."""
-    report: Callable[[str], None] = print
-    """Takes lines for the user."""
     num_rows: int | None = None
     """In an epoch, if known."""
-    left_out: int = field(default=0, init=False)
-    """Number of this process's rows that the last pass left out, since they did not fill a batch."""
+    threads: int = 1
+    """Number of threads that read batches."""
+    _layout: Layout = field(default_factory=dict, init=False)  # of the first row that is read
 
     @property
-    @abstractmethod
     def global_batch_size(self) -> int:
         """Number of rows of a batch."""
+        return self.batch_size or self._look()[1]
 
     @property
-    @abstractmethod
     def layout(self) -> Layout:
-        """Columns of the first sample, without `WEIGHTS` that jaxtp adds."""
+        """Columns of the first row, without `WEIGHTS` that jaxtp adds."""
+        return self._layout or self._look()[0]
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -112,23 +115,52 @@ class Batches(ABC):
         columns = {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self.layout.items())}
         return {"kind": self.kind, "columns": columns}
 
-    @abstractmethod
     def read(
         self, rows: Sequence[int], position: Position, count: int | None = None
     ) -> Iterator[tuple[Columns, Position]]:
         """Yields these rows of `count` batches from a position, and the position after each.
 
-        It reads ahead in a thread. A pass `once` ends with the source.
+        It reads ahead. None reads to the end of the source, which may have none.
 
         Raises:
           BatchError: the source raised an error, or a batch cannot be used.
           EndOfDataError: an iterator has fewer batches.
         """
+        # All of a user's code runs in the pool, because the main thread has set a mesh.
+        pool = ThreadPoolExecutor(self.threads)
+        try:
+            read = pool.submit(self._open, rows, position).result()
+            steps = islice(count_from(position.step), count)
+            pending = deque(pool.submit(read, step) for step in islice(steps, _AHEAD))
+            step, sample = position.step, position.sample
+            while pending and (batch := pending.popleft().result()) is not None:
+                pending.extend(pool.submit(read, step) for step in islice(steps, 1))
+                step, sample = step + 1, sample + self.global_batch_size
+                yield batch[0], Position(step, sample, batch[1])
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    @abstractmethod
+    def _peek(self) -> tuple[Columns, int]:
+        """Reads first rows; returns them and the number of rows of a batch."""
+
+    @abstractmethod
+    def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
+        """Returns a function that reads the batch of a step, or None after the end; its calls are in order."""
+
+    def _look(self) -> tuple[Layout, int]:
+        rows, self.batch_size = self._peek()
+        self._layout = layout_of(rows)
+        return self._layout, self.batch_size
+
+    def _reading(self, step: int) -> AbstractContextManager[None]:
+        return reading(f"{self.name}, step {step + 1}")
 
     def _whole(self, columns: Columns, size: int) -> Columns:
-        # Checks a batch, and pads it to `size` rows.
-        rows = num_rows(columns)
-        check_layout(self.layout, rows_layout(columns))
+        # Checks rows, and pads them to `size`.
+        rows, layout = count_rows(columns), layout_of(columns)
+        self._layout = self._layout or layout
+        check_layout(self._layout, layout)
         if rows > size:
             raise BatchError(f"has {rows} rows, more than the {size} of the first batch")
         if self.with_weights:
@@ -137,39 +169,28 @@ class Batches(ABC):
             raise BatchError(short_batch(rows))
         return pad(columns, size)
 
-    def _steps(self, position: Position, count: int | None) -> Iterator[tuple[int, Position]]:
-        # Each step, and the position after it without streams.
-        for done in range(count) if count is not None else count_from():
-            after = position.sample + (done + 1) * self.global_batch_size
-            yield position.step + done, Position(position.step + done + 1, after)
+    def _placed(self, size: int, parts: Iterable[tuple[list[int], Columns]]) -> Columns:
+        # Joins rows at their places, with zeros elsewhere. Copies each part at once: a source may use its arrays again.
+        joined: Columns = {}
+        for places, columns in parts:
+            joined = joined or self._zeros(size)
+            for name, array in columns.items():
+                joined[name][places] = array
+        return joined or self._zeros(size)
 
-    def _reading(self, step: int) -> AbstractContextManager[None]:
-        return reading(f"{self.name}, step {step + 1}")
+    def _zeros(self, size: int) -> Columns:
+        return {name: np.zeros((size, *spec.shape[1:]), spec.dtype) for name, spec in self.shapes.items()}
 
 
 @dataclass(kw_only=True, eq=False)
 class SampleBatches(Batches):
-    """Batches of samples by index: endless, or `num_rows` of them once."""
+    """Batches of samples by index."""
 
     kind = "samples"
 
     samples: Sequence[Any]
-    threads: int = 1
-    """Each reads a batch; a user's `__getitem__` need not be safe in several."""
-    _layout: Layout = field(default_factory=dict, init=False)
-
-    @property
-    def global_batch_size(self) -> int:
-        """The setting."""
-        return required(self.batch_size)
-
-    @property
-    def layout(self) -> Layout:
-        """Columns of a sample."""
-        if not self._layout:
-            with self._reading(0):
-                self._layout = layout_of(self._sample(0))
-        return self._layout
+    end: int = sys.maxsize
+    """Number of samples."""
 
     @property
     def description(self) -> dict[str, object]:
@@ -177,53 +198,36 @@ class SampleBatches(Batches):
         order = {"algorithm": f"grain {version('grain')}", "sha256": shuffle_identity()}
         return {**super().description, "rows": self.num_rows, ORDER: {SHUFFLE: order}}
 
-    def read(
-        self, rows: Sequence[int], position: Position, count: int | None = None
-    ) -> Iterator[tuple[Columns, Position]]:
-        """See `Batches`."""
-        size, end = self.global_batch_size, sys.maxsize
-        if self.once:
-            end = required(self.num_rows)
-            whole = -(-end // size) if self.with_weights else end // size
-            self.left_out = max(end - whole * size, 0)
-            if not whole:
-                raise BatchError(f"{self.name}: a batch of {size} rows {short_batch(end)}")
-            count = whole if count is None else min(count, whole)
+    def _peek(self) -> tuple[Columns, int]:
+        if self.batch_size is None:
+            raise BatchError(f"{self.name} has samples; set the rows of a batch (batch_size)")
+        with self._reading(0):
+            return self._sample(0), self.batch_size
 
-        def batch(index: int) -> Columns:
-            first = position.sample + int(index) * size
-            with self._reading(position.step + int(index)):
-                return self._batch([first + row for row in rows], end)
+    def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
+        size = self.global_batch_size
+        if self.end < size and not self.with_weights:
+            raise BatchError(f"{self.name}: a batch of {size} rows {short_batch(self.end)}")
 
-        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=4 * self.threads)
-        batches = grain.MapDataset.range(required(count)).map(batch).to_iter_dataset(options)
-        for columns, (_, after) in zip(batches, self._steps(position, count), strict=True):
-            yield columns, after
+        def read(step: int) -> Read | None:
+            first = position.sample + (step - position.step) * size
+            if self.end - first < (1 if self.with_weights else size):
+                return None
+            indices = [(place, first + row) for place, row in enumerate(rows) if first + row < self.end]
+            with self._reading(step):
+                samples = (([place], self._whole(self._sample(index), 1)) for place, index in indices)
+                return self._placed(len(rows), samples), None
 
-    def _batch(self, indices: Sequence[int], end: int) -> Columns:
-        samples = {row: self._sample(index) for row, index in enumerate(indices) if index < end}
-        for sample in samples.values():
-            self._layout = self._layout or layout_of(sample)
-            check_layout(self._layout, layout_of(sample))
-        columns = stack(samples, len(indices), self.layout)
-        if not self.with_weights:
-            return columns
-        return {WEIGHTS: np.asarray([index < end for index in indices], np.float32)} | columns
+        return read
 
     def _sample(self, index: int) -> Columns:
+        # As a batch of one row.
         sample = self.samples[index]
         if sample is None:
             raise BatchError(f"sample {index} is None; filter the samples before")
-        return to_columns(sample)
+        return {name: array[None] for name, array in to_columns(sample).items()}
 
 
 def token_batches(samples: Sequence[Any], size: int) -> SampleBatches:
     """Returns batches of `Samples`, in their order."""
     return SampleBatches(samples=samples, threads=2, name="data", batch_size=size)
-
-
-def required(value: int | None) -> int:
-    """Returns a number that is needed; raises `BatchError` if it is None."""
-    if value is None:
-        raise BatchError("a number is missing: batch_size, or the number of batches")
-    return value

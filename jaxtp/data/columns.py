@@ -88,7 +88,7 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
     return array.astype(dtype, copy=False)
 
 
-def num_rows(columns: Columns) -> int:
+def count_rows(columns: Columns) -> int:
     """Returns the number of rows of a batch.
 
     Raises:
@@ -99,16 +99,12 @@ def num_rows(columns: Columns) -> int:
         raise BatchError(f"column {scalars[0]!r} is one number: these are samples; give batches (.batch(8))")
     sizes = {shape[0] for shape in shapes.values()}
     if len(sizes) > 1:
-        raise BatchError(f"columns differ in their number of rows: {_listed(shapes)}")
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise BatchError(f"columns differ in their number of rows: {listed}")
     return sizes.pop()
 
 
-def layout_of(sample: Columns) -> Layout:
-    """Returns shapes and dtypes of a sample."""
-    return {name: (array.shape, array.dtype) for name, array in sample.items()}
-
-
-def rows_layout(columns: Columns) -> Layout:
+def layout_of(columns: Columns) -> Layout:
     """Returns shapes and dtypes of the rows of a batch."""
     return {name: (array.shape[1:], array.dtype) for name, array in columns.items()}
 
@@ -118,24 +114,16 @@ def check_layout(expected: Layout, found: Layout) -> None:
     if found == expected:
         return
     if missing := sorted(expected.keys() ^ found.keys()):
-        raise BatchError(f"has the columns {_listed(found)}, and the first had {_listed(expected)}: {missing[0]!r}")
+        names, first = ", ".join(found), ", ".join(expected)
+        raise BatchError(f"has the columns {names}, and the first had {first}: {missing[0]!r}")
     name = next(name for name in expected if found[name] != expected[name])
     (was, was_dtype), (shape, dtype) = expected[name], found[name]
     raise BatchError(f"column {name!r} is {dtype}{list(shape)} in a row, and was {was_dtype}{list(was)} in the first")
 
 
-def stack(samples: Mapping[int, Columns], size: int, layout: Layout) -> Columns:
-    """Returns `size` rows: samples by row, zeros elsewhere."""
-    arrays = {name: np.zeros((size, *shape), dtype) for name, (shape, dtype) in layout.items()}
-    for row, sample in samples.items():
-        for name, array in sample.items():
-            arrays[name][row] = array
-    return arrays
-
-
 def pad(columns: Columns, size: int) -> Columns:
     """Appends rows of zeros up to `size`."""
-    missing = size - num_rows(columns)
+    missing = size - count_rows(columns)
     if not missing:
         return columns
     return {
@@ -165,7 +153,3 @@ def checksum(columns: Columns) -> int:
         spaced = array.reshape(len(array), -1)[:, :: max(array.size // _CHECKED, 1)] if array.size else array
         total = zlib.crc32(spaced.tobytes(), total)
     return total
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in values.items())
