@@ -228,6 +228,6 @@ class SampleBatches(Batches):
         return {name: array[None] for name, array in to_columns(sample).items()}
 
 
-def token_batches(samples: Sequence[Any], size: int) -> SampleBatches:
+def token_batches(samples: Sequence[Any], size: int, end: int = sys.maxsize) -> SampleBatches:
     """Returns batches of `Samples`, in their order."""
-    return SampleBatches(samples=samples, threads=2, name="data", batch_size=size)
+    return SampleBatches(samples=samples, end=end, threads=2, name="data", batch_size=size)
