@@ -3,15 +3,15 @@
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count as count_from
 from itertools import islice
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
+import grain
 import jax
 import numpy as np
 
@@ -19,16 +19,15 @@ from jaxtp.data.columns import (
     WEIGHTS,
     BatchError,
     Columns,
-    Layout,
     check_layout,
     count_rows,
     layout_of,
-    pad,
     reading,
     short_batch,
     to_columns,
 )
-from jaxtp.data.samples import ORDER, SHUFFLE, shuffle_identity
+from jaxtp.data.rows import Samples
+from jaxtp.data.samples import ORDER, SHUFFLE, shuffle_identity, shuffled
 from jaxtp.distributed.agreement import all_gather_json
 
 Record: TypeAlias = dict[str, Any]
@@ -70,50 +69,36 @@ class Position:
                 )
 
 
-@dataclass(kw_only=True, eq=False)
 class Batches(ABC):
-    """A source of batches."""
+    """A source of batches.
 
-    kind: ClassVar[str]
-    """Name in descriptions."""
+    Attributes:
+      name: for messages.
+      global_batch_size: number of rows of a batch.
+      with_weights: whether short batches are padded; then each batch has the column `WEIGHTS`.
+      num_rows: in an epoch, if known.
+    """
 
-    name: str
-    """For messages."""
-    batch_size: int | None = None
-    """Number of rows; None if the first batch decides it, and is not read yet."""
-    with_weights: bool = False
-    """Whether short batches are padded; then each batch has `WEIGHTS`."""
-    num_rows: int | None = None
-    """In an epoch, if known."""
-    threads: int = 1
-    """Number of threads that read batches."""
-    _layout: Layout = field(default_factory=dict, init=False)  # of the first row that is read
-
-    @property
-    def global_batch_size(self) -> int:
-        """Number of rows of a batch."""
-        return self.batch_size or self._look()[1]
-
-    @property
-    def layout(self) -> Layout:
-        """Columns of the first row, without `WEIGHTS` that jaxtp adds."""
-        return self._layout or self._look()[0]
+    def __init__(self, name: str, first: Columns, size: int, identity: Mapping[str, object]):
+        self.name, self.global_batch_size = name, size
+        self.with_weights = False
+        self.num_rows: int | None = None
+        self._threads = 1
+        self._layout, self._identity = layout_of(first), identity
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract arrays of a whole batch."""
         weights = {WEIGHTS: ((), np.dtype(np.float32))} if self.with_weights else {}
-        size = self.global_batch_size
-        return {
-            name: jax.ShapeDtypeStruct((size, *shape), dtype)
-            for name, (shape, dtype) in (weights | self.layout).items()
-        }
+        rows = self.global_batch_size
+        layout = (weights | self._layout).items()
+        return {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in layout}
 
     @property
     def description(self) -> dict[str, object]:
         """JSON, compared when a run resumes."""
-        columns = {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self.layout.items())}
-        return {"kind": self.kind, "columns": columns}
+        columns = {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self._layout.items())}
+        return {**self._identity, "columns": columns}
 
     def read(
         self, rows: Sequence[int], position: Position, count: int | None = None
@@ -127,7 +112,7 @@ class Batches(ABC):
           EndOfDataError: an iterator has fewer batches.
         """
         # All of a user's code runs in the pool, because the main thread has set a mesh.
-        pool = ThreadPoolExecutor(self.threads)
+        pool = ThreadPoolExecutor(self._threads)
         try:
             read = pool.submit(self._open, rows, position).result()
             steps = islice(count_from(position.step), count)
@@ -141,93 +126,77 @@ class Batches(ABC):
             pool.shutdown(wait=False, cancel_futures=True)
 
     @abstractmethod
-    def _peek(self) -> tuple[Columns, int]:
-        """Reads first rows; returns them and the number of rows of a batch."""
-
-    @abstractmethod
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         """Returns a function that reads the batch of a step, or None after the end; its calls are in order."""
 
-    def _look(self) -> tuple[Layout, int]:
-        rows, self.batch_size = self._peek()
-        self._layout = layout_of(rows)
-        return self._layout, self.batch_size
+    def _zeros(self, rows: int) -> Columns:
+        return {name: np.zeros((rows, *spec.shape[1:]), spec.dtype) for name, spec in self.shapes.items()}
 
-    def _reading(self, step: int) -> AbstractContextManager[None]:
-        return reading(f"{self.name}, step {step + 1}")
-
-    def _whole(self, columns: Columns, size: int) -> Columns:
-        # Checks rows, and pads them to `size`.
-        rows, layout = count_rows(columns), layout_of(columns)
-        self._layout = self._layout or layout
-        check_layout(self._layout, layout)
-        if rows > size:
-            raise BatchError(f"has {rows} rows, more than the {size} of the first batch")
+    def _put(self, into: Columns, columns: Columns, size: int, rows: Mapping[int, int]) -> None:
+        # Checks the columns of `size` rows, and copies rows by place. Those that a short batch lacks stay zeros.
+        found = count_rows(columns)
+        check_layout(self._layout, layout_of(columns))
+        if found > size:
+            raise BatchError(f"has {found} rows, more than the {size} of the first batch")
         if self.with_weights:
-            columns = {WEIGHTS: np.ones(rows, np.float32)} | columns
-        elif rows < size:
-            raise BatchError(short_batch(rows))
-        return pad(columns, size)
-
-    def _placed(self, size: int, parts: Iterable[tuple[list[int], Columns]]) -> Columns:
-        # Joins rows at their places, with zeros elsewhere. Copies each part at once: a source may use its arrays again.
-        joined: Columns = {}
-        for places, columns in parts:
-            joined = joined or self._zeros(size)
-            for name, array in columns.items():
-                joined[name][places] = array
-        return joined or self._zeros(size)
-
-    def _zeros(self, size: int) -> Columns:
-        return {name: np.zeros((size, *spec.shape[1:]), spec.dtype) for name, spec in self.shapes.items()}
+            columns = {WEIGHTS: np.ones(found, np.float32)} | columns
+            rows = {place: row for place, row in rows.items() if row < found}
+        elif found < size:
+            raise BatchError(short_batch(found))
+        for name, array in columns.items():
+            into[name][list(rows)] = array[list(rows.values())]
 
 
-@dataclass(kw_only=True, eq=False)
 class SampleBatches(Batches):
-    """Batches of samples by index."""
+    """Batches of a dataset: once, or endless.
 
-    kind = "samples"
+    Endless batches are shuffled by `seed` anew in each epoch, unless they come from a `grain.MapDataset`, which has its
+    own order.
+    """
 
-    samples: Sequence[Any]
-    end: int = sys.maxsize
-    """Number of samples."""
-
-    @property
-    def description(self) -> dict[str, object]:
-        """With the number of rows, and the identity of their order."""
+    def __init__(self, name: str, dataset: Any, size: int, *, seed: int = 0, once: bool = False):
+        rows = len(dataset)
+        is_grain, endless = isinstance(dataset, grain.MapDataset), rows == sys.maxsize
+        if not rows:
+            raise BatchError(f"{name} has no rows")
+        if once and endless:
+            raise BatchError(f"{name} has no end; leave out repeat() for an evaluation")
+        if not (once or endless):
+            dataset = dataset.repeat() if is_grain else shuffled([dataset], [1.0], seed)
+        self._dataset, self._end = dataset, rows if once else sys.maxsize
+        with reading(name, 0):
+            first = self._sample(0)
+        num_rows = None if endless else rows
         order = {"algorithm": f"grain {version('grain')}", "sha256": shuffle_identity()}
-        return {**super().description, "rows": self.num_rows, ORDER: {SHUFFLE: order}}
-
-    def _peek(self) -> tuple[Columns, int]:
-        if self.batch_size is None:
-            raise BatchError(f"{self.name} has samples; set the rows of a batch (batch_size)")
-        with self._reading(0):
-            return self._sample(0), self.batch_size
+        super().__init__(name, first, size, {"kind": "samples", "rows": num_rows, ORDER: {SHUFFLE: order}})
+        self.num_rows, self._threads = num_rows, 2 if is_grain else 1  # a user's dataset need not allow several
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         size = self.global_batch_size
-        if self.end < size and not self.with_weights:
-            raise BatchError(f"{self.name}: a batch of {size} rows {short_batch(self.end)}")
+        if self._end < size and not self.with_weights:
+            raise BatchError(f"{self.name}: a batch of {size} rows {short_batch(self._end)}")
 
         def read(step: int) -> Read | None:
             first = position.sample + (step - position.step) * size
-            if self.end - first < (1 if self.with_weights else size):
+            if self._end - first < (1 if self.with_weights else size):
                 return None
-            indices = [(place, first + row) for place, row in enumerate(rows) if first + row < self.end]
-            with self._reading(step):
-                samples = (([place], self._whole(self._sample(index), 1)) for place, index in indices)
-                return self._placed(len(rows), samples), None
+            columns = self._zeros(len(rows))
+            with reading(self.name, step):
+                for place, row in enumerate(rows):
+                    if first + row < self._end:
+                        self._put(columns, self._sample(first + row), 1, {place: 0})
+            return columns, None
 
         return read
 
     def _sample(self, index: int) -> Columns:
-        # As a batch of one row.
-        sample = self.samples[index]
+        # Returns a sample as a batch of one row.
+        sample = self._dataset[index]
         if sample is None:
             raise BatchError(f"sample {index} is None; filter the samples before")
         return {name: array[None] for name, array in to_columns(sample).items()}
 
 
-def token_batches(samples: Sequence[Any], size: int, end: int = sys.maxsize) -> SampleBatches:
-    """Returns batches of `Samples`, in their order."""
-    return SampleBatches(samples=samples, end=end, threads=2, name="data", batch_size=size)
+def token_batches(samples: Samples, size: int, *, once: bool = False) -> SampleBatches:
+    """Returns batches of samples in their order."""
+    return SampleBatches("data", samples, size, once=once)

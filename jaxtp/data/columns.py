@@ -1,7 +1,7 @@
 """Columns of a batch: NumPy arrays by name, from whatever a user's source yields."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -35,8 +35,9 @@ class EndOfDataError(BatchError):
 
 
 @contextmanager
-def reading(where: str) -> Iterator[None]:
-    """Converts an error of a user's source to a `BatchError` that begins with `where`; other `UserError`s pass."""
+def reading(name: str, step: int | None = None) -> Iterator[None]:
+    """Converts an error of a user's source to a `BatchError` that begins with its name; other `UserError`s pass."""
+    where = name if step is None else f"{name}, step {step + 1}"
     try:
         yield
     except BatchError as error:
@@ -121,28 +122,12 @@ def check_layout(expected: Layout, found: Layout) -> None:
     raise BatchError(f"column {name!r} is {dtype}{list(shape)} in a row, and was {was_dtype}{list(was)} in the first")
 
 
-def pad(columns: Columns, size: int) -> Columns:
-    """Appends rows of zeros up to `size`."""
-    missing = size - count_rows(columns)
-    if not missing:
-        return columns
-    return {
-        name: np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
-        for name, array in columns.items()
-    }
-
-
 def short_batch(rows: int) -> str:
     """Returns the end of a message on a short batch."""
     return (
         f"has only {rows} rows: leave a short batch out (drop_last=True), or let the loss multiply by "
         f"batch[{WEIGHTS!r}], which is 0 in rows that pad it"
     )
-
-
-def take(columns: Columns, rows: Sequence[int]) -> Columns:
-    """Returns some rows."""
-    return {name: array[np.asarray(rows, np.int64)] for name, array in columns.items()}
 
 
 def checksum(columns: Columns) -> int:

@@ -11,82 +11,75 @@
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import grain
 import numpy as np
 
 from jaxtp.data.batches import Batches, Position, Read, SampleBatches
-from jaxtp.data.columns import BatchError, Columns, checksum, count_rows, reading, take, to_columns
-from jaxtp.data.samples import shuffled
+from jaxtp.data.columns import BatchError, Columns, checksum, count_rows, reading, to_columns
 from jaxtp.data.streams import ITERABLE, StreamBatches
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-@dataclass(kw_only=True, eq=False)
 class FunctionBatches(Batches):
-    """Batches of a function of the step, without an end."""
+    """Batches of a function of the step, without an end.
 
-    kind = "function"
+    Args:
+      batch_size: of a function that takes rows.
+    """
 
-    function: Callable[..., object]
-    by_rows: bool
-
-    def _peek(self) -> tuple[Columns, int]:
-        if self.by_rows and self.batch_size is None:
-            raise BatchError(f"{self.name} takes rows; set the rows of a batch (batch_size)")
-        with self._reading(0):
+    def __init__(self, name: str, function: Callable[..., object], batch_size: int | None):
+        self._function, self._by_rows = function, batch_size is not None
+        with reading(name, 0):
             first = self._call(0, [0])
-            return first, self.batch_size or count_rows(first)
+            super().__init__(name, first, batch_size or count_rows(first), {"kind": "function"})
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
-        if position.streams and not self.by_rows and self._read(position.step - 1, rows)[1] != position.streams:
+        if position.streams and not self._by_rows and self._read(rows, position.step - 1)[1] != position.streams:
             raise BatchError(
                 f"{self.name}, step {position.step}: its batch is not the checkpoint's, so the function or its data "
                 "changed; start another run from these weights (--run.init-from)"
             )
-        return lambda step: self._read(step, rows)
+        return partial(self._read, rows)
 
-    def _read(self, step: int, rows: Sequence[int]) -> Read:
-        with self._reading(step):
+    def _read(self, rows: Sequence[int], step: int) -> Read:
+        copied = self._zeros(len(rows))  # the function may use its arrays again
+        with reading(self.name, step):
             columns = self._call(step, rows)
-            if not self.by_rows:
-                return take(self._whole(columns, self.global_batch_size), rows), [{"crc32": checksum(columns)}]
+            if not self._by_rows:
+                self._put(copied, columns, self.global_batch_size, dict(enumerate(rows)))
+                return copied, [{"crc32": checksum(columns)}]
             if (returned := count_rows(columns)) != len(rows):
                 raise BatchError(f"returned {returned} rows, and was called with {len(rows)}")
-            return take(self._whole(columns, returned), range(returned)), None  # a copy: it may use its arrays again
+            self._put(copied, columns, returned, {row: row for row in range(returned)})
+            return copied, None
 
     def _call(self, step: int, rows: Sequence[int]) -> Columns:
-        return to_columns(self.function(step, **({"rows": np.asarray(rows)} if self.by_rows else {})))
+        return to_columns(self._function(step, **({"rows": np.asarray(rows)} if self._by_rows else {})))
 
 
-def open_batches(
-    source: Any, *, batch_size: int | None = None, seed: int = 0, with_weights: bool = False, once: bool = False
-) -> Batches:
-    """Returns the batches of a source; reads at most one sample.
+def open_batches(source: Any, *, batch_size: int | None = None, seed: int = 0, once: bool = False) -> Batches:
+    """Returns the batches of a source; reads its first sample or batch.
 
     A dataset is shuffled by `seed` anew in each epoch, unless it is a `grain.MapDataset`, which has its own order; both
     are repeated, and read in order if `once`. A function without parameters returns a source, or yields batches.
 
     Args:
       batch_size: number of rows; sources of batches have their own.
-      with_weights: whether the loss reads the column `weights`; then short batches are padded.
       once: whether a read is one pass in order, for evaluation.
 
     Raises:
       BatchError: the source is none of these, or is empty.
     """
     name = _name_of(source)
-    settings: dict[str, Any] = {"name": name, "with_weights": with_weights}
     if _is_function(source):
         if parameters := _parameters(source):
-            by_rows = "rows" in parameters
-            size = batch_size if by_rows else None
-            return FunctionBatches(function=source, by_rows=by_rows, batch_size=size, **settings)
+            size = _required(batch_size, name) if "rows" in parameters else None
+            return FunctionBatches(name, source, size)
         with reading(name):
             made = source()
         source = _Again(source) if isinstance(made, Iterator) else made
@@ -94,31 +87,20 @@ def open_batches(
     sources = {f"{name}[{index}]": each for index, each in enumerate(source)} if several else {name: source}
     for where, each in sources.items():
         with reading(where):
-            if _is_dataset(each):
-                if several:
-                    raise BatchError("is a dataset of samples; give one dataset, which jaxtp splits by itself")
-                return _of_dataset(each, seed, once, batch_size=batch_size, **settings)
+            is_dataset = _is_dataset(each)
+            if is_dataset and several:
+                raise BatchError("is a dataset of samples; give one dataset, which jaxtp splits by itself")
             if once and isinstance(each, Iterator):
                 raise BatchError(f"is an iterator, and each evaluation reads it again; give {ITERABLE}")
-    return StreamBatches(sources=sources, once=once, **settings)
+        if is_dataset:
+            return SampleBatches(name, source, _required(batch_size, name), seed=seed, once=once)
+    return StreamBatches(name, sources, once=once)
 
 
-def _of_dataset(dataset: Any, seed: int, once: bool, **settings: Any) -> SampleBatches:
-    rows = len(dataset)
-    if not rows:
-        raise BatchError("has no rows")
-    is_grain, endless = isinstance(dataset, grain.MapDataset), rows == sys.maxsize
-    if once and endless:
-        raise BatchError("has no end; leave out repeat() for an evaluation")
-    if not (once or endless):
-        dataset = dataset.repeat() if is_grain else shuffled([dataset], [1.0], seed)
-    return SampleBatches(
-        samples=dataset,
-        num_rows=None if endless else rows,
-        end=rows if once else sys.maxsize,
-        threads=2 if is_grain else 1,  # only Grain's surely allow several
-        **settings,
-    )
+def _required(batch_size: int | None, name: str) -> int:
+    if batch_size is None:
+        raise BatchError(f"{name} has rows, not batches: set the number of rows of a batch (batch_size)")
+    return batch_size
 
 
 def _is_function(source: object) -> bool:
@@ -128,24 +110,16 @@ def _is_function(source: object) -> bool:
 
 def _parameters(function: Callable[..., object]) -> list[str]:
     # Returns which of step and rows a function takes.
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions in C
-        return ["step"]
+    signature = inspect.signature(function)
     named = {each.name: each.default for each in signature.parameters.values() if each.kind not in _VARIADIC}
     first, *others = named or [""]
-    required = [name for name, default in named.items() if default is inspect.Parameter.empty]
+    required = {name for name, default in named.items() if default is inspect.Parameter.empty}
     if not required and first != "step":
         return []
-    if isinstance(named.get("rows"), int):
+    if first == "rows" or not required <= {first, "rows"} or isinstance(named.get("rows"), int):
         raise BatchError(
-            f"{_name_of(function)} has a parameter rows={named['rows']}, and jaxtp passes the indices of the rows to "
-            "read in rows; rename it"
-        )
-    if first == "rows" or not set(required) <= {first, "rows"}:
-        raise BatchError(
-            f"{_name_of(function)} takes ({', '.join(named)}); it must take (step) or (step, rows), or nothing if it "
-            "yields batches"
+            f"{_name_of(function)} takes {signature}; it must take (step), or (step, rows) with the indices of rows to "
+            "read, or nothing if it yields batches. If its rows are something else, rename it"
         )
     return ["step", "rows"] if "rows" in others else ["step"]
 
@@ -162,7 +136,7 @@ def _is_dataset(source: Any) -> bool:
     if not (has_index and hasattr(source, "__len__")):
         return False
     try:
-        if len(source):
+        if has_iter and len(source):
             source[0]
     except NotImplementedError:  # an IterableDataset of torch inherits it
         return False

@@ -10,8 +10,7 @@ import json
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice, repeat
 from itertools import count as count_from
 from typing import Any
@@ -28,7 +27,6 @@ from jaxtp.data.columns import (
     count_rows,
     reading,
     short_batch,
-    take,
     to_columns,
 )
 from jaxtp.distributed.agreement import all_gather_json, is_multiprocess
@@ -37,7 +35,7 @@ _STATES = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 ITERABLE = (
     "an object whose iter() begins anew, such as a DataLoader, or a function without parameters that yields batches"
 )
-_BYTES, _ARRAY = "jaxtp.bytes", "jaxtp.array"
+_ARRAY = "jaxtp.array"
 
 
 class Stream:
@@ -45,32 +43,35 @@ class Stream:
 
     def __init__(self, source: Iterable[object], name: str, *, once: bool = False):
         self.source, self.name, self._once = source, name, once
-        self._opened: Iterator[tuple[object, Record]] | None = None  # at the beginning
-        self._start: Record | None = None  # of the first batch, once it is read
+        self._opened: Iterator[tuple[object, Record]] | None = None  # at the first batch
+        self._peeked, self._start = False, None  # the state before the first batch
 
     def peek(self) -> Columns:
         """Returns the first batch; the next `read` from the beginning yields it too."""
         batches = self._passes(0, None)
-        first = next(batches)
-        self._opened, self._start = chain([first], batches), first[1]
-        return to_columns(first[0])
+        first, record = next(batches)
+        self._opened, self._peeked, self._start = chain([(first, record)], batches), True, record["state"]
+        return to_columns(first)
 
-    def read(self, step: int, record: Record | None) -> Iterator[tuple[Columns, Record]]:
-        """Returns batches from a step, and the record after each.
+    def read(self, step: int, record: Record) -> Iterator[tuple[Columns, Record]]:
+        """Returns batches from a step, and the record after each; an empty record is not compared.
 
         Raises:
           BatchError: the order is not the record's.
         """
-        record = record or {}
-        if self._start is None:
-            self.peek()  # its first state, to which a source that has loaded another one can return
+        if not self._peeked:
+            self.peek()
         why = "it has no state"
-        if step and (state := record.get("state")) is not None:
-            batches = _with_checksums(self._passes(record["epoch"], state, step - 1))
+        if step and None not in (self._start, record.get("state")):
+            batches = _with_checksums(self._passes(record["epoch"], record["state"], step - 1))
             if _reads_last(batches, record):
                 return batches
             why = "its state omits something (a shuffle buffer?)"
-        again = self._from_beginning()
+        again, self._opened = self._opened, None
+        if again is None:
+            if isinstance(self.source, Iterator) and self._start is None:
+                raise BatchError(f"is an iterator, which can be read only once; give {ITERABLE}")
+            again = self._passes(0, self._start)
         batches = _with_checksums(again)
         if step:
             print(f"{self.name}: {why}, so its first {step:,} batches are read again")
@@ -82,15 +83,6 @@ class Stream:
                     "StatefulDataLoader"
                 )
         return batches
-
-    def _from_beginning(self) -> Iterator[tuple[object, Record]]:
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            return opened
-        assert self._start is not None
-        if isinstance(self.source, Iterator) and self._start["state"] is None:
-            raise BatchError(f"is an iterator, which can be read only once; give {ITERABLE}")
-        return self._passes(0, self._start["state"])
 
     def _passes(self, epoch: int, state: object, read: int = 0) -> Iterator[tuple[object, Record]]:
         # Also yields epoch and state before each batch; `read` is the number of batches before the first.
@@ -115,18 +107,11 @@ class Stream:
         for source in (self.source, *(getattr(self.source, name, None) for name in ("dataset", "sampler"))):
             if callable(set_epoch := getattr(source, "set_epoch", None)):
                 set_epoch(epoch)
-        if state is None:
-            return iter(self.source)
-        self._opened = None
-        of_source = _state_methods(self.source)
-        if of_source is not None:
-            of_source[1](_decoded(state))
-            return iter(self.source)
-        iterator = iter(self.source)
-        if (methods := _state_methods(iterator)) is None:
-            raise BatchError("has no state, and had one in the checkpoint")
-        methods[1](_decoded(state))
-        return iterator
+        owner = self.source if _state_methods(self.source) else iter(self.source)
+        if state is not None and (methods := _state_methods(owner)):
+            self._opened = None
+            methods[1](_decoded(state))
+        return iter(owner)
 
     def _state(self, iterator: Iterator[object]) -> object:
         methods = _state_methods(self.source) or _state_methods(iterator)
@@ -156,15 +141,16 @@ def _state_methods(source: object) -> tuple[Callable[[], object], Callable[[obje
 
 
 def _encoded(state: object) -> object:
-    # A copy, in JSON; with torch's and NumPy's arrays, such as a generator's state.
+    # A copy, in JSON; with bytes, and torch's and NumPy's arrays, such as a generator's state.
     def other(value: object) -> object:
-        if isinstance(value, bytes):
-            return {_BYTES: base64.b64encode(value).decode()}
         library = type(value).__module__.partition(".")[0]
-        if library in ("torch", "numpy") and hasattr(value, "dtype"):
+        if isinstance(value, bytes):
+            array = np.frombuffer(value, np.uint8)
+        elif library in ("torch", "numpy") and hasattr(value, "dtype"):
             array = np.asarray(value)
-            return {_ARRAY: [library, str(array.dtype), array.shape, base64.b64encode(array.tobytes()).decode()]}
-        raise TypeError
+        else:
+            raise TypeError
+        return {_ARRAY: [library, str(array.dtype), array.shape, base64.b64encode(array.tobytes()).decode()]}
 
     try:
         return json.loads(json.dumps(state, default=other))
@@ -174,42 +160,40 @@ def _encoded(state: object) -> object:
 
 def _decoded(state: object) -> object:
     def other(value: dict[str, Any]) -> object:
-        if _BYTES in value:
-            return base64.b64decode(value[_BYTES])
-        if _ARRAY in value:
-            library, dtype, shape, data = value[_ARRAY]
-            array = np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
-            return sys.modules["torch"].from_numpy(array) if library == "torch" else array
-        return value
+        if _ARRAY not in value:
+            return value
+        library, dtype, shape, data = value[_ARRAY]
+        array = np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+        if library == "torch":
+            return sys.modules["torch"].from_numpy(array)
+        return array if library == "numpy" else array.tobytes()
 
     return json.loads(json.dumps(state), object_hook=other)
 
 
-@dataclass(kw_only=True, eq=False)
 class StreamBatches(Batches):
-    """Batches of S streams: stream s yields rows `[s * B / S, (s + 1) * B / S)` of each."""
+    """Batches of S streams: stream s yields rows `[s * B / S, (s + 1) * B / S)` of each.
 
-    kind = "streams"
+    Args:
+      sources: iterables by name.
+      once: whether `read` ends with the streams, for evaluation.
+    """
 
-    sources: Mapping[str, Iterable[object]]
-    """By name."""
-    once: bool = False
-    """Whether `read` ends with the streams, for evaluation."""
-
-    def __post_init__(self) -> None:
-        self._streams = [Stream(source, name, once=self.once) for name, source in self.sources.items()]
-
-    @property
-    def description(self) -> dict[str, object]:
-        """With the number of streams."""
-        return {**super().description, "streams": len(self._streams)}
+    def __init__(self, name: str, sources: Mapping[str, Iterable[object]], *, once: bool = False):
+        self._streams = [Stream(source, each, once=once) for each, source in sources.items()]
+        self._once, number = once, len(sources)
+        process, processes = (jax.process_index(), jax.process_count()) if is_multiprocess() else (0, 1)
+        stream = self._streams[process * number // processes]  # most likely one that this process reads
+        with reading(stream.name, 0):
+            first = stream.peek()
+            super().__init__(name, first, count_rows(first) * number, {"kind": "streams", "streams": number})
 
     def read(
         self, rows: Sequence[int], position: Position, count: int | None = None
     ) -> Iterator[tuple[Columns, Position]]:
         """See `Batches`."""
         batches = super().read(rows, position, count)
-        if not (self.once and len(self._streams) > 1 and is_multiprocess()):
+        if not (self._once and len(self._streams) > 1 and is_multiprocess()):
             yield from batches
             return
         # Processes read other streams, which may end at other steps.
@@ -220,51 +204,39 @@ class StreamBatches(Batches):
                 return
             yield batch or ended
 
-    def _peek(self) -> tuple[Columns, int]:
-        process, processes = (jax.process_index(), jax.process_count()) if is_multiprocess() else (0, 1)
-        stream = process * len(self._streams) // processes  # most likely one that this process reads
-        with self._reading(0, stream):
-            first = self._streams[stream].peek()
-            return first, count_rows(first) * len(self._streams)
-
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         batches = self._batches(rows, position)
         return lambda _: next(batches, None)
 
     def _batches(self, rows: Sequence[int], position: Position) -> Iterator[Read]:
         size = self.global_batch_size // len(self._streams)
-        records = position.streams or [None] * len(self._streams)
-        places: dict[int, list[int]] = defaultdict(list)  # by stream
+        places: dict[int, dict[int, int]] = defaultdict(dict)  # row of a stream, by place and stream
         for place, row in enumerate(rows):
-            places[row // size].append(place)
+            places[row // size][place] = row % size
         readers = {}
-        for stream in places:
-            with self._reading(position.step, stream):
-                source = self._streams[stream]
-                if not (self.once or self.with_weights) and (rest := _rest(source.source)):
+        for index in places:
+            stream, record = self._streams[index], position.streams and position.streams[index]
+            with reading(stream.name, position.step):
+                if not (self._once or self.with_weights) and (rest := _rest(stream.source)):
                     raise BatchError(f"its last batch {short_batch(rest)}")
-                readers[stream] = source.read(position.step, records[stream])
+                readers[index] = stream.read(position.step, record or {})
         for step in count_from(position.step):
-            found = {}
-            latest: list[Record | None] = [None] * len(self._streams)
-            for stream, reader in readers.items():
-                with self._reading(step, stream):
+            batches: dict[int, Columns] = {}
+            records: list[Record | None] = [None] * len(self._streams)
+            for index, reader in readers.items():
+                with reading(self._streams[index].name, step):
                     if (batch := next(reader, None)) is not None:
-                        found[stream], latest[stream] = batch
-            if not found:
+                        batches[index], records[index] = batch
+            if not batches:
                 return
-            is_whole = [count_rows(columns) for columns in found.values()] == [size] * len(readers)
-            if self.once and not (self.with_weights or is_whole):
+            is_whole = [count_rows(columns) for columns in batches.values()] == [size] * len(readers)
+            if self._once and not (self.with_weights or is_whole):
                 continue
-            parts = []
-            for stream, columns in found.items():
-                with self._reading(step, stream):
-                    local = [rows[place] % size for place in places[stream]]
-                    parts.append((places[stream], take(self._whole(columns, size), local)))
-            yield self._placed(len(rows), parts), latest
-
-    def _reading(self, step: int, stream: int = 0) -> AbstractContextManager[None]:
-        return reading(f"{self._streams[stream].name}, step {step + 1}")
+            joined = self._zeros(len(rows))
+            for index, columns in batches.items():
+                with reading(self._streams[index].name, step):
+                    self._put(joined, columns, size, places[index])
+            yield joined, records
 
 
 def _rest(loader: object) -> int:

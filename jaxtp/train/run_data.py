@@ -110,9 +110,8 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     micro_batches = 1 if task.loss is None else config.train.accumulation
     if task.batches is None:
         tokens = load_tokens(config, source)
-        held_out = tokens.validation(config.eval.batches, size)
-        train, validation = token_batches(tokens.train, size), token_batches(held_out, size, end=len(held_out))
-        return RunData(train, validation, micro_batches, tokens)
+        held_out = token_batches(tokens.validation(config.eval.batches, size), size, once=True)
+        return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)
     from jaxtp.data.sources import open_batches
 
     train = open_batches(task.batches, batch_size=size, seed=seed)

@@ -123,8 +123,10 @@ SOURCES = {
 }
 
 
-def opened(source, **options):
-    return open_batches(source, **{"batch_size": B} | options)
+def opened(source, *, with_weights=False, **options):
+    batches = open_batches(source, **{"batch_size": B} | options)
+    batches.with_weights = with_weights
+    return batches
 
 
 def read(source, position=Position(), count=None, rows=range(B), **options):
@@ -489,9 +491,10 @@ expected = [sum(100 * index + row for index in range(8) for row in (first, first
 
 # Evaluations of streams that end at other steps in each process.
 uneven = streams([8, 8, 8, 8, 3, 3, 3, 3])
-source = open_batches(uneven, once=True, with_weights=True)
-weights = [total(batch, "weights") for batch, _ in on_mesh(source, mesh, Position())]
 source = open_batches(uneven, once=True)
+source.with_weights = True
+weights = [total(batch, "weights") for batch, _ in on_mesh(source, mesh, Position())]
+source.with_weights = False
 whole = len(list(on_mesh(source, mesh, Position())))
 
 def rows_of_process(step):
@@ -528,4 +531,4 @@ def test_a_function_that_changed_is_refused_on_resume():
 def test_rows_need_a_batch_size():
     for source in (Dataset(), by_rows):
         with pytest.raises(BatchError, match="batch_size"):
-            opened(source, batch_size=None).shapes  # noqa: B018
+            opened(source, batch_size=None)
