@@ -15,17 +15,7 @@ import grain
 import jax
 import numpy as np
 
-from jaxtp.data.columns import (
-    WEIGHTS,
-    BatchError,
-    Columns,
-    check_layout,
-    count_rows,
-    layout_of,
-    reading,
-    short_batch,
-    to_columns,
-)
+from jaxtp.data.columns import WEIGHTS, BatchError, Columns, check_columns, layout_of, reading, to_columns, too_short
 from jaxtp.data.rows import Samples
 from jaxtp.data.samples import ORDER, SHUFFLE, shuffle_identity, shuffled
 from jaxtp.distributed.agreement import all_gather_json
@@ -77,6 +67,7 @@ class Batches(ABC):
       global_batch_size: number of rows of a batch.
       with_weights: whether short batches are padded; then each batch has the column `WEIGHTS`.
       num_rows: in an epoch, if known.
+      description: JSON, compared when a run resumes.
     """
 
     def __init__(self, name: str, first: Columns, size: int, identity: Mapping[str, object]):
@@ -84,21 +75,16 @@ class Batches(ABC):
         self.with_weights = False
         self.num_rows: int | None = None
         self._threads = 1
-        self._layout, self._identity = layout_of(first), identity
+        self._layout = layout_of(first)
+        columns = {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self._layout.items())}
+        self.description = {**identity, "columns": columns}
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract arrays of a whole batch."""
         weights = {WEIGHTS: ((), np.dtype(np.float32))} if self.with_weights else {}
-        rows = self.global_batch_size
-        layout = (weights | self._layout).items()
-        return {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in layout}
-
-    @property
-    def description(self) -> dict[str, object]:
-        """JSON, compared when a run resumes."""
-        columns = {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self._layout.items())}
-        return {**self._identity, "columns": columns}
+        rows, layout = self.global_batch_size, weights | self._layout
+        return {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
 
     def read(
         self, rows: Sequence[int], position: Position, count: int | None = None
@@ -134,15 +120,14 @@ class Batches(ABC):
 
     def _put(self, into: Columns, columns: Columns, size: int, rows: Mapping[int, int]) -> None:
         # Checks the columns of `size` rows, and copies rows by place. Those that a short batch lacks stay zeros.
-        found = count_rows(columns)
-        check_layout(self._layout, layout_of(columns))
+        found = check_columns(columns, self._layout)
         if found > size:
             raise BatchError(f"has {found} rows, more than the {size} of the first batch")
         if self.with_weights:
             columns = {WEIGHTS: np.ones(found, np.float32)} | columns
             rows = {place: row for place, row in rows.items() if row < found}
         elif found < size:
-            raise BatchError(short_batch(found))
+            raise BatchError(too_short(found))
         for name, array in columns.items():
             into[name][list(rows)] = array[list(rows.values())]
 
@@ -174,7 +159,7 @@ class SampleBatches(Batches):
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         size = self.global_batch_size
         if self._end < size and not self.with_weights:
-            raise BatchError(f"{self.name}: a batch of {size} rows {short_batch(self._end)}")
+            raise BatchError(f"{self.name}: a batch of {size} rows {too_short(self._end)}")
 
         def read(step: int) -> Read | None:
             first = position.sample + (step - position.step) * size

@@ -110,10 +110,11 @@ def layout_of(columns: Columns) -> Layout:
     return {name: (array.shape[1:], array.dtype) for name, array in columns.items()}
 
 
-def check_layout(expected: Layout, found: Layout) -> None:
-    """Raises `BatchError` if a sample, or the samples of a batch, differ from the first."""
+def check_columns(columns: Columns, expected: Layout) -> int:
+    """Returns the number of rows; raises `BatchError` if they differ from the first row."""
+    rows, found = count_rows(columns), layout_of(columns)
     if found == expected:
-        return
+        return rows
     if missing := sorted(expected.keys() ^ found.keys()):
         names, first = ", ".join(found), ", ".join(expected)
         raise BatchError(f"has the columns {names}, and the first had {first}: {missing[0]!r}")
@@ -122,7 +123,7 @@ def check_layout(expected: Layout, found: Layout) -> None:
     raise BatchError(f"column {name!r} is {dtype}{list(shape)} in a row, and was {was_dtype}{list(was)} in the first")
 
 
-def short_batch(rows: int) -> str:
+def too_short(rows: int) -> str:
     """Returns the end of a message on a short batch."""
     return (
         f"has only {rows} rows: leave a short batch out (drop_last=True), or let the loss multiply by "

@@ -19,16 +19,7 @@ import jax
 import numpy as np
 
 from jaxtp.data.batches import Batches, Position, Read, Record
-from jaxtp.data.columns import (
-    BatchError,
-    Columns,
-    EndOfDataError,
-    checksum,
-    count_rows,
-    reading,
-    short_batch,
-    to_columns,
-)
+from jaxtp.data.columns import BatchError, Columns, EndOfDataError, checksum, count_rows, reading, to_columns, too_short
 from jaxtp.distributed.agreement import all_gather_json, is_multiprocess
 
 _STATES = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
@@ -44,13 +35,13 @@ class Stream:
     def __init__(self, source: Iterable[object], name: str, *, once: bool = False):
         self.source, self.name, self._once = source, name, once
         self._opened: Iterator[tuple[object, Record]] | None = None  # at the first batch
-        self._peeked, self._start = False, None  # the state before the first batch
+        self._first: Record = {}  # of the first batch, once it is read
 
     def peek(self) -> Columns:
         """Returns the first batch; the next `read` from the beginning yields it too."""
         batches = self._passes(0, None)
-        first, record = next(batches)
-        self._opened, self._peeked, self._start = chain([(first, record)], batches), True, record["state"]
+        first, self._first = next(batches)
+        self._opened = chain([(first, self._first)], batches)
         return to_columns(first)
 
     def read(self, step: int, record: Record) -> Iterator[tuple[Columns, Record]]:
@@ -59,19 +50,20 @@ class Stream:
         Raises:
           BatchError: the order is not the record's.
         """
-        if not self._peeked:
+        if not self._first:
             self.peek()
+        start, state = self._first["state"], record.get("state")
         why = "it has no state"
-        if step and None not in (self._start, record.get("state")):
-            batches = _with_checksums(self._passes(record["epoch"], record["state"], step - 1))
+        if step and None not in (start, state):
+            batches = _with_checksums(self._passes(record["epoch"], state, step - 1))
             if _reads_last(batches, record):
                 return batches
             why = "its state omits something (a shuffle buffer?)"
         again, self._opened = self._opened, None
         if again is None:
-            if isinstance(self.source, Iterator) and self._start is None:
+            if isinstance(self.source, Iterator) and start is None:
                 raise BatchError(f"is an iterator, which can be read only once; give {ITERABLE}")
-            again = self._passes(0, self._start)
+            again = self._passes(0, start)
         batches = _with_checksums(again)
         if step:
             print(f"{self.name}: {why}, so its first {step:,} batches are read again")
@@ -88,12 +80,12 @@ class Stream:
         # Also yields epoch and state before each batch; `read` is the number of batches before the first.
         while True:
             resumed, before = state is not None, read
-            iterator = self._open(epoch, state)
-            state = self._state(iterator)
+            iterator, get_state = self._open(epoch, state)
+            state = get_state()
             for batch in iterator:
                 read += 1
                 yield batch, {"epoch": epoch, "state": state}
-                state = self._state(iterator)
+                state = get_state()
             if read == before and not resumed:
                 raise BatchError(f"has no batches in epoch {epoch + 1}")
             if self._once:
@@ -102,20 +94,20 @@ class Stream:
                 raise EndOfDataError(f"the iterator ended after {read:,} batches; give {ITERABLE}, or set train.steps")
             epoch, state = epoch + 1, None
 
-    def _open(self, epoch: int, state: object) -> Iterator[object]:
+    def _open(self, epoch: int, state: object) -> tuple[Iterator[object], Callable[[], object]]:
+        # Returns batches, and a function that returns the state of their source.
         # Hugging Face's streams load a state at each start with its epoch, also inside of a torch loader.
         for source in (self.source, *(getattr(self.source, name, None) for name in ("dataset", "sampler"))):
             if callable(set_epoch := getattr(source, "set_epoch", None)):
                 set_epoch(epoch)
         owner = self.source if _state_methods(self.source) else iter(self.source)
-        if state is not None and (methods := _state_methods(owner)):
+        if (methods := _state_methods(owner)) is None:
+            return iter(owner), lambda: None
+        get, put = methods
+        if state is not None:
             self._opened = None
-            methods[1](_decoded(state))
-        return iter(owner)
-
-    def _state(self, iterator: Iterator[object]) -> object:
-        methods = _state_methods(self.source) or _state_methods(iterator)
-        return None if methods is None else _encoded(methods[0]())
+            put(_decoded(state))
+        return iter(owner), lambda: _encoded(get())
 
 
 def _with_checksums(batches: Iterator[tuple[object, Record]]) -> Iterator[tuple[Columns, Record]]:
@@ -218,7 +210,7 @@ class StreamBatches(Batches):
             stream, record = self._streams[index], position.streams and position.streams[index]
             with reading(stream.name, position.step):
                 if not (self._once or self.with_weights) and (rest := _rest(stream.source)):
-                    raise BatchError(f"its last batch {short_batch(rest)}")
+                    raise BatchError(f"its last batch {too_short(rest)}")
                 readers[index] = stream.read(position.step, record or {})
         for step in count_from(position.step):
             batches: dict[int, Columns] = {}

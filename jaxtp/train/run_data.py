@@ -59,10 +59,9 @@ class RunData:
         rows, size = self.validation.num_rows, self.validation.global_batch_size
         if rows is None:
             return str(name)
-        text = f"{name}: {rows:,} rows in batches of {size:,}"
-        if self.validation.with_weights or not rows % size:
-            return text
-        return f"{text}; the last {rows % size} are left out, since the loss does not read batch['weights']"
+        rest = 0 if self.validation.with_weights else rows % size
+        left = rest and f"; the last {rest} are left out, since the loss does not read batch['weights']"
+        return f"{name}: {rows:,} rows in batches of {size:,}{left or ''}"
 
     def pad_short_batches(self, on: bool) -> None:
         """Gives batches a column of weights and pads short ones, if the loss reads the weights of rows."""
