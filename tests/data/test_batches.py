@@ -17,6 +17,9 @@ from jaxtp.data.columns import WEIGHTS, BatchError, EndOfDataError, checksum
 from jaxtp.data.loader import on_mesh, split
 from jaxtp.data.sources import open_batches
 from jaxtp.tools.launch.__main__ import main as launch
+from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.init_source import InitSource
+from jaxtp.train.run_data import open_data
 
 B, ROWS = 8, 40
 
@@ -264,6 +267,14 @@ def test_a_lossy_state_is_found_out_and_the_stream_read_again(capsys):
     assert "omits something (a shuffle buffer?), so its first 3 batches are read again" in capsys.readouterr().out
     read(Stateful(), position, 4)
     assert not capsys.readouterr().out
+
+
+def test_a_stream_that_lost_its_state_is_read_again(capsys):
+    _, positions = read(Stateful(seed=1), count=4)
+    stateless = Stream()
+    stateless.seed = 0  # its first order is that of seed 1
+    assert read(stateless, positions[-1], 1)[0] == read(Stateful(seed=1), count=5)[0][4:]
+    assert "has no state, so its first 4 batches" in capsys.readouterr().out
 
 
 def test_an_order_that_changed_is_an_error():
@@ -526,6 +537,17 @@ def test_a_function_that_changed_is_refused_on_resume():
     with pytest.raises(BatchError, match="step 3: its batch is not the checkpoint's"):
         read(lambda step: by_step(step + 1), positions[-1], 1)
     assert read(by_step, positions[-1], 1, with_weights=True)[0] == [by_step(3)["x"].tolist()]
+
+
+def test_token_data_have_weights_if_a_loss_reads_them(tmp_path):
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    tokens = DataConfig(path=tmp_path / "text.txt", sequence_length=16, global_batch_size=B)
+    data = open_data(TrainConfig(data=tokens), InitSource(), jaxtp.Task())
+    data.pad_short_batches(True)
+    mesh = jaxtp.make_mesh(1, 8, 1)
+    for batch in (next(data.batches(mesh, Position(), 1))[0], next(data.validation_batches(mesh, 1))):
+        assert batch.keys() == data.train.shapes.keys()
+        assert batch[WEIGHTS].tolist() == [1.0] * B
 
 
 def test_rows_need_a_batch_size():
