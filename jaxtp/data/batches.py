@@ -26,9 +26,6 @@ Record: TypeAlias = dict[str, Any]
 Read: TypeAlias = tuple[Columns, list[Record | None] | None]
 """Rows of a batch, and `Position.streams` after it."""
 
-_AHEAD = 4
-"""Number of batches that are read ahead."""
-
 
 @dataclass(frozen=True)
 class Position:
@@ -70,7 +67,9 @@ class Batches(ABC):
       description: JSON, compared when a run resumes.
     """
 
-    def __init__(self, name: str, first: Columns, size: int, identity: Mapping[str, object]):
+    def __init__(self, name: str, first: Columns, size: int | None, identity: Mapping[str, object]):
+        if size is None:
+            raise BatchError(f"{name} has rows, not batches: set the number of rows of a batch (batch_size)")
         self.name, self.global_batch_size = name, size
         self.with_weights = False
         self.num_rows: int | None = None
@@ -91,7 +90,7 @@ class Batches(ABC):
     ) -> Iterator[tuple[Columns, Position]]:
         """Yields these rows of `count` batches from a position, and the position after each.
 
-        It reads ahead. None reads to the end of the source, which may have none.
+        It reads four batches ahead. None reads to the end of the source, which may have none.
 
         Raises:
           BatchError: the source raised an error, or a batch cannot be used.
@@ -102,7 +101,7 @@ class Batches(ABC):
         try:
             read = pool.submit(self._open, rows, position).result()
             steps = islice(count_from(position.step), count)
-            pending = deque(pool.submit(read, step) for step in islice(steps, _AHEAD))
+            pending = deque(pool.submit(read, step) for step in islice(steps, 4))
             step, sample = position.step, position.sample
             while pending and (batch := pending.popleft().result()) is not None:
                 pending.extend(pool.submit(read, step) for step in islice(steps, 1))
@@ -128,8 +127,15 @@ class Batches(ABC):
             rows = {place: row for place, row in rows.items() if row < found}
         elif found < size:
             raise BatchError(too_short(found))
+        places, found_rows = _index([*rows]), _index([*rows.values()])
         for name, array in columns.items():
-            into[name][list(rows)] = array[list(rows.values())]
+            into[name][places] = array[found_rows]
+
+
+def _index(numbers: list[int]) -> slice | list[int]:
+    # Consecutive numbers as a slice, which NumPy copies at once.
+    whole = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+    return slice(whole.start, whole.stop) if numbers == [*whole] else numbers
 
 
 class SampleBatches(Batches):
@@ -139,7 +145,7 @@ class SampleBatches(Batches):
     own order.
     """
 
-    def __init__(self, name: str, dataset: Any, size: int, *, seed: int = 0, once: bool = False):
+    def __init__(self, name: str, dataset: Any, size: int | None, *, seed: int = 0, once: bool = False):
         rows = len(dataset)
         is_grain, endless = isinstance(dataset, grain.MapDataset), rows == sys.maxsize
         if not rows:

@@ -26,17 +26,14 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class FunctionBatches(Batches):
-    """Batches of a function of the step, without an end.
+    """Batches of a function of the step, without an end; `batch_size` is for a function that takes rows."""
 
-    Args:
-      batch_size: of a function that takes rows.
-    """
-
-    def __init__(self, name: str, function: Callable[..., object], batch_size: int | None):
-        self._function, self._by_rows = function, batch_size is not None
+    def __init__(self, name: str, function: Callable[..., object], batch_size: int | None, *, by_rows: bool):
+        self._function, self._by_rows = function, by_rows
         with reading(name, 0):
             first = self._call(0, [0])
-            super().__init__(name, first, batch_size or count_rows(first), {"kind": "function"})
+            size = batch_size if by_rows else count_rows(first)
+        super().__init__(name, first, size, {"kind": "function"})
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         if position.streams and not self._by_rows and self._read(rows, position.step - 1)[1] != position.streams:
@@ -76,10 +73,10 @@ def open_batches(source: Any, *, batch_size: int | None = None, seed: int = 0, o
       BatchError: the source is none of these, or is empty.
     """
     name = _name_of(source)
-    if _is_function(source):
+    iterable = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
+    if callable(source) and (inspect.isclass(source) or not iterable):
         if parameters := _parameters(source):
-            size = _required(batch_size, name) if "rows" in parameters else None
-            return FunctionBatches(name, source, size)
+            return FunctionBatches(name, source, batch_size, by_rows="rows" in parameters)
         with reading(name):
             made = source()
         source = _Again(source) if isinstance(made, Iterator) else made
@@ -93,19 +90,8 @@ def open_batches(source: Any, *, batch_size: int | None = None, seed: int = 0, o
             if once and isinstance(each, Iterator):
                 raise BatchError(f"is an iterator, and each evaluation reads it again; give {ITERABLE}")
         if is_dataset:
-            return SampleBatches(name, source, _required(batch_size, name), seed=seed, once=once)
+            return SampleBatches(name, source, batch_size, seed=seed, once=once)
     return StreamBatches(name, sources, once=once)
-
-
-def _required(batch_size: int | None, name: str) -> int:
-    if batch_size is None:
-        raise BatchError(f"{name} has rows, not batches: set the number of rows of a batch (batch_size)")
-    return batch_size
-
-
-def _is_function(source: object) -> bool:
-    iterable = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
-    return callable(source) and (inspect.isclass(source) or not iterable)
 
 
 def _parameters(function: Callable[..., object]) -> list[str]:
