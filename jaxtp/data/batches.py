@@ -2,37 +2,29 @@
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count as count_from
-from typing import Any, ClassVar
+from itertools import islice
+from typing import Any, TypeAlias
 
 import grain
 import jax
 import numpy as np
 
-from jaxtp.data.columns import (
-    WEIGHTS,
-    BatchError,
-    Columns,
-    Layout,
-    check_layout,
-    layout_of,
-    num_rows,
-    pad,
-    reading,
-    rows_layout,
-    short_batch,
-    stack,
-    to_columns,
-)
-from jaxtp.data.samples import ORDER, SHUFFLE, shuffle_identity
+from jaxtp.data.columns import WEIGHTS, BatchError, Columns, check_columns, layout_of, reading, to_columns, too_short
+from jaxtp.data.rows import Samples
+from jaxtp.data.samples import ORDER, SHUFFLE, shuffle_identity, shuffled
 from jaxtp.distributed.agreement import all_gather_json
 
-Record = dict[str, Any]
-"""JSON on a stream's last batch, with its checksum as `crc32`."""
+Record: TypeAlias = dict[str, Any]
+"""JSON on the last batch of a stream or function, with its checksum as `crc32`."""
+
+Read: TypeAlias = tuple[Columns, list[Record | None] | None]
+"""Rows of a batch, and `Position.streams` after it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class Position:
     sample: int = 0
     """Number of rows so far."""
     streams: list[Record | None] | None = None
-    """A record of each stream, None if this process does not read it; of a function, the checksum of its last batch."""
+    """A record of each stream, None if this process does not read it; or one record of a function."""
 
     def gathered(self) -> "Position":
         """Returns the position with all processes' records, for a checkpoint. All processes must call it."""
@@ -64,166 +56,138 @@ class Position:
                 )
 
 
-@dataclass(kw_only=True, eq=False)
 class Batches(ABC):
-    """A source of batches."""
+    """A source of batches.
 
-    kind: ClassVar[str]
-    """Name in descriptions."""
+    Attributes:
+      name: for messages.
+      global_batch_size: number of rows of a batch.
+      with_weights: whether short batches are padded; then each batch has the column `WEIGHTS`.
+      num_rows: in an epoch, if known.
+      description: JSON, compared when a run resumes.
+    """
 
-    name: str
-    """For messages."""
-    batch_size: int | None = None
-    """The setting; `global_batch_size` is the source's."""
-    with_weights: bool = False
-    """Whether short batches are padded; then each batch has `WEIGHTS`."""
-    once: bool = False
-    """Whether `read` ends after one pass in order, for evaluation."""
-    report: Callable[[str], None] = print
-    """Takes lines for the user."""
-    num_rows: int | None = None
-    """In an epoch, if known."""
-    left_out: int = field(default=0, init=False)
-    """Number of this process's rows that the last pass left out, since they did not fill a batch."""
-
-    @property
-    @abstractmethod
-    def global_batch_size(self) -> int:
-        """Number of rows of a batch."""
-
-    @property
-    @abstractmethod
-    def layout(self) -> Layout:
-        """Columns of the first sample, without `WEIGHTS` that jaxtp adds."""
+    def __init__(self, name: str, first: Columns, size: int | None, identity: Mapping[str, object]):
+        if size is None:
+            raise BatchError(f"{name} has rows, not batches: set the number of rows of a batch (batch_size)")
+        self.name, self.global_batch_size = name, size
+        self.with_weights = False
+        self.num_rows: int | None = None
+        self._threads = 1
+        self._layout = layout_of(first)
+        columns = {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self._layout.items())}
+        self.description = {**identity, "columns": columns}
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract arrays of a whole batch."""
         weights = {WEIGHTS: ((), np.dtype(np.float32))} if self.with_weights else {}
-        size = self.global_batch_size
-        return {
-            name: jax.ShapeDtypeStruct((size, *shape), dtype)
-            for name, (shape, dtype) in (weights | self.layout).items()
-        }
+        rows, layout = self.global_batch_size, weights | self._layout
+        return {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
 
-    @property
-    def description(self) -> dict[str, object]:
-        """JSON, compared when a run resumes."""
-        columns = {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self.layout.items())}
-        return {"kind": self.kind, "columns": columns}
-
-    @abstractmethod
     def read(
         self, rows: Sequence[int], position: Position, count: int | None = None
     ) -> Iterator[tuple[Columns, Position]]:
         """Yields these rows of `count` batches from a position, and the position after each.
 
-        It reads ahead in a thread. A pass `once` ends with the source.
+        It reads four batches ahead. None reads to the end of the source, which may have none.
 
         Raises:
           BatchError: the source raised an error, or a batch cannot be used.
           EndOfDataError: an iterator has fewer batches.
         """
+        # All of a user's code runs in the pool, because the main thread has set a mesh.
+        pool = ThreadPoolExecutor(self._threads)
+        try:
+            read = pool.submit(self._open, rows, position).result()
+            steps = islice(count_from(position.step), count)
+            pending = deque(pool.submit(read, step) for step in islice(steps, 4))
+            step, sample = position.step, position.sample
+            while pending and (batch := pending.popleft().result()) is not None:
+                pending.extend(pool.submit(read, step) for step in islice(steps, 1))
+                step, sample = step + 1, sample + self.global_batch_size
+                yield batch[0], Position(step, sample, batch[1])
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _whole(self, columns: Columns, size: int) -> Columns:
-        # Checks a batch, and pads it to `size` rows.
-        rows = num_rows(columns)
-        check_layout(self.layout, rows_layout(columns))
-        if rows > size:
-            raise BatchError(f"has {rows} rows, more than the {size} of the first batch")
+    @abstractmethod
+    def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
+        """Returns a function that reads the batch of a step, or None after the end; its calls are in order."""
+
+    def _zeros(self, rows: int) -> Columns:
+        return {name: np.zeros((rows, *spec.shape[1:]), spec.dtype) for name, spec in self.shapes.items()}
+
+    def _put(self, into: Columns, columns: Columns, size: int, rows: Mapping[int, int]) -> None:
+        # Checks the columns of `size` rows, and copies rows by place. Those that a short batch lacks stay zeros.
+        found = check_columns(columns, self._layout)
+        if found > size:
+            raise BatchError(f"has {found} rows, more than the {size} of the first batch")
         if self.with_weights:
-            columns = {WEIGHTS: np.ones(rows, np.float32)} | columns
-        elif rows < size:
-            raise BatchError(short_batch(rows))
-        return pad(columns, size)
-
-    def _steps(self, position: Position, count: int | None) -> Iterator[tuple[int, Position]]:
-        # Each step, and the position after it without streams.
-        for done in range(count) if count is not None else count_from():
-            after = position.sample + (done + 1) * self.global_batch_size
-            yield position.step + done, Position(position.step + done + 1, after)
-
-    def _reading(self, step: int) -> AbstractContextManager[None]:
-        return reading(f"{self.name}, step {step + 1}")
+            columns = {WEIGHTS: np.ones(found, np.float32)} | columns
+            rows = {place: row for place, row in rows.items() if row < found}
+        elif found < size:
+            raise BatchError(too_short(found))
+        places, found_rows = _index([*rows]), _index([*rows.values()])
+        for name, array in columns.items():
+            into[name][places] = array[found_rows]
 
 
-@dataclass(kw_only=True, eq=False)
+def _index(numbers: list[int]) -> slice | list[int]:
+    # Consecutive numbers as a slice, which NumPy copies at once.
+    whole = range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+    return slice(whole.start, whole.stop) if numbers == [*whole] else numbers
+
+
 class SampleBatches(Batches):
-    """Batches of samples by index: endless, or `num_rows` of them once."""
+    """Batches of a dataset: once, or endless.
 
-    kind = "samples"
+    Endless batches are shuffled by `seed` anew in each epoch, unless they come from a `grain.MapDataset`, which has its
+    own order.
+    """
 
-    samples: Sequence[Any]
-    threads: int = 1
-    """Each reads a batch; a user's `__getitem__` need not be safe in several."""
-    _layout: Layout = field(default_factory=dict, init=False)
-
-    @property
-    def global_batch_size(self) -> int:
-        """The setting."""
-        return required(self.batch_size)
-
-    @property
-    def layout(self) -> Layout:
-        """Columns of a sample."""
-        if not self._layout:
-            with self._reading(0):
-                self._layout = layout_of(self._sample(0))
-        return self._layout
-
-    @property
-    def description(self) -> dict[str, object]:
-        """With the number of rows, and the identity of their order."""
+    def __init__(self, name: str, dataset: Any, size: int | None, *, seed: int = 0, once: bool = False):
+        rows = len(dataset)
+        is_grain, endless = isinstance(dataset, grain.MapDataset), rows == sys.maxsize
+        if not rows:
+            raise BatchError(f"{name} has no rows")
+        if once and endless:
+            raise BatchError(f"{name} has no end; leave out repeat() for an evaluation")
+        if not (once or endless):
+            dataset = dataset.repeat() if is_grain else shuffled([dataset], [1.0], seed)
+        self._dataset, self._end = dataset, rows if once else sys.maxsize
+        with reading(name, 0):
+            first = self._sample(0)
+        num_rows = None if endless else rows
         order = {"algorithm": f"grain {version('grain')}", "sha256": shuffle_identity()}
-        return {**super().description, "rows": self.num_rows, ORDER: {SHUFFLE: order}}
+        super().__init__(name, first, size, {"kind": "samples", "rows": num_rows, ORDER: {SHUFFLE: order}})
+        self.num_rows, self._threads = num_rows, 2 if is_grain else 1  # a user's dataset need not allow several
 
-    def read(
-        self, rows: Sequence[int], position: Position, count: int | None = None
-    ) -> Iterator[tuple[Columns, Position]]:
-        """See `Batches`."""
-        size, end = self.global_batch_size, sys.maxsize
-        if self.once:
-            end = required(self.num_rows)
-            whole = -(-end // size) if self.with_weights else end // size
-            self.left_out = max(end - whole * size, 0)
-            if not whole:
-                raise BatchError(f"{self.name}: a batch of {size} rows {short_batch(end)}")
-            count = whole if count is None else min(count, whole)
+    def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
+        size = self.global_batch_size
+        if self._end < size and not self.with_weights:
+            raise BatchError(f"{self.name}: a batch of {size} rows {too_short(self._end)}")
 
-        def batch(index: int) -> Columns:
-            first = position.sample + int(index) * size
-            with self._reading(position.step + int(index)):
-                return self._batch([first + row for row in rows], end)
+        def read(step: int) -> Read | None:
+            first = position.sample + (step - position.step) * size
+            if self._end - first < (1 if self.with_weights else size):
+                return None
+            columns = self._zeros(len(rows))
+            with reading(self.name, step):
+                for place, row in enumerate(rows):
+                    if first + row < self._end:
+                        self._put(columns, self._sample(first + row), 1, {place: 0})
+            return columns, None
 
-        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=4 * self.threads)
-        batches = grain.MapDataset.range(required(count)).map(batch).to_iter_dataset(options)
-        for columns, (_, after) in zip(batches, self._steps(position, count), strict=True):
-            yield columns, after
-
-    def _batch(self, indices: Sequence[int], end: int) -> Columns:
-        samples = {row: self._sample(index) for row, index in enumerate(indices) if index < end}
-        for sample in samples.values():
-            self._layout = self._layout or layout_of(sample)
-            check_layout(self._layout, layout_of(sample))
-        columns = stack(samples, len(indices), self.layout)
-        if not self.with_weights:
-            return columns
-        return {WEIGHTS: np.asarray([index < end for index in indices], np.float32)} | columns
+        return read
 
     def _sample(self, index: int) -> Columns:
-        sample = self.samples[index]
+        # Returns a sample as a batch of one row.
+        sample = self._dataset[index]
         if sample is None:
             raise BatchError(f"sample {index} is None; filter the samples before")
-        return to_columns(sample)
+        return {name: array[None] for name, array in to_columns(sample).items()}
 
 
-def token_batches(samples: Sequence[Any], size: int) -> SampleBatches:
-    """Returns batches of `Samples`, in their order."""
-    return SampleBatches(samples=samples, threads=2, name="data", batch_size=size)
-
-
-def required(value: int | None) -> int:
-    """Returns a number that is needed; raises `BatchError` if it is None."""
-    if value is None:
-        raise BatchError("a number is missing: batch_size, or the number of batches")
-    return value
+def token_batches(samples: Samples, size: int, *, once: bool = False) -> SampleBatches:
+    """Returns batches of samples in their order."""
+    return SampleBatches("data", samples, size, once=once)

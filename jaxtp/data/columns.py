@@ -1,7 +1,7 @@
 """Columns of a batch: NumPy arrays by name, from whatever a user's source yields."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -35,8 +35,9 @@ class EndOfDataError(BatchError):
 
 
 @contextmanager
-def reading(where: str) -> Iterator[None]:
-    """Converts an error of a user's source to a `BatchError` that begins with `where`; other `UserError`s pass."""
+def reading(name: str, step: int | None = None) -> Iterator[None]:
+    """Converts an error of a user's source to a `BatchError` that begins with its name; other `UserError`s pass."""
+    where = name if step is None else f"{name}, step {step + 1}"
     try:
         yield
     except BatchError as error:
@@ -88,7 +89,7 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
     return array.astype(dtype, copy=False)
 
 
-def num_rows(columns: Columns) -> int:
+def count_rows(columns: Columns) -> int:
     """Returns the number of rows of a batch.
 
     Raises:
@@ -99,62 +100,35 @@ def num_rows(columns: Columns) -> int:
         raise BatchError(f"column {scalars[0]!r} is one number: these are samples; give batches (.batch(8))")
     sizes = {shape[0] for shape in shapes.values()}
     if len(sizes) > 1:
-        raise BatchError(f"columns differ in their number of rows: {_listed(shapes)}")
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise BatchError(f"columns differ in their number of rows: {listed}")
     return sizes.pop()
 
 
-def layout_of(sample: Columns) -> Layout:
-    """Returns shapes and dtypes of a sample."""
-    return {name: (array.shape, array.dtype) for name, array in sample.items()}
-
-
-def rows_layout(columns: Columns) -> Layout:
+def layout_of(columns: Columns) -> Layout:
     """Returns shapes and dtypes of the rows of a batch."""
     return {name: (array.shape[1:], array.dtype) for name, array in columns.items()}
 
 
-def check_layout(expected: Layout, found: Layout) -> None:
-    """Raises `BatchError` if a sample, or the samples of a batch, differ from the first."""
+def check_columns(columns: Columns, expected: Layout) -> int:
+    """Returns the number of rows; raises `BatchError` if they differ from the first row."""
+    rows, found = count_rows(columns), layout_of(columns)
     if found == expected:
-        return
+        return rows
     if missing := sorted(expected.keys() ^ found.keys()):
-        raise BatchError(f"has the columns {_listed(found)}, and the first had {_listed(expected)}: {missing[0]!r}")
+        names, first = ", ".join(found), ", ".join(expected)
+        raise BatchError(f"has the columns {names}, and the first had {first}: {missing[0]!r}")
     name = next(name for name in expected if found[name] != expected[name])
     (was, was_dtype), (shape, dtype) = expected[name], found[name]
     raise BatchError(f"column {name!r} is {dtype}{list(shape)} in a row, and was {was_dtype}{list(was)} in the first")
 
 
-def stack(samples: Mapping[int, Columns], size: int, layout: Layout) -> Columns:
-    """Returns `size` rows: samples by row, zeros elsewhere."""
-    arrays = {name: np.zeros((size, *shape), dtype) for name, (shape, dtype) in layout.items()}
-    for row, sample in samples.items():
-        for name, array in sample.items():
-            arrays[name][row] = array
-    return arrays
-
-
-def pad(columns: Columns, size: int) -> Columns:
-    """Appends rows of zeros up to `size`."""
-    missing = size - num_rows(columns)
-    if not missing:
-        return columns
-    return {
-        name: np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
-        for name, array in columns.items()
-    }
-
-
-def short_batch(rows: int) -> str:
+def too_short(rows: int) -> str:
     """Returns the end of a message on a short batch."""
     return (
         f"has only {rows} rows: leave a short batch out (drop_last=True), or let the loss multiply by "
         f"batch[{WEIGHTS!r}], which is 0 in rows that pad it"
     )
-
-
-def take(columns: Columns, rows: Sequence[int]) -> Columns:
-    """Returns some rows."""
-    return {name: array[np.asarray(rows, np.int64)] for name, array in columns.items()}
 
 
 def checksum(columns: Columns) -> int:
@@ -165,7 +139,3 @@ def checksum(columns: Columns) -> int:
         spaced = array.reshape(len(array), -1)[:, :: max(array.size // _CHECKED, 1)] if array.size else array
         total = zlib.crc32(spaced.tobytes(), total)
     return total
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {list(value) if isinstance(value, tuple) else value}" for name, value in values.items())

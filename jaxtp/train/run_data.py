@@ -30,12 +30,12 @@ class RunData:
     @property
     def unit(self) -> str:
         """Unit of speed: `tokens`, or `rows` of other data."""
-        return TOKENS if self.tokens is not None else ROWS
+        return ROWS if self.tokens is None else TOKENS
 
     @property
     def units_per_row(self) -> int:
         """Tokens in a row; 1 for other data."""
-        return int(self.train.shapes["inputs"].shape[1]) if self.tokens is not None else 1
+        return 1 if self.tokens is None else int(self.train.shapes["inputs"].shape[1])
 
     @property
     def description(self) -> Mapping[str, object]:
@@ -47,26 +47,26 @@ class RunData:
         """Rows in an epoch, if known."""
         return self.train.num_rows if self.tokens is None else sum(map(len, self.tokens.train_rows))
 
-    def describe_validation(self, name: str | None) -> str | None:
-        """Describes a user's validation data, for the summary."""
-        if self.validation is None:
-            return "none: there are no validation batches"
-        rows, size = self.validation.num_rows, self.validation.global_batch_size
-        text = str(name) if rows is None else f"{name}: {rows:,} rows"
-        if rows is not None and rows % size and not self.validation.with_weights:
-            left = f"the last {rows % size} are left out, since the loss does not read batch['weights']"
-            return f"{text}, in batches of {size:,}; {left}"
-        return text
-
     @property
     def global_batch_size(self) -> int:
         """Rows in a batch."""
         return self.train.global_batch_size
 
+    def describe_validation(self, name: str | None) -> str:
+        """Describes a user's validation data, for the summary."""
+        if self.validation is None:
+            return "none: there are no validation batches"
+        rows, size = self.validation.num_rows, self.validation.global_batch_size
+        if rows is None:
+            return str(name)
+        rest = 0 if self.validation.with_weights else rows % size
+        left = rest and f"; the last {rest} are left out, since the loss does not read batch['weights']"
+        return f"{name}: {rows:,} rows in batches of {size:,}{left or ''}"
+
     def pad_short_batches(self, on: bool) -> None:
-        """Pads short batches of a user's data, if the loss reads the weights of rows."""
+        """Gives batches a column of weights and pads short ones, if the loss reads the weights of rows."""
         for batches in (self.train, self.validation):
-            if batches is not None and self.tokens is None:
+            if batches is not None:
                 batches.with_weights = on
 
     def abstract(self, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
@@ -79,12 +79,8 @@ class RunData:
 
     def validation_batches(self, mesh: Mesh, most: int) -> Iterator[Batch]:
         """Yields at most `most` batches to evaluate on, the same in each evaluation."""
-        validation, size = self.validation, self.global_batch_size
-        if self.tokens is not None:
-            samples = self.tokens.validation(most, size)
-            validation, most = token_batches(samples, size), len(samples) // size
-        if validation is not None:
-            for batch, _ in on_mesh(validation, mesh, Position(), most, micro_batches=self.micro_batches):
+        if self.validation is not None:
+            for batch, _ in on_mesh(self.validation, mesh, Position(), most, micro_batches=self.micro_batches):
                 yield batch
 
 
@@ -110,10 +106,11 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
       ValueError: a user's mistake.
     """
     size, seed = config.data.global_batch_size, config.run.seed
-    micro_batches = config.train.accumulation if task.loss is not None else 1
+    micro_batches = 1 if task.loss is None else config.train.accumulation
     if task.batches is None:
         tokens = load_tokens(config, source)
-        return RunData(token_batches(tokens.train, size), None, micro_batches, tokens)
+        held_out = token_batches(tokens.validation(config.eval.batches, size), size, once=True)
+        return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)
     from jaxtp.data.sources import open_batches
 
     train = open_batches(task.batches, batch_size=size, seed=seed)

@@ -45,8 +45,8 @@ class Task:
     """By default the cross-entropy of the decoder's next token."""
 
     batches: object = None
-    """A function of the step that returns a dict of global NumPy rows; a dataset with `__len__` and `__getitem__`; or
-    an iterable of such dicts (`data/batches.py`)."""
+    """A function of the step that returns a dict of all rows in NumPy, a dataset with `__len__` and `__getitem__`, an
+    iterable of such dicts, a list of iterables, or a function that returns one of these (`data/sources.py`)."""
 
     optimizer: optax.GradientTransformation | optax.MultiSteps | Callable[..., Any] | OptimizerConfig | None = None
     """An Optax transformation, or a function that returns one; a parameter `steps` gets the updates in the whole run.
