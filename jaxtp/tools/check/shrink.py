@@ -8,7 +8,7 @@ sequence, batch.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import ConfigError, replace_nested
@@ -182,7 +182,7 @@ def shrink(config: TrainConfig, cases: list[Case], *, same_batches: bool = False
 def in_three_updates(config: TrainConfig) -> TrainConfig:
     """Returns a configuration whose optimizer moves the weights enough to compare them."""
     # With a smaller epsilon, Adam takes full steps for elements whose gradient is only rounding.
-    schedule: dict[str, Any] = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.epochs": None}
+    schedule: dict[str, object] = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.epochs": None}
     if config.optimizer.build is None:  # a schedule of the user's may need all steps
         schedule["train.steps"] = 10
     return replace_nested(config, {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON), **schedule})
