@@ -72,6 +72,11 @@ class Numbers:
     problems: tuple[str, ...] = ()  # from the audit
     choices: tuple[Choices, ...] = ()  # expert choices by update
 
+    @property
+    def arrays(self) -> Arrays:
+        """All arrays by name, with `LOSS` and `GRAD_NORM`."""
+        return {LOSS: self.losses, GRAD_NORM: self.grad_norms, **self.gradients, **self.state}
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -141,7 +146,7 @@ def on_one_device(
         numbers = once(initial)
     if not np.isfinite(numbers.losses).all():
         raise ConfigError(f"the losses of three updates on one device are {', '.join(map(str, numbers.losses))}")
-    again = program(config, ONE_DEVICE, replayed=numbers, subject=subject)
+    again = program(config, ONE_DEVICE, replayed=replayed or numbers, subject=subject)
     errors = compare(again(initial), numbers)
     if not errors.within(TOLERANCES["float32"]):
         raise ConfigError(
@@ -221,11 +226,6 @@ def program(
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
     """Returns a mesh's errors relative to one device; `exact` is another run on one device, for `Errors.rounding`."""
     margins, choices = _flipped(actual, expected)
-    rounding: dict[str, float] = {}
-    if exact is not None:
-        rounding = _errors(expected.gradients, exact.gradients) | _errors(expected.state, exact.state)
-        rounding[LOSS] = relative_error(expected.losses, exact.losses)
-        rounding[GRAD_NORM] = relative_error(expected.grad_norms, exact.grad_norms)
     return Errors(
         loss=relative_error(actual.losses, expected.losses),
         grad_norm=relative_error(actual.grad_norms, expected.grad_norms),
@@ -234,7 +234,7 @@ def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) ->
         flips=margins.size,
         margin=float(np.max(margins, initial=0.0)),
         choices=choices,
-        rounding=rounding,
+        rounding={} if exact is None else _errors(expected.arrays, exact.arrays),
     )
 
 

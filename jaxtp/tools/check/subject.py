@@ -78,7 +78,7 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
         over_cp = any(isinstance(style, ContextParallel) for style in (task.plan or {}).values())
         small, cases = in_three_updates(config), own_model_cases(config, meshes, over_cp=over_cp)
     else:
-        small, cases = plan(config, meshes, same_batches=data is not None)
+        small, cases = plan(config, meshes)
     batches = _in_memory(random_tokens(small)) if data is None else data.train
     subject = Subject(task, batches)
     if not subject.is_own:

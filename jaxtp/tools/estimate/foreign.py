@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jaxtp.config.schema import ConfigError, UserPath, allowed, replace_nested
 from jaxtp.mesh import CP, TP, abstract_mesh, describe_mesh, fitting_meshes, mesh_sizes
 from jaxtp.tools.estimate.roofline import StepTime, communication_seconds, leaves_domain, product_seconds
 from jaxtp.tools.estimate.search import MEMORY_ERROR, Target, parse_meshes, target
+from jaxtp.tools.explain.explanation import sum_of_outputs
 from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings, users_code
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory
@@ -100,18 +101,12 @@ def _of_model(command: EstimateModel) -> int:
     task = Task(
         model=command.builder(),
         plan=command.load_plan() or (None if command.propose else {}),
-        loss=_sum_of_outputs,
+        loss=lambda model, batch, key: (sum_of_outputs(model(*batch.values())), jnp.ones(())),
         optimizer=optax.adamw(1e-3) if command.optimizer is None else load_object(command.optimizer, "--optimizer"),
     )
-    inputs = {str(index): each for index, each in enumerate(command.shapes())}
-    settings = {"model.build": command.model, "data.global_batch_size": inputs["0"].shape[0]}
-    config = replace_nested(TrainConfig(), settings)
-    return rank(command, config, task, inputs)
-
-
-def _sum_of_outputs(model: Any, batch: Mapping[str, Any], _: jax.Array) -> tuple[jax.Array, jax.Array]:
-    floating = (leaf for leaf in jax.tree.leaves(model(*batch.values())) if jnp.issubdtype(leaf.dtype, jnp.floating))
-    return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(())), jnp.ones(())
+    inputs = {f"{index:03}": each for index, each in enumerate(command.shapes())}  # JAX sorts the names
+    settings = {"model.build": command.model, "data.global_batch_size": inputs["000"].shape[0]}
+    return rank(command, replace_nested(TrainConfig(), settings), task, inputs)
 
 
 @dataclass(frozen=True)

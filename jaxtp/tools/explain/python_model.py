@@ -1,7 +1,7 @@
 """Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, and the step of a user's run."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
@@ -53,6 +53,8 @@ class PythonModel:
         if self.propose and self.plan is not None:
             raise ConfigError("--propose and --plan both give a plan; leave one of them out")
         plan: Plan | None = None if self.plan is None else load_object(self.plan, "--plan")
+        if plan is not None and not isinstance(plan, Mapping):
+            raise ConfigError(f"--plan {self.plan} is {plan!r}, and should be a dict from module paths to styles")
         return plan
 
     def builder(self) -> Callable[[], nnx.Module]:
