@@ -136,3 +136,15 @@ def local_batches(samples, rows, global_batch_size, start, count):
     """Yields some rows of each batch on the host."""
     source = token_batches(samples, global_batch_size)
     return (columns for columns, _ in source.read(rows, Position(0, start), count))
+
+
+def task_flags(file, **parts):
+    """Returns the flags that name parts of a task in a file: `loss="mean_loss"`."""
+    settings = {"model": "model.build", "plan": "model.plan", "loss": "train.loss", "batches": "data.batches"}
+    return [f"--{settings.get(part, f'{part}.build')}={file}:{name}" for part, name in parts.items()]
+
+
+def assert_refused(main, words, message, capsys):
+    """Runs a command line with a mistake, and looks for its error."""
+    assert main(words) == 2
+    assert message in capsys.readouterr().err

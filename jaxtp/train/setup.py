@@ -333,7 +333,7 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
     from jaxtp.train.user_step import ONE_DEVICE
 
     config, source = resolve(config)
-    task = load_task(config)
+    task = load_task(replace_nested(config, {"train.callbacks": (), "data.validation_batches": None}))
     config = with_decoder(config, task)
     loss = task.loss or partial(_decoder_loss, config.mesh.context)
     task = replace(task, loss=loss, validation=None)

@@ -137,13 +137,13 @@ def plan_state(
     with as_current(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
         graph, rngs, abstract, constants = nnx.split(abstract_state, nnx.RngState, STORED, ...)  # type: ignore[misc]
-        _check_dtypes(abstract["model"])
         shardings = nnx.get_named_sharding(abstract, mesh)
-    if not nnx.to_flat_state(nnx.filter_state(abstract["model"], nnx.Param)):
+    if "model" not in abstract or not nnx.to_flat_state(nnx.filter_state(abstract["model"], nnx.Param)):
         if make_model is not None:
             raise ConfigError("the model has no nnx.Param, so nothing is trained")
         targets = ", ".join(config.lora.targets) or "nothing"
         raise ConfigError(f"model.lora.targets={targets}: the model has no such projection, so nothing is trained")
+    _check_dtypes(abstract["model"])
     if nnx.to_flat_state(constants):
         constants = _values(constants, config, optimizer, mesh, make_model)
     return Blueprint(graph, abstract, rngs, constants, shardings, mesh, config, optimizer, make_model)

@@ -129,7 +129,8 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         for _ in jax.tree.leaves(variable)
     ]
     producers = _producers(jaxpr)
-    before, after = jaxpr.invars[-num_state:], [_origin(var, producers) for var in jaxpr.outvars[-num_state:]]
+    before = jaxpr.invars[len(jaxpr.invars) - num_state :]
+    after = [_origin(var, producers) for var in jaxpr.outvars[len(jaxpr.outvars) - num_state :]]
     changed = [(name, was, now) for name, was, now in zip(names, before, after, strict=True) if was is not now]
     of_params = set(names[len(leaves) :])
     for name, was, now in changed:

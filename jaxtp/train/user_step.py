@@ -33,8 +33,7 @@ def trace_step(config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Sha
     """Returns the memory of a step, and the work of a micro-batch, on a device of a mesh that may be abstract."""
     sizes = mesh_sizes(blueprint.mesh)
     with as_current(blueprint.mesh):
-        model = blueprint.abstract_model
-        work = _work(model, loss, micro_batch(config, batch), sizes)
+        work = _work(blueprint.abstract_model, loss, micro_batch(config, batch), sizes)
     sharded, summed = blueprint.sharded, 0  # gradients summed over micro-batches
     trained, parameters = nnx.filter_state(sharded["model"], nnx.Param), shard_bytes(sharded["model"])
     if config.train.accumulation > 1:
@@ -57,10 +56,7 @@ def trace_step(config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Sha
 def micro_batch(config: TrainConfig, batch: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of a micro-batch."""
     count = config.train.accumulation
-    return {
-        name: jax.ShapeDtypeStruct((each.shape[0] // count, *each.shape[1:]), each.dtype)
-        for name, each in batch.items()
-    }
+    return {name: each.update(shape=(each.shape[0] // count, *each.shape[1:])) for name, each in batch.items()}
 
 
 def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
@@ -68,9 +64,9 @@ def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
 
     def build() -> nnx.Module:
         rngs = nnx.Rngs(config.run.seed)
-        if not task.has_own_model:
-            return create_decoder(config.model, rngs=rngs)
-        return builder(task.model, config.model)(rngs)  # type: ignore[arg-type]
+        return (
+            builder(task.model, config.model)(rngs) if callable(task.model) else create_decoder(config.model, rngs=rngs)
+        )
 
     return abstract_model(build)
 

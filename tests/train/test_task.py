@@ -153,6 +153,10 @@ def grows(model, batch, key):
         "pairs of rows": ({"loss": of_pairs, "settings": {"train.accumulation": 2}}, "Micro-batches change it"),
         "a mean metric": ({"loss": mean_metric}, "the metric 'loss_again' is a mean"),
         "a name": ({"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"loss_tokens": 1})}, "a metric named 'loss_tokens'"),
+        "no params": (
+            {"model": nnx.Module, "loss": lambda m, b, k: (b["x"].sum(), ROWS)},
+            "the model has no nnx.Param",
+        ),
         "a name of an evaluation": (
             {"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"eval_loss": 1})},
             "a metric named 'eval_loss'",

@@ -20,7 +20,7 @@ from jaxtp.layers.parameter import Precision
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.first_difference import describe_error, first_difference
 from jaxtp.tools.check.parity import Errors, Tolerance
-from jaxtp.tools.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, describe, plan
+from jaxtp.tools.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, describe
 from jaxtp.tools.check.subject import Subject, open_subject
 from jaxtp.train.config import IGNORED_BY_STEP, TrainConfig
 from jaxtp.train.defaults import DeviceInfo, resolve_defaults
@@ -85,24 +85,11 @@ def _check(argv: Sequence[str]) -> int:
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
     request_virtual_devices(MAX_DEVICES)
-    subject = Subject()
-    if any((config.model.build, config.train.loss, config.data.batches, config.optimizer.build)):
-        small, cases, subject = open_subject(config, config.meshes)
-    else:
-        small, cases = plan(config, config.meshes)
+    small, cases, subject = open_subject(config, config.meshes)
     print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
     shown = ("model",) if config.meshes or subject.task.has_own_model else ("model", "mesh")
     print("".join(f"default {note}\n" for note in notes if note.startswith(shown)), end="")
-    if subject.task.has_own_model:
-        print("shrunk  nothing: the model is your own; model.arguments can make it small")
-        print("        (noise is added to the parameters)")
-        if subject.task.plan is None:
-            print("plan    none: with tp, the one that jaxtp proposes")
-    else:
-        print(f"shrunk  {', '.join(describe(config, small)) or 'nothing: the model is small'}")
-        print("        (rope_theta so that RoPE rotates every dim; noise is added to the weights)")
-    if not subject.is_audited:
-        print("audit   none: the compiler may choose collectives outside of jaxtp's modules")
+    print(*_changes(config, small, subject), sep="\n")
     print(f"cases   {len(cases)} in {' and '.join(dtypes(small))}; three updates; errors relative to one device\n")
     print(HEADER, flush=True)
     results: list[Verdict] = []
@@ -113,13 +100,25 @@ def _check(argv: Sequence[str]) -> int:
     left_out = [verdict for verdict in results if verdict.left_out and verdict.case.devices > 1]
     if left_out and (config.meshes or not any(verdict.case.devices > 1 for verdict in compared)):
         raise ConfigError(f"cannot run on {left_out[0].case}: {left_out[0].problems[0]}")
-    failed = sum(not verdict.passed for verdict in compared)
+    failed, count = sum(not verdict.passed for verdict in compared), len(compared)
     record = {"jaxtp": jaxtp.__version__, "jax": jax.__version__, "passed": not failed}
     record |= {"config": to_plain(config), "shrunk": to_plain(small)}
     write_json("--json", config.json, record | {"cases": [verdict.record() for verdict in results]})
-    count = len(compared)
     print(f"\n{f'{failed} of {count} differ' if failed else f'all {count} equal one device'}")
     return 1 if failed else 0
+
+
+def _changes(config: TrainConfig, small: TrainConfig, subject: Subject) -> Iterator[str]:
+    if subject.task.has_own_model:
+        yield "shrunk  nothing: the model is your own; model.arguments can make it small"
+        yield "        (noise is added to the parameters)"
+        if subject.task.plan is None:
+            yield "plan    none: with tp, the one that jaxtp proposes"
+    else:
+        yield f"shrunk  {', '.join(describe(config, small)) or 'nothing: the model is small'}"
+        yield "        (rope_theta so that RoPE rotates every dim; noise is added to the weights)"
+    if not subject.is_audited:
+        yield "audit   none: the compiler may choose collectives outside of jaxtp's modules"
 
 
 @dataclass(frozen=True)
@@ -158,25 +157,14 @@ class Verdict:
 
     def record(self) -> dict[str, object]:
         """Returns the verdict as JSON values."""
-        case, e, errors = self.case, self.errors, None
+        case, e, errors = asdict(self.case), self.errors, None
         if e is not None:
             gradient, update = e.worst(self.tolerance)
             errors = {name: getattr(e, name) for name in ("loss", "grad_norm", "flips", "margin", "choices")}
             errors |= {"worst_gradient": gradient, "gradient": e.gradients[gradient]}
             errors |= {"worst_update": update, "update": e.updates[update]}
-        return {
-            "mesh": dict(case.sizes),
-            "sequence_parallel": case.sequence_parallel,
-            "context": case.context,
-            "accumulation": case.accumulation,
-            "dtype": self.dtype,
-            "tolerance": asdict(self.tolerance),
-            "errors": errors,
-            "problems": self.problems,
-            "first_difference": self.first_difference,
-            "passed": self.passed,
-            "left_out": self.left_out,
-        }
+        values = vars(self) | {"tolerance": asdict(self.tolerance), "errors": errors, "passed": self.passed}
+        return {"mesh": case.pop("sizes")} | case | {name: values[name] for name in values if name != "case"}
 
 
 def dtypes(config: TrainConfig) -> list[str]:
@@ -189,47 +177,42 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
     """Runs each case in each dtype.
 
     Raises:
-      ConfigError: the task cannot be checked, because it fails, is not finite or draws other numbers on one device.
+      ConfigError: the task cannot be checked, because its numbers on one device are not finite or not repeatable.
     """
-
-    def is_optional(case: Case) -> bool:
-        return case.accumulation is not None and small.train.accumulation == 1
-
     exact: parity.Numbers | None = None  # another run on one device
     for dtype in dtypes(small):
         config = replace_nested(small, {"model.precision": Precision()}) if dtype == "float32" else small
-        tolerance = parity.TOLERANCES[dtype]
-        expected: parity.Numbers | None = None
-        if subject.is_own:
-            initial, expected, again = parity.on_one_device(config, subject)
-            exact = exact or again
-        else:
-            initial = parity.initial_arrays(config)
-        for case in cases if subject.is_own else (ONE_DEVICE, *cases):
-            audited = case != ONE_DEVICE and subject.is_audited
+        tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config, subject)
+        for case in (ONE_DEVICE, *cases):
+            verdict = partial(Verdict, case, dtype, tolerance)
             search = partial(first_difference, config, case, initial, tolerance.tensor, subject)
+            is_optional = case.accumulation is not None and small.train.accumulation == 1
             try:
-                actual = parity.run(config, case, initial, audited=audited, replayed=exact, subject=subject)
+                if case == ONE_DEVICE:
+                    initial, expected, again = parity.on_one_device(config, initial, subject, replayed=exact)
+                    exact = exact or again
+                    continue
+                actual = parity.run(config, case, initial, audited=subject.is_audited, replayed=exact, subject=subject)
             except Exception as error:  # a broken layer may raise any exception
-                if is_optional(case) or (subject.is_own and isinstance(error, UserError)):
+                is_mistake = subject.is_own and isinstance(error, UserError)
+                if is_mistake and case == ONE_DEVICE:
+                    raise
+                if is_mistake or is_optional:
                     why = str(error) if isinstance(error, UserError) else describe_error("it", error)
-                    yield Verdict(case, dtype, tolerance, None, (why,), left_out=True)
+                    yield verdict(None, (why,), left_out=True)
                     continue
                 where = search()
-                yield Verdict(case, dtype, tolerance, None, (where or describe_error(f"{case}", error),), where)
-                if expected is None:
+                yield verdict(None, (where or describe_error(f"{case}", error),), where)
+                if case == ONE_DEVICE:
                     break
                 continue
-            if expected is None:
-                expected, exact = actual, exact or actual
-                continue
-            errors, where = parity.compare(actual, expected, exact), None
-            if not errors.within(tolerance):
-                if case.accumulation is not None:
-                    yield Verdict(case, dtype, tolerance, errors, (NO_SUM,), left_out=is_optional(case))
-                    continue
-                where = search() or _remaining_cause(errors, tolerance)
-            yield Verdict(case, dtype, tolerance, errors, actual.problems, where)
+            errors = parity.compare(actual, expected, exact)
+            if errors.within(tolerance):
+                yield verdict(errors, actual.problems)
+            elif case.accumulation is not None:
+                yield verdict(errors, (NO_SUM,), left_out=is_optional)
+            else:
+                yield verdict(errors, actual.problems, search() or _remaining_cause(errors, tolerance))
 
 
 def _remaining_cause(errors: Errors, tolerance: Tolerance) -> str:

@@ -72,6 +72,11 @@ class Numbers:
     problems: tuple[str, ...] = ()  # from the audit
     choices: tuple[Choices, ...] = ()  # expert choices by update
 
+    @property
+    def arrays(self) -> Arrays:
+        """All arrays by name, with `LOSS` and `GRAD_NORM`."""
+        return {LOSS: self.losses, GRAD_NORM: self.grad_norms, **self.gradients, **self.state}
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -121,20 +126,27 @@ def initial_arrays(config: TrainConfig, subject: Subject = Subject(), noise: flo
     return {n: _with_noise(n, a, noise) if n in names else a for n, a in arrays.items()}
 
 
-def on_one_device(config: TrainConfig, subject: Subject) -> tuple[Arrays, Numbers, Numbers]:
-    """Returns a task's initial arrays, its numbers, and its numbers with other last digits of the weights.
+def on_one_device(
+    config: TrainConfig, initial: Arrays, subject: Subject, *, replayed: Numbers | None = None
+) -> tuple[Arrays, Numbers, Numbers]:
+    """Returns the initial state, its numbers on one device, and the numbers of another run, for `Errors.rounding`.
+
+    For a user's task, the other run changes the last digits of the weights. Noise that makes a loss infinite is left
+    out of the initial state.
 
     Raises:
-      ConfigError: the numbers are not finite or not repeatable, or the loss is a mean.
+      ConfigError: the numbers of a user's task are not finite or not repeatable, or its loss is a mean.
     """
-    once = program(config, ONE_DEVICE, subject=subject)
-    for noise in (NOISE, 0.0):
-        initial = initial_arrays(config, subject, noise)
-        if np.isfinite((numbers := once(initial)).losses).all():
-            break
-    else:
-        raise ConfigError(f"the loss is {numbers.losses[0]} and so on in three updates on one device, without any mesh")
-    again = program(config, ONE_DEVICE, replayed=numbers, subject=subject)
+    once = program(config, ONE_DEVICE, replayed=replayed, subject=subject)
+    numbers = once(initial)
+    if not subject.is_own:
+        return initial, numbers, numbers
+    if not np.isfinite(numbers.losses).all():
+        initial = initial_arrays(config, subject, noise=0)
+        numbers = once(initial)
+    if not np.isfinite(numbers.losses).all():
+        raise ConfigError(f"the losses of three updates on one device are {', '.join(map(str, numbers.losses))}")
+    again = program(config, ONE_DEVICE, replayed=replayed or numbers, subject=subject)
     errors = compare(again(initial), numbers)
     if not errors.within(TOLERANCES["float32"]):
         raise ConfigError(
@@ -142,32 +154,24 @@ def on_one_device(config: TrainConfig, subject: Subject) -> tuple[Arrays, Number
             f"{errors.grad_norm:.1e}. Draw all random numbers from the key of the loss or from nnx.Rngs, not from "
             "NumPy's or Python's generator"
         )
-    if (loss := subject.task.loss) is not None:
+    if (loss := subject.task.loss) is not None and replayed is None:
         mesh = make_mesh()
         blueprint = subject.blueprint(config, mesh)
         with jax.set_mesh(mesh):
             state, batch = place(initial, blueprint.abstract, mesh), next(subject.on_mesh(config, mesh))
             if warning := require_sums(loss, blueprint, state, batch, config.train.accumulation):
                 print(warning)
-    return initial, numbers, again(in_other_digits(initial))
+    return initial, numbers, again(_in_other_digits(initial))
 
 
-def in_other_digits(initial: Arrays) -> Arrays:
-    """Returns an initial state whose weights differ in the last digits, to see how errors of rounding grow."""
+def _in_other_digits(initial: Arrays) -> Arrays:
+    # Shows how errors of rounding grow.
     return {n: _with_noise(n, a, 0, LAST_DIGITS) if n.startswith("model.") else a for n, a in initial.items()}
 
 
-def run(
-    config: TrainConfig,
-    case: Case,
-    initial: Arrays,
-    *,
-    audited: bool = False,
-    replayed: Numbers | None = None,
-    subject: Subject = Subject(),
-) -> Numbers:
-    """Compiles three updates for the mesh of a case and runs them; see `program`."""
-    return program(config, case, audited=audited, replayed=replayed, subject=subject)(initial)
+def run(config: TrainConfig, case: Case, initial: Arrays, **options: Any) -> Numbers:
+    """Compiles and runs a `program`."""
+    return program(config, case, **options)(initial)
 
 
 def program(
@@ -222,11 +226,6 @@ def program(
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
     """Returns a mesh's errors relative to one device; `exact` is another run on one device, for `Errors.rounding`."""
     margins, choices = _flipped(actual, expected)
-    rounding: dict[str, float] = {}
-    if exact is not None:
-        rounding = _errors(expected.gradients, exact.gradients) | _errors(expected.state, exact.state)
-        rounding[LOSS] = relative_error(expected.losses, exact.losses)
-        rounding[GRAD_NORM] = relative_error(expected.grad_norms, exact.grad_norms)
     return Errors(
         loss=relative_error(actual.losses, expected.losses),
         grad_norm=relative_error(actual.grad_norms, expected.grad_norms),
@@ -235,7 +234,7 @@ def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) ->
         flips=margins.size,
         margin=float(np.max(margins, initial=0.0)),
         choices=choices,
-        rounding=rounding,
+        rounding={} if exact is None else _errors(expected.arrays, exact.arrays),
     )
 
 

@@ -8,7 +8,7 @@ sequence, batch.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import get_args
 
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import ConfigError, replace_nested
@@ -50,10 +50,8 @@ class Case:
 ONE_DEVICE = Case(mesh_shape(), False)
 
 
-def plan(
-    config: TrainConfig, meshes: Sequence[str] = (), *, same_batches: bool = False
-) -> tuple[TrainConfig, list[Case]]:
-    """Returns the shrunk configuration and its cases, on the requested or default meshes; see `shrink`."""
+def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, list[Case]]:
+    """Returns the shrunk configuration and its cases, on the requested or default meshes."""
     sizes = config.mesh.sizes
     check_sizes(sizes)
     smallest = {axis: 1 if meshes or size == -1 else size for axis, size in sizes.items()}  # -1 may be 1
@@ -62,7 +60,7 @@ def plan(
     cases = _requested_cases(config, meshes) if meshes else default_cases(config, resolved)
     if not cases:
         raise ConfigError("this model fits no default mesh of several devices; choose one with --mesh")
-    return shrink(config, cases, same_batches=same_batches), cases
+    return shrink(config, cases), cases
 
 
 def own_model_cases(config: TrainConfig, meshes: Sequence[str], *, over_cp: bool) -> list[Case]:
@@ -157,12 +155,12 @@ def on_case(config: TrainConfig, case: Case) -> TrainConfig:
     return replace_nested(config, {**changes, "train.accumulation": accumulation})
 
 
-def shrink(config: TrainConfig, cases: list[Case], *, same_batches: bool = False) -> TrainConfig:
+def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     """Returns a small configuration with the same architecture and parallel structure, for all cases.
 
-    Args:
-      same_batches: the batches are the user's, so vocabulary, length and rows stay.
+    With batches of the user's, vocabulary, length and rows stay.
     """
+    same_batches = config.data.batches is not None
     meshes, length = [case.sizes for case in cases], config.data.sequence_length
     accumulation = min(config.train.accumulation, 2)
     # Zigzag order splits a sequence into twice as many chunks as there are devices along cp.
@@ -182,7 +180,7 @@ def shrink(config: TrainConfig, cases: list[Case], *, same_batches: bool = False
 def in_three_updates(config: TrainConfig) -> TrainConfig:
     """Returns a configuration whose optimizer moves the weights enough to compare them."""
     # With a smaller epsilon, Adam takes full steps for elements whose gradient is only rounding.
-    schedule: dict[str, Any] = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.epochs": None}
+    schedule: dict[str, object] = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.epochs": None}
     if config.optimizer.build is None:  # a schedule of the user's may need all steps
         schedule["train.steps"] = 10
     return replace_nested(config, {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON), **schedule})

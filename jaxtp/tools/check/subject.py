@@ -3,15 +3,14 @@
 A user's model is used as it is, a decoder is shrunk. Batches of the user's are read once, so every mesh gets the same.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.data.batches import Position
+from jaxtp.data.batches import Batches, Position
 from jaxtp.data.columns import Columns
 from jaxtp.data.loader import Batch, on_mesh
 from jaxtp.data.rows import SEGMENTS
@@ -23,7 +22,7 @@ from jaxtp.parallelize.styles import ContextParallel
 from jaxtp.tools.check.shrink import ONE_DEVICE, UPDATES, Case, in_three_updates, own_model_cases, plan
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitSource
-from jaxtp.train.run_data import RunData, open_data
+from jaxtp.train.run_data import open_data
 from jaxtp.train.setup import check_loss, with_batches
 from jaxtp.train.setup import plan as plan_of_run
 from jaxtp.train.state import Blueprint, total_bytes
@@ -39,7 +38,7 @@ class Subject:
     """A task and its first batches."""
 
     task: Task = Task()
-    batches: Sequence[Columns] = ()  # by default random tokens
+    batches: Batches | None = None  # by default random tokens
 
     @property
     def is_own(self) -> bool:
@@ -54,12 +53,11 @@ class Subject:
 
     def blueprint(self, config: TrainConfig, mesh: Mesh) -> Blueprint:
         """Plans the state on a mesh."""
-        return plan_of_run(config, mesh, self.task, shapes_of(self.batches[0]) if self.batches else {})[0]
+        return plan_of_run(config, mesh, self.task, {} if self.batches is None else self.batches.shapes)[0]
 
     def on_mesh(self, config: TrainConfig, mesh: Mesh) -> Iterator[Batch]:
         """Yields a batch for each update; raises BatchError if it cannot be split over the mesh."""
-        host = self.batches or random_tokens(config)
-        source = open_batches(lambda step: host[step])
+        source = self.batches or _in_memory(random_tokens(config))
         micro_batches = config.train.accumulation if self.task.loss is not None else 1
         return (batch for batch, _ in on_mesh(source, mesh, Position(), UPDATES, micro_batches=micro_batches))
 
@@ -70,38 +68,50 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
     Raises:
       ValueError: a user's mistake, as in a run, or a model that is too large.
     """
-    task = load_task(config)
-    config = with_decoder(config, task)
-    data = open_data(config, InitSource(), task) if task.has_own_model or task.batches is not None else None
-    if data is not None:
-        config = _with_shapes(with_batches(config, data, make_mesh()), data)
+    task = load_task(replace_nested(config, {"train.callbacks": (), "data.validation_batches": None}))
+    config, data = with_decoder(config, task), None
+    if task.has_own_model or task.batches is not None:
+        data = open_data(config, InitSource(), task)
+        config = _with_length(with_batches(config, data, make_mesh()), data.train)
     if task.has_own_model:
         over_cp = any(isinstance(style, ContextParallel) for style in (task.plan or {}).values())
         small, cases = in_three_updates(config), own_model_cases(config, meshes, over_cp=over_cp)
     else:
-        small, cases = plan(config, meshes, same_batches=data is not None)
-    shapes: Mapping[str, jax.ShapeDtypeStruct]
-    shapes = shapes_of(random_tokens(small)[0]) if data is None else data.train.shapes
-    blueprint, _ = plan_of_run(small, make_mesh(), task, shapes)
+        small, cases = plan(config, meshes)
+    batches = _in_memory(random_tokens(small)) if data is None else data.train
+    subject = Subject(task, batches)
+    if not subject.is_own:
+        return small, cases, subject
+    if task.loss is not None:
+        traits = check_loss(small, task, batches.shapes)
+        batches.with_weights = traits.reads_weights
+    blueprint = subject.blueprint(small, make_mesh())
     if (needed := COPIES * total_bytes(blueprint)) > (memory := host_memory()):
         raise ConfigError(
             f"a check of this model needs {needed / 2**30:,.1f} GiB for {COPIES} copies of its state, and this host "
             f"has {memory / 2**30:,.1f}; make it small by arguments of the function that builds it (model.arguments)"
         )
     if task.loss is not None:
-        traits = check_loss(small, task, shapes)
-        if data is not None:
-            data.pad_short_batches(traits.reads_weights)
         accumulation = 2 if small.train.accumulation == 1 else 1
         if not (traits.changes or traits.is_random or small.data.global_batch_size % accumulation):
             cases = [replace(ONE_DEVICE, accumulation=accumulation), *cases]
-    batches = [] if data is None else _read(data)
-    return small, cases, Subject(task, batches)
+    if data is not None:
+        rows = range(data.global_batch_size)
+        subject = Subject(task, _in_memory([columns for columns, _ in data.train.read(rows, Position(), UPDATES)]))
+    return small, cases, subject
 
 
-def shapes_of(columns: Columns) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns abstract arrays of a batch."""
-    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in columns.items()}
+def _in_memory(batches: Sequence[Columns]) -> Batches:
+    return open_batches(lambda step: batches[step])
+
+
+def _with_length(config: TrainConfig, batches: Batches) -> TrainConfig:
+    # The length of the batches' sequences decides how a decoder splits them.
+    shapes = batches.shapes
+    inputs = shapes.get("inputs", max(shapes.values(), key=lambda each: each.size))
+    if config.model.is_foreign or inputs.ndim != 2:
+        return config
+    return replace_nested(config, {"data.sequence_length": inputs.shape[1]})
 
 
 def random_tokens(config: TrainConfig) -> list[Columns]:
@@ -123,17 +133,3 @@ def random_tokens(config: TrainConfig) -> list[Columns]:
                 batch[SEGMENTS][row, begin:], labels[row, begin:] = 0, IGNORE
         made.append(batch)
     return made
-
-
-def _read(data: RunData) -> list[Columns]:
-    rows = range(data.global_batch_size)
-    return [columns for columns, _ in data.train.read(rows, Position(), UPDATES)]
-
-
-def _with_shapes(config: TrainConfig, data: RunData) -> TrainConfig:
-    # The length of the batches' sequences decides how a decoder splits them.
-    shapes = data.train.shapes
-    inputs = shapes.get("inputs", max(shapes.values(), key=lambda each: each.size))
-    if config.model.build is not None or inputs.ndim != 2:
-        return config
-    return replace_nested(config, {"data.sequence_length": inputs.shape[1]})

@@ -50,6 +50,7 @@ from jaxtp.tools.estimate.summary import draw, explained, heading, ranking, reco
 from jaxtp.tools.explain.python_model import has_own_step
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, DeviceInfo, default_settings, resolve_defaults
+from jaxtp.train.setup import open_task
 from jaxtp.train.validation import check_kernels, violations_on
 
 PROGRAM = "jaxtp estimate"
@@ -61,8 +62,8 @@ h100x8, and ranks those that fit. Times are modelled, wrong by tens of percent. 
 --config FILE reads the configuration of a training run; flags override it. --hardware takes a name or a YAML file with
 like (a name; without it the first six keys are required), platform (cuda, rocm, tpu), direct (true: links join each
 pair) and KEYS. Exit code 1: nothing fits. FILE.py:build instead of a configuration takes any Flax model: see
-jaxtp estimate FILE.py:build --help. --model.build, --train.loss and --data.batches work as for jaxtp train; the
-estimate then tries meshes only.
+jaxtp estimate FILE.py:build --help. --model.build, --train.loss, --data.batches and --optimizer.build work as for jaxtp
+train; the estimate then tries meshes only.
 
   jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
@@ -96,9 +97,6 @@ class EstimateConfig(foreign.OnHardware, TrainConfig):
     """Texts to generate at a time. Each has data.sequence_length tokens; adds weights, KV cache and speed on each
     mesh."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write every number to this file."""
-
     write: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.yaml")] = None
     """Write the best setting as a configuration. Not written if nothing fits."""
 
@@ -126,24 +124,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _estimate(argv: Sequence[str]) -> int:
-    writes = any(word.partition("=")[0] == "--write" for word in argv)  # then all settings of the run matter
-    command = replace(COMMAND, ignored=()) if writes else COMMAND
-    epochs: float | None = None
-
-    def fitted(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:
-        nonlocal epochs
-        epochs = options.train.epochs
-        return _fit(options, explicit)
-
-    options, chosen = command.load(argv, fitted)
+    options, notes, epochs = _load(argv)
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     require_writable("--json", options.json)
     _check_overwrite(options)
     require_picture("--plot", options.plot)
     config = training_of(options)
-    if has_own_step(config):
-        _refuse_for_own_model(options)
-        return foreign.estimate_run(options, config, options.json)
+    if has_own_step(config) or config.optimizer.build is not None:
+        _refuse_for_own_parts(options)
+        return foreign.rank(options, *open_task(config))
     where = _target(options)
     if options.tier == 3:
         try:
@@ -151,11 +140,41 @@ def _estimate(argv: Sequence[str]) -> int:
         except TargetError as error:
             raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
     check_kernels(config, mesh_shape(), where.hardware.architecture)
+    model = describe_model(config)
+    print(heading(config, where, model), *notes, sep="\n", end="\n\n", flush=True)
+    best, numbers = _search(options, config, where, model)
+    fits, failed = _compile(options, best, numbers)
+    write_json("--json", options.json, numbers)
+    if options.write is not None and not fits:
+        print(f"\n--write {options.write}: not written, because nothing fits")
+    elif options.write is not None:
+        with writing("--write", options.write):
+            options.write.write_text(as_configuration(best, replace_nested(options, {"train.epochs": epochs})))
+        needed = " --model.from-hf DIR" if options.model.lora.rank and options.model.from_hf is None else ""
+        print(f"\n{options.write}: for jaxtp train --config {options.write}{needed}")
+    return entry.fail(PROGRAM, failed) if failed is not None else 0 if fits else 1
+
+
+def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]:
+    # Also returns the epochs of the settings, which `_fit` replaces by steps.
+    epochs: float | None = None
+
+    def fitted(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:
+        nonlocal epochs
+        epochs = options.train.epochs
+        return _fit(options, explicit)
+
+    writes = any(word.partition("=")[0] == "--write" for word in argv)  # then all settings of the run matter
+    options, notes = (replace(COMMAND, ignored=()) if writes else COMMAND).load(argv, fitted)
+    return options, notes, epochs
+
+
+def _search(
+    options: EstimateConfig, config: TrainConfig, where: Target, model: Model
+) -> tuple[Setting, dict[str, object]]:
+    # Prints the ranking and what --plot and --generate add; returns the best setting, and numbers for --json.
     meshes: Sequence[Mapping[str, int]] = parse_meshes(options.meshes, options.hardware, where.devices)
     meshes = meshes or meshes_to_try(config, where.devices, where.hardware.domain)
-    model = describe_model(config)
-    print(heading(config, where, model), *chosen, sep="\n", end="\n\n", flush=True)
-
     found = search(config, where, model, meshes, as_configured=options.as_configured)
     print(ranking(found), end="\n\n", flush=True)
     configured = None if options.as_configured or options.meshes else _configured(config, where, model)
@@ -172,18 +191,7 @@ def _estimate(argv: Sequence[str]) -> int:
         generating = generation.generations(config.model, where, model, meshes, options.generate, length)
         print("", generation.table(generating, length), sep="\n", flush=True)
         numbers["generation"] = list(map(generation.record, generating))
-
-    best = found.settings[0]
-    fits, failed = _compile(options, best, numbers)
-    write_json("--json", options.json, numbers)
-    if options.write is not None and not fits:
-        print(f"\n--write {options.write}: not written, because nothing fits")
-    elif options.write is not None:
-        with writing("--write", options.write):
-            options.write.write_text(as_configuration(best, replace_nested(options, {"train.epochs": epochs})))
-        needed = " --model.from-hf DIR" if options.model.lora.rank and options.model.from_hf is None else ""
-        print(f"\n{options.write}: for jaxtp train --config {options.write}{needed}")
-    return entry.fail(PROGRAM, failed) if failed is not None else 0 if fits else 1
+    return found.settings[0], numbers
 
 
 def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:
@@ -199,14 +207,13 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
     return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
 
 
-def _refuse_for_own_model(options: EstimateConfig) -> None:
+def _refuse_for_own_parts(options: EstimateConfig) -> None:
     names = ("tier", "as_configured", "price", "generate", "write", "plot")
-    fields = EstimateConfig.__dataclass_fields__
-    if chosen := [name for name in names if getattr(options, name) != fields[name].default]:
+    if chosen := [name for name in names if getattr(options, name) != getattr(EstimateConfig, name)]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in chosen)
         raise ConfigError(
-            f"{flags}: not for a model, loss or batches of your own, whose step is traced as it is configured; --mesh, "
-            "--memory-fraction and --json work"
+            f"{flags}: not for a model, loss, batches or optimizer of your own, whose step is traced as it is "
+            "configured; --mesh, --memory-fraction and --json work"
         )
 
 

@@ -9,8 +9,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +19,22 @@ from jax.sharding import Mesh
 from pydantic import Field
 
 from jaxtp.analysis.collective import Traffic, bytes_by_axes
-from jaxtp.analysis.hardware import GB, TABLE, Hardware, parse
+from jaxtp.analysis.hardware import GB, TABLE, parse
 from jaxtp.analysis.tables import columns
-from jaxtp.analysis.work import Work
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
+from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.python_object import load_object
-from jaxtp.config.schema import ConfigError, allowed, replace_nested
+from jaxtp.config.schema import ConfigError, UserPath, allowed, replace_nested
 from jaxtp.mesh import CP, TP, abstract_mesh, describe_mesh, fitting_meshes, mesh_sizes
 from jaxtp.tools.estimate.roofline import StepTime, communication_seconds, leaves_domain, product_seconds
 from jaxtp.tools.estimate.search import MEMORY_ERROR, Target, parse_meshes, target
-from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings
+from jaxtp.tools.explain.explanation import sum_of_outputs
+from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings, users_code
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory
-from jaxtp.train.setup import open_task, plan
+from jaxtp.train.setup import plan
 from jaxtp.train.state import Blueprint
 from jaxtp.train.task import Task
 from jaxtp.train.user_step import Shapes, trace_step
@@ -68,6 +68,9 @@ class OnHardware:
     """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts as in
     scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
 
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write all numbers to this file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateModel(OnHardware, PythonModel):
@@ -91,31 +94,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_model(command: EstimateModel) -> int:
+    require_writable("--json", command.json)
     if not command.input:
         raise ConfigError("an estimate runs the model: give the shapes of its inputs, --input 64x128:int32")
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
-    split = command.load_plan()
     task = Task(
-        model=load_object(command.model, "MODEL"),
-        plan={} if split is None and not command.propose else split,
-        loss=_sum_of_outputs,
+        model=command.builder(),
+        plan=command.load_plan() or (None if command.propose else {}),
+        loss=lambda model, batch, key: (sum_of_outputs(model(*batch.values())), jnp.ones(())),
         optimizer=optax.adamw(1e-3) if command.optimizer is None else load_object(command.optimizer, "--optimizer"),
     )
-    inputs = {str(index): each for index, each in enumerate(command.shapes())}
-    settings = {"model.build": command.model, "data.global_batch_size": inputs["0"].shape[0]}
-    config = replace_nested(TrainConfig(), settings)
-    return _rank(command, config, task, inputs, command.json)
-
-
-def estimate_run(flags: OnHardware, config: TrainConfig, json: Path | None) -> int:
-    """Prints the ranking for the settings of a run with a loss of the user's; returns 0, or 1 if nothing fits."""
-    config, task, batch = open_task(config)
-    return _rank(flags, config, task, batch, json)
-
-
-def _sum_of_outputs(model: Any, batch: Mapping[str, Any], _: jax.Array) -> tuple[jax.Array, jax.Array]:
-    floating = (leaf for leaf in jax.tree.leaves(model(*batch.values())) if jnp.issubdtype(leaf.dtype, jnp.floating))
-    return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(())), jnp.ones(())
+    inputs = {f"{index:03}": each for index, each in enumerate(command.shapes())}  # JAX sorts the names
+    settings = {"model.build": command.model, "data.global_batch_size": inputs["000"].shape[0]}
+    return rank(command, replace_nested(TrainConfig(), settings), task, inputs)
 
 
 @dataclass(frozen=True)
@@ -124,8 +115,8 @@ class Estimate:
 
     blueprint: Blueprint
     memory: Memory
-    work: Work  # of a micro-batch
-    accumulation: int
+    flops: float  # with recomputation
+    traffic: Traffic
     time: StepTime
     spare: float  # bytes left; negative if the step does not fit
     plan: list[str]  # lines on a proposed plan
@@ -140,16 +131,6 @@ class Estimate:
         """Sort key: with margin, tight, too large; then time or missing memory."""
         margin = MEMORY_ERROR * (self.memory.total - self.memory.state)
         return (0 if self.spare >= margin else 1, self.time.expected) if self.spare >= 0 else (2, -self.spare)
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of all micro-batches, with recomputation."""
-        return self.accumulation * sum(product.flops for product in self.work.products)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Collectives of all micro-batches."""
-        return {one: self.accumulation * times for one, times in self.work.traffic.items()}
 
     def row(self) -> tuple[str, ...]:
         """Returns a line of the table."""
@@ -176,8 +157,8 @@ class Estimate:
         }
 
 
-def _rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes, json: Path | None) -> int:
-    require_writable("--json", json)
+def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> int:
+    """Prints the ranking of the meshes for a task with a loss; returns 0, or 1 if nothing fits."""
     hardware, count = parse(flags.hardware)
     where = target(hardware, count, flags.memory_fraction, config.launch.allocator)
     print(f"{count} x {hardware.name}, {where.room / GB:,.1f} GB each for JAX; a step on one global batch", flush=True)
@@ -187,7 +168,7 @@ def _rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes, jso
     for sizes in parse_meshes(flags.meshes, flags.hardware, count) or every:
         try:
             estimates.append(estimate(config, task, batch, sizes, where))
-        except (TypeError, ValueError) as error:
+        except UserError as error:
             refused[describe_mesh(sizes)] = re.split("[;\n]", str(error))[0]
     if not estimates:
         raise ConfigError(f"no mesh of {count} devices can run it: {next(iter(refused.values()))}")
@@ -210,7 +191,7 @@ def _rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes, jso
     print(*lines, sep="\n")
     record = {"model": config.model.build, "hardware": dataclasses.asdict(hardware), "devices": count}
     meshes = [each.record() for each in estimates]
-    write_json("--json", json, {**record, "refused": refused, "notes": list(notes), "meshes": meshes})
+    write_json("--json", flags.json, {**record, "refused": refused, "notes": list(notes), "meshes": meshes})
     return 0 if best.spare >= 0 else 1
 
 
@@ -224,21 +205,20 @@ def estimate(config: TrainConfig, task: Task, batch: Shapes, sizes: Mapping[str,
     assert task.loss is not None
     if problem := next(batch_problems(config, sizes), None):
         raise ConfigError(problem.text)
-    mesh = cast(Mesh, abstract_mesh(sizes))  # a trace needs no devices
-    blueprint, lines = plan(config, mesh, task, batch)
-    memory, work = trace_step(config, blueprint, task.loss, batch)
-    time = _step_time(where.hardware, sizes, memory, work, config.train.accumulation)
-    return Estimate(blueprint, memory, work, config.train.accumulation, time, where.room - memory.total, lines)
-
-
-def _step_time(hardware: Hardware, sizes: Mapping[str, int], memory: Memory, work: Work, accumulation: int) -> StepTime:
-    speed, communication = hardware.memory_speed, communication_seconds(hardware, sizes, work.traffic)
-    products = sum(product_seconds(hardware, one.flops, one.bytes, one.itemsize) for one in work.products)
-    return StepTime(
-        products=accumulation * products,
+    with users_code("the model or its loss"):
+        blueprint, lines = plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)  # a trace needs no devices
+        memory, work = trace_step(config, blueprint, task.loss, batch)
+    hardware, count = where.hardware, config.train.accumulation
+    traffic = {one: count * times for one, times in work.traffic.items()}
+    communication = communication_seconds(hardware, sizes, traffic)
+    products = (product_seconds(hardware, one.flops, one.bytes, one.itemsize) for one in work.products)
+    time = StepTime(
+        products=count * sum(products),
         attention=0.0,
-        elementwise=accumulation * PASSES * memory.activations / speed,
-        update=2 * (memory.state + memory.gradients) / speed,
-        communication={axes: accumulation * seconds for axes, seconds in communication.items()},
+        elementwise=count * PASSES * memory.activations / hardware.memory_speed,
+        update=2 * (memory.state + memory.gradients) / hardware.memory_speed,
+        communication=communication,
         crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),
     )
+    flops = count * sum(product.flops for product in work.products)
+    return Estimate(blueprint, memory, flops, traffic, time, where.room - memory.total, lines)

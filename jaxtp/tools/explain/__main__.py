@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, cast
 
 import jax
@@ -22,7 +21,7 @@ from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.explain.explanation import explain
-from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_own_step, has_settings
+from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_own_step, has_settings, users_code
 from jaxtp.train import setup
 from jaxtp.train.config import TrainConfig, training_of
 from jaxtp.train.validation import batch_problems, check, refuse
@@ -42,7 +41,18 @@ jaxtp explain --model.build mine.py:build --train.loss mine.py:loss --data.batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explain(PythonModel):
+class Output:
+    """Flags of the output."""
+
+    compile: Switch = False
+    """Also compile for virtual CPU devices, and show the collectives that the compiler adds between the layers."""
+
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write all numbers to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain(Output, PythonModel):
     """Flags of `jaxtp explain`."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
@@ -52,19 +62,10 @@ class Explain(PythonModel):
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
     """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration has a mesh already."""
 
-    compile: Switch = False
-    """Also compile for virtual CPU devices, and show the collectives that the compiler adds between the layers."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainRun(TrainConfig):
+class ExplainRun(Output, TrainConfig):
     """Settings of a run to explain."""
-
-    compile: Switch = False
-    """See `Explain`."""
-
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write all numbers to this file."""
 
 
 COMMAND = Command(program=PROGRAM, schema=Explain, description=DESCRIPTION)
@@ -74,42 +75,38 @@ RUN_COMMAND = Command(program=PROGRAM, schema=ExplainRun, description=DESCRIPTIO
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     if has_settings(argv):
-        return entry.attempt(PROGRAM, lambda: _run_of_settings(RUN_COMMAND.load(argv)[0]))
-    return entry.attempt(PROGRAM, lambda: run(COMMAND.load(argv)[0]))
+        return entry.attempt(PROGRAM, lambda: _explain_run(RUN_COMMAND.load(argv)[0]))
+    return entry.attempt(PROGRAM, lambda: _explain_model(COMMAND.load(argv)[0]))
 
 
-def _run_of_settings(options: ExplainRun) -> None:
-    _explain_run(training_of(options), options.compile, options.json)
-
-
-def _explain_run(config: TrainConfig, compiled: bool, json: Path | None) -> None:
-    require_writable("--json", json)
-    sizes = config.mesh.sizes
-    if -1 in sizes.values():
-        raise ConfigError(f"{describe_mesh(sizes)} depends on the number of devices; name a mesh, --mesh tp=8")
-    if compiled:
+def _explain_run(options: ExplainRun) -> None:
+    config, sizes = training_of(options), _known(options.mesh.sizes)
+    require_writable("--json", options.json)
+    if options.compile:
         request_virtual_devices(math.prod(sizes.values()))
     config, task, batch = setup.open_task(config)
     assert task.loss is not None
     refuse(problem.text for problem in batch_problems(config, sizes))
-    blueprint, lines = setup.plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)  # a trace needs no devices
-    print(*lines, sep="\n")
-    explanation = explain_step(config, blueprint, task.loss, batch, compiled=compiled)
-    print(explanation)
+    with users_code("the model or its loss"):
+        # A trace needs no devices.
+        blueprint, lines = setup.plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)
+        explanation = explain_step(config, blueprint, task.loss, batch, compiled=options.compile)
+    print(*lines, explanation, sep="\n")
     if (count := config.train.accumulation) > 1:
         print(f"\nnote: numbers are for one of the {count} micro-batches of a step")
-    write_json("--json", json, {"model": config.model.build, **explanation.record()})
+    write_json("--json", options.json, {"model": config.model.build, **explanation.record()})
 
 
-def run(command: Explain) -> None:
-    """Prints the explanation."""
+def _explain_model(command: Explain) -> None:
     config = from_yaml(TrainConfig, command.model) if command.model.endswith((".yaml", ".yml")) else None
-    sizes = _axis_sizes(command, config)
     if config is not None and has_own_step(config):
-        if command.plan or command.propose or command.input:
-            raise ConfigError(f"{command.model} has a plan, loss and batches; leave out --plan, --propose and --input")
-        _explain_run(replace(config, mesh=config.mesh.of_sizes(sizes)), command.compile, command.json)
-        return
+        raise ConfigError(f"{command.model} names parts of your own; write jaxtp explain --config {command.model}")
+    if command.mesh is not None:
+        sizes = parse_mesh(command.mesh, AXES)
+    elif config is not None:
+        sizes = _known(config.mesh.sizes)
+    else:
+        raise ConfigError("name the mesh, as in --mesh fsdp=2,tp=4")
     require_writable("--json", command.json)
     if command.compile:  # before the model's file, which may start JAX's backend
         request_virtual_devices(math.prod(sizes.values()))
@@ -126,27 +123,21 @@ def run(command: Explain) -> None:
         build, call = _decoder(config)
         shape = (config.data.global_batch_size, config.data.sequence_length)
         inputs = inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
-    try:
+    with users_code(f"{command.model}, on inputs {', '.join(command.input) or 'none'} (float32 by default),"):
         if command.propose:
             plan = propose_plan(build, *inputs, mesh=sizes, call=call)
             print()
         explanation = explain(build, *inputs, plan=plan, mesh=sizes, call=call, compiled=command.compile)
-    except (TypeError, ValueError) as error:
-        raise command.failure(error) from None
     print(explanation)
     if config is not None and not command.input:
         print("\nnote: numbers are for the whole batch at once, without remat; jaxtp estimate shows a training step")
     write_json("--json", command.json, {"model": command.model, **explanation.record()})
 
 
-def _axis_sizes(command: Explain, config: TrainConfig | None) -> dict[str, int]:
-    if command.mesh is not None:
-        return parse_mesh(command.mesh, AXES)
-    if config is None:
-        raise ConfigError("name the mesh, as in --mesh fsdp=2,tp=4")
-    if -1 in config.mesh.sizes.values():
-        raise ConfigError(f"the mesh of {command.model} depends on the number of devices; name one: --mesh tp=8")
-    return config.mesh.sizes
+def _known(sizes: dict[str, int]) -> dict[str, int]:
+    if -1 in sizes.values():
+        raise ConfigError(f"{describe_mesh(sizes)} depends on the number of devices; name a mesh, --mesh tp=8")
+    return sizes
 
 
 def _decoder(config: TrainConfig) -> tuple[Callable[[], nnx.Module], Forward]:

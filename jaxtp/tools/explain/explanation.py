@@ -206,13 +206,17 @@ def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx
     function, state = call.functional(model, scoped)
 
     def loss(params: nnx.State, rest: nnx.State, arrays: list[Any]) -> jax.Array:
-        outputs = function(nnx.merge_state(params, rest), arrays)
-        results = map(jnp.asarray, jax.tree.leaves(outputs))
-        floating = (leaf for leaf in results if jnp.issubdtype(leaf.dtype, jnp.floating))
-        return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
+        return sum_of_outputs(function(nnx.merge_state(params, rest), arrays))
 
     params, rest = nnx.split_state(state, nnx.Param, ...)
     return loss, params, rest
+
+
+def sum_of_outputs(outputs: object) -> jax.Array:
+    """Returns the sum of all floating-point outputs, in float32."""
+    arrays = map(jnp.asarray, jax.tree.leaves(outputs))
+    floating = (array.astype(jnp.float32) for array in arrays if jnp.issubdtype(array.dtype, jnp.floating))
+    return sum(map(jnp.sum, floating), jnp.zeros(()))
 
 
 def _compiler_collectives(

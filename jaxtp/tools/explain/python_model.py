@@ -1,7 +1,8 @@
-"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, a plan and inputs; and the step of a run."""
+"""Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, and the step of a user's run."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,8 +12,8 @@ import tyro
 from flax import nnx
 
 from jaxtp.config.entry import UserError
-from jaxtp.config.python_object import load_object
-from jaxtp.config.schema import ConfigError, Switch, UserPath
+from jaxtp.config.python_object import load_object, user_code_error
+from jaxtp.config.schema import ConfigError, Switch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.own_decoder import builder
@@ -43,9 +44,6 @@ class PythonModel:
     """Shape of an input of a global batch, with a dtype unless it is float32: 16x128:int32. Repeat the flag for several
     inputs. Without inputs there are no collectives."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write all numbers to this file."""
-
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the inputs."""
         return [_parse_input(text) for text in self.input]
@@ -55,6 +53,8 @@ class PythonModel:
         if self.propose and self.plan is not None:
             raise ConfigError("--propose and --plan both give a plan; leave one of them out")
         plan: Plan | None = None if self.plan is None else load_object(self.plan, "--plan")
+        if plan is not None and not isinstance(plan, Mapping):
+            raise ConfigError(f"--plan {self.plan} is {plan!r}, and should be a dict from module paths to styles")
         return plan
 
     def builder(self) -> Callable[[], nnx.Module]:
@@ -65,13 +65,16 @@ class PythonModel:
         build = builder(function, ModelConfig(build=self.model))
         return lambda: build(nnx.Rngs(0))
 
-    def failure(self, error: Exception) -> UserError:
-        """Returns the error to raise if the model's code fails on the inputs."""
-        if isinstance(error, UserError):
-            return error
-        shapes = ", ".join(self.input) or "none"
-        hint = "; integer inputs need a dtype: --input 16x128:int32" if "integer" in str(error) else ""
-        return ConfigError(f"{self.model} fails on these inputs ({shapes}): {error}{hint}")
+
+@contextmanager
+def users_code(what: str) -> Iterator[None]:
+    """Raises a ConfigError for other exceptions in its body, which runs a user's code."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise user_code_error(what, error) from error
 
 
 def has_settings(argv: Sequence[str]) -> bool:
@@ -82,15 +85,15 @@ def has_settings(argv: Sequence[str]) -> bool:
 
 def has_own_step(config: TrainConfig) -> bool:
     """Returns whether a run's model, loss or batches are the user's, so that its step has to be traced."""
-    return any(part is not None for part in (config.model.build, config.train.loss, config.data.batches))
+    return any((config.model.build, config.train.loss, config.data.batches))
 
 
 def explain_step(
     config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Shapes, *, compiled: bool = False
 ) -> Explanation:
     """Explains a user's loss on one micro-batch, on a mesh that may be abstract; `compiled` as in `explain`."""
-    model = blueprint.abstract_model
     rows, sizes, key = micro_batch(config, batch), mesh_sizes(blueprint.mesh), jax.random.key(config.run.seed)
+    model = blueprint.abstract_model
     return explain(model, rows, mesh=sizes, call=lambda model, rows: loss(model, rows, key)[0], compiled=compiled)
 
 

@@ -9,13 +9,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support import assert_refused, task_flags
 
 import jaxtp
 from jaxtp.collectives import axis_size, leave_parallel, vary
-from jaxtp.config.schema import replace_nested
+from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.layers import linear
 from jaxtp.tools.check.__main__ import CheckConfig, main
 from jaxtp.tools.check.shrink import own_model_cases
+from jaxtp.tools.check.subject import open_subject
 
 EXAMPLES = Path(__file__).parent.parent.parent.parent / "scripts/examples"
 HERE = str(Path(__file__))
@@ -149,6 +151,11 @@ def failing_loss(model, batch, key):
     return model(batch["z"]).sum(), 1.0
 
 
+def loss_without_a_gradient(model, batch, key):
+    total, count = loss(model, batch, key)
+    return jax.pure_callback(lambda total: total, total, total), count
+
+
 def decoder_loss(model, batch, key):
     logits = model(batch["tokens"][:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
@@ -162,15 +169,19 @@ def tokens(step):
 optimizer = optax.adamw(1e-2)
 
 
-def check(*flags, model="Mlp", loss="loss", plan="PLAN", meshes=("tp=2",)):
-    parts = {"model.build": model, "model.plan": plan, "train.loss": loss, "data.batches": "batches"}
-    named = [word for flag, name in parts.items() for word in (f"--{flag}", f"{HERE}:{name}")]
-    return main([*named, *(["--mesh", *meshes] if meshes else []), *flags])
+def command(model="Mlp", loss="loss", plan="PLAN", meshes=("tp=2",)):
+    flags = task_flags(HERE, model=model, plan=plan, loss=loss, batches="batches")
+    return [*flags, *(["--mesh", *meshes] if meshes else [])]
+
+
+def check(*flags, **parts):
+    return main([*command(**parts), *flags])
 
 
 def test_a_model_of_the_users_is_checked(tmp_path, capsys):
     file = tmp_path / "check.json"
-    assert check("--optimizer.build", f"{HERE}:optimizer", "--json", str(file), meshes=("tp=2", "fsdp=2,tp=2")) == 0
+    flags = [*task_flags(HERE, optimizer="optimizer"), "--json", str(file)]
+    assert check(*flags, meshes=("tp=2", "fsdp=2,tp=2")) == 0
     out = capsys.readouterr().out
     assert "shrunk  nothing: the model is your own; model.arguments can make it small" in out
     assert "audit   none" in out
@@ -227,8 +238,7 @@ def test_statistics_and_random_masks_equal_one_device(model, capsys, tmp_path):
     ids=lambda value: "" if isinstance(value, str) else str(*value.values()),
 )
 def test_mistakes(flags, message, capsys):
-    assert check(**flags) == 2
-    assert message in capsys.readouterr().err
+    assert_refused(main, command(**flags), message, capsys)
 
 
 @pytest.mark.wide
@@ -247,14 +257,13 @@ def test_a_loss_of_pairs_of_rows_passes_without_accumulation(capsys):
     out = capsys.readouterr().out
     assert "--    one device, accumulation 2" in out
     assert "the loss is no sum over single rows" in out
-    assert check("--train.accumulation", "2", loss="contrastive_loss", meshes=("fsdp=2",)) == 2
-    assert "Micro-batches change it" in capsys.readouterr().err
+    words = [*command(loss="contrastive_loss", meshes=("fsdp=2",)), "--train.accumulation", "2"]
+    assert_refused(main, words, "Micro-batches change it", capsys)
 
 
-def decoder(*flags, loss="decoder_loss"):
+def decoder(*flags):
     sizes = ["--model.vocab-size", "40", "--model.num-layers", "2"]
-    parts = ["--train.loss", f"{HERE}:{loss}", "--data.batches", f"{HERE}:tokens"]
-    return main([*sizes, *parts, "--mesh", "tp=2", *flags])
+    return main([*sizes, *task_flags(HERE, loss="decoder_loss", batches="tokens"), "--mesh", "tp=2", *flags])
 
 
 @pytest.mark.wide
@@ -264,6 +273,31 @@ def test_a_decoder_keeps_vocabulary_and_length_of_the_users_batches(capsys):
     assert "model.d_model 128 -> " in out
     assert "vocab_size" not in out
     assert "sequence_length" not in out
+
+
+def own_decoder(rngs):
+    return jaxtp.Decoder(jaxtp.ModelConfig(vocab_size=40, num_layers=1, d_model=32, d_ff=64), rngs=rngs)
+
+
+def pairs(step):
+    ids = tokens(step)["tokens"].astype(np.int32)
+    return {"inputs": ids[:, :-1], "labels": ids[:, 1:]}
+
+
+def test_a_decoder_of_the_users_too_and_callbacks_are_not_loaded(tmp_path):
+    parts = {"model": {"build": f"{HERE}:own_decoder"}, "data": {"batches": f"{HERE}:pairs"}}
+    (tmp_path / "run.yaml").write_text(json.dumps(parts | {"train": {"callbacks": ["/nothing.py:callback"]}}))
+    config, cases, subject = open_subject(from_yaml(CheckConfig, tmp_path / "run.yaml"), ["cp=2"])
+    assert config.data.sequence_length == 16
+    assert all(case.sizes["cp"] == 2 for case in cases)
+    assert subject.batches.global_batch_size == config.data.global_batch_size == 4
+
+
+def test_a_loss_that_fails_on_one_device_is_a_failure(capsys):
+    assert check(loss="loss_without_a_gradient") == 1
+    out = capsys.readouterr().out
+    assert "FAIL  one device " in out
+    assert "do not support JVP" in out
 
 
 @pytest.mark.wide
@@ -289,9 +323,8 @@ def test_default_meshes_of_a_users_model():
 def test_every_example_passes(name, monkeypatch, capsys):
     """Also biases of keys, whose gradients are zero but for rounding, under an Adam that takes full steps for them."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    parts = {"model.build": "build", "model.plan": "PLAN", "train.loss": "loss", "data.batches": "batches"}
-    flags = [word for flag, part in parts.items() for word in (f"--{flag}", f"{EXAMPLES / name}.py:{part}")]
-    flags += ["--optimizer.build", f"{HERE}:optimizer"]
+    flags = task_flags(EXAMPLES / f"{name}.py", model="build", plan="PLAN", loss="loss", batches="batches")
+    flags += task_flags(HERE, optimizer="optimizer")
     meshes = [] if name == "mixer" else ["--mesh", "tp=4", "fsdp=2,tp=2"]  # by default five
     assert main([*flags, *meshes]) == 0
     assert f"all {6 if name == 'mixer' else 3} equal one device" in capsys.readouterr().out

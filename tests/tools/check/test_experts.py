@@ -1,6 +1,7 @@
 """A check of a mixture of experts: choices are compared by themselves, numbers with the choices of one device."""
 
 import numpy as np
+import optax
 import pytest
 from support import sizes_of
 
@@ -11,7 +12,9 @@ from jaxtp.mesh import TP
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.__main__ import Verdict, _remaining_cause
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
+from jaxtp.tools.check.subject import Subject
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.task import Task
 
 pytestmark = pytest.mark.wide
 
@@ -67,10 +70,23 @@ def test_a_router_that_chooses_otherwise_is_found_where_all_numbers_agree(expect
     assert f"{errors.flips} of {NUM_CHOICES} expert choices differ" in said[1]
 
 
+def with_other_choices(one):
+    others = [[(3 - experts, margin) for experts, margin in update] for update in one.choices]
+    return parity.Numbers(one.losses, one.grad_norms, one.gradients, one.state, choices=tuple(map(tuple, others)))
+
+
+def test_with_an_optimizer_of_the_users_all_runs_have_the_choices_that_are_given(expected):
+    """In 16 bits these are the choices in float32, as on the meshes."""
+    given, subject = with_other_choices(expected[1]), Subject(Task(optimizer=optax.sgd(1e-2)))
+    initial = parity.initial_arrays(CONFIG, subject)
+    _, numbers, again = parity.on_one_device(CONFIG, initial, subject, replayed=given)
+    mesh = parity.run(CONFIG, OVER_TP, initial, replayed=given, subject=subject)
+    assert parity.compare(mesh, numbers, again).within(TOLERANCE)
+
+
 def test_numbers_are_those_of_the_choices_that_are_given(expected):
     initial, one = expected
-    others = [[(3 - experts, margin) for experts, margin in update] for update in one.choices]
-    given = parity.Numbers(one.losses, one.grad_norms, one.gradients, one.state, choices=tuple(map(tuple, others)))
+    given = with_other_choices(one)
     replayed = parity.run(CONFIG, ONE_DEVICE, initial, replayed=given)
     assert np.array_equal(replayed.choices[0][0][0], one.choices[0][0][0])
     assert abs(replayed.losses[0] - one.losses[0]) > 1e-4

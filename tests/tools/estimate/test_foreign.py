@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from support import assert_refused
 
 import jaxtp
 from jaxtp.mesh import mesh_shape
@@ -37,6 +38,10 @@ class Model(nnx.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+class Broken(Model):
+    def __call__(self, x):
+        return self.lost
 
 def build():
     return Model(nnx.Rngs(0))
@@ -103,6 +108,8 @@ def test_a_model_that_does_not_fit(file, capsys):
 
 MISTAKES = {
     "{file}:biuld --input 16x8x16": "has no biuld; it has",
+    "{file}:PLAN --input 16x8x16": "and should be a function that returns a model",
+    "{file}:Broken --input 16x8x16": ": return self.lost): AttributeError",
     "{file}:build": "give the shapes of its inputs",
     "{file}:build --input 16x8x16 --mesh tp=4": "is 4 devices, and --hardware h100x8 is 8",
     "{file}:build --input 16x8x16 --plan {file}:PLAN --propose": "leave one of them out",
@@ -113,5 +120,4 @@ MISTAKES = {
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes(file, capsys, words):
-    assert main(words.format(file=file).split()) == 2
-    assert MISTAKES[words] in capsys.readouterr().err
+    assert_refused(main, words.format(file=file).split(), MISTAKES[words], capsys)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support import sweep
+from support import assert_refused, sweep
 
 import jaxtp
 from jaxtp import Colwise, ContextParallel, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise
@@ -265,6 +265,9 @@ PLAN = {"layers.0": Colwise(), "layers.2": Rowwise()}
 number = 3
 def no_model():
     return 3
+class Broken(nnx.Module):
+    def __call__(self, x):
+        return self.lost
 """
 
 
@@ -275,22 +278,13 @@ def file(tmp_path):
 
 
 def test_the_command(file, tmp_path, capsys):
-    flags = [
-        "--plan",
-        f"{file}:PLAN",
-        "--input",
-        "4x8",
-        "--mesh",
-        "tp=2",
-        "--compile",
-        "--json",
-        str(tmp_path / "numbers.json"),
-    ]
-    assert main([f"{file}:build", *flags]) == 0
+    json_file = tmp_path / "numbers.json"
+    words = f"{file}:build --plan {file}:PLAN --input 4x8 --mesh tp=2 --compile --json {json_file}"
+    assert main(words.split()) == 0
     output = capsys.readouterr().out
     assert "layers.0" in output
     assert "Rowwise()" in output
-    assert json.loads((tmp_path / "numbers.json").read_text())["mesh"]["tp"] == 2
+    assert json.loads(json_file.read_text())["mesh"]["tp"] == 2
     assert main([f"{file}:build", "--propose", "--input", "4x8", "--mesh", "tp=2"]) == 0
     assert "Colwise()" in capsys.readouterr().out
 
@@ -298,10 +292,13 @@ def test_the_command(file, tmp_path, capsys):
 MISTAKES = {
     "{file}:biuld": "has no biuld; it has",
     "{file}:number": "is 3, and should be a function that returns a model",
+    "{file}:build --plan {file}:number": "is 3, and should be a dict from module paths to styles",
     "{file}:no_model": "returns 3, and should return an nnx.Module",
     "{folder}/mien.py:build": "did you mean {file}?",
     "mine": "should be FILE.py:NAME or package.module:NAME",
     "no.such.package:build": "to name a file, write FILE.py:NAME",
+    "{file}:build --input 4x9": "on inputs 4x9 (float32 by default), fails",
+    "{file}:Broken --input 4x9": "AttributeError",
     "{file}:build --input 4,8": "--input 4,8: should be a shape such as",
     "{file}:build --input 4x8:float33": "should be a shape such as",
     "{file}:build --plan {file}:PLAN --propose": "leave one of them out",
@@ -314,8 +311,8 @@ MISTAKES = {
 def test_mistakes(file, capsys, words):
     places = {"file": str(file), "folder": str(file.parent)}
     command = words.format(**places).split()
-    assert main([*command, *([] if "--mesh" in command else ["--mesh", "tp=2"])]) == 2
-    assert MISTAKES[words].format(**places) in capsys.readouterr().err
+    command += [] if "--mesh" in command else ["--mesh", "tp=2"]
+    assert_refused(main, command, MISTAKES[words].format(**places), capsys)
 
 
 @pytest.mark.parametrize("experts", [0, 4])
