@@ -2,10 +2,12 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +34,15 @@ def load_object(text: str, setting: str) -> Any:
         names = ", ".join(key for key in values if not key.startswith("_"))
         raise ConfigError(f"{setting} {text}: {place} has no {name}; it has {names}")
     return getattr(module, name)
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns the arguments that a call takes; None for a C function that does not say."""
+    constructor: Any = function.__init__ if isinstance(function, type) else None  # type: ignore[misc]
+    try:  # `inspect` would read the `__call__` of a metaclass
+        return inspect.signature(partial(constructor, None) if constructor else function)
+    except ValueError:
+        return None
 
 
 def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:

@@ -4,7 +4,6 @@ A function that builds the model is traced and compiled, which initialises its a
 `parallelize` on an abstract copy, so that `jaxtp explain` can apply the plan on any other mesh.
 """
 
-import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxtp.config.python_object import signature_of
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
 from jaxtp.parallelize.module_wrappers import Model, ModuleInfo, find_modules, original_class, set_class
 from jaxtp.parallelize.plan import Plan, PlanError, Styles, matches
@@ -209,15 +209,13 @@ def _check_build(build: Any) -> None:
     if not callable(build):
         raise PlanError(f"expected an nnx.Module, or a function that returns one, not {build!r}")
     try:
-        is_class = isinstance(build, type)  # inspect.signature would use the metaclass
-        inspect.signature(build.__init__ if is_class else build).bind(*([None] if is_class else []))
+        if signature := signature_of(build):
+            signature.bind()
     except TypeError as error:
         raise PlanError(
             f"a function that builds a model is called without arguments, and {build!r} is {error}; write "
             "lambda: Model(..., rngs=nnx.Rngs(0))"
         ) from None
-    except ValueError:
-        return  # C functions have no signature
 
 
 def _build(build: Build) -> nnx.Module:
