@@ -2,7 +2,7 @@
 
 The walk assumes that every stock layer is a column layer. It follows each split dim through the jaxpr (with jit, remat
 and scans) until a layer sums over it (the row layer of a pair) or an operation needs it whole. `propagation_rules.py`
-has the rules of primitives. `propose.py` excludes layers whose output is needed whole, and repeats the walk.
+has the rules of primitives. `regions.py` excludes layers whose output is needed whole, and repeats the walk.
 """
 
 from collections import Counter
@@ -90,6 +90,15 @@ class Dataflow:
     """Collectives over tp between layers, by the column layers that cause them."""
     outputs: dict[Columns, Any] = field(default_factory=dict)
     """Avals of split model outputs."""
+
+    @property
+    def layers(self) -> list[str]:
+        """Stock layers in call order."""
+        return list(dict.fromkeys(call.path for call in self.calls))
+
+    def calls_of(self, *paths: str) -> list[LayerCall]:
+        """Returns the calls of layers."""
+        return [call for call in self.calls if call.path in paths]
 
     def input_bytes(self, calls: Iterable[LayerCall]) -> float:
         """Returns the bytes to reduce input gradients of column layers, once for each input."""
