@@ -216,7 +216,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
     def _operation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
         has_grad = any(info.has_grad for info in facts) and equation.primitive.name != "stop_gradient"
         batched, source = any(info.batched for info in facts), _broadcast_source(equation, facts)
-        columns, summed = _union(facts), frozenset[str]().union(*(info.summed for info in facts))
+        columns, summed = _union(facts), _union(facts, "summed")
         dims = self.pass_operation(equation, facts, columns, times) if columns else [None] * len(equation.outvars)
         whole = all(dim is None for dim in dims)
         summed |= columns if whole and self.reduces(equation) else frozenset()
@@ -276,7 +276,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             for info in facts:
                 if info.dim is None and info.has_grad:
                     self.count(columns, ALL_GATHER, self.bytes(info, variable.aval), times)
-        return ArrayInfo(dim, columns, has_grad, batched, frozenset[str]().union(*(info.summed for info in facts)))
+        return ArrayInfo(dim, columns, has_grad, batched, _union(facts, "summed"))
 
     def _shift(self, fact: ArrayInfo, by: int) -> ArrayInfo:
         fact = replace(fact, key=object(), broadcast_from=None, entered=(), left=())
@@ -299,8 +299,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return size / (self.result.batch_shards if info.batched else 1)
 
 
-def _union(infos: Iterable[ArrayInfo]) -> Columns:
-    return frozenset[str]().union(*(info.columns for info in infos))
+def _union(infos: Iterable[ArrayInfo], which: str = "columns") -> Columns:
+    return frozenset[str]().union(*(getattr(info, which) for info in infos))
 
 
 def _is_float(aval: Any) -> bool:

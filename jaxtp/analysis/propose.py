@@ -19,7 +19,7 @@ from jaxtp.analysis.regions import Region, choose, find_regions
 from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
 from jaxtp.analysis.work import count_work, repeated_work
 from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
-from jaxtp.parallelize.layouts import declared_spec, dim_over
+from jaxtp.parallelize.layouts import declared_spec, declared_specs, dim_over
 from jaxtp.parallelize.module_wrappers import find_modules
 from jaxtp.parallelize.parallelize import DECLARED, abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan, format_style, patterns_for
@@ -139,7 +139,8 @@ def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterato
             before, after = (declared_spec(value, value.ndim) for value in (declared, parameter))
             if dim_over(TP, before) is not None and dim_over(TP, after) is None:
                 shape = "x".join(map(str, parameter.shape))
-                yield f"{info.path} declares {name} {shape} as {before}, which tp {sizes[TP]} does not divide: no split"
+                where = f"{info.path or ROOT} declares {name} {shape} as {before}"
+                yield f"{where}, which tp {sizes[TP]} does not divide: no split"
 
 
 def merge_equal(notes: Iterable[str]) -> list[str]:
@@ -251,22 +252,18 @@ def _modules_entered(call: LayerCall, arguments: dict[str, set[str]]) -> list[tu
 
 
 def _reasons(draft: PlanDraft) -> Iterator[tuple[str, str, str, float]]:
+    whole = {path: "as declared" if declared_specs(module) else "" for path, module in draft.traced.modules.items()}
     for path in _plan_order(draft):
         if path in draft.styles:
             style, sent = format_style(draft.styles[path]), draft.bytes.get(path, 0)
             yield draft.patterns[path], style, _why_styled(draft, path), sent
         else:
-            yield draft.patterns[path] or ROOT, _declares(draft.traced.modules[path]), _why_whole(draft, path), 0
+            yield draft.patterns[path] or ROOT, whole[path], _why_whole(draft, path), 0
     for path, module in draft.traced.modules.items():
         if path not in draft.dataflow.layers and (matrices := _matrices(module)):
             why = f"has its own parameters, {matrices}: styles split only Flax's layers"
             why = "does not affect the result of this call" if signature(module) else why
-            yield draft.patterns[path] or ROOT, _declares(module), why, 0
-
-
-def _declares(module: nnx.Module) -> str:
-    parameters = (value for value in vars(module).values() if isinstance(value, nnx.Param))
-    return "as declared" if any(any(declared_spec(value, value.ndim)) for value in parameters) else ""
+            yield draft.patterns[path] or ROOT, whole[path], why, 0
 
 
 def _plan_order(draft: PlanDraft) -> list[str]:

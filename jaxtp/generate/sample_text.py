@@ -97,16 +97,12 @@ class _InPlace(Generator):
 
 def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
     """Returns the model with its arrays on a mesh of the same devices that has fsdp and cp as one axis."""
-    before = model_mesh(model)
 
     def place(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
-        array, spec = variable[...], spec_of(variable)
+        spec = spec_of(variable)
         if any(len({*axes_of(entry)} & {*STORAGE}) == 1 for entry in spec):  # the joined axis has no such parts
             spec = PartitionSpec()
-            array = jax.device_put(array, NamedSharding(before, spec))
-        shards = [shard.data for shard in array.addressable_shards]
-        sharding = NamedSharding(mesh, spec)
-        return variable.replace(jax.make_array_from_single_device_arrays(array.shape, sharding, shards))
+        return variable.replace(jax.device_put(variable[...], NamedSharding(mesh, spec)))
 
     graph, state = nnx.split(model)
     placed: Decoder = nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))

@@ -131,9 +131,7 @@ def _plan_module(
             continue
         leading = stack if tuple(parameter.shape[: len(stack)]) == stack else ()
         tp_dim = resolve_style(style, dims).tp_dim(dims.params.get(name, "")) if dims else None
-        shape = tuple(parameter.shape[len(leading) :])
-        kept = declared_spec(parameter, len(shape))
-        spec = stored_spec(shape, tp_dim, sizes, fsdp=role.fsdp, declared=kept)
+        spec = stored_spec(parameter, parameter.ndim - len(leading), tp_dim, sizes, fsdp=role.fsdp)
         specs[name] = PartitionSpec(*(None,) * len(leading), *spec)
     keeps_class = style is None and len(exact) == len(info.parameters)
     return ModulePlan(info, role if is_called and not keeps_class else None, specs, dims)
