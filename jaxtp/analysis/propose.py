@@ -122,7 +122,7 @@ def propose_plan(
 
 
 def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns notes about what tp does not divide; fails if the model's code does not accept the plan."""
+    # Returns notes about what tp does not divide; fails if the model's code does not accept the plan.
     mesh = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh):
         model = parallelize(abstract_model(call.model), plan, mesh=mesh)

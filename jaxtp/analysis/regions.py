@@ -1,4 +1,4 @@
-"""Regions: layers that tp can only split together, and the choice among them.
+"""Regions of layers that tp splits together.
 
 A region is a set of column layers whose outputs are combined (q, k and v; gate and up), and the row layers that sum
 over them. Regions conflict if a layer is a column in one and a row in the other. The chosen regions split the most
@@ -45,13 +45,10 @@ class Region:
 
 
 def find_regions(traced: TracedModel, *, tp: int, batch_shards: int) -> tuple[list[Region], Dataflow, dict[str, str]]:
-    """Returns all regions, their dataflow, and layers that cannot be column layers, with the reason.
-
-    Excludes layers until every split output reaches row layers or the model output.
-    """
+    """Returns the regions, their dataflow, and why other layers cannot be column layers."""
     dataflow = find_dataflow(traced, traced.modules, tp=tp, batch_shards=batch_shards)
     excluded = dict(_not_column_layers(traced, dataflow))
-    while True:
+    while True:  # until every split output reaches row layers or the model's output
         dataflow = find_dataflow(traced, excluded, tp=tp, batch_shards=batch_shards)
         regions = [_region(traced, dataflow, columns) for columns in _column_sets(dataflow, excluded)]
         exclude = dataflow.blocked or dict(_layers_to_exclude(regions, dataflow))

@@ -37,7 +37,7 @@ def load_object(text: str, setting: str) -> Any:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the arguments that a call takes; None for a C function that does not say."""
+    """Returns the signature of a call; None for some C functions."""
     constructor: Any = function.__init__ if isinstance(function, type) else None  # type: ignore[misc]
     try:  # `inspect` would read the `__call__` of a metaclass
         return inspect.signature(partial(constructor, None) if constructor else function)

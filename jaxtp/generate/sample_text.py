@@ -73,7 +73,6 @@ class _InPlace(Generator):
     """Decodes with the arrays of a training state, which it does not keep."""
 
     def sample(self, model: Decoder, prompts: Sequence[str], settings: GenerationSettings) -> list[Result]:
-        """Continues texts with the current parameters of the model."""
         ids = [[*self.tokenizer.info.prefix, *each.tolist()] for each in self.tokenizer.encode_batch(prompts)]
         placed = model if self._mesh == model_mesh(model) else _on_mesh(model, self._mesh)
         self._model = StackedDecodeModel(placed)
@@ -96,8 +95,7 @@ class _InPlace(Generator):
 
 
 def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
-    """Returns the model with its arrays on a mesh of the same devices that has fsdp and cp as one axis."""
-
+    # `mesh` has the same devices, and fsdp and cp as one axis, so most arrays are not copied.
     def place(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
         spec = spec_of(variable)
         if any(len({*axes_of(entry)} & {*STORAGE}) == 1 for entry in spec):  # the joined axis has no such parts

@@ -109,7 +109,7 @@ def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: b
 
 
 def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np.dtype[Any]]]:
-    """Yields modules with the dtype that a `Compute` gives them, a later one last."""
+    # Yields modules with the dtype that a `Compute` gives them, a later one last.
     for pattern, entry in plan.items():
         if not isinstance(entry, Compute):
             continue

@@ -44,7 +44,7 @@ class OnPaddedArrays(optax.GradientTransformationExtraArgs):
 
 
 class Optimizer(nnx.Module):
-    """`nnx.Optimizer` for sharded and padded parameters and for states with other shapes than theirs.
+    """`nnx.Optimizer` for sharded and padded parameters.
 
     `update` passes `value` and `grad` to transformations with extra arguments. Transformations that evaluate the loss
     themselves (`value_fn` of line searches, `obj_fn` of Sophia) are refused.
@@ -85,12 +85,7 @@ class Optimizer(nnx.Module):
                 jax.eval_shape(lambda: self._transform(params, params, value=jnp.zeros(()), grad=params))
 
     def update(self, model: nnx.Module, grads: nnx.State, value: Array) -> None:
-        """Applies gradients.
-
-        Args:
-          grads: with the structure of the model's parameters.
-          value: the mean loss.
-        """
+        """Applies gradients, a state like the model's parameters; `value` is the mean loss."""
         variables = _parameters(model)
         params = self._optax_arrays(variables, variables)
         gradients = self._optax_arrays(named_variables(grads), variables)
@@ -103,8 +98,7 @@ class Optimizer(nnx.Module):
     def replace_params(self, model: nnx.Module, function: Callable[[optax.OptState, Arrays], Arrays]) -> None:
         """Sets a model's parameters to `function(state, params)`.
 
-        Some transformations train at other parameters than those to evaluate. Before evaluation, pass
-        `optax.contrib.schedule_free_eval_params` for `optax.contrib.schedule_free_adamw`.
+        `optax.contrib.schedule_free_eval_params`, for example, gives the parameters to evaluate.
         """
         variables = _parameters(model)
         self._write(function(self.optax_state(), self._optax_arrays(variables, variables)), variables)
