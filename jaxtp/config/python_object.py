@@ -38,9 +38,12 @@ def load_object(text: str, setting: str) -> Any:
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
     """Returns the signature of a call; None for some C functions."""
-    constructor: Any = function.__init__ if isinstance(function, type) else None  # type: ignore[misc]
-    try:  # `inspect` would read the `__call__` of a metaclass
-        return inspect.signature(partial(constructor, None) if constructor else function)
+    given = function if isinstance(function, partial) else partial(function)
+    called: Any = given.func
+    if isinstance(called, type):  # `inspect` would read the `__call__` of a metaclass
+        called = partial(called.__init__, None)  # type: ignore[misc]
+    try:
+        return inspect.signature(partial(called, *given.args, **given.keywords))
     except ValueError:
         return None
 
