@@ -236,7 +236,7 @@ def test_a_class_with_some_arguments_gets_the_others_and_random_numbers():
         config = jaxtp.ModelConfig(build="mine.py:build", arguments=sizes)
         assert builder(function, config)(nnx.Rngs(0)).kernel.shape == (4, 3)
     with pytest.raises(ConfigError, match=r"'depth'; model\.arguments can give out_features, use_bias"):
-        builder(functools.partial(nnx.Linear, 4), jaxtp.ModelConfig(build="mine.py:build", arguments={"depth": 1}))
+        builder(functools.partial(nnx.Linear, 4), jaxtp.ModelConfig(arguments={"out_features": 3, "depth": 1}))
 
 
 class Late(jaxtp.Decoder):
