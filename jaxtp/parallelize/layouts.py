@@ -77,7 +77,7 @@ def declared_specs(module: nnx.Module) -> dict[str, PartitionSpec]:
 def stored_spec(
     parameter: nnx.Variable[Any], ndim: int, tp_dim: int | None, sizes: Mapping[str, int], *, fsdp: bool
 ) -> PartitionSpec:
-    """Returns the spec of the last `ndim` dims of a stored parameter, those of a single layer.
+    """Returns the spec of a stored parameter's last `ndim` dims, without the dims of a stack.
 
     tp splits `tp_dim`. A declared split of another dim stays if its axes divide the dim. With `fsdp`, fsdp and cp split
     the largest dim that is left and that they divide, if any. Where a spec declares one of them, both split the dim.
