@@ -2,7 +2,7 @@
 
 The walk assumes that every stock layer is a column layer. It follows each split dim through the jaxpr (with jit, remat
 and scans) until a layer sums over it (the row layer of a pair) or an operation needs it whole. `propagation_rules.py`
-has the rules of primitives. `propose.py` excludes layers whose output is needed whole, and repeats the walk.
+has the rules of primitives. `regions.py` excludes layers whose output is needed whole, and repeats the walk.
 """
 
 from collections import Counter
@@ -90,6 +90,15 @@ class Dataflow:
     """Collectives over tp between layers, by the column layers that cause them."""
     outputs: dict[Columns, Any] = field(default_factory=dict)
     """Avals of split model outputs."""
+
+    @property
+    def layers(self) -> list[str]:
+        """Stock layers in call order."""
+        return list(dict.fromkeys(call.path for call in self.calls))
+
+    def calls_of(self, *paths: str) -> list[LayerCall]:
+        """Returns the calls of layers."""
+        return [call for call in self.calls if call.path in paths]
 
     def input_bytes(self, calls: Iterable[LayerCall]) -> float:
         """Returns the bytes to reduce input gradients of column layers, once for each input."""
@@ -207,7 +216,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
     def _operation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
         has_grad = any(info.has_grad for info in facts) and equation.primitive.name != "stop_gradient"
         batched, source = any(info.batched for info in facts), _broadcast_source(equation, facts)
-        columns, summed = _union(facts), frozenset[str]().union(*(info.summed for info in facts))
+        columns, summed = _union(facts), _union(facts, "summed")
         dims = self.pass_operation(equation, facts, columns, times) if columns else [None] * len(equation.outvars)
         whole = all(dim is None for dim in dims)
         summed |= columns if whole and self.reduces(equation) else frozenset()
@@ -267,7 +276,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
             for info in facts:
                 if info.dim is None and info.has_grad:
                     self.count(columns, ALL_GATHER, self.bytes(info, variable.aval), times)
-        return ArrayInfo(dim, columns, has_grad, batched, frozenset[str]().union(*(info.summed for info in facts)))
+        return ArrayInfo(dim, columns, has_grad, batched, _union(facts, "summed"))
 
     def _shift(self, fact: ArrayInfo, by: int) -> ArrayInfo:
         fact = replace(fact, key=object(), broadcast_from=None, entered=(), left=())
@@ -290,8 +299,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return size / (self.result.batch_shards if info.batched else 1)
 
 
-def _union(infos: Iterable[ArrayInfo]) -> Columns:
-    return frozenset[str]().union(*(info.columns for info in infos))
+def _union(infos: Iterable[ArrayInfo], which: str = "columns") -> Columns:
+    return frozenset[str]().union(*(getattr(info, which) for info in infos))
 
 
 def _is_float(aval: Any) -> bool:

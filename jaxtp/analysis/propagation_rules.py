@@ -130,7 +130,13 @@ def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     return [agree(results)]
 
 
+REDUCTIONS = frozenset(
+    ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "gather")
+)
+"""Primitives that reduce a split dim, or read an element of it, with an all-reduce of their result."""
+
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(REDUCTIONS, _drop_dims),
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "squeeze": _drop_dims,
@@ -139,17 +145,10 @@ RULES: dict[str, Rule] = {
     "pad": _along_other_dims,
     "gather": _gather,
     "dot_general": _dot,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"), _drop_dims),
-    **dict.fromkeys(("argmax", "argmin"), _drop_dims),
     **dict.fromkeys(("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _along_other_dims),
     **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _along_other_dims),
     **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _along_other_dims),
 }
-
-REDUCTIONS = frozenset(
-    ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "gather")
-)
-"""Primitives that reduce a split dim, or read an element of it, with an all-reduce of their result."""
 
 _CALLS = {
     *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),

@@ -1,32 +1,29 @@
 """`propose_plan`: derives a plan from a model's jaxpr, with reasons.
 
 It pairs column and row layers as Megatron-LM does (arXiv 1909.08053), if nothing between them needs the split dim
-whole. A region is a set of column layers whose outputs are combined (q, k and v; gate and up), and the row layers that
-sum over them. Regions conflict if a layer is a column in one and a row in the other. The chosen regions split the most
-layers, then send the fewest bytes. A region whose layers send no more if split one by one (one column and four row
-layers) is dropped. A single layer (a vocabulary) is split if that saves more parameter bytes than it sends.
+whole (`regions.py`). Column layers that read one array share its gradient's all-reduce.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 
 import jax
 from flax import nnx
 
-from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
-from jaxtp.analysis.dataflow import ROOT, Columns, Dataflow, LayerCall, find_dataflow, parameter_bytes
+from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall
 from jaxtp.analysis.propagation_rules import ELEMENTWISE
+from jaxtp.analysis.regions import Region, choose, find_regions
 from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
 from jaxtp.analysis.work import count_work, repeated_work
 from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
-from jaxtp.parallelize.layouts import declared_spec, dim_over
+from jaxtp.parallelize.layouts import declared_spec, declared_specs, dim_over
 from jaxtp.parallelize.module_wrappers import find_modules
 from jaxtp.parallelize.parallelize import DECLARED, abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan, format_style, patterns_for
-from jaxtp.parallelize.stock import signature, why_not_split
+from jaxtp.parallelize.stock import signature
 from jaxtp.parallelize.styles import (
     Colwise,
     ContextParallel,
@@ -107,12 +104,16 @@ def propose_plan(
     with jax.sharding.use_abstract_mesh(abstract_mesh(sizes)):
         model_call = ModelCall.of(model, inputs, call)
         traced = trace_model(model_call)
-    proposal = _proposal(traced, sizes, share=True)
+
+    def attempt(*, share: bool) -> Proposal:
+        proposal = _proposal(traced, sizes, share=share)
+        proposal.notes = _trace_plan(model_call, proposal, sizes)
+        return proposal
+
     try:
-        proposal.notes = _trace_plan(model_call, proposal, sizes)
+        proposal = attempt(share=True)
     except Exception as error:  # the model's code may not accept `Copies`
-        proposal = _proposal(traced, sizes, share=False)
-        proposal.notes = _trace_plan(model_call, proposal, sizes)
+        proposal = attempt(share=False)
         problem = (str(error) or type(error).__name__).splitlines()[0]
         proposal.reasons += (Reason(ROOT, "", f"column layers do not share inputs: {problem}", 0),)
     if report:
@@ -121,7 +122,7 @@ def propose_plan(
 
 
 def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns notes about what tp does not divide; fails if the model's code does not accept the plan."""
+    # Returns notes about what tp does not divide; fails if the model's code does not accept the plan.
     mesh = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh):
         model = parallelize(abstract_model(call.model), plan, mesh=mesh)
@@ -138,7 +139,8 @@ def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterato
             before, after = (declared_spec(value, value.ndim) for value in (declared, parameter))
             if dim_over(TP, before) is not None and dim_over(TP, after) is None:
                 shape = "x".join(map(str, parameter.shape))
-                yield f"{info.path} declares {name} {shape} as {before}, which tp {sizes[TP]} does not divide: no split"
+                where = f"{info.path or ROOT} declares {name} {shape} as {before}"
+                yield f"{where}, which tp {sizes[TP]} does not divide: no split"
 
 
 def merge_equal(notes: Iterable[str]) -> list[str]:
@@ -167,30 +169,6 @@ def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> 
     return Proposal(plan, [Reason(*reason, sent) for reason, sent in bytes_of.items()], sizes)
 
 
-@dataclass(frozen=True)
-class Region:
-    """Layers that are split together; a vocabulary is only a row, and a head only a column."""
-
-    columns: Columns
-    rows: frozenset[str]
-    reaches_output: bool  # the output of the columns is also an output of the model, or goes into the loss
-    inner_bytes: float
-    """Bytes each device sends between the layers, and for split outputs of the model."""
-    bytes: float
-    """Bytes each device sends in a forward and backward pass; each input of columns is reduced once."""
-    bytes_one_by_one: float
-    """Bytes each device would send if every layer were a column layer with gathered output."""
-
-    @property
-    def layers(self) -> frozenset[str]:
-        """Columns and rows."""
-        return self.columns | self.rows
-
-    def conflicts(self, other: "Region") -> bool:
-        """Returns whether a layer is a column here and a row there, or the reverse."""
-        return bool(self.columns & other.rows or self.rows & other.columns)
-
-
 @dataclass
 class PlanDraft:
     """Styles by module path, with reasons."""
@@ -212,33 +190,15 @@ class PlanDraft:
         aliases = {alias: self.styles.get(info.path) for info in modules for alias in info.paths}
         return patterns_for(aliases | {path: self.styles.get(path) for path in self.traced.modules})
 
-    @property
-    def layers(self) -> list[str]:
-        """Stock layers in call order."""
-        return list(dict.fromkeys(call.path for call in self.dataflow.calls))
-
-    def calls(self, path: str) -> list[LayerCall]:
-        """Returns a layer's calls."""
-        return [call for call in self.dataflow.calls if call.path == path]
-
     def region(self, path: str) -> Region | None:
         """Returns a layer's chosen region."""
         return next((region for region in self.chosen if path in region.layers), None)
 
-    def saved(self, region: Region) -> float:
-        """Returns the parameter bytes per device that a split saves."""
-        whole = sum(parameter_bytes(self.traced.modules[path]) for path in region.layers)
-        return (1 - 1 / self.dataflow.tp) * whole
-
 
 def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
-    # Pairs layers, then splits heads and vocabularies if that saves more than it sends.
-    regions, dataflow, excluded = _find_regions(traced, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
-    draft = PlanDraft(traced, dataflow, regions, excluded, _choose(regions))
-    paired = {path for region in draft.chosen for path in region.layers}
-    single = [region for region in regions if not (region.columns and region.rows) and not region.layers & paired]
-    draft.chosen += [region for region in single if draft.saved(region) > region.bytes]
-    for path in draft.layers:
+    regions, dataflow, excluded = find_regions(traced, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
+    draft = PlanDraft(traced, dataflow, regions, excluded, choose(regions))
+    for path in dataflow.layers:
         if (region := draft.region(path)) is None:
             continue
         if path in region.columns:
@@ -246,130 +206,11 @@ def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
             draft.bytes[path] = region.inner_bytes if path == min(region.columns) else 0
         else:
             draft.styles[path] = Rowwise()
-            draft.bytes[path] = dataflow.output_bytes(draft.calls(path)) if region.columns else region.bytes
+            draft.bytes[path] = dataflow.output_bytes(dataflow.calls_of(path)) if region.columns else region.bytes
     for call in dataflow.norms:
         if call.input.dim is not None and any(call.input.columns <= region.columns for region in draft.chosen):
             draft.styles[call.path] = SequenceParallel(call.input.dim)
     return draft
-
-
-def _find_regions(traced: TracedModel, *, tp: int, batch_shards: int) -> tuple[list[Region], Dataflow, dict[str, str]]:
-    # Excludes layers until every split output reaches row layers or the model output.
-    dataflow = find_dataflow(traced, traced.modules, tp=tp, batch_shards=batch_shards)
-    excluded = dict(_not_column_layers(traced, dataflow))
-    while True:
-        dataflow = find_dataflow(traced, excluded, tp=tp, batch_shards=batch_shards)
-        regions = [_region(dataflow, columns) for columns in _column_sets(dataflow, excluded)]
-        exclude = dataflow.blocked or dict(_layers_to_exclude(regions, dataflow))
-        if not exclude:
-            return [*regions, *_vocabularies(traced, dataflow)], dataflow, excluded
-        excluded |= exclude
-
-
-def _vocabularies(traced: TracedModel, dataflow: Dataflow) -> Iterator[Region]:
-    for path in dict.fromkeys(call.path for call in dataflow.calls):
-        module = traced.modules[path]
-        splits = isinstance(module, nnx.Embed) and module.num_embeddings % dataflow.tp == 0
-        if splits and path not in traced.tied:
-            lookups, heads = (
-                [call for call in dataflow.calls if (call.path, call.method) == (path, method)]
-                for method in ("__call__", "attend")
-            )
-            sent = dataflow.output_bytes(lookups) + dataflow.input_bytes(heads)
-            yield Region(frozenset(), frozenset({path}), True, 0, sent, sent)
-
-
-def _not_column_layers(traced: TracedModel, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
-    for call in dataflow.calls:
-        column = call.dims.column if call.dims else None
-        size = 0 if column is None else call.avals[1].shape[column]
-        if call.path in traced.tied:
-            yield call.path, "it shares a parameter with another module"
-        elif not call.path:
-            yield call.path, "it is the model itself, and a plan splits its submodules"
-        elif call.method == "attend":
-            yield call.path, "it is both embedding and head"
-        elif column is None:
-            why = why_not_split(traced.modules[call.path])
-            yield call.path, why or "its output has no features that tp can split"
-        elif size % dataflow.tp:
-            yield call.path, f"it makes {size} features, which tp {dataflow.tp} does not divide"
-
-
-def _column_sets(dataflow: Dataflow, excluded: Mapping[str, str]) -> list[Columns]:
-    # Sets of layers that must be split together, in model order.
-    sets = {call.path: frozenset({call.path}) for call in dataflow.calls if call.path not in excluded}
-    feeding: dict[str, Columns] = {}
-    for call in dataflow.calls:
-        if call.is_row:
-            feeding[call.path] = feeding.get(call.path, frozenset()) | call.input.columns
-    for columns in [*dataflow.joined, *feeding.values()]:
-        union = frozenset[str]().union(*(sets[path] for path in columns))
-        sets |= dict.fromkeys(union, union)
-    return list(dict.fromkeys(sets.values()))
-
-
-def _region(dataflow: Dataflow, columns: Columns) -> Region:
-    rows = frozenset(call.path for call in dataflow.calls if call.is_row and call.input.columns & columns)
-    outputs = [aval for split_by, aval in dataflow.outputs.items() if split_by & columns]
-    inner = sum(total_sent(traffic) for split_by, traffic in dataflow.collectives.items() if split_by & columns)
-    for aval in outputs:  # gathered; three all-reduces of a softmax cross-entropy if no row layer reads it
-        size = aval.size * aval.dtype.itemsize
-        whole, sums = dataflow.over_tp(ALL_GATHER, size), 3 * dataflow.over_tp(ALL_REDUCE, size / aval.shape[-1])
-        inner += whole if rows else sums
-    column_calls = [call for call in dataflow.calls if call.path in columns]
-    row_calls = [call for call in dataflow.calls if call.path in rows]
-    sent = inner + dataflow.input_bytes(column_calls) + dataflow.output_bytes(row_calls)
-    one_by_one = dataflow.input_bytes(column_calls + row_calls) + dataflow.output_bytes(column_calls + row_calls) / 2
-    reaches_output = bool(outputs) or not columns.isdisjoint(dataflow.summed)
-    return Region(columns, rows, reaches_output, inner, sent, one_by_one)
-
-
-def _layers_to_exclude(regions: Iterable[Region], dataflow: Dataflow) -> Iterator[tuple[str, str]]:
-    called_whole = {call.path for call in dataflow.calls if not call.is_row}
-    called_whole |= {call.path for call in dataflow.norms if call.input.dim is None}
-    for region in regions:
-        norms = {call.path for call in dataflow.norms if call.input.columns & region.columns}
-        both, mixed = sorted(region.columns & region.rows), sorted((region.rows | norms) & called_whole)
-        for path in region.columns:
-            if both:
-                yield path, f"its output feeds {', '.join(both)}, which would be a column and a row layer"
-            elif mixed:
-                yield path, f"it feeds {', '.join(mixed)}, which is also called on an array that is not split"
-            elif not region.rows and not region.reaches_output:
-                yield path, "it feeds no other layer"
-
-
-def _choose(regions: list[Region]) -> list[Region]:
-    both = [region for region in regions if region.columns and region.rows]
-    paired = [region for region in both if region.bytes < region.bytes_one_by_one]
-
-    def value(chosen: list[Region]) -> tuple[int, float]:
-        return sum(len(region.layers) for region in chosen), -sum(region.bytes for region in chosen)
-
-    @cache
-    def best(remaining: tuple[Region, ...]) -> list[Region]:
-        components = _components(remaining)
-        if len(components) > 1:
-            return [region for component in components for region in best(component)]
-        if len(remaining) < 2:
-            return list(remaining)
-        first = max(remaining, key=lambda region: sum(region.conflicts(other) for other in remaining))
-        rest = tuple(region for region in remaining if region != first)
-        with_first = [first, *best(tuple(region for region in rest if not first.conflicts(region)))]
-        return max(with_first, best(rest), key=value)
-
-    chosen = best(tuple(paired))
-    return [region for region in paired if region in chosen]
-
-
-def _components(regions: Iterable[Region]) -> list[tuple[Region, ...]]:
-    components: list[tuple[Region, ...]] = []
-    for region in regions:
-        near = [component for component in components if any(region.conflicts(other) for other in component)]
-        components = [component for component in components if component not in near]
-        components.append((*(other for component in near for other in component), region))
-    return components
 
 
 def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
@@ -411,29 +252,25 @@ def _modules_entered(call: LayerCall, arguments: dict[str, set[str]]) -> list[tu
 
 
 def _reasons(draft: PlanDraft) -> Iterator[tuple[str, str, str, float]]:
+    whole = {path: "as declared" if declared_specs(module) else "" for path, module in draft.traced.modules.items()}
     for path in _plan_order(draft):
         if path in draft.styles:
             style, sent = format_style(draft.styles[path]), draft.bytes.get(path, 0)
             yield draft.patterns[path], style, _why_styled(draft, path), sent
         else:
-            yield draft.patterns[path] or ROOT, _declares(draft.traced.modules[path]), _why_whole(draft, path), 0
+            yield draft.patterns[path] or ROOT, whole[path], _why_whole(draft, path), 0
     for path, module in draft.traced.modules.items():
-        if path not in draft.layers and (matrices := _matrices(module)):
+        if path not in draft.dataflow.layers and (matrices := _matrices(module)):
             why = f"has its own parameters, {matrices}: styles split only Flax's layers"
             why = "does not affect the result of this call" if signature(module) else why
-            yield draft.patterns[path] or ROOT, _declares(module), why, 0
-
-
-def _declares(module: nnx.Module) -> str:
-    parameters = (value for value in vars(module).values() if isinstance(value, nnx.Param))
-    return "as declared" if any(any(declared_spec(value, value.ndim)) for value in parameters) else ""
+            yield draft.patterns[path] or ROOT, whole[path], why, 0
 
 
 def _plan_order(draft: PlanDraft) -> list[str]:
     # Layers in call order; a module that replicates inputs precedes the layers that read them.
     order: list[str] = []
     norms = [call.path for call in draft.dataflow.norms if isinstance(draft.styles.get(call.path), SequenceParallel)]
-    for path in dict.fromkeys([*draft.layers, *norms]):
+    for path in dict.fromkeys([*draft.dataflow.layers, *norms]):
         order += [module for module, readers in draft.shared.items() if path in readers and module not in order]
         order.append(path)
     return order
@@ -457,38 +294,38 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
         return f"runs on shards of dim {style.sequence_dim} of its input, which column layers split"
     assert region is not None
     if not region.columns:
-        return f"its vocabulary is split: {_saved_and_sent(draft, region)}"
+        return f"its vocabulary is split: {_saved_and_sent(region)}"
     if path in region.rows:
         return f"sums over the output of {_names(draft, region.columns)}; its output is all-reduced"
     sharing = [module for module, readers in draft.shared.items() if path in readers]
     gradient = f"its input is shared by {_names(draft, sharing)}" if sharing else "its input's gradient is all-reduced"
-    if not any(call.input.has_grad for call in draft.calls(path)):
+    if not any(call.input.has_grad for call in draft.dataflow.calls_of(path)):
         gradient = "its input has no gradient"
     if region.rows:
         passed = draft.dataflow.through.get(path, {})
         names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
         through = f" through {', '.join(names)}" if names else ""
         return f"its output stays split up to {_names(draft, region.rows)}{through}; {gradient}"
-    trade = _saved_and_sent(draft, region)
+    trade = _saved_and_sent(region)
     if path in draft.dataflow.summed:
         return f"its output stays split in the loss: {trade}; {gradient}"
     return f"its output, a result of the model, stays split for a softmax cross-entropy: {trade}; {gradient}"
 
 
 def _why_whole(draft: PlanDraft, path: str) -> str:
-    if split := [call for call in draft.calls(path) if call.input.dim is not None and not call.is_row]:
+    if split := [call for call in draft.dataflow.calls_of(path) if call.input.dim is not None and not call.is_row]:
         return f"gathers its input, which {_names(draft, split[0].input.columns)} splits, and runs on the whole array"
     column = next((region for region in draft.regions if path in region.columns), None)
     if column is not None:
         if column.rows:
             return f"would feed {_names(draft, column.rows)}{_why_not_chosen(draft, column)}"
         reader = "goes into the loss" if path in draft.dataflow.summed else "is a result of the model"
-        return f"its output {reader}: a split {_saved_and_sent(draft, column)}"
+        return f"its output {reader}: a split {_saved_and_sent(column)}"
     why = "not Rowwise(): its input is not split"
     row = next((region for region in draft.regions if path in region.rows), None)
     if row is not None:
         pair = f"could sum over the output of {_names(draft, row.columns)}{_why_not_chosen(draft, row)}"
-        why = pair if row.columns else f"a split of its vocabulary {_saved_and_sent(draft, row)}"
+        why = pair if row.columns else f"a split of its vocabulary {_saved_and_sent(row)}"
     return f"not Colwise(): {draft.excluded[path]}; {why}"
 
 
@@ -499,8 +336,8 @@ def _why_not_chosen(draft: PlanDraft, region: Region) -> str:
     return f", which sends {region.bytes:,.0f} bytes; a better split is of {_names(draft, rivals)}"
 
 
-def _saved_and_sent(draft: PlanDraft, region: Region) -> str:
-    return f"saves {draft.saved(region):,.0f} bytes of parameters and sends {region.bytes:,.0f}"
+def _saved_and_sent(region: Region) -> str:
+    return f"saves {region.saved:,.0f} bytes of parameters and sends {region.bytes:,.0f}"
 
 
 def _names(draft: PlanDraft, paths: Iterable[str]) -> str:

@@ -136,19 +136,16 @@ class _Counter(Walk[_Split, list[Product]]):
 
     def count_body(self, jaxpr: object, times: int, *, repeated: bool) -> None:
         for equation, each, _, scope in equations(open_jaxpr(jaxpr), times):
-            outer = self.recomputing
-            self.recomputing |= _RECOMPUTATION in scope
-            self.count(equation, each, 1, repeated=repeated)
-            self.recomputing = outer
+            self.count(equation, each, 1, repeated=repeated, scope=scope)
 
-    def count(self, equation: JaxprEqn, times: int, num_shards: int, *, repeated: bool) -> None:
+    def count(self, equation: JaxprEqn, times: int, num_shards: int, *, repeated: bool, scope: str = "") -> None:
         """Counts a product split into `num_shards`."""
         if (terms := _contraction_size(equation)) is not None:
             flops = 2.0 * math.prod(shape_of(equation.outvars[0])) * terms
             moved = sum(map(_bytes, (*equation.invars, *equation.outvars)))
             itemsize = max(v.aval.dtype.itemsize for v in equation.invars[:2])  # type: ignore[attr-defined]
-            share = times / num_shards
-            self.result.append(Product(flops * share, moved * share, itemsize, self.recomputing, repeated))
+            share, recomputed = times / num_shards, self.recomputing or _RECOMPUTATION in scope
+            self.result.append(Product(flops * share, moved * share, itemsize, recomputed, repeated))
 
     def of_input(self, leaf: object) -> _Split:
         spec = spec_of(leaf) if isinstance(leaf, nnx.Variable) else PartitionSpec()

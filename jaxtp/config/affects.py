@@ -92,6 +92,8 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
     hints, kinds = get_type_hints(schema, include_extras=True), get_type_hints(schema)
     for field in dataclasses.fields(schema):
         marks = getattr(hints[field.name], "__metadata__", ())
+        if any(getattr(mark, "exclude", None) for mark in marks):  # set by code, and in no file
+            continue
         key = next((mark.alias for mark in marks if getattr(mark, "alias", None)), field.name)
         names = (name for mark in marks if (name := getattr(mark, "name", None)) is not None)
         flag = ".".join(filter(None, (section.flag.removeprefix("--"), next(names, key)))).replace("_", "-")

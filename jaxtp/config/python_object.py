@@ -2,10 +2,12 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +34,18 @@ def load_object(text: str, setting: str) -> Any:
         names = ", ".join(key for key in values if not key.startswith("_"))
         raise ConfigError(f"{setting} {text}: {place} has no {name}; it has {names}")
     return getattr(module, name)
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns the signature of a call; None for some C functions."""
+    given = function if isinstance(function, partial) else partial(function)
+    called: Any = given.func
+    if isinstance(called, type):  # `inspect` would read the `__call__` of a metaclass
+        called = partial(called.__init__, None)  # type: ignore[misc]
+    try:
+        return inspect.signature(partial(called, *given.args, **given.keywords))
+    except ValueError:
+        return None
 
 
 def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:

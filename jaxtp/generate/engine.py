@@ -159,7 +159,6 @@ class Generator:
                 f"{type(model).__name__} has its own {' and '.join(changed)}, which decoding would not call: it runs "
                 "the blocks one by one. Put the change into a Branch, or into a method of another name"
             )
-        self._model: DecodeModel | None
         self._mesh, self._weight_bytes, self._model = self._place(model, mesh, donate)
         self.config = model.config
         self.tokenizer = tokenizer
@@ -173,7 +172,7 @@ class Generator:
         self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
         self._cache: Cache | None = None
 
-    def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel | None]:
+    def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel]:
         """Returns the mesh of the programs, the bytes per device that the weights add, and the model there."""
         sizes = mesh_sizes(mesh)
         if sizes[CP] > 1:
@@ -247,7 +246,6 @@ class Generator:
         if cache is not None and (cache.shape.rows != rows or cache.shape.slots < shape.slots):
             cache = None
         shape = shape if cache is None else cache.shape
-        assert self._model is not None
         size = cache_bytes(self._model, self._mesh, shape.rows, shape.slots)
         self.speed.shape, self.speed.cache_bytes = shape, size
         _require_memory(

@@ -223,6 +223,8 @@ def open_stored(path: Path, options: SourceConfig) -> StoredModel:
     family: str | None
     opened: Folder | None = None
     if (path / CONFIG).is_file():
+        if options.build is not None:
+            raise SourceError(f"--build names the Decoder of a run, and {path} is a model in Hugging Face's format")
         opened = open_folder(path)
         folder, config = path, import_config(opened, None, {}, options.ignore_config)
         dtype, family = dtype_of(opened), str(opened.attributes["model_type"])

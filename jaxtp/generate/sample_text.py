@@ -49,21 +49,19 @@ def sample_text(
     if every < 1:
         raise ConfigError(f"every={every}: should be 1 or more")
     generator: _InPlace | None = None
+    made_for: object = None
 
     def callback(trainer: Any, step: Any) -> None:
-        nonlocal generator
+        nonlocal generator, made_for
         if step.index % every:
             return
         with trainer.paused("sample_text"):  # virtual CPU devices can deadlock with several programs in flight
-            model = trainer.model
-            if generator is None or generator.made_for != (trainer.mesh, trainer.config):
-                if not isinstance(model, Decoder):
-                    raise GenerationError(
-                        f"sample_text needs a jaxtp.Decoder, and the model is a {type(model).__name__}"
-                    )
+            model, run = trainer.model, (trainer.mesh, trainer.config)
+            if not isinstance(model, Decoder):
+                raise GenerationError(f"sample_text needs a jaxtp.Decoder, and the model is a {type(model).__name__}")
+            if generator is None or made_for != run:
                 opened = _tokenizer_of(trainer.config.data) if tokenizer is None else open_tokenizer(tokenizer)
-                generator = _InPlace(model, opened, batch_size=len(prompts))
-                generator.made_for = trainer.mesh, trainer.config
+                generator, made_for = _InPlace(model, opened, batch_size=len(prompts)), run
             results = generator.sample(model, prompts, settings)
         for text, result in zip(prompts, results, strict=True):
             trainer.line(f"step {step.index}: {json.dumps(text + result.text, ensure_ascii=False)}")
@@ -74,42 +72,35 @@ def sample_text(
 class _InPlace(Generator):
     """Decodes with the arrays of a training state, which it does not keep."""
 
-    made_for: object = None
-
     def sample(self, model: Decoder, prompts: Sequence[str], settings: GenerationSettings) -> list[Result]:
-        """Continues texts with the current parameters of the model."""
         ids = [[*self.tokenizer.info.prefix, *each.tolist()] for each in self.tokenizer.encode_batch(prompts)]
+        placed = model if self._mesh == model_mesh(model) else _on_mesh(model, self._mesh)
+        self._model = StackedDecodeModel(placed)
+        for programs in self._programs.values():
+            programs.weights = nnx.state(self._model)
         try:
-            self._use(model if self._mesh == model_mesh(model) else on_mesh(model, self._mesh))
             return self.generate(ids, settings)
         finally:
             self._cache = None
-            self._use(None)
+            del self._model
+            for programs in self._programs.values():
+                programs.weights = nnx.State({})
 
-    def _use(self, model: Decoder | None) -> None:
-        self._model = None if model is None else StackedDecodeModel(model)
-        for programs in self._programs.values():
-            programs.weights = nnx.State({}) if model is None else nnx.state(self._model)
-
-    def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel | None]:
+    def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel]:
         sizes = mesh_sizes(mesh)
         # A KV cache cannot be split over cp. Parameters are split over fsdp and cp alike, so no array moves.
         joined = {**sizes, FSDP: sizes[FSDP] * sizes[CP], CP: 1}
-        return Mesh(mesh.devices.reshape(*joined.values()), AXES, axis_types=mesh.axis_types), 0, None
+        joined_mesh = Mesh(mesh.devices.reshape(*joined.values()), AXES, axis_types=mesh.axis_types)
+        return joined_mesh, 0, StackedDecodeModel(model)
 
 
-def on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
-    """Returns the model with its arrays on a mesh of the same devices that has fsdp and cp as one axis."""
-    before = model_mesh(model)
-
+def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
+    # `mesh` has the same devices, and fsdp and cp as one axis, so most arrays are not copied.
     def place(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
-        array, spec = variable[...], spec_of(variable)
+        spec = spec_of(variable)
         if any(len({*axes_of(entry)} & {*STORAGE}) == 1 for entry in spec):  # the joined axis has no such parts
             spec = PartitionSpec()
-            array = jax.device_put(array, NamedSharding(before, spec))
-        shards = [shard.data for shard in array.addressable_shards]
-        sharding = NamedSharding(mesh, spec)
-        return variable.replace(jax.make_array_from_single_device_arrays(array.shape, sharding, shards))
+        return variable.replace(jax.device_put(variable[...], NamedSharding(mesh, spec)))
 
     graph, state = nnx.split(model)
     placed: Decoder = nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))

@@ -117,22 +117,22 @@ def run_model_config(checkpoint: Path, info: Mapping[str, Any], build: object = 
     stored = info.get("config", {})
     if "model" not in stored:
         raise CheckpointError(f"{checkpoint} does not record its model; jaxtp train did not write it")
-    model, name = upgrade_settings(stored["model"]), stored["model"].get("build")
-    kind: type[ModelConfig] = ModelConfig
-    if name is not None:
-        if build is None:
-            raise CheckpointError(
-                f"{checkpoint} has a model of {name}, and jaxtp runs no code that a folder names; if you trust that "
-                f"code, name it: jaxtp generate and jaxtp evaluate take --build {name}, jaxtp.load_run takes build="
-            )
-        settings = decoder_settings(build, ModelConfig(build=name, arguments=model["arguments"]))
-        if settings is None:
-            raise CheckpointError(
-                f"{checkpoint} has a model of {name}, which is no jaxtp.Decoder; in Python, jaxtp.Trainer(task, "
-                "folder=RUN) opens it as trainer.model"
-            )
-        kind = type(settings)
-    return validate(kind, model, source=f"{checkpoint}: its model")
+    model, source = upgrade_settings(stored["model"]), f"{checkpoint}: its model"
+    name = model.get("build")
+    if name is None:
+        return validate(ModelConfig, model, source=source)
+    if build is None:
+        raise CheckpointError(
+            f"{checkpoint} has a model of {name}, and jaxtp runs no code that a folder names; if you trust that "
+            f"code, name it: jaxtp generate and jaxtp evaluate take --build {name}, jaxtp.load_run takes build="
+        )
+    settings = decoder_settings(build, ModelConfig(build=name, arguments=model["arguments"]))
+    if settings is None:
+        raise CheckpointError(
+            f"{checkpoint} has a model of {name}, which is no jaxtp.Decoder; in Python, jaxtp.Trainer(task, "
+            "folder=RUN) opens it as trainer.model"
+        )
+    return replace(validate(type(settings), model, source=source), decoder=settings.decoder)
 
 
 def _has_adapters(info: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count, groupby, islice
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -134,8 +134,8 @@ class DecoderSizes:
 class ModelConfig(BlockConfig, DecoderSizes):
     """A decoder, by default like Llama; `first_blocks` and `pattern` change the settings of single blocks."""
 
-    decoder: ClassVar[Callable[..., Any] | None] = None
-    """The class of the decoder in a subclass for a class of your own, called as `decoder(config, rngs=rngs)`."""
+    decoder: Annotated[Callable[..., Any] | None, Field(exclude=True), tyro.conf.Suppress, tyro.conf.Fixed] = None
+    """Makes the decoder, called as `decoder(config, rngs=rngs)`; by default the class `Decoder`. No setting."""
 
     learned_positions: Count | None = None
     """Number of learned position embeddings, and the longest sequence; by default none are learned."""
@@ -187,7 +187,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
     @property
     def is_foreign(self) -> bool:
         """Whether `build` names a model that the other settings do not describe, or one that is not imported yet."""
-        return self.build is not None and type(self).decoder is None
+        return self.build is not None and self.decoder is None
 
     def for_file(self) -> "ModelConfig":
         """Returns the settings without those that `build` makes."""
@@ -306,7 +306,9 @@ def validate_model(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool 
     """Returns the validated config; raises a ConfigError that lists values that are invalid or do not fit the mesh."""
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a Decoder takes a ModelConfig, not {str(config)[:100]!r}")
-    config = validate(type(config), dataclasses.asdict(config), source=type(config).__name__)
+    values = dataclasses.asdict(config)
+    decoder = values.pop("decoder")
+    config = replace(validate(type(config), values, source=type(config).__name__), decoder=decoder)
     if problems := list(violations(config, mesh, fixed=fixed)):
         raise ConfigError("the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config

@@ -331,8 +331,8 @@ class Decoder(EmbeddingAndHead):
 
 
 def create_decoder(config: ModelConfig, *, rngs: nnx.Rngs) -> Decoder:
-    """Returns a decoder of the class that the settings name."""
-    decoder: Decoder = (type(config).decoder or Decoder)(config, rngs=rngs)
+    """Returns the decoder that the settings describe."""
+    decoder: Decoder = (config.decoder or Decoder)(config, rngs=rngs)
     return decoder
 
 

@@ -1,11 +1,10 @@
-"""A decoder of the user's: `decoder_settings` finds the class and the settings of the Decoder that a function builds.
+"""Models of the user's: `builder` calls the function that makes one; `decoder_settings` describes a Decoder.
 
-The settings name the class (`ModelConfig.decoder`), so that all code that makes a decoder from settings makes it.
+The settings of a Decoder carry what makes it (`ModelConfig.decoder`), for all code that makes a decoder from settings.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,14 +12,16 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxtp.config.affects import settings_of
-from jaxtp.config.python_object import reference_to, user_code_error
+from jaxtp.config.python_object import reference_to, signature_of, user_code_error
 from jaxtp.config.schema import ConfigError, to_plain, validate
 from jaxtp.mesh import abstract_mesh, mesh_shape
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 
+Builder = Callable[[nnx.Rngs], nnx.Module]
 
-def builder(function: Callable[..., Any], config: ModelConfig) -> Callable[[nnx.Rngs], nnx.Module]:
+
+def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
     """Returns a function that builds a model with the arguments of the settings.
 
     Raises:
@@ -29,18 +30,14 @@ def builder(function: Callable[..., Any], config: ModelConfig) -> Callable[[nnx.
     name, arguments = config.build or repr(function), dict(config.arguments)
     if isinstance(function, nnx.Module):
         raise ConfigError(f"{name} is a model; give its class, or a function that returns it")
-    # `inspect` would read the `__call__` of NNX's metaclass.
-    is_class = isinstance(function, type)
-    try:
-        signature = inspect.signature(function.__init__ if is_class else function)
-    except ValueError:  # a C function
-        signature = inspect.Signature([inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)])
-    takes_rngs = "rngs" in signature.parameters
-    try:
-        signature.bind(*([None] if is_class else []), **({"rngs": None} if takes_rngs else {}) | arguments)
-    except TypeError as error:
-        takes = ", ".join(each for each in list(signature.parameters)[is_class:] if each != "rngs") or "none"
-        raise ConfigError(f"{name}: {error}; model.arguments can give {takes}") from None
+    signature = signature_of(function)
+    takes_rngs = signature is not None and "rngs" in signature.parameters
+    if signature is not None:
+        try:
+            signature.bind(**({"rngs": None} if takes_rngs else {}) | arguments)
+        except TypeError as error:
+            takes = ", ".join(each for each in signature.parameters if each != "rngs") or "none"
+            raise ConfigError(f"{name}: {error}; model.arguments can give {takes}") from None
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
         from jaxtp.parallelize.parallelize import mark_arrays_as_data
@@ -73,8 +70,18 @@ def decoder_settings(source: Any, config: ModelConfig) -> ModelConfig | None:
     elif isinstance(source, ModelConfig) and config.arguments:
         raise ConfigError(f"{config.build} are settings, which take no model.arguments")
     if isinstance(source, ModelConfig):
-        return _checked(_declared(source, type(source).decoder or Decoder, config.build, config.arguments))
-    build = builder(source, config)
+        make, build, arguments = source.decoder or Decoder, config.build, config.arguments
+        found: ModelConfig | None = replace(source, decoder=make, build=build, arguments=arguments)
+    else:
+        found = _settings_of_built(builder(source, config), config)
+    if found is not None and (found.lora.rank or found.from_hf is not None):
+        raise ConfigError(
+            f"{config.build}: a Decoder of your own takes weights by --run.init-from, and has no adapters"
+        )
+    return found
+
+
+def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | None:
     model = _abstract(build)
     if not isinstance(model, Decoder):
         return None
@@ -85,21 +92,19 @@ def decoder_settings(source: Any, config: ModelConfig) -> ModelConfig | None:
         made: Any = build(rngs) if config == found else kind(config, rngs=rngs)
         return made
 
-    found = _declared(model.config, make, config.build, config.arguments)
-    name = f"{kind.__name__}(config, rngs=rngs)"
+    found = replace(model.config, decoder=make, build=config.build, arguments=config.arguments)
+    call = f"{kind.__name__}(config, rngs=rngs)"
+    rule = (
+        "jaxtp makes the model with other settings too, to check it and to generate: its __init__ should make all of "
+        "it from its config, as Decoder's does"
+    )
     try:
         other = _shapes(_abstract(lambda rngs: kind(model.config, rngs=rngs)))
     except TypeError as error:
-        raise ConfigError(f"{config.build}: {name} fails: {error}. {_CONTRACT}") from error
+        raise ConfigError(f"{config.build}: {call} fails: {error}. {rule}") from error
     if differing := sorted({at for at, _ in _shapes(model).items() ^ other.items()}):
-        raise ConfigError(f"{config.build} and {name} differ in {', '.join(differing[:3])}. {_CONTRACT}")
-    return _checked(found)
-
-
-_CONTRACT = (
-    "jaxtp makes the model with other settings too, to check it and to generate: its __init__ should make all of it "
-    "from its config, as Decoder's does"
-)
+        raise ConfigError(f"{config.build} and {call} differ in {', '.join(differing[:3])}. {rule}")
+    return found
 
 
 def recorded(config: ModelConfig) -> ModelConfig:
@@ -107,31 +112,12 @@ def recorded(config: ModelConfig) -> ModelConfig:
     kind: Any = type(config)
     if kind is ModelConfig or config.build is not None:
         return config
-    defaults = {name: setting.default for name, setting in settings_of(kind).items()}
-    plain = to_plain(config)
-    arguments = {name: plain[name] for name, value in vars(config).items() if value != defaults[name]}
-    return _declared(config, kind.decoder or Decoder, reference_to(kind), arguments)
+    plain, settings = to_plain(config), (each for each in settings_of(kind).values() if len(each.path) == 1)
+    changed = {each.name: plain[each.name] for each in settings if getattr(config, each.path[0]) != each.default}
+    return replace(config, decoder=config.decoder or Decoder, build=reference_to(kind), arguments=changed)
 
 
-def _declared(
-    config: ModelConfig, make: Callable[..., Decoder], build: str | None, arguments: Mapping[str, Any]
-) -> ModelConfig:
-    # A subclass of the settings' class names the class of the decoder; `dataclasses.replace` keeps it.
-    base = type(config)
-    kind: Any = type(base.__name__, (base,), {"decoder": staticmethod(make), "__module__": base.__module__})
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return kind(**values | {"build": build, "arguments": arguments})
-
-
-def _checked(config: ModelConfig) -> ModelConfig:
-    if config.lora.rank or config.from_hf is not None:
-        raise ConfigError(
-            f"{config.build}: a Decoder of your own takes weights by --run.init-from, and has no adapters"
-        )
-    return config
-
-
-def _abstract(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
+def _abstract(build: Builder) -> nnx.Module:
     # On one device, which every model fits.
     none, one = AbstractMesh((), ()), abstract_mesh(mesh_shape())  # a context mesh cannot change its size directly
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):

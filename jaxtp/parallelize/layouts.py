@@ -67,26 +67,29 @@ def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
     return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
 
 
+def declared_specs(module: nnx.Module) -> dict[str, PartitionSpec]:
+    """Returns the specs of a module's own parameters that declare a split."""
+    parameters = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    specs = {name: declared_spec(value, value.ndim) for name, value in parameters.items()}
+    return {name: spec for name, spec in specs.items() if any(spec)}
+
+
 def stored_spec(
-    shape: tuple[int, ...],
-    tp_dim: int | None,
-    sizes: Mapping[str, int],
-    *,
-    fsdp: bool = True,
-    declared: PartitionSpec = PartitionSpec(),
+    parameter: nnx.Variable[Any], ndim: int, tp_dim: int | None, sizes: Mapping[str, int], *, fsdp: bool
 ) -> PartitionSpec:
-    """Returns the spec of a single layer's stored parameter.
+    """Returns the spec of a stored parameter's last `ndim` dims, without the dims of a stack.
 
     tp splits `tp_dim`. A declared split of another dim stays if its axes divide the dim. With `fsdp`, fsdp and cp split
     the largest dim that is left and that they divide, if any. Where a spec declares one of them, both split the dim.
     """
-    dims: list[str | tuple[str, ...] | None] = [None] * len(shape)
-    for dim, entry in enumerate(declared):
-        axes = tuple(axis for axis in axes_of(entry) if axis not in STORAGE)
-        if len(axes) < len(axes_of(entry)) and dim_over(STORAGE, PartitionSpec(*dims)) is None:
-            axes = (*STORAGE, *axes)
-        if axes and shape[dim] % parts(sizes, axes) == 0:
-            dims[dim] = axes if len(axes) > 1 else axes[0]
+    shape = parameter.shape[parameter.ndim - ndim :]
+    dims: list[str | tuple[str, ...] | None] = [None] * ndim
+    for dim, entry in enumerate(declared_spec(parameter, ndim)):
+        others = tuple(axis for axis in axes_of(entry) if axis not in STORAGE)
+        stores = len(others) < len(axes_of(entry)) and dim_over(STORAGE, PartitionSpec(*dims)) is None
+        for axes in ((*STORAGE, *others) if stores else others, others):
+            if axes and not dims[dim] and shape[dim] % parts(sizes, axes) == 0:
+                dims[dim] = axes if len(axes) > 1 else axes[0]
     if tp_dim is not None:
         dims[tp_dim] = TP
     left = [i for i, size in enumerate(shape) if not dims[i] and size > 1 and size % parts(sizes, STORAGE) == 0]

@@ -4,7 +4,6 @@ A function that builds the model is traced and compiled, which initialises its a
 `parallelize` on an abstract copy, so that `jaxtp explain` can apply the plan on any other mesh.
 """
 
-import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,9 +16,10 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxtp.config.python_object import signature_of
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
 from jaxtp.parallelize.module_wrappers import Model, ModuleInfo, find_modules, original_class, set_class
-from jaxtp.parallelize.plan import Plan, PlanError, Styles, matches
+from jaxtp.parallelize.plan import Plan, PlanError, is_inside, matches
 from jaxtp.parallelize.run_styles import role_of, swap_class
 from jaxtp.parallelize.styles import Compute, Style
 from jaxtp.parallelize.validate_plan import parameter_specs, validate_plan
@@ -96,9 +96,8 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
 
 def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: bool) -> None:
     modules = find_modules(model)
-    computing, styles = _split_dtypes(modules, plan)
-    module_plans = validate_plan(modules, styles, sizes, fsdp=fsdp)
-    for module, dtype in computing:
+    module_plans, dtypes = validate_plan(modules, plan, sizes, fsdp=fsdp), list(_dtypes(modules, plan))
+    for module, dtype in dtypes:
         module.dtype = dtype
     for module_plan in module_plans:
         if module_plan.role is not None:
@@ -109,32 +108,20 @@ def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: b
             parameter.set_metadata(**{DECLARED: declared}, out_sharding=spec, eager_sharding=True)
 
 
-def _split_dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> tuple[list[tuple[Any, np.dtype[Any]]], Styles]:
-    # Returns modules with the dtypes that `Compute` gives them, later ones last, and the plan of their styles.
-    found: list[tuple[Any, np.dtype[Any]]] = []
-    styles: dict[str, Style] = {}
-    if not isinstance(plan, Mapping):
-        raise PlanError(f"a plan is a dict from patterns to styles, not {plan!r}")
+def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np.dtype[Any]]]:
+    # Yields modules with the dtype that a `Compute` gives them, a later one last.
     for pattern, entry in plan.items():
         if not isinstance(entry, Compute):
-            styles[pattern] = entry
             continue
-        if entry.style is not None:
-            styles[pattern] = entry.style
         outer = [path for info in modules for path in info.paths if matches(pattern, path)]
-        within = [
-            info.module
-            for info in modules
-            if any(path == each or not each or path.startswith(f"{each}.") for path in info.paths for each in outer)
-        ]
+        within = [info.module for info in modules if any(is_inside(p, each) for p in info.paths for each in outer)]
         if not (layers := [module for module in within if hasattr(module, "dtype")]):
-            problem = "no module that it matches has an attribute dtype, as Flax's layers have"
-            raise PlanError(f"{pattern!r}: {problem if within else 'it matches no module'}")
+            raise PlanError(f"{pattern!r}: no module that it matches has an attribute dtype, as Flax's layers have")
         try:
-            found += [(module, jnp.dtype(entry.dtype)) for module in layers]
+            dtype = jnp.dtype(entry.dtype)
         except TypeError:
             raise PlanError(f"{pattern!r}: {entry.dtype!r} is not a dtype, such as 'bfloat16'") from None
-    return found, styles
+        yield from ((module, dtype) for module in layers)
 
 
 def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
@@ -209,15 +196,13 @@ def _check_build(build: Any) -> None:
     if not callable(build):
         raise PlanError(f"expected an nnx.Module, or a function that returns one, not {build!r}")
     try:
-        is_class = isinstance(build, type)  # inspect.signature would use the metaclass
-        inspect.signature(build.__init__ if is_class else build).bind(*([None] if is_class else []))
+        if signature := signature_of(build):
+            signature.bind()
     except TypeError as error:
         raise PlanError(
             f"a function that builds a model is called without arguments, and {build!r} is {error}; write "
             "lambda: Model(..., rngs=nnx.Rngs(0))"
         ) from None
-    except ValueError:
-        return  # C functions have no signature
 
 
 def _build(build: Build) -> nnx.Module:

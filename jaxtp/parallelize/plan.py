@@ -17,7 +17,6 @@ from jaxtp.config.entry import UserError
 from jaxtp.parallelize.styles import Compute, Style
 
 Plan = Mapping[str, Style | Compute]  # by pattern
-Styles = Mapping[str, Style]
 
 
 class PlanError(UserError):
@@ -38,6 +37,11 @@ def matches(pattern: str, path: str) -> bool:
     return any(_match(_names(p), _names(path)) for p in expand_braces(pattern))
 
 
+def is_inside(path: str, outer: str) -> bool:
+    """Returns whether a path is `outer`, or within it."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
 def _names(path: str) -> tuple[str, ...]:
     return tuple(path.split(".")) if path else ()
 
@@ -52,7 +56,7 @@ def _match(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
 
 
 def assign_styles(
-    plan: Styles, modules: Sequence[Sequence[str]], parameters: Iterable[str] = ()
+    plan: Plan, modules: Sequence[Sequence[str]], parameters: Iterable[str] = ()
 ) -> list[tuple[str, Style | None]]:
     """Returns each module's pattern and style; `""` and None if no pattern matches.
 
@@ -61,25 +65,31 @@ def assign_styles(
     Raises:
       PlanError: a pattern matches nothing, two match one module, or a value is not a style.
     """
+    if not isinstance(plan, Mapping):
+        raise PlanError(f"a plan is a dict from patterns to styles, not {plan!r}")
     paths = [path for aliases in modules for path in aliases]
-    for pattern, style in plan.items():
+    styles: dict[str, Style] = {}
+    for pattern, entry in plan.items():
+        style = entry.style if isinstance(entry, Compute) else entry
         if not isinstance(pattern, str):
             raise PlanError(f"{pattern!r} is not a pattern; a pattern is a string such as 'blocks.*.mlp.up'")
         if isinstance(style, type) and issubclass(style, Style):
             raise PlanError(f"{pattern!r}: {style.__name__} is a class; write {style.__name__}()")
-        if not isinstance(style, Style):
-            styles = ", ".join(kind.__name__ for kind in (*Style.__args__, Compute))
-            raise PlanError(f"{pattern!r}: {style!r} is not a style; the styles are {styles}")
+        if isinstance(style, Style):
+            styles[pattern] = style
+        elif style is not None or not isinstance(entry, Compute):
+            kinds = ", ".join(kind.__name__ for kind in (*Style.__args__, Compute))
+            raise PlanError(f"{pattern!r}: {style!r} is not a style; the styles are {kinds}")
         try:
             hash(style)
         except TypeError:
             raise PlanError(f"{pattern!r}: {style}: write layouts of several arguments as a tuple") from None
         if not any(matches(pattern, path) for path in paths):
             raise PlanError(_no_match(pattern, paths, list(parameters)))
-    return [_style_of(plan, aliases) for aliases in modules]
+    return [_style_of(styles, aliases) for aliases in modules]
 
 
-def _style_of(plan: Styles, paths: Sequence[str]) -> tuple[str, Style | None]:
+def _style_of(plan: Mapping[str, Style], paths: Sequence[str]) -> tuple[str, Style | None]:
     hits = [(pattern, path) for pattern in plan for path in paths if matches(pattern, path)]
     patterns = list(dict.fromkeys(pattern for pattern, _ in hits))
     if len(patterns) > 1 and len(paths) == 1:

@@ -296,7 +296,8 @@ class _ShardedCall:
         gathers_in_body = {axis for axes in leading for axis in axes} == set(TOKENS)
         parameters, sizes = parameters_of(self.module, self.dims), mesh_sizes(current_mesh())
         weights = {name: parameter[...] for name, parameter in parameters.items()}
-        specs = {name: self.stored_spec(name, parameter, sizes) for name, parameter in parameters.items()}
+        tp_dims = {name: self.style.tp_dim(self.dims.params[name]) for name in parameters}
+        specs = {n: stored_spec(p, p.ndim, tp_dims[n], sizes, fsdp=self.role.fsdp) for n, p in parameters.items()}
         specs = specs if gathers_in_body else {name: gathered_spec(spec) for name, spec in specs.items()}
         split = Shard(self.dims.outputs[self.style.letter or ""]) if self.splits_columns else self.style.output_layout
         out_spec = activation_spec(split, x.ndim + self.dims.more_dims, leading)
@@ -319,10 +320,6 @@ class _ShardedCall:
     @property
     def params(self) -> list[str]:
         return list(parameters_of(self.module, self.dims))
-
-    def stored_spec(self, name: str, parameter: nnx.Param[Any], sizes: Mapping[str, int]) -> PartitionSpec:
-        tp_dim, declared = self.style.tp_dim(self.dims.params[name]), declared_spec(parameter, parameter.ndim)
-        return stored_spec(tuple(parameter.shape), tp_dim, sizes, fsdp=self.role.fsdp, declared=declared)
 
     @property
     def post_reduction_params(self) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 
 from jaxtp.mesh import STORAGE, TP, axes_of
-from jaxtp.parallelize.layouts import declared_spec
+from jaxtp.parallelize.layouts import declared_spec, declared_specs
 from jaxtp.parallelize.module_wrappers import original_class
 
 
@@ -57,11 +57,10 @@ def signature(module: nnx.Module, **kwargs: Any) -> Signature | None:
 
 
 def _as_declared(module: nnx.Module, dims: Signature) -> Signature:
-    parameters = [(parameter, dims.params[name]) for name, parameter in parameters_of(module, dims).items()]
     splits = [
         (letter, axes_of(entry))
-        for parameter, letters in parameters
-        for letter, entry in zip(letters, declared_spec(parameter, len(letters)), strict=True)
+        for name, parameter in parameters_of(module, dims).items()
+        for letter, entry in zip(dims.params[name], declared_spec(parameter, len(dims.params[name])), strict=True)
         if entry
     ]
 
@@ -101,9 +100,7 @@ def why_not_split(module: nnx.Module) -> str:
         return "its kernel is masked, and tp would not split the mask"
     if isinstance(module, nnx.LinearGeneral) and module.batch_axis:
         return f"it has a kernel for each index of a batch dim (batch_axis={dict(module.batch_axis)})"
-    parameters = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
-    specs = {name: declared_spec(value, value.ndim) for name, value in parameters.items()}
-    if declared := ", ".join(f"{name} as {spec}" for name, spec in specs.items() if any(spec)):
+    if declared := ", ".join(f"{name} as {spec}" for name, spec in declared_specs(module).items()):
         return f"it declares {declared}, and this style splits another dim"
     if isinstance(module, nnx.Einsum):
         return f"its equation, {module.einsum_str!r}, has no kernel dim that this style could split"

@@ -15,7 +15,7 @@ from jaxtp.config.hints import nearest_multiples
 from jaxtp.mesh import AXES, CP, TP, axes_of, parts
 from jaxtp.parallelize.layouts import declared_spec, stored_spec
 from jaxtp.parallelize.module_wrappers import ModuleInfo, has_method, loads_shards, original_class
-from jaxtp.parallelize.plan import PlanError, Styles, assign_styles
+from jaxtp.parallelize.plan import Plan, PlanError, assign_styles, is_inside
 from jaxtp.parallelize.run_styles import Role, resolve_style, role_of
 from jaxtp.parallelize.stock import Signature, signature, supported_modules, why_not_split
 from jaxtp.parallelize.styles import (
@@ -44,7 +44,7 @@ class ModulePlan:
 
 
 def validate_plan(
-    modules: Sequence[ModuleInfo], plan: Styles, sizes: Mapping[str, int], *, fsdp: bool
+    modules: Sequence[ModuleInfo], plan: Plan, sizes: Mapping[str, int], *, fsdp: bool
 ) -> list[ModulePlan]:
     """Returns each module's role and its parameters' specs; a PlanError says why the plan does not fit."""
     _check_axes(modules)
@@ -62,7 +62,7 @@ def validate_plan(
     for info, (pattern, style) in zip(modules, assigned, strict=True):
         dims = signatures[info.path]
         stack = stacks[info.path] if info.path in stacks else _nearest_stacked_dims(info.path, stacks)
-        is_in_context = any(_is_inside(path, outer) for path in info.paths for outer in context)
+        is_in_context = any(is_inside(path, outer) for path in info.paths for outer in context)
         role = Role(style, fsdp and not isinstance(style, Replicate), is_in_context)
         try:
             plans.append(_plan_module(info, role, dims, stack, sizes))
@@ -86,10 +86,6 @@ def parameter_specs(plans: Sequence[ModulePlan]) -> list[tuple[nnx.Param, Partit
     return list(specs.values())
 
 
-def _is_inside(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(f"{outer}.")
-
-
 def _stacked_dims(module: nnx.Module, dims: Signature) -> tuple[int, ...]:
     for name, letters in dims.params.items():
         if (parameter := getattr(module, name)) is not None:
@@ -100,7 +96,7 @@ def _stacked_dims(module: nnx.Module, dims: Signature) -> tuple[int, ...]:
 def _nearest_stacked_dims(path: str, stacks: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     # A module without a signature takes the stacked dims of the nearest stock modules, inside or around it.
     while path:
-        inside = {stack for other, stack in stacks.items() if _is_inside(other, path)}
+        inside = {stack for other, stack in stacks.items() if is_inside(other, path)}
         if inside:
             return inside.pop() if len(inside) == 1 else ()
         path = path.rpartition(".")[0]
@@ -135,9 +131,7 @@ def _plan_module(
             continue
         leading = stack if tuple(parameter.shape[: len(stack)]) == stack else ()
         tp_dim = resolve_style(style, dims).tp_dim(dims.params.get(name, "")) if dims else None
-        shape = tuple(parameter.shape[len(leading) :])
-        kept = declared_spec(parameter, len(shape))
-        spec = stored_spec(shape, tp_dim, sizes, fsdp=role.fsdp, declared=kept)
+        spec = stored_spec(parameter, parameter.ndim - len(leading), tp_dim, sizes, fsdp=role.fsdp)
         specs[name] = PartitionSpec(*(None,) * len(leading), *spec)
     keeps_class = style is None and len(exact) == len(info.parameters)
     return ModulePlan(info, role if is_called and not keeps_class else None, specs, dims)

@@ -44,7 +44,7 @@ class OnPaddedArrays(optax.GradientTransformationExtraArgs):
 
 
 class Optimizer(nnx.Module):
-    """`nnx.Optimizer` for sharded and padded parameters and for states with other shapes than theirs.
+    """`nnx.Optimizer` for sharded and padded parameters.
 
     `update` passes `value` and `grad` to transformations with extra arguments. Transformations that evaluate the loss
     themselves (`value_fn` of line searches, `obj_fn` of Sophia) are refused.
@@ -64,15 +64,14 @@ class Optimizer(nnx.Module):
             raise ConfigError(
                 f"the optimizer is {transformation!r}: should be an Optax transformation, such as optax.adamw(3e-4)"
             )
-        self.transformation = transformation
+        self.transformation, self.sees_padding = transformation, isinstance(transformation, OnPaddedArrays)
         self.step = OptimizerState(jnp.zeros((), jnp.int32))  # signed: schedules subtract from it
         variables = _parameters(model)
         params = self._optax_arrays(variables, variables)
-        padded = isinstance(transformation, OnPaddedArrays)
 
         def variable(path: KeyPath, leaf: Any) -> OptimizerState:
             array = _as_array(path, leaf)
-            metadata = _sharding_metadata(array.shape, _parameter_at(path, variables), padded)
+            metadata = _sharding_metadata(array.shape, _parameter_at(path, variables), self.sees_padding)
             if _is_key(leaf):
                 metadata["key_impl"] = jax.random.key_impl(leaf)
             elif not jnp.size(leaf):
@@ -81,22 +80,16 @@ class Optimizer(nnx.Module):
 
         with _explained("init"):
             self.opt_state = nnx.data(tree_map_with_path(variable, transformation.init(params)))
-        if not padded:  # an error of the first step comes before anything is allocated
+        if not self.sees_padding:  # an error of the first step comes before anything is allocated
             with _explained("update"):
                 jax.eval_shape(lambda: self._transform(params, params, value=jnp.zeros(()), grad=params))
 
     def update(self, model: nnx.Module, grads: nnx.State, value: Array) -> None:
-        """Applies gradients.
-
-        Args:
-          grads: with the structure of the model's parameters.
-          value: the mean loss.
-        """
+        """Applies gradients, a state like the model's parameters; `value` is the mean loss."""
         variables = _parameters(model)
         params = self._optax_arrays(variables, variables)
         gradients = self._optax_arrays(named_variables(grads), variables)
-        is_padded = isinstance(self.transformation, OnPaddedArrays)
-        extra = {"variables": variables} if is_padded else {"value": value, "grad": gradients}
+        extra = {"variables": variables} if self.sees_padding else {"value": value, "grad": gradients}
         updates, state = self._transform(gradients, params, **extra)
         jax.tree.map(lambda v, array: v.set_value(array), self.opt_state, state, is_leaf=_is_variable)
         self._write(optax.apply_updates(params, updates), variables)
@@ -105,8 +98,7 @@ class Optimizer(nnx.Module):
     def replace_params(self, model: nnx.Module, function: Callable[[optax.OptState, Arrays], Arrays]) -> None:
         """Sets a model's parameters to `function(state, params)`.
 
-        Some transformations train at other parameters than those to evaluate. Before evaluation, pass
-        `optax.contrib.schedule_free_eval_params` for `optax.contrib.schedule_free_adamw`.
+        `optax.contrib.schedule_free_eval_params`, for example, gives the parameters to evaluate.
         """
         variables = _parameters(model)
         self._write(function(self.optax_state(), self._optax_arrays(variables, variables)), variables)
@@ -126,15 +118,12 @@ class Optimizer(nnx.Module):
 
     def _optax_arrays(self, arrays: dict[str, Variable], owners: dict[str, Variable]) -> Arrays:
         found = {name: jnp.asarray(variable[...]) for name, variable in arrays.items()}
-        if isinstance(self.transformation, OnPaddedArrays):
-            return found
-        tp, sizes = axis_size(TP), mesh_sizes(current_mesh())
-        return {
-            name: constrain(unpad(array, padding, tp), logical_spec(owners[name], sizes))
-            if (padding := padding_of(owners[name])) and array.shape != logical_shape(owners[name])
-            else array
-            for name, array in found.items()
-        }
+        for name, array in found.items() if not self.sees_padding else ():
+            owner = owners[name]
+            if array.shape != logical_shape(owner):
+                whole = unpad(array, padding_of(owner), axis_size(TP))
+                found[name] = constrain(whole, logical_spec(owner, mesh_sizes(current_mesh())))
+        return found
 
     def _write(self, params: Arrays, variables: dict[str, Variable]) -> None:
         for name, variable in variables.items():
@@ -216,28 +205,25 @@ def _parameters(model: nnx.Module) -> dict[str, Variable]:
 
 
 def _parameter_at(path: KeyPath, params: dict[str, Variable]) -> Variable | None:
-    keys = (getattr(key, "key", None) for key in path)
+    # The innermost key: a group of `optax.multi_transform` may have the name of a parameter.
+    keys = (getattr(key, "key", None) for key in reversed(path))
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
 
 
 def _sharding_metadata(shape: tuple[int, ...], owner: Variable | None, padded: bool) -> dict[str, Any]:
-    if owner is None:  # an entry per dim, as `logical_spec` returns: jit would compile again for an equivalent spec
-        return {"out_sharding": PartitionSpec(*(None,) * len(shape)), "eager_sharding": False}
     # `nnx.Optimizer` would give every array the parameter's spec, which does not fit factored moments.
-    whole = tuple(owner.shape) if padded else logical_shape(owner)
-    axes, shared = split_dims(owner), _shared_dims(shape, whole)
+    whole: tuple[int, ...] = () if owner is None else tuple(owner.shape) if padded else logical_shape(owner)
+    axes, shared = () if owner is None else split_dims(owner), _shared_dims(shape, whole)
     kept = [axes[shared[dim]] if dim in shared else () for dim in range(len(shape))]
     # A dim that the parameter lacks, as in statistics [n, n] of a matrix [m, n], takes the axes that are left.
     left = [names for dim, names in enumerate(axes) if dim not in shared.values()]
     for dim in reversed(range(len(shape))):
         if left and dim not in shared:
             kept[dim] = left.pop()
-    padding = padding_of(owner) if padded and shape == whole else ()
-    return {
-        "out_sharding": PartitionSpec(*divisible_axes(shape, kept, mesh_sizes(current_mesh()))),
-        "eager_sharding": current_mesh() is not None,
-        **({"padding": padding} if padding else {}),
-    }
+    spec = PartitionSpec(*divisible_axes(shape, kept, mesh_sizes(current_mesh())))
+    padding = padding_of(owner) if owner is not None and padded and shape == whole else ()
+    metadata = {"out_sharding": spec, "eager_sharding": current_mesh() is not None}
+    return metadata | ({"padding": padding} if padding else {})
 
 
 def _shared_dims(shape: tuple[int, ...], whole: tuple[int, ...]) -> dict[int, int]:

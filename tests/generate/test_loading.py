@@ -54,6 +54,11 @@ def test_end_tokens_prefix_and_template(folder):
     assert (source.template, source.special_tokens) == (None, {"bos_token": "<s>"}), "a --template FILE may name them"
 
 
+def test_build_is_refused_where_it_has_no_effect(folder, capsys):
+    assert main(["--model", str(folder), "--build", "mine.py:build", "--prompt", "a"]) == 2
+    assert f"--build names the Decoder of a run, and {folder} is a model in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("attributes", "context"),
     [

@@ -42,7 +42,8 @@ def test_layers_compute_in_the_dtype_and_keep_their_parameters(sizes):
     ("plan", "message"),
     [
         ({"drop": Compute("bfloat16")}, "no module that it matches has an attribute dtype"),
-        ({"upp": Compute("bfloat16")}, "'upp': it matches no module"),
+        ({"upp": Compute("bfloat16")}, r"'upp' matches no module; nearest: 'up'"),
+        ({0: Compute("bfloat16")}, "0 is not a pattern"),
         ({"up": Compute("bf16")}, "'bf16' is not a dtype"),
         ({"up": Compute("bfloat16", Rowwise()), "*": Colwise()}, "match the same module"),
     ],

@@ -1,6 +1,7 @@
 """A Decoder of one's own: the example of the guide, and others, on meshes, in runs and from their folders."""
 
 import dataclasses
+import functools
 import json
 import sys
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.request import GenerationError
 from jaxtp.mesh import make_mesh, mesh_shape
 from jaxtp.models.decoder import create_decoder
-from jaxtp.models.own_decoder import decoder_settings
+from jaxtp.models.own_decoder import builder, decoder_settings
 from jaxtp.tools.check.__main__ import verdicts
 from jaxtp.tools.check.parity import initial_arrays
 from jaxtp.tools.check.shrink import Case, shrink
@@ -227,6 +228,15 @@ def test_the_weights_are_those_of_the_function():
         other = create_decoder(dataclasses.replace(settings, remat="none"), rngs=nnx.Rngs(0))
     assert type(made) is type(other) is Probed
     assert [float(model.probe.bias[0]) for model in (made, other)] == [7, 0]
+
+
+def test_a_class_with_some_arguments_gets_the_others_and_random_numbers():
+    for function in (nnx.Linear, functools.partial(nnx.Linear, 4), functools.partial(nnx.Linear, out_features=5)):
+        sizes = {"out_features": 3} | ({"in_features": 4} if not getattr(function, "args", ()) else {})
+        config = jaxtp.ModelConfig(build="mine.py:build", arguments=sizes)
+        assert builder(function, config)(nnx.Rngs(0)).kernel.shape == (4, 3)
+    with pytest.raises(ConfigError, match=r"'depth'; model\.arguments can give out_features, use_bias"):
+        builder(functools.partial(nnx.Linear, 4), jaxtp.ModelConfig(arguments={"out_features": 3, "depth": 1}))
 
 
 class Late(jaxtp.Decoder):

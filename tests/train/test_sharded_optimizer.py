@@ -136,6 +136,7 @@ TRANSFORMATIONS = {
     "polyak": optax.polyak_sgd(),
     "mechanize": optax.contrib.mechanize(optax.adamw(R)),
     "frozen": by_path({"*bias|*.scale|gain": optax.set_to_zero(), "*": optax.adamw(R)}),
+    "groups": optax.multi_transform({"bias": optax.adam(R)}, lambda params: dict.fromkeys(params, "bias")),
     "sam": optax.GradientTransformation(*optax.contrib.sam(optax.sgd(R), optax.sgd(0.05))),  # takes no extra arguments
     "flatten": optax.flatten(optax.adam(R)),
 }
@@ -217,6 +218,7 @@ SPLIT = {  # elements per device of four, of `up` [8 / fsdp, 12 / tp]
     "shampoo": {"statistics.up.0": 16, "statistics.up.1": 36},
     "lbfgs": {"0.diff_params_memory.up": 3 * 24},
     "multi_steps": {"acc_grads.up": 24, "inner_opt_state.0.mu.up": 24},
+    "groups": {"inner_states.bias.inner_state.0.mu.up": 24},  # a group with the name of a parameter
     "frozen": {"inner_states.*.inner_state.0.mu.up": 24},
 }
 

@@ -17,6 +17,7 @@ from support import sizes_of, sweep_of
 import jaxtp
 from jaxtp import Colwise, Rowwise
 from jaxtp.mesh import STORAGE, abstract_mesh, mesh_shape
+from jaxtp.parallelize.layouts import stored_spec
 from jaxtp.parallelize.plan import PlanError, matches, patterns_for
 
 B, T, D, F, V, HEADS, WIDTH = 8, 4, 16, 32, 64, 4, 4
@@ -193,6 +194,21 @@ def test_what_tp_does_not_divide_is_said():
     assert note in jaxtp.explain(lambda: Declares(nnx.Rngs(0)), mesh={"tp": 4}).notes
     assert not declares((1, 1, 2)).notes
     assert {reason.module: reason.style for reason in plan.reasons}["q"] == "as declared"
+
+
+def test_a_parameter_of_the_model_itself_is_named():
+    model = lambda: Projection("btd,df->btf", (D, 6), (None, "tp"), nnx.Rngs(0))
+    (note,) = jaxtp.explain(model, mesh={"tp": 4}).notes
+    assert note.startswith("the model itself declares w 16x6 as")
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((6, 8), P("tp", STORAGE)), ((8, 6), P((*STORAGE, "tp"), None)), ((7, 8), P(None, STORAGE))]
+)
+def test_a_dim_that_declares_two_axes_keeps_those_that_divide_it(shape, spec):
+    parameter = nnx.Param(jnp.ones(shape))
+    parameter.set_metadata(out_sharding=P(("fsdp", "tp")))
+    assert stored_spec(parameter, 2, None, mesh_shape(fsdp=2, tp=2), fsdp=True) == spec
 
 
 def test_a_style_that_would_change_a_declared_spec_is_refused():
