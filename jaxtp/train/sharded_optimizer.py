@@ -95,14 +95,6 @@ class Optimizer(nnx.Module):
         self._write(optax.apply_updates(params, updates), variables)
         self.step.set_value(self.step[...] + 1)
 
-    def replace_params(self, model: nnx.Module, function: Callable[[optax.OptState, Arrays], Arrays]) -> None:
-        """Sets a model's parameters to `function(state, params)`.
-
-        `optax.contrib.schedule_free_eval_params`, for example, gives the parameters to evaluate.
-        """
-        variables = _parameters(model)
-        self._write(function(self.optax_state(), self._optax_arrays(variables, variables)), variables)
-
     def optax_state(self) -> optax.OptState:
         """Returns the state in the transformation's structure."""
         return jax.tree.map(_leaf, self.opt_state, is_leaf=_is_variable)

@@ -273,25 +273,6 @@ def test_by_path_updates_each_part_by_its_own():
     assert_close(updates | {"b": updates["b"]["scale"]}, expected | {"b": expected["b"]["scale"]}, 1e-6)
 
 
-def test_weights_that_are_averaged_are_evaluated():
-    mesh = make_mesh(fsdp=2, tp=2)
-    state, _ = advance("schedule_free", "padded", mesh, range(3))
-    graph, _, shardings = planned("schedule_free", "padded", mesh)
-
-    def averaged(state):
-        pair = nnx.merge(graph, state, copy=True)
-        pair.optimizer.replace_params(pair.model, optax.contrib.schedule_free_eval_params)
-        return nnx.state(pair)
-
-    with jax.set_mesh(mesh):
-        after = by_name(jax.jit(averaged, out_shardings=shardings)(state)["model"], mesh)
-    params = by_name(state["model"], mesh)
-    z = by_name(nnx.State({"z": state["optimizer"]["opt_state"].z}), mesh)
-    expected = {name: (params[name] - 0.1 * z[f"z.{name}"]) / 0.9 for name in params}  # b1 is 0.9
-    assert_close(after, expected, 1e-6)
-    assert any((after[name] != params[name]).any() for name in params)
-
-
 def stateful(init, update):
     return optax.GradientTransformation(lambda params: init, lambda updates, state, params=None: update(updates, state))
 
