@@ -111,7 +111,7 @@ class QKNorm(nnx.Module):
     Kind "head" normalises each head, with one scale `[H]` (Qwen 3); "heads" has a scale for each head, `[heads * H]`
     split like the heads (Cohere); "head_plain" has none (Muse Glimmer). They normalise as `norm` does, without a bias.
     "projection" is RMS normalisation of the whole projection, with a scale `[heads * H]` and a sum over tp (OLMo 2).
-    The factor is 1 + scale if that of `norm` is (Gemma 3).
+    The factor is 1 + scale with a plus_one `norm` (Gemma 3).
     """
 
     def __init__(self, kind: QKNormKind, heads: PaddedDim, norm: NormConfig, precision: Precision = Precision()):
