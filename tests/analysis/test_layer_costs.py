@@ -83,6 +83,12 @@ MODEL = jaxtp.ModelConfig(
         (mesh_shape(dp=2, cp=2, tp=4), 2, {"remat": "save_gathered"}),
         pytest.param(mesh_shape(dp=2, fsdp=2, tp=2), 1, {"remat": "none"}, marks=pytest.mark.wide),
         pytest.param(mesh_shape(fsdp=2, tp=2), 2, {"remat": "full", "overlap": "ring"}, marks=pytest.mark.wide),
+        (
+            mesh_shape(cp=2, tp=4),
+            1,
+            {"remat": "save_dots", "attention_gate": True, "value_is_key": True, "rotary_fraction": 0.5}
+            | {"rope_theta": 2.0, "norm": "layer_plain", "qk_norm": "heads", "query_temperature": 0.5},
+        ),
         pytest.param(
             mesh_shape(dp=4, tp=2), 2, {"remat": "save_dots", "attention_bias": False}, marks=pytest.mark.wide
         ),

@@ -83,7 +83,7 @@ def test_what_cannot_be_is_one_problem(changes, message):
     theta=st.floats(0, exclude_min=True, allow_infinity=False),
     scaling=st.builds(
         RopeScaling,
-        kind=st.sampled_from(["linear", "llama3", "yarn", "longrope"]),
+        kind=st.sampled_from(["linear", "llama3", "yarn", "longrope", "proportional"]),
         original_length=st.integers(1, 2**31 - 1),
         truncate=st.booleans(),
         short_factor=st.just(SHORT),
@@ -98,6 +98,53 @@ def test_what_cannot_be_is_one_problem(changes, message):
 def test_any_numbers_are_a_problem_or_frequencies(theta, scaling):
     if not list(rope_problems(8, theta, scaling)):
         assert np.isfinite(rope_frequencies(8, theta, scaling, 100)).all()
+
+
+@pytest.mark.parametrize(("fraction", "dims"), [(0.25, 4), (0.4, 6), (0.5, 8), (0.75, 12), (1.0, 16)])
+@pytest.mark.parametrize("scaling", [UNSCALED, RopeScaling(kind="yarn", factor=4.0, original_length=8)])
+def test_a_fraction_is_a_narrower_head_and_the_rest_of_it_is_unchanged(fraction, dims, scaling):
+    x = np.random.default_rng(0).standard_normal((2, 5, 3, 16)).astype(np.float32)
+    rotate = lambda x, fraction: np.asarray(apply_rope(x, np.arange(5), 50.0, scaling, 5, fraction))
+    found = rotate(x, fraction)
+    assert np.array_equal(found[..., dims:], x[..., dims:])
+    assert np.array_equal(found[..., :dims], rotate(x[..., :dims], 1.0))
+
+
+@pytest.mark.parametrize(("fraction", "pairs"), [(0.25, 2), (0.5, 4), (1.0, 8)])
+def test_proportional_frequencies_are_those_of_the_whole_head_then_zero(fraction, pairs):
+    scaling = RopeScaling(kind="proportional", factor=8.0)
+    found = rope_frequencies(16, 1e6, scaling, 5, fraction)
+    assert np.array_equal(found[:pairs], rope_frequencies(16, 1e6, UNSCALED, 5)[:pairs] / 8)
+    assert np.array_equal(found[pairs:], np.zeros(8 - pairs))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "message"),
+    [
+        (16, {"rotary_fraction": 0.3}, None),
+        (80, {"rotary_fraction": 0.4}, None),
+        (8, {"rotary_fraction": 0.4}, "rotary_fraction=0.4 rotates 3 of 8 dims; an even number above 0 is needed$"),
+        (8, {"rotary_fraction": 0.1}, "rotates 0 of 8 dims"),
+        (8, {"rotary_fraction": 0.1, "rope_scaling": RopeScaling(kind="proportional")}, "rotates 0 of 8 dims"),
+        (8, {"rotary_fraction": 0.5, "rope_scaling": LONGROPE}, "numbers; longrope needs 2, half of model.head_dim=8"),
+    ],
+)
+def test_a_fraction_of_pairs_is_refused(head_dim, changes, message):
+    problems = [*violations(jaxtp.ModelConfig(head_dim=head_dim, **changes), mesh_shape())]
+    assert [problem for problem in problems if not re.search(message or "", problem)] == []
+    assert bool(problems) == (message is not None)
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.4, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("kind", ["none", "longrope", "proportional"])
+def test_a_check_rotates_pairs_too(fraction, kind):
+    pairs = (1.0,) * (int(80 * fraction) // 2)
+    scaling = RopeScaling(kind=kind, original_length=64, **dict.fromkeys(("short_factor", "long_factor"), pairs))
+    model = jaxtp.ModelConfig(head_dim=80, rotary_fraction=fraction, rope_scaling=scaling)
+    assert not [*violations(model, mesh_shape())]
+    small = model.block().shrink(ShrinkSpec(tps=frozenset({1, 2}), shards=2, length=24, before=48))
+    assert small["head_dim"] <= 16
+    assert not [*violations(dataclasses.replace(model, **small), mesh_shape())]
 
 
 def test_yaml_and_flags_take_lists(tmp_path):

@@ -143,12 +143,20 @@ EXACT["large vocabulary"] = dataclasses.replace(PLAIN, vocab_size=509, precision
 EXACT["large vocabulary, tied"] = dataclasses.replace(BIASED, vocab_size=509, sequence_parallel=False)
 EXACT["written out"] = dataclasses.replace(BIASED, scan_layers=False)
 EXACT["norms on both sides"] = dataclasses.replace(BIASED, norm="layer", norm_placement="both", tie_embeddings=False)
-EXACT_FIRST = ["experts", "rings", "large vocabulary, tied"]
+PIECES = {"attention_gate": True, "value_norm": True, "clip_qkv": 1.0, "query_temperature": 0.5, "rotary_fraction": 0.5}
+EXACT["pieces"] = dataclasses.replace(
+    BIASED, num_kv_heads=2, **PIECES, qk_norm="head_plain", norm="layer_no_bias", pattern=({"value_is_key": True}, {})
+)
+EXACT["biases that are fixed in part"] = dataclasses.replace(
+    BIASED, num_kv_heads=2, rotary_fraction=0.5, norm="layer_plain"
+)
+EXACT_FIRST = ["experts", "rings", "pieces", "large vocabulary, tied"]
 """Together they have biases, shared kv heads, a padded vocabulary, both norms, and each way to move over tp."""
 
 BOUNDED = {
     "head norms": dataclasses.replace(PLAIN, num_kv_heads=2, qk_norm="head"),
     "projection norms": dataclasses.replace(PLAIN, num_kv_heads=2, qk_norm="projection"),
+    "norms with a scale for each head": dataclasses.replace(PLAIN, num_kv_heads=2, qk_norm="heads", norm="layer"),
 }
 
 
@@ -183,6 +191,10 @@ OVER_CP = {
     "ulysses": ("ulysses", PLAIN),
     "ulysses, copied kv heads": ("ulysses", dataclasses.replace(BIASED, num_kv_heads=1)),
     "ulysses, adapters": ("ulysses", dataclasses.replace(PLAIN, lora=LoraConfig(rank=4))),
+    "ulysses, adapters of queries": (
+        "ulysses",
+        dataclasses.replace(PLAIN, lora=LoraConfig(rank=4, targets=("q_proj",)), attention_gate=True),
+    ),
     "ulysses, bfloat16": ("ulysses", dataclasses.replace(PLAIN, precision=LOW)),
     "gather": ("gather", PLAIN),
     "gather, few kv heads": ("gather", dataclasses.replace(BIASED, num_kv_heads=2, overlap="ring")),

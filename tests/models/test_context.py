@@ -28,6 +28,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.layers.context import Sequences, num_routes, routes
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
@@ -57,9 +58,15 @@ CONFIGS = {
     # A window and all positions: halos and gathers of two chunks each, in the order zigzag.
     "windows": variant(
         num_kv_heads=2,
-        pattern=({"sliding_window": 3}, {}),
+        pattern=({"sliding_window": 3}, {"value_is_key": True}),
         attention_softcap=5.0,
-        qk_norm="head",
+        qk_norm="heads",
+        norm="layer_no_bias",
+        rotary_fraction=0.5,
+        query_temperature=0.5,
+        rope_scaling=RopeScaling(original_length=3),
+        attention_gate=True,
+        value_norm=True,
         dropout=0.2,
         remat="save_dots",
         loop=TWICE,
@@ -81,7 +88,7 @@ CONFIGS = {
         remat="save_reduced",
     ),
     "blockwise": variant(num_kv_heads=2, attention="blockwise", attention_softcap=5.0, overlap="ring"),
-    "adapters": variant(num_kv_heads=2, lora=LoraConfig(rank=3), dropout=0.1, loop=TWICE),
+    "adapters": variant(num_kv_heads=2, attention_gate=True, lora=LoraConfig(rank=3), dropout=0.1, loop=TWICE),
 }
 """Rows are packed: documents cross chunks, the last row is padding alone, and one from its middle on."""
 

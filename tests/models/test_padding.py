@@ -21,6 +21,7 @@ from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.mlp import ACTIVATIONS
 from jaxtp.layers.parameter import PaddedDim, logical_shape, pad, padding_of, unpad
+from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import mesh_shape, mesh_sizes
 from jaxtp.models.config import padded_sizes
 from jaxtp.tools.check import parity
@@ -57,11 +58,18 @@ EVERYTHING = {
     "qk_norm": "projection",
     "remat": "none",
     "sliding_window": 3,
+    "attention_gate": True,
 }
 VARIANTS = {
     "plain": {},
     "everything": EVERYTHING,
     "plain mlp": {"mlp": "plain", "activation": "gelu_tanh"},
+    "pieces": {
+        **{"qk_norm": "heads", "norm": "layer_no_bias", "qk_norm_after_rope": True, "value_norm": True},
+        **{"attention_gate": True, "value_is_key": True, "clip_qkv": 0.5, "attention_bias": True},
+        **{"rotary_fraction": 0.5, "query_temperature": 0.5, "rope_scaling": RopeScaling(original_length=2)},
+    },
+    "partial rope with biases": {"rotary_fraction": 0.25, "attention_bias": True, "norm": "layer_plus_one"},
     "head norms": {"qk_norm": "head", "remat": "save_dots", "scan_layers": False},
     "adapters": {"lora": LoraConfig(rank=3)},
     "lion": {"optimizer": "lion"},
@@ -76,7 +84,8 @@ TRIED = [
         if padded_sizes(run_of(name).model, tp)
     ),
     *(("9 and 3", mesh_shape(fsdp=2, tp=4), variant) for variant in VARIANTS),
-    *(("7 and 1", mesh_shape(dp=2, tp=2), variant) for variant in ("everything", "adapters")),
+    *(("7 and 1", mesh_shape(dp=2, tp=2), variant) for variant in ("everything", "adapters", "pieces")),
+    *(("28 and 4", mesh_shape(tp=tp), "partial rope with biases") for tp in (3, 8)),
 ]
 
 
@@ -187,7 +196,9 @@ def test_a_cache_of_padded_heads_generates_what_one_device_does():
 
 @pytest.mark.parametrize("tp", sweep([2, 5, 8], 8))
 def test_files_have_no_padding(tmp_path, tp):
-    config = run_of("9 and 3", **EVERYTHING | {"qk_norm": "none", "sliding_window": None}).model
+    config = run_of(
+        "9 and 3", **EVERYTHING | {"qk_norm": "none", "sliding_window": None, "attention_gate": False}
+    ).model
     weights = random_weights(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
     graph, state = without_mesh(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), weights)
     jaxtp.save_hf(nnx.merge(graph, state), tmp_path / "whole")

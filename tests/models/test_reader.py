@@ -34,6 +34,16 @@ MODELS = {
     "biases, tied": dataclasses.replace(SHARED, **BIASES),
     "head norms": dataclasses.replace(SHARED, qk_norm="head"),
     "projection norms": dataclasses.replace(SHARED, qk_norm="projection", sequence_parallel=False),
+    "pieces": dataclasses.replace(
+        SHARED,
+        pattern=(
+            {"value_is_key": True, "rope_scaling": RopeScaling(kind="proportional")},
+            {"qk_norm_after_rope": True},
+        ),
+        **{"norm": "layer_no_bias", "qk_norm": "heads", "value_norm": True, "attention_gate": True, "clip_qkv": 0.5},
+        **{"rotary_fraction": 0.5, "query_temperature": 0.5, "rope_scaling": RopeScaling(original_length=3)},
+    ),
+    "plain norms": dataclasses.replace(SHARED, norm="layer_plain", qk_norm="head_plain", tie_embeddings=True),
     "window": dataclasses.replace(SHARED, sliding_window=4),
     "scaled": dataclasses.replace(SHARED, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=8)),
     "layers that differ": dataclasses.replace(
@@ -62,7 +72,7 @@ MODELS = {
 }
 CASES = [("shared", mesh) for mesh in [None, *MESHES]] + [(name, (1, 2, 4)) for name in MODELS if name != "shared"]
 CASES += [("experts", (2, 2, 2))]  # whole ones on each device; above a part of each
-DEFAULT = [("shared", (2, 2, 2))]
+DEFAULT = [("shared", (2, 2, 2)), ("pieces", (1, 2, 4))]
 FIRST = np.array([1, 2, 3, 4, 5, 6, 6, 1])  # tokens of each row that are read first
 SECOND = np.array([6, 1, 5, 1, 2, 4, 3, 6])  # and after these
 

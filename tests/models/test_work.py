@@ -14,6 +14,12 @@ from jaxtp.mesh import mesh_shape, mesh_sizes
 MODEL = jaxtp.ModelConfig(
     vocab_size=61, d_model=32, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64, loss_chunk=8
 )
+PIECES = {
+    "attention_gate": True,
+    "qk_norm": "heads",
+    "rotary_fraction": 0.5,
+    "pattern": ({"value_is_key": True, "value_norm": True}, {}),
+}
 SHAPE = {"batch_size": B, "sequence_length": T}
 
 
@@ -32,7 +38,7 @@ SHAPE = {"batch_size": B, "sequence_length": T}
 )
 @pytest.mark.parametrize("overlap", ["none", pytest.param("ring", marks=pytest.mark.wide)])
 def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation, attention, overlap):
-    config = dataclasses.replace(MODEL, remat=remat, attention=attention, sliding_window=9, overlap=overlap)
+    config = dataclasses.replace(MODEL, remat=remat, attention=attention, sliding_window=9, overlap=overlap, **PIECES)
     sizes = mesh_sizes(jaxtp.make_mesh(*mesh))
     work = step_costs(config, sizes, **SHAPE, accumulation=accumulation)
     assert work.flops == compiled_flops(config, mesh, accumulation)
