@@ -456,12 +456,14 @@ def context_costs(
 @branch_costs.register
 def mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of an MLP."""
-    columns, local = num_columns(layer.config), layer.hidden.padded(work.tp) // work.tp
+    columns, features = num_columns(layer.config), work.tokens * layer.hidden.padded(work.tp) // work.tp
     yield from column_costs(layer.gate_up, work, "gate, up") if columns == 2 else column_costs(layer.up, work, "up")
-    if layer.config.activation == XIELU:
+    learned = layer.config.activation == XIELU
+    if learned:
         alpha = Weight(module=XIELU, size=1, precision=layer.precision, tp=False, fsdp=False, used_by_all_tp=True)
         yield from (alpha, alpha)
-    yield from hidden_costs(columns, work, work.tokens * local * itemsize(layer.precision.compute))
+    in_float32 = (3 * FLOAT32 + 2) * features if learned else 0  # input, exponent and square; two masks
+    yield from hidden_costs(columns, work, features * itemsize(layer.precision.compute), in_float32)
     yield from row_costs(layer.down, work, "down", read=read)
 
 
@@ -470,10 +472,10 @@ def num_columns(config: MLPConfig) -> int:
     return 2 if config.mlp == "gated" else 1
 
 
-def hidden_costs(columns: int, work: Workload, features: int) -> Iterator[Cost]:
-    """Yields the costs of an MLP between its products, whose hidden features have this many bytes."""
+def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -> Iterator[Cost]:
+    """Yields the costs of an MLP between its products: bytes of the hidden features, and more that are saved."""
     yield Bytes("elementwise", (columns + 1) * features)
-    saved = 3 * columns * features  # gate, up, sigmoid, silu, its derivative and the product
+    saved = 3 * columns * features + in_float32  # gate, up, sigmoid, silu, its derivative and the product
     yield Bytes("workspace", saved)
     if work.remat == "none":
         yield Bytes("saved", saved)
@@ -509,7 +511,8 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     local = dim.padded(work.tp) // work.tp
     weight = partial(Weight, module=EXPERTS, size=d_model * dim.size, split=dim, precision=layer.precision)
     yield from (*[weight()] * columns, weight(transposed=True))
-    yield from hidden_costs(columns, work, work.tokens * local * compute)
+    gated = FLOAT32 * work.tokens * local if config.shared_experts_gate else 0
+    yield from hidden_costs(columns, work, work.tokens * local * compute, gated)
     for name, inner, outer, recomputed in (
         ("shared experts' gate, up", d_model, columns * local, work.remat in REPROJECT_POLICIES),
         ("shared experts' down", local, d_model, read and work.remat in REREDUCE_POLICIES),
@@ -519,6 +522,8 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     if work.remat == "save_dots":
         yield Bytes("saved", work.tokens * columns * local * compute)
     if config.shared_experts_gate:
+        if work.remat in ("none", "save_gathered"):
+            yield Bytes("saved", FLOAT32 * work.tokens)
         in_float32, split = replace(layer.precision, compute="float32"), work.is_split(layer.sequence_parallel)
         yield Weight(module=EXPERTS, size=d_model, tp=False, used_by_all_tp=split, precision=in_float32)
         count = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixtures import B, D, E, F, T, build, choose, expected, mixture, program, work
-from support import assert_close, random_weights, sizes_of, state_on_mesh, sweep
+from mixtures import B, D, E, F, T, build, choose, expected, in_groups, mixture, program, scores_of, work
+from support import assert_close, random_weights, sizes_of, state_on_mesh, sweep, without_mesh
 
 import jaxtp
 from jaxtp.layers.context import Sequences
@@ -133,7 +133,8 @@ def check_everything(name, mesh, sequence_parallel, packed=True):
             assert not np.asarray(found["output"])[rows == 0].any(), "padding comes out as 0"
         if kind == "all to one expert":
             assert chosen[4] == (rows != 0).sum() or config.selection_bias
-        if kind == "empty experts" and config.experts_per_token <= 2 and not config.selection_bias:
+        free = not config.selection_bias and config.expert_groups == 1
+        if kind == "empty experts" and config.experts_per_token <= 2 and free:
             assert not chosen[[0, 1, 3, 4]].any()
         for e in np.flatnonzero(chosen == 0):
             for part in {"gate", "up", "down"} & found.keys():
@@ -168,10 +169,9 @@ def test_rows_that_are_not_packed(name):
 
 
 def without_a_mesh(config, weights, x, rows=None, **more):
-    graph, state = nnx.split(nnx.eval_shape(lambda: build(config)))
-    filled = [(path, v.replace(jnp.asarray(weights[".".join(path)]))) for path, v in nnx.to_flat_state(state)]
+    graph, state = without_mesh(lambda: build(config), weights)
     sequences = Sequences(segments=None if rows is None else jnp.asarray(rows), **more)
-    return jax.jit(lambda state, x: nnx.merge(graph, state)(x, sequences))(nnx.from_flat_state(filled), x)
+    return jax.jit(lambda state, x: nnx.merge(graph, state)(x, sequences))(state, x)
 
 
 @pytest.mark.parametrize("mesh", [None, *(pytest.param(mesh, marks=pytest.mark.wide) for mesh in MESHES)], ids=str)
@@ -238,6 +238,20 @@ def test_choices_that_are_given_take_the_place_of_the_router(over_tp):
     np.testing.assert_array_equal(np.asarray(routing.experts).reshape(-1, 2), choose(scores, 2))
     ordered = -np.sort(-scores, axis=1)
     np.testing.assert_allclose(np.asarray(routing.margin).reshape(-1), ordered[:, 1] - ordered[:, 2], atol=1e-6)
+
+
+def test_a_margin_is_no_more_than_the_lead_of_a_group():
+    """A group that rounding would choose instead changes experts, however far apart the scores inside are."""
+    config, weights = CONFIGS["deepseek v3"], bias(weights_of("deepseek v3"))
+    margin = np.asarray(without_a_mesh(config, weights, inputs(), record=True)[1].margin).reshape(-1)
+    scores, _ = scores_of(inputs().reshape(-1, D).astype(np.float64) @ weights["router"], config)
+    limited, of_groups = in_groups(np.asarray(scores, np.float64) + weights["selection_bias"], config)
+    ordered = (-np.sort(-each, axis=1) for each in (limited, of_groups))
+    of_experts, of_groups = (
+        each[:, k - 1] - each[:, k] for each, k in zip(ordered, (config.experts_per_token, 2), strict=True)
+    )
+    assert (of_groups < of_experts).any()
+    np.testing.assert_allclose(margin, np.minimum(of_experts, of_groups), atol=1e-6)
 
 
 CHOICES = (6, 3)
