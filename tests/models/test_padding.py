@@ -70,6 +70,8 @@ VARIANTS = {
         **{"rotary_fraction": 0.5, "query_temperature": 0.5, "rope_scaling": RopeScaling(original_length=2)},
     },
     "partial rope with biases": {"rotary_fraction": 0.25, "attention_bias": True, "norm": "layer_plus_one"},
+    "learned activations": {"mlp": "plain", "activation": "xielu"},
+    "shared experts": {"num_experts": 4, "d_ff": 8, "shared_experts": 30, "shared_experts_gate": True},
     "head norms": {"qk_norm": "head", "remat": "save_dots", "scan_layers": False},
     "adapters": {"lora": LoraConfig(rank=3)},
     "lion": {"optimizer": "lion"},
