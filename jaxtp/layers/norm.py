@@ -4,7 +4,7 @@ Scales are split over fsdp like all weights, so that fsdp communication is only 
 reduce-scatters.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -22,7 +22,7 @@ from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import STORAGE, TP
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
-NormPlacement = Literal["before", "after", "both"]
+NormPlacement = Literal["before", "after", "both", "parallel", "parallel_two"]
 QKNormKind = Literal["none", "head", "projection"]
 
 ATTEND = "attend"  # name in profiles of attention without its projections
@@ -40,7 +40,15 @@ class NormConfig:
     """Added to the mean square, or the variance, in every norm."""
 
     norm_placement: NormPlacement = "before"
-    """Place of the norms: before attention and MLP, after them (OLMo 2), or both (Gemma 2)."""
+    """Place of the norms: before attention and MLP, after them (OLMo 2), or both (Gemma 2). parallel adds both to the
+    same input, normalised once (Cohere); in parallel_two each has a norm (GPT-NeoX)."""
+
+    norm_after_eps: Positive | None = None
+    """norm_eps of the norms after attention and MLP; by default the same."""
+
+    def after(self) -> "NormConfig":
+        """Returns the settings of the norms after a branch."""
+        return self if self.norm_after_eps is None else replace(self, norm_eps=self.norm_after_eps)
 
 
 class Norm(nnx.Module):
