@@ -37,6 +37,7 @@ from jaxtp.analysis.layer_costs import (
     enter,
     has_formulas,
     itemsize,
+    leave,
     norm_costs,
     positions_costs,
 )
@@ -49,7 +50,7 @@ from jaxtp.layers.parameter import PARAMETERS, PaddedDim, Precision, logical_sha
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, axes_of, batch_parts, mesh_shape, parts
 from jaxtp.models.config import ModelConfig, padded_sizes
-from jaxtp.models.decoder import Decoder, DecoderBlock, create_decoder
+from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
 
 LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products: three forward (maximum,
@@ -162,6 +163,12 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     size, last = residual * itemsize(block.config.precision.compute), block.names[-1]
     inputs = 1 if block.parallel else len(block.names)
     yield Bytes("saved", size * {"none": inputs, "offload": 0}.get(work.remat, 1))
+    if joined := [name for name, branch, *_ in block.branches() if branch.joined]:
+        hidden = work.tokens * block.config.d_model * itemsize(block.config.precision.compute)
+        split, again = work.is_split(block.config.sequence_parallel), work.remat in REGATHER_POLICIES
+        yield from _within(joined[0], enter(JOINED, work, hidden, split=split, again=again))
+        yield from leave(JOINED, work, hidden, split=split, again=False)
+        yield Bytes("saved", hidden if work.remat in ("none", "save_gathered") else 0)
     for name, branch, before, after in block.branches():
         if before is not None:
             yield from _within(name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES))

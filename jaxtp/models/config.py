@@ -256,11 +256,18 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
-        width, context, mlp = self.d_model, self.layer_context, MixtureOfExperts if block.num_experts else MLP
-        return {
-            "attention": CausalSelfAttention(width, block, context, norm=block, rngs=rngs),
-            "mlp": mlp(width, block, context, rngs=rngs),
+        # Rings need each layer's own collectives, experts have others, and dropout is of each branch.
+        joined = (
+            block.norm_placement == "parallel" and self.overlap == "none" and not (block.num_experts or self.dropout)
+        )
+        context, mlp = replace(self.layer_context, joined=joined), MixtureOfExperts if block.num_experts else MLP
+        branches = {
+            "attention": CausalSelfAttention(self.d_model, block, context, norm=block, rngs=rngs),
+            "mlp": mlp(self.d_model, block, context, rngs=rngs),
         }
+        for branch in branches.values():
+            branch.joined = joined
+        return branches
 
     def zigzag(self, shape: LocalShape) -> bool:
         """Returns whether a layer needs zigzag order."""

@@ -1,8 +1,9 @@
 """The decoder: embedding, stacks of blocks under scans, final norm, head."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, get_args
 
 import jax
@@ -12,7 +13,15 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import batch_spec, check_divides, constrain, token_spec
+from jaxtp.collectives import (
+    batch_spec,
+    check_divides,
+    constrain,
+    device_view,
+    enter_parallel,
+    leave_parallel,
+    token_spec,
+)
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers import remat
 from jaxtp.layers.balance import Balance, Routing, balance, no_balance, updated_selection_bias
@@ -39,10 +48,12 @@ from jaxtp.layers.sequence_parallel import (
     segment_positions,
     sequence_dim,
 )
-from jaxtp.mesh import current_mesh, mesh_sizes
+from jaxtp.mesh import TP, current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, validate_model
 
 BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
+
+JOINED = "joined_branches"
 
 Routings = list[Routing | None]
 """Router statistics of each kind of block, stacked over its layers; None for a block without experts."""
@@ -72,8 +83,9 @@ class LayerScale(nnx.Variable[Any]):
 class DecoderBlock(nnx.Module):
     """Residual branches in order: `x + branch(norm(x))`, `x + norm(branch(x))`, or with both norms.
 
-    With norm_placement parallel all branches read the block's input. Branches and norms are attributes, such as
-    `attention`, `attention_norm` and `attention_after_norm`; if branches share a norm, it is the first one's.
+    With norm_placement parallel all branches read the block's input, and share a gather and a reduction over tp where
+    they can. Branches and norms are attributes, such as `attention`, `attention_norm` and `attention_after_norm`; a
+    norm that branches share is the first one's.
     """
 
     def __init__(self, config: ModelConfig, block: BlockConfig | None = None, *, rngs: nnx.Rngs):
@@ -100,17 +112,17 @@ class DecoderBlock(nnx.Module):
         """Returns the output and any router statistics."""
         count, routing = len(self.names), None
         keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
-        read_BTD = input_BTD = x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
-        for i, (name, branch, before, after) in enumerate(self.branches()):
-            with jax.named_scope(name):
-                read_BTD, input_BTD = (read_BTD, input_BTD) if self.parallel else (x_BTD, x_BTD)
-                read_BTD = read_BTD if before is None else before(input_BTD)
-                y_BTD = branch(read_BTD, sequences)
-                if isinstance(y_BTD, tuple):
-                    y_BTD, routing = y_BTD
-                y_BTD = self._dropout(y_BTD if after is None else after(y_BTD), keys[i], sequences)
-                x_BTD = x_BTD + _scaled(y_BTD, self.residual_scale)
-        return self._end(x_BTD), routing
+        by_name = dict(zip(self.names, keys, strict=True))
+
+        def run(name: str, branch: Branch, y_BTD: Array) -> Array:
+            nonlocal routing
+            result: Any = branch(y_BTD, sequences)
+            if isinstance(result, tuple):
+                result, routing = result
+            return result
+
+        x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
+        return self._run(x_BTD, run, lambda name, y_BTD: self._dropout(y_BTD, by_name[name], sequences)), routing
 
     def init_cache(self, num_rows: int, num_slots: int) -> BlockCache:
         """See `Branch`."""
@@ -118,21 +130,41 @@ class DecoderBlock(nnx.Module):
 
     def decode(self, x_BTD: Array, cache: BlockCache, new: NewTokens) -> tuple[Array, BlockCache]:
         """See `Branch`."""
-        cache, read_BTD, input_BTD = dict(cache), x_BTD, x_BTD
-        for name, branch, before, after in self.branches():
-            with jax.named_scope(name):
-                read_BTD, input_BTD = (read_BTD, input_BTD) if self.parallel else (x_BTD, x_BTD)
-                read_BTD = read_BTD if before is None else before(input_BTD)
-                y_BTD, cache[name] = branch.decode(read_BTD, cache[name], new)
-                x_BTD = x_BTD + _scaled(y_BTD if after is None else after(y_BTD), self.residual_scale)
-        return self._end(x_BTD), cache
+        cache = dict(cache)
+
+        def run(name: str, branch: Branch, y_BTD: Array) -> Array:
+            y_BTD, cache[name] = branch.decode(y_BTD, cache[name], new)
+            return y_BTD
+
+        return self._run(x_BTD, run, lambda _, y_BTD: y_BTD), cache
 
     def branches(self) -> Iterator[tuple[str, Branch, Norm | None, Norm | None]]:
         """Yields (name, branch, norm before, norm after)."""
         for name in self.names:
             yield name, getattr(self, name), getattr(self, f"{name}_norm"), getattr(self, f"{name}_after_norm")
 
-    def _end(self, x_BTD: Array) -> Array:
+    def _run(
+        self, x_BTD: Array, run: Callable[[str, Branch, Array], Array], drop: Callable[[str, Array], Array]
+    ) -> Array:
+        sequence = sequence_dim(self.config.sequence_parallel, x_BTD.shape)
+        activation, gathered = activation_spec(sequence), token_spec(TP)
+        enter = device_view(partial(enter_parallel, sequence_dim=sequence), JOINED, (activation,), gathered)
+        leave = device_view(partial(leave_parallel, sequence_dim=sequence), JOINED, (gathered,), activation)
+        input_BTD = read_BTD = gathered_BTD = x_BTD
+        summands: list[Array] = []
+        for name, branch, before, after in self.branches():
+            with jax.named_scope(name):
+                input_BTD, read_BTD = (input_BTD, read_BTD) if self.parallel else (x_BTD, x_BTD)
+                read_BTD = read_BTD if before is None else before(input_BTD)
+                if branch.joined:
+                    gathered_BTD = gathered_BTD if summands else enter(read_BTD)
+                    summands.append(run(name, branch, gathered_BTD))
+                    continue
+                y_BTD = run(name, branch, read_BTD)
+                y_BTD = drop(name, y_BTD if after is None else after(y_BTD))
+                x_BTD = x_BTD + _scaled(y_BTD, self.residual_scale)
+        if summands:
+            x_BTD = x_BTD + _scaled(leave(reduce(operator.add, summands)), self.residual_scale)
         return x_BTD if self.layer_scale is None else _scaled(x_BTD, self.layer_scale[...])
 
     def _dropout(self, y_BTD: Array, keys: Array | None, sequences: Sequences) -> Array:

@@ -101,6 +101,20 @@ def test_rings(mesh, policy):
     assert {"permute"} <= set(kinds(found, ("tp",))) <= {"permute", "all-reduce"}, "one of the norms' gradients"
 
 
+@pytest.mark.parametrize(
+    ("mesh", "policy", "split"),
+    sweep_of([[(1, 1, 8), (2, 2, 2)], SEQUENCE_PARALLEL, [None, False]], ((2, 2, 2), "full", None)),
+    ids=str,
+)
+def test_parallel_branches_share_a_gather_and_a_reduction(mesh, policy, split):
+    """Half of a block's volume, or less: nothing reads their sum, so it is never reduced again."""
+    found = block_collectives(mesh, policy, norm_placement="parallel", sequence_parallel=split)
+    gathers_again = policy not in ("none", "save_gathered")
+    assert units_over_tp(found, mesh) == (4 if split is False else 4 + gathers_again)
+    plain = block_collectives(mesh, policy, norm_placement="parallel", sequence_parallel=split, dropout=0.1)
+    assert units_over_tp(plain, mesh) == 2 * units_over_tp(found, mesh)
+
+
 def test_nothing_over_fsdp_has_the_shape_of_an_activation():
     found = block_collectives((1, 2, 4), "none")
     rows = {c.shape[0] for c in found if c.axes == ("fsdp",)}
