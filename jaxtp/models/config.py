@@ -261,7 +261,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
             block.norm_placement == "parallel" and self.overlap == "none" and not (block.num_experts or self.dropout)
         )
         context, mlp = replace(self.layer_context, joined=joined), MixtureOfExperts if block.num_experts else MLP
-        branches = {
+        branches: dict[str, Branch] = {
             "attention": CausalSelfAttention(self.d_model, block, context, norm=block, rngs=rngs),
             "mlp": mlp(self.d_model, block, context, rngs=rngs),
         }

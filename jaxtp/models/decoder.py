@@ -146,6 +146,7 @@ class DecoderBlock(nnx.Module):
     def _run(
         self, x_BTD: Array, run: Callable[[str, Branch, Array], Array], drop: Callable[[str, Array], Array]
     ) -> Array:
+        """Adds the branches to the residual stream; `run` calls a branch, `drop` drops out of its output."""
         sequence = sequence_dim(self.config.sequence_parallel, x_BTD.shape)
         activation, gathered = activation_spec(sequence), token_spec(TP)
         enter = device_view(partial(enter_parallel, sequence_dim=sequence), JOINED, (activation,), gathered)

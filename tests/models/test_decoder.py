@@ -14,6 +14,8 @@ from support import assert_close, by_name, random_weights, state_on_mesh, sweep_
 import jaxtp
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.remat import RematPolicy
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import stored_arrays
 
 PLAIN = jaxtp.ModelConfig(
     vocab_size=32, d_model=16, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, d_ff=24, norm_eps=1e-3
@@ -84,6 +86,18 @@ def test_logits_loss_and_gradients_equal_the_plain_mathematics(name, mesh):
     assert_close(actual, expected_grads)
     expected_logits = jax.jit(lambda weights: reference.decoder_logits(weights, config, ids))(weights)
     assert_close({"logits": logits}, {"logits": expected_logits})
+
+
+def test_a_layer_scale_is_stored_and_not_trained():
+    arrays = stored_arrays(TrainConfig(model=MODELS["layer scale"]))
+    found = [(each.name, each.shape, each.trained) for each in arrays if "layer_scale" in each.name]
+    assert found == [("model.blocks.layer_scale", (3,), False)]
+
+
+def test_norms_after_a_branch_may_have_another_epsilon():
+    block = jaxtp.DecoderBlock(dataclasses.replace(PLAIN, norm_placement="both", norm_after_eps=1e-8), rngs=nnx.Rngs(0))
+    epsilons = [(before.eps, after.eps) for _, _, before, after in block.branches()]
+    assert epsilons == [(PLAIN.norm_eps, 1e-8)] * 2
 
 
 def test_no_position_sees_the_future():
