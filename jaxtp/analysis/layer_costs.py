@@ -267,7 +267,9 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
             yield weight(size=f.size, split=f, group=group, fsdp=False, again=recomputed)
     hidden = tokens * layer.in_features * compute
     split = work.is_split(layer.sequence_parallel)
-    if is_ring(layer.overlap, work.tp, split=split):
+    if layer.joined:
+        chunks, saved_input = 1, 0
+    elif is_ring(layer.overlap, work.tp, split=split):
         times = work.num_evals(recomputed, 1 + (not work.frozen or bool(layer.adapted)))
         chunks, saved_input = work.tp, hidden // work.tp
         yield ring(COLUMN, work, hidden, times)
@@ -297,9 +299,11 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     yield weight(size=rows.size * layer.features, split=rows, transposed=True)
     if layer.bias is not None:
         again = read and work.remat != "none"
-        yield weight(size=layer.features, tp=False, used_by_all_tp=split, again=again)
+        yield weight(size=layer.features, tp=False, used_by_all_tp=split or layer.joined, again=again)
     chunks, size = 1, work.tokens * layer.features * compute
-    if is_ring(layer.overlap, work.tp, split=split):
+    if layer.joined:
+        pass  # the block sums all branches at once
+    elif is_ring(layer.overlap, work.tp, split=split):
         chunks = work.tp
         yield ring(ROW, work, size, work.num_evals(recomputed, 1))
     else:

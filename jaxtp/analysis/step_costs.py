@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from jaxtp.analysis.layer_costs import (
     enter,
     has_formulas,
     itemsize,
+    leave,
     norm_costs,
     positions_costs,
 )
@@ -49,7 +50,7 @@ from jaxtp.layers.parameter import PARAMETERS, PaddedDim, Precision, logical_sha
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, axes_of, batch_parts, mesh_shape, parts
 from jaxtp.models.config import ModelConfig, padded_sizes
-from jaxtp.models.decoder import Decoder, DecoderBlock, create_decoder
+from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
 
 LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products: three forward (maximum,
@@ -160,14 +161,21 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     """Yields the costs of branches, norms, residual sums and saved input."""
     residual = work.between(block.config.sequence_parallel) * block.config.d_model
     size, last = residual * itemsize(block.config.precision.compute), block.names[-1]
-    yield Bytes("saved", size * {"none": len(block.names), "offload": 0}.get(work.remat, 1))
+    inputs = 1 if block.parallel else len(block.names)
+    yield Bytes("saved", size * {"none": inputs, "offload": 0}.get(work.remat, 1))
+    if joined := [name for name, branch, *_ in block.branches() if branch.joined]:
+        hidden = work.tokens * block.config.d_model * itemsize(block.config.precision.compute)
+        split, again = work.is_split(block.config.sequence_parallel), work.remat in REGATHER_POLICIES
+        yield from _within(joined[0], enter(JOINED, work, hidden, split=split, again=again))
+        yield from leave(JOINED, work, hidden, split=split, again=False)
+        yield Bytes("saved", hidden if work.remat in ("none", "save_gathered") else 0)
     for name, branch, before, after in block.branches():
         if before is not None:
             yield from _within(name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES))
         if after is not None:  # recomputed if a branch follows: its norm reads the sum that contains this result
             recomputed = name != last and work.remat != "none"
             yield from _within(name, norm_costs(after, work, recomputed=recomputed))
-        read = name != last or after is not None
+        read = (name != last and not block.parallel) or after is not None
         if has_formulas(branch):
             costs = branch_costs(branch, work, read=read)
         else:
@@ -210,7 +218,10 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     compute, tokens, features = itemsize(config.precision.compute), work.tokens, config.d_model
     size, vocab = config.vocab_size * features, PaddedDim((config.vocab_size,))
     local, tied = vocab.padded(work.tp) // work.tp, config.tie_embeddings
-    yield Weight(module=LOSS, size=size, split=vocab, precision=config.precision, again=False, tied=tied)
+    weight = partial(Weight, module=LOSS, split=vocab, precision=config.precision, again=False)
+    yield weight(size=size, tied=tied)
+    if config.head_bias:
+        yield weight(size=config.vocab_size, fsdp=False)
     hidden = tokens * features * compute
     yield from enter(LOSS, work, hidden, split=work.is_split(config.sequence_parallel), again=False)
     chunks = -(-tokens // config.loss_chunk)

@@ -28,6 +28,9 @@ class Branch(nnx.Module):
     With sequence parallelism T is split over tp (`activation_spec(sequence_dim(...))`); a column layer gathers it.
     """
 
+    joined = False
+    """Whether its layers have `LayerContext.joined`: the block gathers its input and reduces its output."""
+
     over_cp: ClassVar[bool] = False
     """Whether the branch supports sequences split over cp, with positions on other devices (`Sequences.attend`). A mesh
     with cp refuses models with other branches."""

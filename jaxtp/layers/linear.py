@@ -25,6 +25,7 @@ from jaxtp.collectives import (
     GATHERED,
     PROJECTED,
     REDUCED,
+    axis_index,
     axis_size,
     batch_spec,
     check_divides,
@@ -48,6 +49,10 @@ class LayerContext:
     sequence_parallel: SequenceParallel = False
     """Activations between layers are split over tp along the sequence. By default a layer takes whole sequences;
     `ModelConfig` decides by the length."""
+
+    joined: bool = False
+    """Inputs of column layers come gathered, and outputs of row layers are summands, one for each device of a tp group;
+    both `[B, T, tp * D]`, split over tp. For layers that share these collectives."""
 
     overlap: Overlap = "none"  # projections overlap their products with communication (`layers/overlap.py`)
     lora: LoraConfig = LoraConfig()
@@ -89,7 +94,7 @@ class ColumnParallelLinear(nnx.Module):
         outputs = tuple(features) if isinstance(features, Sequence) else (features,)
         self.single = not isinstance(features, Sequence)
         self.features = tuple(_as_dim("ColumnParallelLinear", each, in_features=in_features) for each in outputs)
-        self.in_features = in_features
+        self.in_features, self.joined = in_features, context.joined
         self.sequence_parallel, self.overlap = context.sequence_parallel, context.overlap
         self.precision, dtype = context.precision, context.precision.param
         kernels = ((f, default_kernel_init(rngs.params(), (in_features, f.size), dtype)) for f in self.features)
@@ -107,7 +112,7 @@ class ColumnParallelLinear(nnx.Module):
         project = device_view(
             partial(self._project, sequence),
             COLUMN,
-            in_specs=(outside, specs),
+            in_specs=(inside if self.joined else outside, specs),
             out_specs=(inside,) * len(self.features),
         )
         outputs = project(x_BTD, weights)
@@ -117,7 +122,8 @@ class ColumnParallelLinear(nnx.Module):
         kernels = [self._load(weights[f"kernels.{i}"], 0, f) for i, f in enumerate(self.features)]
         adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
-        products = enter_matmul(x.astype(self.precision.compute), kernels, sequence, self.overlap)
+        x = x.astype(self.precision.compute)
+        products = [x @ w for w in kernels] if self.joined else enter_matmul(x, kernels, sequence, self.overlap)
         outputs, inner = list(products[: len(self.features)]), products[len(self.features) :]
         for i, f in enumerate(self.features if self.biases else ()):
             bias = self._load(weights[f"biases.{i}"], None, f)
@@ -152,7 +158,7 @@ class RowParallelLinear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.in_features, self.features = _as_dim("RowParallelLinear", in_features, out_features=features), features
-        self.sequence_parallel, self.overlap = context.sequence_parallel, context.overlap
+        self.sequence_parallel, self.overlap, self.joined = context.sequence_parallel, context.overlap, context.joined
         self.precision, dtype = context.precision, context.precision.param
         kernel = default_kernel_init(rngs.params(), (self.in_features.size, features), dtype)
         self.kernel = parameter("kernel", kernel, P(TP, STORAGE), padding=((-2, self.in_features),))
@@ -164,7 +170,7 @@ class RowParallelLinear(nnx.Module):
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
         sequence, inside, outside = _activation_specs(self.sequence_parallel, x_BTF.shape)
         check_divides(ROW, (*x_BTF.shape[:-1], self.features), outside)
-        weights, specs = params_and_specs(self)
+        outside, (weights, specs) = inside if self.joined else outside, params_and_specs(self)
         project = device_view(partial(self._project, sequence), ROW, in_specs=(inside, specs), out_specs=outside)
         return project(x_BTF, weights)
 
@@ -176,9 +182,11 @@ class RowParallelLinear(nnx.Module):
             inner = lora.scale * (x @ self.precision.load(a, None))  # [B/(dp*fsdp), T/cp, rank], a summand
             inputs.append(checkpoint_name(inner, PROJECTED))
             kernels.append(self.precision.load(b, 1, used_by_all_tp=True))
-        y = leave_matmul(inputs, kernels, sequence, self.overlap)
+        summand = self.joined
+        y = sum_of_products(inputs, kernels) if summand else leave_matmul(inputs, kernels, sequence, self.overlap)
         if self.bias is not None:
-            y += self.precision.load(weights["bias"], 0, used_by_all_tp=sequence is not None)
+            bias = self.precision.load(weights["bias"], 0, used_by_all_tp=summand or sequence is not None)
+            y += jnp.where(axis_index(TP) == 0, bias, 0) if summand else bias
         return y
 
 

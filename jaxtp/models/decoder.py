@@ -1,8 +1,9 @@
 """The decoder: embedding, stacks of blocks under scans, final norm, head."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, get_args
 
 import jax
@@ -10,8 +11,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import batch_spec, check_divides, constrain, token_spec
+from jaxtp.collectives import (
+    batch_spec,
+    check_divides,
+    constrain,
+    device_view,
+    enter_parallel,
+    leave_parallel,
+    token_spec,
+)
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers import remat
 from jaxtp.layers.balance import Balance, Routing, balance, no_balance, updated_selection_bias
@@ -28,8 +38,8 @@ from jaxtp.layers.embedding import (
 from jaxtp.layers.experts import MixtureOfExperts
 from jaxtp.layers.lora import freeze
 from jaxtp.layers.loss import vocab_parallel_cross_entropy, vocab_parallel_token_losses
-from jaxtp.layers.norm import Norm
-from jaxtp.layers.parameter import spec_of
+from jaxtp.layers.norm import Norm, rms_normalise
+from jaxtp.layers.parameter import parameter, spec_of
 from jaxtp.layers.sequence_parallel import (
     Context,
     LocalShape,
@@ -38,10 +48,12 @@ from jaxtp.layers.sequence_parallel import (
     segment_positions,
     sequence_dim,
 )
-from jaxtp.mesh import current_mesh, mesh_sizes
+from jaxtp.mesh import TP, current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, validate_model
 
 BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
+
+JOINED = "joined_branches"
 
 Routings = list[Routing | None]
 """Router statistics of each kind of block, stacked over its layers; None for a block without experts."""
@@ -64,21 +76,31 @@ class LossTerms:
         return self.loss + balance_loss * self.balance.balance_loss + router_z_loss * self.balance.router_z_loss
 
 
+class LayerScale(nnx.Variable[Any]):
+    """The factor of a block's result. It is not an `nnx.Param`, so no optimizer sees it; checkpoints save it."""
+
+
 class DecoderBlock(nnx.Module):
     """Residual branches in order: `x + branch(norm(x))`, `x + norm(branch(x))`, or with both norms.
 
-    Branches and norms are attributes, such as `attention`, `attention_norm` and `attention_after_norm`.
+    With norm_placement parallel all branches read the block's input, and share a gather and a reduction over tp where
+    they can. Branches and norms are attributes, such as `attention`, `attention_norm` and `attention_after_norm`; a
+    norm that branches share is the first one's.
     """
 
     def __init__(self, config: ModelConfig, block: BlockConfig | None = None, *, rngs: nnx.Rngs):
         self.config, block = config, block or config.block()
         branches = config.branches(block, rngs)
-        self.names = tuple(branches)
-        norm = partial(Norm, config.d_model, block, config.layer_context)
+        self.names, placement = tuple(branches), block.norm_placement
+        self.parallel, self.residual_scale = placement in ("parallel", "parallel_two"), block.residual_scale
+        norm = partial(Norm, config.d_model, context=config.layer_context)
         for name, branch in branches.items():
-            setattr(self, f"{name}_norm", None if block.norm_placement == "after" else norm())
+            shares = placement == "parallel" and name != self.names[0]
+            setattr(self, f"{name}_norm", None if shares or placement == "after" else norm(block))
             setattr(self, name, branch)
-            setattr(self, f"{name}_after_norm", None if block.norm_placement == "before" else norm())
+            setattr(self, f"{name}_after_norm", norm(block.after()) if placement in ("after", "both") else None)
+        one = jnp.ones((), jnp.float32)
+        self.layer_scale = parameter("layer scale", one, P(), kind=LayerScale) if block.layer_scale else None
 
     def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()) -> Array:
         """Runs the block on `[B, T, D]`; keys `[B]` turn dropout on."""
@@ -90,14 +112,17 @@ class DecoderBlock(nnx.Module):
         """Returns the output and any router statistics."""
         count, routing = len(self.names), None
         keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
+        by_name = dict(zip(self.names, keys, strict=True))
+
+        def run(name: str, branch: Branch, y_BTD: Array) -> Array:
+            nonlocal routing
+            result: Any = branch(y_BTD, sequences)
+            if isinstance(result, tuple):
+                result, routing = result
+            return result
+
         x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
-        for i, (name, branch, before, after) in enumerate(self.branches()):
-            with jax.named_scope(name):
-                y_BTD = branch(x_BTD if before is None else before(x_BTD), sequences)
-                if isinstance(y_BTD, tuple):
-                    y_BTD, routing = y_BTD
-                x_BTD = x_BTD + self._dropout(y_BTD if after is None else after(y_BTD), keys[i], sequences)
-        return x_BTD, routing
+        return self._run(x_BTD, run, lambda name, y_BTD: self._dropout(y_BTD, by_name[name], sequences)), routing
 
     def init_cache(self, num_rows: int, num_slots: int) -> BlockCache:
         """See `Branch`."""
@@ -106,17 +131,42 @@ class DecoderBlock(nnx.Module):
     def decode(self, x_BTD: Array, cache: BlockCache, new: NewTokens) -> tuple[Array, BlockCache]:
         """See `Branch`."""
         cache = dict(cache)
-        for name, branch, before, after in self.branches():
-            with jax.named_scope(name):
-                y_BTD = x_BTD if before is None else before(x_BTD)
-                y_BTD, cache[name] = branch.decode(y_BTD, cache[name], new)
-                x_BTD = x_BTD + (y_BTD if after is None else after(y_BTD))
-        return x_BTD, cache
+
+        def run(name: str, branch: Branch, y_BTD: Array) -> Array:
+            y_BTD, cache[name] = branch.decode(y_BTD, cache[name], new)
+            return y_BTD
+
+        return self._run(x_BTD, run, lambda _, y_BTD: y_BTD), cache
 
     def branches(self) -> Iterator[tuple[str, Branch, Norm | None, Norm | None]]:
         """Yields (name, branch, norm before, norm after)."""
         for name in self.names:
             yield name, getattr(self, name), getattr(self, f"{name}_norm"), getattr(self, f"{name}_after_norm")
+
+    def _run(
+        self, x_BTD: Array, run: Callable[[str, Branch, Array], Array], drop: Callable[[str, Array], Array]
+    ) -> Array:
+        """Adds the branches to the residual stream; `run` calls a branch, `drop` drops out of its output."""
+        sequence = sequence_dim(self.config.sequence_parallel, x_BTD.shape)
+        activation, gathered = activation_spec(sequence), token_spec(TP)
+        enter = device_view(partial(enter_parallel, sequence_dim=sequence), JOINED, (activation,), gathered)
+        leave = device_view(partial(leave_parallel, sequence_dim=sequence), JOINED, (gathered,), activation)
+        input_BTD = read_BTD = gathered_BTD = x_BTD
+        summands: list[Array] = []
+        for name, branch, before, after in self.branches():
+            with jax.named_scope(name):
+                input_BTD, read_BTD = (input_BTD, read_BTD) if self.parallel else (x_BTD, x_BTD)
+                read_BTD = read_BTD if before is None else before(input_BTD)
+                if branch.joined:
+                    gathered_BTD = gathered_BTD if summands else enter(read_BTD)
+                    summands.append(run(name, branch, gathered_BTD))
+                    continue
+                y_BTD = run(name, branch, read_BTD)
+                y_BTD = drop(name, y_BTD if after is None else after(y_BTD))
+                x_BTD = x_BTD + _scaled(y_BTD, self.residual_scale)
+        if summands:
+            x_BTD = x_BTD + _scaled(leave(reduce(operator.add, summands)), self.residual_scale)
+        return x_BTD if self.layer_scale is None else _scaled(x_BTD, self.layer_scale[...])
 
     def _dropout(self, y_BTD: Array, keys: Array | None, sequences: Sequences) -> Array:
         spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
@@ -135,6 +185,8 @@ class EmbeddingAndHead(nnx.Module):
     def embed(self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None) -> Array:
         """Returns the residual stream; positions count within a document."""
         x_BTD = self.embedding(sequences.local_tokens(ids_BT))
+        if self.config.embedding_norm:
+            x_BTD = rms_normalise(x_BTD, self.config.norm_eps)
         if self.positions is None:
             return x_BTD
         if positions_BT is None:
@@ -160,15 +212,20 @@ class EmbeddingAndHead(nnx.Module):
         rows_1D = constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
         return self.logits_of_hidden(rows_1D)[:, 0]
 
-    def _head(self) -> tuple[Array, HeadConfig]:
-        config, table = self.config, self.embedding.embedding if self.head is None else self.head.kernel
-        return jnp.asarray(table[...]), HeadConfig(
+    def _head(self) -> tuple[Array, HeadConfig, Array | None]:
+        config, kernel, bias = self.config, *((None, None) if self.head is None else (self.head.kernel, self.head.bias))
+        table = self.embedding.embedding if kernel is None else kernel
+        head = HeadConfig(
             config.vocab_size,
             config.layer_context,
+            scale=config.logit_scale,
             softcap=config.logit_softcap,
             chunk_size=config.loss_chunk,
             table_spec=spec_of(table),
         )
+        if bias is None:
+            return jnp.asarray(table[...]), head, None
+        return jnp.asarray(table[...]), replace(head, bias_spec=spec_of(bias)), jnp.asarray(bias[...])
 
 
 class Decoder(EmbeddingAndHead):
@@ -188,7 +245,9 @@ class Decoder(EmbeddingAndHead):
         kinds = [_create_blocks(config, block, stack.repeats, rngs) for stack in self.stacks for block in stack.pattern]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
         self.norm = Norm(width, config, context)
-        self.head = None if config.tie_embeddings else VocabParallelHead(vocab_size, width, context, rngs=rngs)
+        tied, biased = config.tie_embeddings, config.head_bias
+        head = partial(VocabParallelHead, vocab_size, width, context, tied=tied, use_bias=biased)
+        self.head = None if tied and not biased else head(rngs=rngs)
         if config.lora.rank:
             freeze(self)
 
@@ -268,8 +327,8 @@ class Decoder(EmbeddingAndHead):
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
         """Returns `loss` for final hidden states and labels, in the same order."""
-        table_VD, head = self._head()
-        return vocab_parallel_cross_entropy(x_BTD, table_VD, labels_BT, head, z_loss=z_loss)
+        table_VD, head, bias_V = self._head()
+        return vocab_parallel_cross_entropy(x_BTD, table_VD, labels_BT, head, bias_V, z_loss=z_loss)
 
     def token_losses(
         self, ids_BT: Array, labels_BT: Array, *, segments_BT: Array | None = None, context: Context = "auto"
@@ -285,8 +344,8 @@ class Decoder(EmbeddingAndHead):
 
     def token_losses_of_hidden(self, x_BTD: Array, labels_BT: Array) -> tuple[Array, Array]:
         """Returns `token_losses` for final hidden states and labels, in their order."""
-        table_VD, head = self._head()
-        return vocab_parallel_token_losses(x_BTD, table_VD, labels_BT, head)
+        table_VD, head, bias_V = self._head()
+        return vocab_parallel_token_losses(x_BTD, table_VD, labels_BT, head, bias_V)
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`, ordered like `Sequences.positions`.
@@ -396,6 +455,13 @@ def _create_blocks(config: ModelConfig, block: BlockConfig, repeats: int, rngs: 
 
     stacked: DecoderBlock = create(rngs)
     return stacked
+
+
+def _scaled(x_BTD: Array, factor: float | Array) -> Array:
+    """Multiplies in float32, which a factor in bfloat16 would not."""
+    if isinstance(factor, float) and factor == 1:
+        return x_BTD
+    return (x_BTD.astype(jnp.float32) * factor).astype(x_BTD.dtype)
 
 
 def split_keys(keys_B: Array, count: int) -> Array:

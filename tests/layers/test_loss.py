@@ -78,16 +78,19 @@ def test_the_loss_of_each_token_and_whether_it_is_the_likeliest(case):
     """Against float64 on whole logits; 37 ids are not divided by tp, and no chunk divides the tokens of a device."""
     mesh, softcap, split = case
     vocab_size, (x, table, labels) = 37, given(4, 8)
-    labels = jnp.where(labels < vocab_size, labels, -100)
+    labels, bias = jnp.where(labels < vocab_size, labels, -100), table[:, 0] if split else None
     logits = np.einsum("btd,vd->btv", np.float64(x), np.float64(table[:vocab_size]))
+    logits = logits if bias is None else 0.5 * (logits + np.float64(bias[:vocab_size]))
     logits = softcap * np.tanh(logits / softcap) if softcap else logits
     labels = labels.at[:, :3].set(logits.argmax(-1)[:, :3])
     label_logits = np.take_along_axis(logits, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     expected = np.where(labels >= 0, np.log(np.exp(logits).sum(-1)) - label_logits, 0)
-    head = jaxtp.HeadConfig(vocab_size, jaxtp.LayerContext(sequence_parallel=split), softcap=softcap, chunk_size=CHUNK)
+    context, scale = jaxtp.LayerContext(sequence_parallel=split), 0.5 if split else 1.0
+    head = jaxtp.HeadConfig(vocab_size, context, scale=scale, softcap=softcap, chunk_size=CHUNK)
+    padded = PaddedDim((vocab_size,)).padded(mesh[3])
     with jax.set_mesh(jaxtp.make_mesh(*mesh[:2], mesh[3], cp=mesh[2])):
         losses, likeliest = jax.jit(partial(vocab_parallel_token_losses, head=head))(
-            x, table[: PaddedDim((vocab_size,)).padded(mesh[3])], labels
+            x, table[:padded], labels, bias_V=None if bias is None else bias[:padded]
         )
     assert relative_error(losses, expected) < 1e-6
     assert np.array_equal(likeliest, (labels >= 0) & (label_logits == logits.max(-1)))

@@ -45,6 +45,13 @@ def loss_and_count(head, x):
     return jnp.stack([total, count])
 
 
+def biased_loss(head, x):
+    config = jaxtp.HeadConfig(V, chunk_size=2, scale=0.7)
+    logits = jaxtp.vocab_parallel_logits(x, head.kernel[...], config, head.bias[...])
+    total, _ = jaxtp.vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, config, head.bias[...])
+    return logits + total
+
+
 def embed_and_scale(layer, x):
     """An embedding has no float input; the scale makes the shared machinery apply."""
     return layer(IDS) * x
@@ -217,6 +224,11 @@ CASES = {
         lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
         loss_and_count,
         lambda w, x: jnp.stack(reference.cross_entropy(x @ w["kernel"].T, LABELS)),
+    ),
+    "biased loss": Case(
+        lambda rngs: jaxtp.VocabParallelHead(V, D, use_bias=True, rngs=rngs),
+        biased_loss,
+        lambda w, x: (logits := 0.7 * (x @ w["kernel"].T + w["bias"])) + reference.cross_entropy(logits, LABELS)[0],
     ),
 }
 

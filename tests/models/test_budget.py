@@ -101,6 +101,20 @@ def test_rings(mesh, policy):
     assert {"permute"} <= set(kinds(found, ("tp",))) <= {"permute", "all-reduce"}, "one of the norms' gradients"
 
 
+@pytest.mark.parametrize(
+    ("mesh", "policy", "split"),
+    sweep_of([[(1, 1, 8), (2, 2, 2)], SEQUENCE_PARALLEL, [None, False]], ((2, 2, 2), "full", None)),
+    ids=str,
+)
+def test_parallel_branches_share_a_gather_and_a_reduction(mesh, policy, split):
+    """Half of a block's volume, or less: nothing reads their sum, so it is never reduced again."""
+    found = block_collectives(mesh, policy, norm_placement="parallel", sequence_parallel=split)
+    gathers_again = policy not in ("none", "save_gathered")
+    assert units_over_tp(found, mesh) == (4 if split is False else 4 + gathers_again)
+    plain = block_collectives(mesh, policy, norm_placement="parallel", sequence_parallel=split, dropout=0.1)
+    assert units_over_tp(plain, mesh) == 2 * units_over_tp(found, mesh)
+
+
 def test_nothing_over_fsdp_has_the_shape_of_an_activation():
     found = block_collectives((1, 2, 4), "none")
     rows = {c.shape[0] for c in found if c.axes == ("fsdp",)}
@@ -151,7 +165,14 @@ EXACT["pieces"] = dataclasses.replace(
 EXACT["biases that are fixed in part"] = dataclasses.replace(
     BIASED, num_kv_heads=2, rotary_fraction=0.5, norm="layer_plain"
 )
-EXACT_FIRST = ["experts", "rings", "pieces", "large vocabulary, tied"]
+PARALLEL = dataclasses.replace(BIASED, norm="layer", norm_placement="parallel", head_bias=True, residual_scale=0.5)
+EXACT["parallel"] = PARALLEL
+EXACT["parallel, all-reduces"] = dataclasses.replace(PARALLEL, sequence_parallel=False, norm="rms", layer_scale=True)
+EXACT["parallel, dropout"] = dataclasses.replace(PARALLEL, dropout=0.1, embedding_norm=True, logit_scale=0.5)
+EXACT["parallel, two norms"] = dataclasses.replace(PARALLEL, norm_placement="parallel_two", tie_embeddings=False)
+EXACT["parallel rings"] = dataclasses.replace(PARALLEL, overlap="ring", num_kv_heads=2)
+EXACT["parallel experts"] = dataclasses.replace(PARALLEL, num_experts=4, mlp_bias=False, norm="rms")
+EXACT_FIRST = ["experts", "rings", "pieces", "large vocabulary, tied", "parallel"]
 """Together they have biases, shared kv heads, a padded vocabulary, both norms, and each way to move over tp."""
 
 BOUNDED = {

@@ -89,6 +89,9 @@ CONFIGS = {
     ),
     "blockwise": variant(num_kv_heads=2, attention="blockwise", attention_softcap=5.0, overlap="ring"),
     "adapters": variant(num_kv_heads=2, attention_gate=True, lora=LoraConfig(rank=3), dropout=0.1, loop=TWICE),
+    "parallel": variant(
+        num_kv_heads=2, norm_placement="parallel", head_bias=True, layer_scale=True, mlp_bias=True, loop=TWICE
+    ),
 }
 """Rows are packed: documents cross chunks, the last row is padding alone, and one from its middle on."""
 

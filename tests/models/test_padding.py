@@ -73,6 +73,8 @@ VARIANTS = {
     "learned activations": {"mlp": "plain", "activation": "xielu"},
     "shared experts": {"num_experts": 4, "d_ff": 8, "shared_experts": 30, "shared_experts_gate": True},
     "head norms": {"qk_norm": "head", "remat": "save_dots", "scan_layers": False},
+    "parallel": {**EVERYTHING, "norm_placement": "parallel", "head_bias": True, "tie_embeddings": True},
+    "parallel, two norms": {"norm_placement": "parallel_two", "layer_scale": True, "residual_scale": 0.5},
     "adapters": {"lora": LoraConfig(rank=3)},
     "lion": {"optimizer": "lion"},
     "adafactor": {"optimizer": "adafactor", "d_model": 128},  # from 128 on its moments are factored

@@ -27,6 +27,7 @@ SHARED = dataclasses.replace(PLAIN, vocab_size=19, num_kv_heads=2)  # odd vocabu
 LONGROPE = RopeScaling(kind="longrope", original_length=8, short_factor=(1.0, 1.1), long_factor=(2.0, 5.0))
 """Slots for twice its original length, so that its first chunk is read by the long factors too."""
 BIASES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "tie_embeddings": True}
+HEAD = {"head_bias": True, "logit_scale": 0.3, "residual_scale": 0.7}
 MODELS = {
     "plain": PLAIN,
     "shared": dataclasses.replace(SHARED, rope_scaling=LONGROPE),
@@ -61,6 +62,11 @@ MODELS = {
     "first blocks": dataclasses.replace(
         SHARED, num_layers=5, first_blocks=({"sliding_window": 3}, {"rope_theta": 9.0}), pattern=({"d_ff": 16}, {})
     ),
+    "parallel": dataclasses.replace(
+        SHARED, **BIASES, **HEAD, norm_placement="parallel", embedding_norm=True, num_kv_heads=8
+    ),
+    "parallel, two norms": dataclasses.replace(SHARED, **HEAD, norm_placement="parallel_two", layer_scale=True),
+    "parallel adapters": dataclasses.replace(SHARED, norm_placement="parallel", lora=LoraConfig(rank=2)),
     "norms after": dataclasses.replace(SHARED, norm_placement="after", qk_norm="projection"),
     "learned positions": dataclasses.replace(
         SHARED, **BIASES, learned_positions=T, rope_theta=None, norm="layer", mlp="plain", activation="relu"
@@ -82,7 +88,7 @@ MODELS = {
 }
 CASES = [("shared", mesh) for mesh in [None, *MESHES]] + [(name, (1, 2, 4)) for name in MODELS if name != "shared"]
 CASES += [("experts", (2, 2, 2))]  # whole ones on each device; above a part of each
-DEFAULT = [("shared", (2, 2, 2)), ("pieces", (1, 2, 4))]
+DEFAULT = [("shared", (2, 2, 2)), ("pieces", (1, 2, 4)), ("parallel", (1, 2, 4))]
 FIRST = np.array([1, 2, 3, 4, 5, 6, 6, 1])  # tokens of each row that are read first
 SECOND = np.array([6, 1, 5, 1, 2, 4, 3, 6])  # and after these
 
@@ -186,13 +192,14 @@ def test_weights_are_whole_but_for_tp_and_in_the_compute_dtype():
     assert all(array.is_deleted() for array in jax.tree.leaves(nnx.state(model)))
 
 
-def test_reading_a_token_moves_two_sums_a_layer_and_none_of_the_cache():
+@pytest.mark.parametrize(("name", "sums"), [("plain", 2), ("parallel", 1)])
+def test_reading_a_token_moves_one_or_two_sums_a_layer_and_none_of_the_cache(name, sums):
     mesh = jaxtp.make_mesh(tp=8)
-    reader, weights = nnx.split(to_decode_model(nnx.merge(*built("plain", mesh)), mesh))
+    reader, weights = nnx.split(to_decode_model(nnx.merge(*built(name, mesh)), mesh))
     with jax.set_mesh(mesh):
         caches = jax.eval_shape(lambda: nnx.merge(reader, weights).empty(B, T))
         read = lambda weights, caches, ids: continue_rows(nnx.merge(reader, weights), ids, caches, ids[:, 0])
         jaxpr = jax.make_jaxpr(read)(weights, caches, jnp.zeros((B, 1), jnp.int32))
     found = count_collectives(jaxpr, mesh_sizes(mesh))
     assert {(c.kind, c.shape) for c in found} == {("all-reduce", (B, 1, PLAIN.d_model))}
-    assert found.total() == 2 * PLAIN.num_layers + 1  # the embedding's
+    assert found.total() == sums * PLAIN.num_layers + 1  # the embedding's

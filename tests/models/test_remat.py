@@ -27,15 +27,23 @@ ADAPTERS = {
     "adapters": LoraConfig(rank=4),
     "few adapters": LoraConfig(rank=4, targets=("q_proj", "up_proj")),
 }
+MODELS = {"sequential": {}, "parallel": {"norm_placement": "parallel", "residual_scale": 0.5, "mlp_bias": True}}
+MODELS["parallel, two norms"] = {"norm_placement": "parallel_two", "layer_scale": True}
 POLICIES = ["full", "save_reduced", "save_gathered", "save_dots"]
 
 
 @pytest.mark.parametrize(
-    ("adapters", "policy"),
-    sweep_of([ADAPTERS, POLICIES], ("plain", "save_reduced"), ("adapters", "save_dots"), ("few adapters", "full")),
+    ("adapters", "policy", "model"),
+    sweep_of(
+        [ADAPTERS, POLICIES, MODELS],
+        ("plain", "save_reduced", "sequential"),
+        ("adapters", "save_dots", "parallel"),
+        ("plain", "save_gathered", "parallel"),
+        ("few adapters", "full", "sequential"),
+    ),
 )
-def test_a_block_keeps_the_activations_that_are_counted(policy, adapters):
-    config = dataclasses.replace(MODEL, remat=policy, lora=ADAPTERS[adapters])
+def test_a_block_keeps_the_activations_that_are_counted(policy, adapters, model):
+    config = dataclasses.replace(MODEL, remat=policy, lora=ADAPTERS[adapters], **MODELS[model])
     assert kept_activations(config, B, T) == step_costs(config, mesh_shape(), batch_size=B, sequence_length=T).kept
 
 

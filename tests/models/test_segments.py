@@ -107,6 +107,7 @@ VARIED = {
         norm="rms_plus_one",
         norm_placement="both",
     ),
+    "parallel": dataclasses.replace(CONFIG, norm_placement="parallel", embedding_norm=True, head_bias=True),
     "learned positions": dataclasses.replace(CONFIG, learned_positions=T, rope_theta=None, norm="layer", mlp="plain"),
 }
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from accounts import B, T, compiled_flops, kept_activations, step_bytes
 from flax import nnx
-from support import assert_close, cached_and_whole, random_weights, sweep_of, without_mesh
+from support import assert_close, cached_and_whole, random_weights, sweep, sweep_of, without_mesh
 from toy_layer import GatedConvolution, ToyModel, WrongModel
 
 import jaxtp
@@ -50,6 +50,21 @@ def test_its_products_are_those_of_the_compiled_program(remat):
     config = dataclasses.replace(MODEL, num_layers=1, remat=remat)
     work = step_costs(config, mesh_shape(fsdp=2, tp=2), batch_size=B, sequence_length=T)
     assert work.flops == compiled_flops(config, (1, 2, 2), 1)
+
+
+@pytest.mark.parametrize("placement", sweep(["after", "both", "parallel", "parallel_two"], "parallel"))
+def test_it_may_be_in_any_block(placement):
+    config = dataclasses.replace(MODEL, norm_placement=placement, layer_scale=True)
+    counted, budget = step_bytes(config, (2, 2, 2))
+    assert counted == pytest.approx(budget)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("placement", ["parallel", "parallel_two"])
+def test_in_a_parallel_block_the_check_passes(placement):
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(PATTERN, norm_placement=placement, layer_scale=True))
+    (verdict,) = verdicts(shrink(config, [TP]), [TP])
+    assert verdict.passed, (verdict.errors, verdict.problems)
 
 
 @pytest.mark.parametrize("remat", ["full", "save_gathered", "save_dots"])

@@ -46,9 +46,11 @@ def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation, atte
 
 @pytest.mark.wide
 @pytest.mark.parametrize("remat", ["save_gathered", "save_reduced", "none", "full", "save_dots"])
-def test_with_adapters_too(remat):
-    mesh = (1, 2, 4)
-    config = dataclasses.replace(MODEL, remat=remat, lora=LoraConfig(rank=4))
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("placement", ["before", "parallel"])
+def test_with_adapters_or_parallel_branches_too(remat, rank, placement):
+    mesh, head = (1, 2, 4), {"head_bias": True, "logit_scale": 0.5}
+    config = dataclasses.replace(MODEL, remat=remat, lora=LoraConfig(rank=rank), norm_placement=placement, **head)
     work = step_costs(config, mesh_sizes(jaxtp.make_mesh(*mesh)), **SHAPE)
     assert work.flops == compiled_flops(config, mesh, 1)
 
@@ -69,6 +71,7 @@ EXPERTS = dataclasses.replace(MODEL, attention="xla", num_experts=4, experts_per
                 {"remat": "full", "sequence_parallel": False},
                 {"remat": "full", "shared_experts": 10, "shared_experts_gate": True, "router_scores": "sigmoid"},
                 {"remat": "save_dots", "shared_experts": 32, "mlp": "plain", "sequence_parallel": False},
+                {"remat": "save_gathered", "norm_placement": "parallel_two"},
             ],
         ],
         ((1, 2, 4), {"remat": "full", "shared_experts": 10, "shared_experts_gate": True, "router_scores": "sigmoid"}),
