@@ -3,22 +3,20 @@
 import dataclasses
 import difflib
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
-from jaxtp.hf.config_blocks import Settings, read_layers, write_layers
+from jaxtp.hf.config_blocks import Settings, name_in_file, read_attribute, read_layers, write_fields, write_layers
 from jaxtp.hf.families import FAMILIES
-from jaxtp.hf.families.family import Attribute, Family, is_ignorable
+from jaxtp.hf.families.family import Family, is_ignorable
 from jaxtp.hf.model_folder import (
     CONFIG,
-    READ,
     Attributes,
     Folder,
     HFError,
-    choice,
     join_problems,
     open_folder,
     prefix_errors,
@@ -96,7 +94,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **dict(_family_attributes(config, family)),
+        **dict(write_fields(family.attributes, vars(_common_settings(config)))),
         **{name: family.required[name] for name in _ALWAYS_WRITTEN if name in family.required},
         **write_layers(config, family),
         "torch_dtype": dtype,
@@ -109,20 +107,6 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
         changes = join_problems([truncate(line) for line in lost])
         raise HFError(f"a {family.model_type} cannot represent this model (it has -> it would become): {changes}")
     return written
-
-
-def _family_attributes(config: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
-    config = _common_settings(config)
-    for attribute in reversed(family.attributes):  # so the first attribute of a name wins
-        value = getattr(config, attribute.fields[0])
-        if isinstance(attribute.kind, Mapping):
-            names = (theirs for theirs, ours in attribute.kind.items() if ours == value)
-            yield attribute.name, next(names, attribute.default)
-        elif value is not None and attribute.power != 1:
-            number = round(value ** (1 / attribute.power), 6)
-            yield attribute.name, int(number) if number.is_integer() else number
-        elif value is not None or attribute.can_be_null:
-            yield attribute.name, value
 
 
 def _common_settings(config: ModelConfig) -> ModelConfig:
@@ -188,10 +172,11 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
 
 def _fields(attributes: Attributes, family: Family) -> Settings:
     fields, names = dict(family.always), dict[str, str]()
-    for attribute in family.attributes:
-        name = _name_in_file(attribute, attributes)
-        names |= dict.fromkeys(attribute.fields, name)
-        fields |= dict.fromkeys(attribute.fields, _read(attribute, name, attributes, fields))
+    for attribute in sorted(family.attributes, key=lambda attribute: attribute.unit is not None):
+        if attribute.unit is not None and "head_dim" not in fields:
+            fields["head_dim"] = _head_dim(attributes, family, fields)
+        names |= dict.fromkeys(attribute.fields, name_in_file(attribute, attributes))
+        fields |= dict.fromkeys(attribute.fields, read_attribute(attribute, attributes, fields))
     fields["head_dim"] = _head_dim(attributes, family, fields)
     num_experts, per_token = fields.get("num_experts"), fields.get("experts_per_token", 0)
     if num_experts is not None and per_token > num_experts:
@@ -199,28 +184,6 @@ def _fields(attributes: Attributes, family: Family) -> Settings:
             f"{names['experts_per_token']} = {per_token}: should be at most {names['num_experts']} = {num_experts}"
         )
     return {**fields, **read_layers(attributes, family, fields)}
-
-
-def _name_in_file(attribute: Attribute, attributes: Attributes) -> str:
-    name, alias = attribute.name, attribute.alias
-    if alias is None or alias not in attributes:
-        return name
-    if attributes.get(name, attributes[alias]) != attributes[alias]:
-        both = f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])}"
-        raise HFError(f"{both} are two names of one attribute, and must be equal")
-    return alias
-
-
-def _read(attribute: Attribute, name: str, attributes: Attributes, fields: Settings) -> Any:
-    value = attributes.get(name, attribute.default)
-    if value is None and attribute.default_from is not None:
-        value = fields[attribute.default_from] * attribute.times
-    if isinstance(attribute.kind, Mapping):
-        return choice(name, value, attribute.kind)
-    if value is None and attribute.can_be_null:
-        return None
-    number = READ[attribute.kind](name, value)
-    return number if attribute.power == 1 else number**attribute.power
 
 
 def _head_dim(attributes: Attributes, family: Family, fields: Settings) -> int:
