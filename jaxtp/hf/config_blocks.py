@@ -69,14 +69,14 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
 
     def settings(windowed: bool, rotates: bool, experts: bool) -> Settings:
         layer = {**common, "sliding_window": window if windowed else None, **ropes[windowed]}
-        layer |= {} if rotates else NO_ROPE
+        layer |= {} if rotates else {**NO_ROPE}
         layer |= {} if experts or sparse is None else {"num_experts": 0}
         for kind in _types(windowed, rotates, experts, any_window=any(kinds)):
             for each in family.by_type.get(kind, ()):
                 # An override of single layers replaces the defaults of a type.
                 if name_in_file(each, attributes) in attributes or _OVERRIDES not in attributes:
                     layer |= dict.fromkeys(each.fields, read_attribute(each, attributes, fields | layer))
-            layer |= family.always_by_type.get(kind, {})
+            layer |= {**family.always_by_type.get(kind, {})}
         return layer
 
     overrides = _read_overrides(attributes, family, count)

@@ -3,14 +3,16 @@
 import dataclasses
 import difflib
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
+from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.config_blocks import Settings, name_in_file, read_attribute, read_layers, write_fields, write_layers
-from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.families import FAMILIES, WRAPPERS
 from jaxtp.hf.families.family import Family, is_ignorable
 from jaxtp.hf.model_folder import (
     CONFIG,
@@ -26,6 +28,7 @@ from jaxtp.hf.model_folder import (
 )
 from jaxtp.hf.safetensors import FORMATS
 from jaxtp.hf.tensor_map import dtypes
+from jaxtp.hf.wrapper import Whole, others_in, text_attributes
 from jaxtp.layers.experts import ExpertsConfig
 from jaxtp.layers.mlp import MLPConfig
 from jaxtp.layers.parameter import DType
@@ -33,6 +36,13 @@ from jaxtp.models.config import ModelConfig, architecture
 
 _ALWAYS_WRITTEN = ("hidden_act", "attention_dropout")
 """Attributes that an export writes although they have only one supported value."""
+_TO_BFLOAT16 = {
+    "mxfp4": "transformers writes it in bfloat16: from_pretrained(FOLDER, dtype='bfloat16', "
+    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW)",
+    "bitsandbytes": "use the model that it was made from, or what transformers writes: "
+    "from_pretrained(FOLDER).dequantize().save_pretrained(NEW)",
+}
+"""Ways from quantised weights to bfloat16."""
 _EXPERT_DEFAULTS = {
     field.name: field.default for field in dataclasses.fields(ExpertsConfig) if not hasattr(MLPConfig, field.name)
 }
@@ -71,22 +81,49 @@ def dtype_of(folder: Folder) -> DType:
 
 
 def family_of(attributes: Attributes, source: str) -> Family:
-    """Returns the family of a `model_type`."""
+    """Returns the family of a `model_type`, or of the text model in a multimodal one."""
     model_type = attributes.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    with prefix_errors(source):
+        text_type = text_attributes(attributes).get("model_type")
+    wrapper = WRAPPERS.get(str(model_type))
+    if wrapper is not None and text_type not in wrapper.text_types:
+        known = " and ".join(wrapper.text_types)
+        raise HFError(f"{source}: a {model_type} with text of {quote(text_type)} is not supported, only {known}")
+    if not isinstance(text_type, str) or text_type not in FAMILIES:
         wrong = f"model_type = {quote(model_type)} is not supported" if model_type else "model_type is missing"
         raise HFError(f"{source}: {wrong}; supported are {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+    return replace(FAMILIES[text_type], wrapper=wrapper)
 
 
 def model_config(attributes: Attributes, source: str, ignore_config: Collection[str] = ()) -> ModelConfig:
     """Returns the configuration in the attributes; `source` names their file in messages. Raises as `read_config`."""
-    family = family_of(attributes, source)
+    family, text = family_of(attributes, source), text_attributes(attributes)
     with prefix_errors(source):
-        if problems := list(_problems(attributes, family, ignore_config)):
+        if problems := list(_problems(text, family, ignore_config)):
             raise HFError(join_problems(problems))
-        fields = _fields(attributes, family)
+        fields = _fields(text, family)
         return configuration.validate(ModelConfig, fields, source=f"{source} describes an invalid model")
+
+
+def open_whole(path: Path, config: ModelConfig) -> Whole:
+    """Opens the folder that a model came from; raises `HFError` if it has another model."""
+    folder, source = open_folder(path), str(path / CONFIG)
+    family, text = family_of(folder.attributes, source), text_attributes(folder.attributes)
+    with prefix_errors(path):
+        stored = configuration.validate(ModelConfig, _fields(text, family), source=source)
+        if lost := configuration.differences(_comparable(stored), _comparable(config), "model."):
+            raise HFError(f"another model (it has -> yours has): {join_problems([truncate(line) for line in lost])}")
+        return Whole(folder, family, others_in(folder, family, config.num_layers))
+
+
+def changed_config(whole: Whole, dtype: DType, longest: object) -> dict[str, Any]:
+    """Returns the config.json of `whole` for text tensors of another dtype, or for longer sequences."""
+    text, changes = text_attributes(whole.folder.attributes), dict[str, object]()
+    if dtype != dtype_of(whole.folder):
+        changes["torch_dtype" if "torch_dtype" in text else "dtype"] = dtype
+    if longest is not None and longest != text.get(MAX_POSITIONS):
+        changes[MAX_POSITIONS] = longest
+    return whole.attributes(changes)
 
 
 def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, object]:
@@ -132,10 +169,17 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
 
 def choose_family(config: ModelConfig, name: str | None) -> Family:
     """Returns the family `name`, or the first that can represent the model."""
+    if name is not None and name in WRAPPERS:
+        texts = {text: FAMILIES[text] for text in WRAPPERS[name].text_types}
+        return replace(_first_that_fits(config, texts), wrapper=WRAPPERS[name])
     if name is not None:
         return family_of({"model_type": name}, "--family")
+    return _first_that_fits(config, FAMILIES)
+
+
+def _first_that_fits(config: ModelConfig, families: Mapping[str, Family]) -> Family:
     reasons = []
-    for family in FAMILIES.values():
+    for family in families.values():
         if config.most_experts and not any("num_experts" in attribute.fields for attribute in family.attributes):
             continue
         try:
@@ -156,7 +200,9 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
             hint = f"; did you mean {truncate(close[0])}?" if close else ""
             yield f"--ignore-config {truncate(name)}: there is no such attribute{hint}"
     for name, value in attributes.items():
-        if name in family.required:
+        if name == "quantization_config" and isinstance(value, dict) and "quant_method" in value:
+            yield from _quantization_problems(str(value["quant_method"]))
+        elif name in family.required:
             only = family.required[name]
             if value != only and not (value is None and only is False):
                 yield f"{name} = {quote(value)} is not supported, only {only!r}: it is known to change the model"
@@ -168,6 +214,12 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
             )
     if attributes.get("architectures") not in (None, [family.architecture]):
         yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
+
+
+def _quantization_problems(method: str) -> Iterator[str]:
+    if method != "fp8":
+        how = _TO_BFLOAT16.get(method, "use the model that it was made from: the base model on its page of the Hub")
+        yield f"quant_method = {quote(method)} is not supported, only fp8 in blocks, or weights of 16 or 32 bits; {how}"
 
 
 def _fields(attributes: Attributes, family: Family) -> Settings:

@@ -40,7 +40,7 @@ from jaxtp.hf.model_folder import (
 )
 from jaxtp.hf.safetensors import DTYPES, StoredTensor, read_header
 from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
-from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, split_path
+from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, place, split_path
 from jaxtp.layers.lora import TARGETS, LoraConfig, freeze_state
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh
@@ -88,16 +88,20 @@ def _modules(config: ModelConfig, family: Family) -> _Modules:
     return modules
 
 
-def _tensor_parts(modules: _Modules, variables: Mapping[str, Variable]) -> Iterator[TensorPart]:
-    """Yields A and B of each module; fused projections share A, and their Bs are concatenated."""
+def _tensor_parts(
+    modules: _Modules, variables: Mapping[str, Variable], config: ModelConfig, family: Family
+) -> Iterator[TensorPart]:
+    """Yields A and B of each module; fused projections share A, and their Bs are fused like their kernels."""
+    blocks = {stack: block for stack, _, block in config.kinds()}
     for module, projections in modules.items():
         a, b = (f"{PREFIX}{module}.lora_{factor}.weight" for factor in "AB")
         outputs = [logical_shape(variables[f"{projection.adapter.lora}.b"])[-1] for projection in projections]
-        for i, (adapter, index, _) in enumerate(projections):
+        for i, (adapter, index, tensor) in enumerate(projections):
             _, inputs, rank = logical_shape(variables[f"{adapter.lora}.a"])
             yield TensorPart(f"{adapter.lora}.a", a, index, transposed=True, shape=(rank, inputs))
-            shape, first = (sum(outputs), rank), sum(outputs[:i])
-            yield TensorPart(f"{adapter.lora}.b", b, index, transposed=True, shape=shape, first=first)
+            first, width, columns = place(tensor, i, outputs, family, blocks[str(split_path(adapter.kernel)[0])])
+            part = TensorPart(f"{adapter.lora}.b", b, index, transposed=True, shape=(width, rank), first=first)
+            yield replace(part, columns=columns)
 
 
 def _name_in_layer(module: str) -> str:
@@ -135,7 +139,7 @@ def save_peft(
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
     nonzero = {adapter: _nonzero_layers(variables[f"{adapter.lora}.a"][...]) for adapter in adapters(config)}
     adapted = {m: each for m, each in modules.items() if each[0].stack_index in nonzero[each[0].adapter]} or modules
-    files = {WEIGHTS: group_by_tensor(_tensor_parts(adapted, variables))}
+    files = {WEIGHTS: group_by_tensor(_tensor_parts(adapted, variables, config, family))}
     others = {CONFIG: json_bytes(_peft_config(config.lora, adapted, len(adapted) == len(modules), base))}
     write_folder(Path(path), variables, files, others, options.get("dtype") or config.lora.dtype, options)
 
@@ -263,7 +267,7 @@ def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family
     modules = _modules(config, family)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
     used = {module: projections for module, projections in modules.items() if module in adapted}
-    parts = group_by_tensor(_tensor_parts(used, variables))
+    parts = group_by_tensor(_tensor_parts(used, variables, config, family))
     for name, (part, *_) in parts.items():
         if tensors[name].shape != part.shape:
             shapes = f"{dims(tensors[name].shape)}, and this model needs {dims(part.shape)}"

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from jaxtp.hf.families.family import Family
-from jaxtp.hf.families.gemma import GEMMA2, GEMMA3
+from jaxtp.hf.families.family import Family, Wrapper
+from jaxtp.hf.families.gemma import GEMMA2, GEMMA3, GEMMA3_WRAPPER
 from jaxtp.hf.families.gpt2 import GPT2
 from jaxtp.hf.families.llama import LLAMA
-from jaxtp.hf.families.mistral import MISTRAL, MIXTRAL
+from jaxtp.hf.families.mistral import MISTRAL, MISTRAL3_WRAPPER, MIXTRAL
 from jaxtp.hf.families.olmo2 import OLMO2
 from jaxtp.hf.families.phi3 import PHI3
 from jaxtp.hf.families.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -16,3 +16,6 @@ FAMILIES: Mapping[str, Family] = {
     for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
 }
 """By `model_type`. An export uses the first family that can represent the model."""
+
+WRAPPERS: Mapping[str, Wrapper] = {wrapper.model_type: wrapper for wrapper in (GEMMA3_WRAPPER, MISTRAL3_WRAPPER)}
+"""Multimodal models by `model_type`."""

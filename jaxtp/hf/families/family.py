@@ -35,6 +35,8 @@ class Tensor:
     chunks: str | None = None
     """Field with the number of chunks of each part: with num_heads, a fused kernel has the output dims `[N, parts, H]`,
     with num_kv_heads the queries of a group, its key and its value in turn, with d_ff parts that alternate."""
+    by_head: bool = False
+    """The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`."""
     float32: bool = False
     """Always float32 in the file, whatever the dtype of the others."""
 

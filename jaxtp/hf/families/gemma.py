@@ -52,3 +52,5 @@ GEMMA3 = replace(
     required={**GEMMA2.required, "attn_logit_softcapping": None},  # transformers ignores it
     tp_plan=base.TP_PLAN | base.REPLICATED,
 )
+
+GEMMA3_WRAPPER = base.Wrapper("gemma3", "Gemma3ForConditionalGeneration", text_types=("gemma3_text",))

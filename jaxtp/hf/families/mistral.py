@@ -40,3 +40,5 @@ MIXTRAL = base.Family(
     ignored_attributes=base.ROUTER_LOSS,
     tp_plan={module: style for module, style in base.TP_PLAN.items() if ".mlp." not in module} | base.EXPERTS_TP_PLAN,
 )
+
+MISTRAL3_WRAPPER = base.Wrapper("mistral3", "Mistral3ForConditionalGeneration", text_types=("mistral",))
