@@ -8,21 +8,32 @@ def rms_norm(x, scale, eps):
     return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
 
 
-def rotate(x, theta):
-    """Rotates the pairs (x[i], x[i + H/2]) as complex numbers."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half) * 2.0 / x.shape[-1])
+def layer_norm(x, scale, eps, bias=0.0):
+    return rms_norm(x - jnp.mean(x, axis=-1, keepdims=True), scale, eps) + bias
+
+
+def frequencies_of(head_dim, theta):
+    return theta ** (-jnp.arange(head_dim // 2) * 2.0 / head_dim)
+
+
+def rotate(x, frequencies):
+    """Rotates the pairs (x[i], x[i + len(frequencies)]) as complex numbers."""
+    half = len(frequencies)
     angle = jnp.arange(x.shape[1])[:, None] * frequencies
-    rotated = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angle)[None, :, None, :]
-    return jnp.concatenate([rotated.real, rotated.imag], axis=-1)
+    rotated = (x[..., :half] + 1j * x[..., half : 2 * half]) * jnp.exp(1j * angle)[None, :, None, :]
+    return jnp.concatenate([rotated.real, rotated.imag, x[..., 2 * half :]], axis=-1)
 
 
-def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None):
-    """Weights `w` are q, k, v, o and optionally bq, bk, bv, bo. Causal; a position sees the last `window` positions."""
+def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None, change=None):
+    """Weights `w` are q, k, v, o and optionally bq, bk, bv, bo. Causal; a position sees the last `window` positions.
+
+    `change(q, k, v)` replaces RoPE. Without v, values are keys; `gate` multiplies results by its sigmoid.
+    """
     batch, length, _ = x.shape
     project = lambda name, heads: (x @ w[name] + w.get("b" + name, 0.0)).reshape(batch, length, heads, head_dim)
-    q, k, v = project("q", num_heads), project("k", num_kv_heads), project("v", num_kv_heads)
-    q, k = rotate(q, theta), rotate(k, theta)
+    q, k, v = project("q", num_heads), project("k", num_kv_heads), project("v" if "v" in w else "k", num_kv_heads)
+    by_rope = lambda q, k, v: (*(rotate(each, frequencies_of(head_dim, theta)) for each in (q, k)), v)
+    q, k, v = (change or by_rope)(q, k, v)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
     seen = (distance >= 0) & (distance < (window or length))
     outputs = []
@@ -31,7 +42,10 @@ def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None):
         scores = jnp.einsum("bth,bsh->bts", q[:, :, head], k[:, :, shared]) / jnp.sqrt(head_dim)
         scores = jnp.where(seen, scores, -jnp.inf)
         outputs.append(jax.nn.softmax(scores, axis=-1) @ v[:, :, shared])
-    return jnp.concatenate(outputs, axis=-1) @ w["o"] + w.get("bo", 0.0)
+    heads = jnp.concatenate(outputs, axis=-1)
+    if "gate" in w:
+        heads /= 1 + jnp.exp(-(x @ w["gate"]))
+    return heads @ w["o"] + w.get("bo", 0.0)
 
 
 def swiglu(x, w):

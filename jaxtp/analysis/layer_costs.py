@@ -105,7 +105,6 @@ class Weight:
     used_by_all_tp: bool = False  # its gradient is summed over tp
     again: bool = True  # it is loaded again for the backward pass
     adapter: bool = False  # it is trained where there are adapters, and other weights are not
-    fixed: bool = False  # it is never trained
     tied: bool = False  # another layer has it too, which declares what is done once for both
     active: float = 1.0  # fraction of its elements that a token uses
     transposed: bool = False  # gathered along its last dim, which XLA brings to the front, for all layers at once
@@ -113,7 +112,7 @@ class Weight:
 
     def is_frozen(self, work: Workload) -> bool:
         """Returns whether it has no gradient."""
-        return self.fixed or (work.frozen and not self.adapter)
+        return work.frozen and not self.adapter
 
     def padded(self, tp: int) -> int:
         """Returns the elements of the whole array, padded for `tp`."""
@@ -146,8 +145,7 @@ class Weight:
             yield collective_cost(
                 ALL_REDUCE, tuple(axis for axis in summed if axis not in last), self.module, work, gradient
             )
-        has_gradient = work.training and (self.adapter or not work.frozen)  # zeros if fixed
-        if has_gradient and not self.tied:
+        if trained and not self.tied:
             yield replace(collective_cost(ALL_REDUCE, last, GRADIENTS, work, gradient), once=True)
 
     def _loads(self, work: Workload, *, trained: bool) -> Iterator[CollectiveCost]:
@@ -262,12 +260,11 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     recomputed = work.remat in REPROJECT_POLICIES
     local = [f.local(work.tp) for f in layer.features]
     weight = partial(Weight, module=COLUMN, precision=layer.precision)
-    for i, f in enumerate(layer.features):
+    for f in layer.features:
         group = f.shared_by(work.tp)
         yield weight(size=layer.in_features * f.size, split=f, group=group)
         if layer.biases:
-            fixed = i in layer.fixed_biases
-            yield weight(size=f.size, split=f, group=group, fsdp=False, again=recomputed, fixed=fixed)
+            yield weight(size=f.size, split=f, group=group, fsdp=False, again=recomputed)
     hidden = tokens * layer.in_features * compute
     split = work.is_split(layer.sequence_parallel)
     if is_ring(layer.overlap, work.tp, split=split):
@@ -334,8 +331,9 @@ def norm_costs(norm: Norm, work: Workload, *, inside: bool = True, recomputed: b
     """Yields the costs of a norm; a backward pass reloads scales inside of blocks, and biases if recomputed."""
     weight = partial(Weight, module=norm.name, precision=norm.precision)
     used_by_all = work.is_split(norm.sequence_parallel)
-    for again in (inside,) if norm.bias is None else (inside, recomputed):
-        yield weight(size=norm.features, tp=False, used_by_all_tp=used_by_all, again=again)
+    for param, again in ((norm.scale, inside), (norm.bias, recomputed)):
+        if param is not None:
+            yield weight(size=norm.features, tp=False, used_by_all_tp=used_by_all, again=again)
     if inside:
         residual = work.between(norm.sequence_parallel) * norm.features
         yield Bytes("elementwise", 2 * residual * itemsize(norm.precision.compute))
@@ -346,12 +344,13 @@ def norm_costs(norm: Norm, work: Workload, *, inside: bool = True, recomputed: b
 def qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
     """Yields the costs of a norm of queries or keys."""
     weight = partial(Weight, module=ATTEND, precision=norm.precision)
-    if norm.per_head:
+    if norm.kind == "head":
         yield weight(size=norm.heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True)
-        return
-    # The mean square over tp: a float for each token, forward, recomputed and backward.
-    yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, 3 if work.training else 1)
-    yield weight(size=norm.heads.size, fsdp=False, group=norm.heads.shared_by(work.tp), split=norm.heads)
+    elif norm.kind != "head_plain":
+        yield weight(size=norm.heads.size, fsdp=False, group=norm.heads.shared_by(work.tp), split=norm.heads)
+    if norm.kind == "projection":
+        # The mean square over tp: a float for each token, forward, recomputed and backward.
+        yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, 3 if work.training else 1)
 
 
 @branch_costs.register
@@ -369,7 +368,8 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
     attention = config.context_attention(work.tp)
     method, _ = attention.method(work)
     head_bytes = config.head_dim * compute
-    yield from context_costs(attention, method, head_bytes, work, result_read=not work.frozen or bool(layer.out.loras))
+    result_read = not work.frozen or bool(layer.out.loras) or config.attention_gate
+    yield from context_costs(attention, method, head_bytes, work, result_read=result_read)
     chunks = query_chunks(method, work)
     number, m, n = kernel.blocks(chunks, config.sliding_window)
     saved = kernel.can_save_result and work.remat == "save_dots"  # also the results of kernels
@@ -389,6 +389,9 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
         yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield Bytes("elementwise", work.tokens * 2 * rotated * compute)
+    if config.attention_gate:  # reads results and gates, writes products; saves the gates' sigmoid too
+        yield Bytes("elementwise", 3 * queries * compute)
+        yield Bytes("saved", 3 * queries * compute if work.remat == "none" else 0)
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask selects, which XLA
     # takes out of the loop over the blocks. Two in the compute dtype: the softmax, in the layouts of two products.
     remote = remote_bytes(attention, method, head_bytes, work)

@@ -52,6 +52,7 @@ def allowed(values: str) -> object:
 Count = Annotated[int, pydantic.Field(ge=1, lt=2**31), allowed("1 or more")]
 CountOrZero = Annotated[int, pydantic.Field(ge=0, lt=2**31), allowed("0 or more")]
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False), allowed("above 0")]
+Fraction = Annotated[float, pydantic.Field(gt=0, le=1), allowed("above 0, at most 1")]
 NonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
 Even = Annotated[int, pydantic.Field(ge=2, multiple_of=2), allowed("even")]
 Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16), allowed("0 or more")]

@@ -166,7 +166,7 @@ def _unstack(
 
 def model_mesh(model: EmbeddingAndHead) -> Mesh:
     """Returns the model's mesh, or a mesh of the one device that holds the model."""
-    array = jnp.asarray(model.norm.scale[...])
+    array = jnp.asarray(model.embedding.embedding[...])
     if isinstance(array.sharding, NamedSharding):
         return array.sharding.mesh  # type: ignore[return-value]
     return make_mesh(devices=list(array.devices()))

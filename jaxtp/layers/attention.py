@@ -4,11 +4,12 @@ With fewer kv heads than tp, the tp / kv_heads devices that share a head all-gat
 before use, and each outputs the head. Replicated k and v kernels would take up to tp times the memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Annotated, Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -16,19 +17,20 @@ from jax import Array
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem
-from jaxtp.config.schema import ConfigError, Count, Even, Positive
+from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive
 from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import ContextAttention, Sequences
 from jaxtp.layers.kernels.select import KernelChoice, Use, architecture_of, masked_attention, pick_kernel, unsupported
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
-from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind
+from jaxtp.layers.lora import Target
+from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, params_and_specs
-from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
+from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems, rotated_dims
 from jaxtp.layers.sequence_parallel import LocalShape, Part, segment_positions
 from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 
-Heads = tuple[Array, Array, Array]  # queries, keys and values
+Heads = tuple[Array, ...]  # queries, keys, values and perhaps gates
 
 _MAX_SHARED_KV_HEADS = 4096
 """Bounds the search of `_padded_heads`: it also sees meshes that are refused later, which may have any size."""
@@ -56,11 +58,31 @@ class AttentionConfig(BranchConfig):
     rope_scaling: RopeScaling = RopeScaling()
     """Scaling of rotary frequencies for long contexts."""
 
+    rotary_fraction: Fraction = 1.0
+    """Leading part of each head that is rotated, as in GLM-4 and Phi-2."""
+
     sliding_window: Count | None = None
     """Number of positions that a query attends to, including its own; by default all up to its own."""
 
     qk_norm: QKNormKind = "none"
-    """RMS normalisation of queries and keys: of each head, or of the whole projection."""
+    """Normalisation of queries and keys, as in norm but without a bias: of each head, with one scale for all heads
+    (head), a scale for each (heads) or none (head_plain), or RMS normalisation of the whole projection."""
+
+    qk_norm_after_rope: bool = False
+    """Normalise queries and keys after the rotary embedding (Hunyuan)."""
+
+    value_norm: bool = False
+    """RMS normalisation of each head's values, without a scale (Gemma 4)."""
+
+    value_is_key: bool = False
+    """Values are the keys before their normalisation, without a projection of their own (Gemma 4)."""
+
+    clip_qkv: Positive | None = None
+    """Clamps queries, keys and values to this magnitude, before the rotary embedding (OLMo)."""
+
+    query_temperature: NonNegative = 0.0
+    """Multiplies queries by 1 + query_temperature * log(1 + floor(position / rope_scaling.original_length)) (Ministral
+    3)."""
 
     query_scale: Positive | None = None
     """Factor of attention scores; by default head_dim ** -0.5."""
@@ -68,8 +90,11 @@ class AttentionConfig(BranchConfig):
     attention_softcap: Positive | None = None
     """Caps attention scores: c * tanh(score / c)."""
 
+    attention_gate: bool = False
+    """Multiplies the heads' results by the sigmoid of another projection of the input (Muse Glimmer)."""
+
     attention_bias: bool = False
-    """Biases on the query, key and value projections."""
+    """Biases on the query, key, value and gate projections."""
 
     attention_out_bias: bool = False
     """A bias on the attention's output projection."""
@@ -91,7 +116,7 @@ class AttentionConfig(BranchConfig):
         if sizes[TP] > 2 * self.num_heads:
             text = f"mesh.tp={sizes[TP]} is more than twice model.num_heads={self.num_heads}: most devices get no head"
             yield Problem(text, among={f"mesh.{TP}": self.num_heads})
-        yield from map(Problem, rope_problems(self.head_dim, self.rope_theta, self.rope_scaling))
+        yield from map(Problem, rope_problems(self.head_dim, self.rope_theta, self.rope_scaling, self.rotary_fraction))
         yield from map(Problem, unsupported(self.attention, self.use()))
 
     @property
@@ -139,18 +164,21 @@ class AttentionConfig(BranchConfig):
 
     def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
         """See `BranchConfig`."""
-        heads = self.heads
+        heads, fraction, length = self.heads, self.rotary_fraction, small.positions(self.rope_scaling.original_length)
 
-        def pads_equally(width: int) -> bool:
+        def scaling(width: int) -> RopeScaling:
+            return self.rope_scaling.shrink(rotated_dims(width, self.rope_scaling, fraction)[1], length)
+
+        def suits(width: int) -> bool:
             other = replace(self, head_dim=width).heads
-            return all(heads.stored(tp)[:-1] == other.stored(tp)[:-1] for tp in small.tps)
+            pads_equally = all(heads.stored(tp)[:-1] == other.stored(tp)[:-1] for tp in small.tps)
+            return pads_equally and not any(rope_problems(width, _SMALL_THETA, scaling(width), fraction))
 
-        head_dims = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and pads_equally(size))
-        head_dim, length = next(head_dims, self.head_dim), small.positions(self.rope_scaling.original_length)
+        head_dim = next((size for size in _SMALL_HEAD_DIMS if size < self.head_dim and suits(size)), self.head_dim)
         return {
             "head_dim": head_dim,
             "rope_theta": self.rope_theta and _SMALL_THETA,
-            "rope_scaling": self.rope_scaling.shrink(head_dim, length),
+            "rope_scaling": scaling(head_dim),
             "sliding_window": self.sliding_window and small.positions(self.sliding_window),
             "attention": "auto" if self.attention in ("cudnn", "fused") else self.attention,  # those need a GPU
             **super().shrink(small),
@@ -212,10 +240,10 @@ def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, 
 class CausalSelfAttention(Branch):
     """Grouped-query causal attention, `num_heads / tp` query heads per device.
 
-    `norm` are the settings of query and key norms.
+    `norm` are the settings of query, key and value norms.
 
     Shapes: `[B, T, D] -> [B, T, D]`. Kernels: q `[D, N*H]`, k and v `[D, K*H]` (`qkv.kernels` 0, 1, 2), out `[N*H, D]`;
-    heads contiguous.
+    heads contiguous. The kernel of a gate, `[D, N*H]`, is the last of `qkv.kernels`.
     """
 
     over_cp = True
@@ -231,19 +259,27 @@ class CausalSelfAttention(Branch):
     ):
         self.config, self.precision = config, context.precision
         queries, keys = config.heads, config.heads.keys
+        outputs: dict[Target, PaddedDim] = {"q_proj": queries, "k_proj": keys}
+        if not config.value_is_key:
+            outputs["v_proj"] = keys
+        if config.attention_gate:
+            outputs["gate_proj"] = queries
         self.qkv = ColumnParallelLinear(
             d_model,
-            (queries, keys, keys),
+            tuple(outputs.values()),
             context,
             use_bias=config.attention_bias,
-            targets=("q_proj", "k_proj", "v_proj"),
+            targets=tuple(outputs),
             rngs=rngs,
         )
-        plain = config.rope_theta is None and config.qk_norm == "none" and config.attention_softcap is None
-        if plain and config.attention_bias:
-            # Without rope, norms or softcap, a key bias adds the same to all scores of a query, which the softmax
-            # cancels. Its gradient is rounding noise, and Adam would turn it into updates.
-            self.qkv.fixed_biases = (1,)
+        period, count = rotated_dims(config.head_dim, config.rope_scaling, config.rotary_fraction)
+        count = 0 if config.rope_theta is None else count
+        linear = config.qk_norm == "none" and config.attention_softcap is None and config.clip_qkv is None
+        if config.attention_bias and linear and not config.value_is_key and count < period:
+            # In a dim without rope, a key bias adds the same to all scores of a query, which the softmax cancels. Its
+            # gradient is rounding noise, and Adam would turn it into updates.
+            self.qkv.fixed_bias = (1, period, count)
+        self.norm_eps = norm.norm_eps
         normalised = () if config.qk_norm == "none" else (queries, keys)
         self.qk_norms = nnx.List(QKNorm(config.qk_norm, heads, norm, self.precision) for heads in normalised)
         bias = config.attention_out_bias
@@ -276,10 +312,12 @@ class CausalSelfAttention(Branch):
     def _on_heads(
         self, body: Callable[..., Any], x_BTD: Array, others: tuple[Any, ...], specs: tuple[Any, ...], out_specs: Any
     ) -> Any:
-        """Returns `body(weights, (q, k, v), *others)`, run on each device's heads."""
+        """Returns `body(weights, (q, k, v, *gate), *others)`, run on each device's heads."""
         weights, weight_specs = params_and_specs(self.qk_norms)
-        in_specs = (weight_specs, (token_spec(TP),) * 3, *specs)
-        return device_view(body, ATTEND, in_specs, out_specs)(weights, self.qkv(x_BTD), *others)
+        q, k, *rest = self.qkv(x_BTD)
+        heads = (q, k, k, *rest) if self.config.value_is_key else (q, k, *rest)
+        in_specs = (weight_specs, (token_spec(TP),) * len(heads), *specs)
+        return device_view(body, ATTEND, in_specs, out_specs)(weights, heads, *others)
 
     def _local_shape(self, length: int, sequences: Sequences) -> LocalShape:
         sizes, context = mesh_sizes(current_mesh()), sequences.context
@@ -304,7 +342,7 @@ class CausalSelfAttention(Branch):
             raise ConfigError(problem)
         kernel, _ = pick_kernel(config.attention, use)
         run = partial(kernel.run, **use.scores, window=use.window)
-        return self._merge_heads(sequences.attend(run, method, use.window, q, k, v))
+        return self._merge_heads(sequences.attend(run, method, use.window, q, k, v), *qkv[3:])
 
     def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         use, num_slots = self.config.use(dtype=self.precision.compute), cache[0].shape[2]
@@ -312,7 +350,7 @@ class CausalSelfAttention(Branch):
         keys, values = new.write(cache[0], k), new.write(cache[1], v)
         if new.rows is None:
             y = masked_attention(q, keys, values, visible(new.positions, num_slots, use.window), **use.scores)
-            return self._merge_heads(y), (keys, values)
+            return self._merge_heads(y, *qkv[3:]), (keys, values)
         part = None
         if new.continued:  # earlier tokens of the first row, then all new tokens
             k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
@@ -321,24 +359,40 @@ class CausalSelfAttention(Branch):
         use = replace(use, length=k.shape[1], packed=True, part=new.continued, platform=architecture)
         kernel, _ = pick_kernel("auto", use)  # the kernel configured for training may not support this use
         y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores)
-        return self._merge_heads(y), (keys, values)
+        return self._merge_heads(y, *qkv[3:]), (keys, values)
 
-    def _normalise_and_rotate(self, weights: Weights, qkv: Heads, positions: Array, length: int) -> Heads:
+    def _normalise_and_rotate(
+        self, weights: Weights, qkv: Heads, positions: Array, length: int
+    ) -> tuple[Array, Array, Array]:
         """Returns this device's heads, q and k normalised and rotated to positions below `length`."""
-        config = self.config
-        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in qkv)  # [B/(dp*fsdp), T/cp, N/tp, H]
-        if self.qk_norms:
-            q, k = (self.qk_norms[i](x, weights[f"{i}.scale"]) for i, x in enumerate((q, k)))
+        config, scaling = self.config, self.config.rope_scaling
+        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in qkv[:3])  # [B/(dp*fsdp), T/cp, N/tp, H]
+        if not config.qk_norm_after_rope:
+            q, k = self._normalise(weights, q, k)
+        if config.value_norm:
+            v = rms_normalise(v, self.norm_eps)
+        if (most := config.clip_qkv) is not None:
+            q, k, v = (jnp.clip(x, -most, most) for x in (q, k, v))
         if (theta := config.rope_theta) is not None:
-            q, k = (apply_rope(x, positions, theta, config.rope_scaling, length) for x in (q, k))
+            q, k = (apply_rope(x, positions, theta, scaling, length, config.rotary_fraction) for x in (q, k))
+        if config.qk_norm_after_rope:
+            q, k = self._normalise(weights, q, k)
+        if config.query_temperature:
+            times = positions // scaling.original_length
+            q *= (1 + config.query_temperature * jnp.log1p(times))[..., None, None].astype(q.dtype)
         return q, k, v
 
-    def _merge_heads(self, y: Array) -> Array:
-        """Merges heads. Padded heads become zero, so that the output kernel gets no gradient there."""
+    def _normalise(self, weights: Weights, *heads: Array) -> Sequence[Array]:
+        norms = enumerate(zip(self.qk_norms, heads, strict=False))
+        return [norm(x, weights.get(f"{i}.scale")) for i, (norm, x) in norms] or heads
+
+    def _merge_heads(self, y: Array, *gate: Array) -> Array:
+        """Merges heads, times their gate. Padded heads become zero: the output kernel gets no gradient there."""
         heads, tp = self.config.heads, axis_size(TP)
         if heads.stored(tp) != heads.factors:
             kv_heads, group, _ = heads.factors
             index = axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2])
             kv_head, member = jnp.divmod(index, heads.stored(tp)[1])
             y = jnp.where(((kv_head < kv_heads) & (member < group))[:, None], y, 0)
-        return y.reshape(*y.shape[:2], -1)
+        y = y.reshape(*y.shape[:2], -1)
+        return y * jax.nn.sigmoid(gate[0]) if gate else y

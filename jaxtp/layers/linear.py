@@ -73,7 +73,8 @@ class ColumnParallelLinear(nnx.Module):
     `[F]` as `P(TP)`.
     """
 
-    fixed_biases: tuple[int, ...] = ()  # outputs whose bias gets no gradient
+    fixed_bias: tuple[int, int, int] | None = None
+    """(output, period, count): feature i of this output's bias gets a gradient only if `i % period < count`."""
 
     def __init__(
         self,
@@ -118,11 +119,12 @@ class ColumnParallelLinear(nnx.Module):
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
         products = enter_matmul(x.astype(self.precision.compute), kernels, sequence, self.overlap)
         outputs, inner = list(products[: len(self.features)]), products[len(self.features) :]
-        if self.biases:
-            shards = {i: weights[f"biases.{i}"] for i in range(len(self.features))}
-            shards |= {i: jax.lax.stop_gradient(shards[i]) for i in self.fixed_biases}
-            loaded = (self._load(shards[i], None, f) for i, f in enumerate(self.features))
-            outputs = [y + bias for y, bias in zip(outputs, loaded, strict=True)]
+        for i, f in enumerate(self.features if self.biases else ()):
+            bias = self._load(weights[f"biases.{i}"], None, f)
+            if self.fixed_bias is not None and self.fixed_bias[0] == i:
+                _, period, count = self.fixed_bias
+                bias = jnp.where(jnp.arange(bias.size) % period < count, bias, jax.lax.stop_gradient(bias))
+            outputs[i] += bias
         for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=True)):
             small = checkpoint_name(inner[at], PROJECTED)  # [B/(dp*fsdp), T/cp, rank]
             outputs[i] += lora.scale * (small @ self._load(weights[f"loras.{at}.b"], None, self.features[i]))

@@ -4,7 +4,7 @@ Scales are split over fsdp like all weights, so that fsdp communication is only 
 reduce-scatters.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import all_reduce, axis_size, device_view
 from jaxtp.config.schema import Positive
 from jaxtp.layers.linear import LayerContext
-from jaxtp.layers.parameter import PaddedDim, Precision, Weights, check_sizes, parameter, params_and_specs
+from jaxtp.layers.parameter import DType, PaddedDim, Precision, Weights, check_sizes, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import STORAGE, TP
 
-NormKind = Literal["rms", "rms_plus_one", "layer"]
-NormPlacement = Literal["before", "after", "both"]
-QKNormKind = Literal["none", "head", "projection"]
+NormKind = Literal["rms", "rms_plus_one", "rms_plain", "layer", "layer_plus_one", "layer_no_bias", "layer_plain"]
+NormPlacement = Literal["before", "after", "both", "parallel", "parallel_two"]
+QKNormKind = Literal["none", "head", "heads", "head_plain", "projection"]
 
 ATTEND = "attend"  # name in profiles of attention without its projections
 
@@ -33,14 +33,24 @@ class NormConfig:
     """Settings of the norms of a block."""
 
     norm: NormKind = "rms"
-    """Kind of norm: rms divides by the root mean square and multiplies by a scale; rms_plus_one multiplies by 1 + scale
-    (Gemma); layer subtracts the mean, and adds a bias (GPT-2)."""
+    """Kind of norm: rms divides by the root mean square and multiplies by a scale; layer subtracts the mean before,
+    and adds a bias (GPT-2). With plus_one the factor is 1 + scale (Gemma, Nemotron); no_bias has only a scale (Cohere);
+    plain has neither (OLMo 1)."""
 
     norm_eps: Positive = 1e-5
     """Added to the mean square, or the variance, in every norm."""
 
     norm_placement: NormPlacement = "before"
-    """Place of the norms: before attention and MLP, after them (OLMo 2), or both (Gemma 2)."""
+    """Place of the norms: before attention and MLP, after them (OLMo 2), or both (Gemma 2). With parallel, attention
+    and MLP read one norm of the block's input, and the block adds both results (Cohere); with parallel_two each has its
+    own norm (GPT-NeoX)."""
+
+    norm_after_eps: Positive | None = None
+    """Instead of norm_eps, for the norms after attention and MLP (Muse Glimmer)."""
+
+    def after(self) -> "NormConfig":
+        """Returns the settings of the norms after attention and MLP."""
+        return self if self.norm_after_eps is None else replace(self, norm_eps=self.norm_after_eps)
 
 
 class Norm(nnx.Module):
@@ -52,12 +62,12 @@ class Norm(nnx.Module):
     def __init__(self, features: int, config: NormConfig = NormConfig(), context: LayerContext = LayerContext()):
         check_sizes("Norm", features=features)
         self.features, self.kind, self.eps = features, config.norm, config.norm_eps
-        self.name = "layer_norm" if self.kind == "layer" else "rms_norm"
+        self.name = "layer_norm" if self.kind.startswith("layer") else "rms_norm"
         self.sequence_parallel = context.sequence_parallel
         self.precision, dtype = context.precision, context.precision.param
-        initial = jnp.zeros if self.kind == "rms_plus_one" else jnp.ones
-        self.scale = parameter("scale", initial(features, dtype), P(STORAGE))
-        self.bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE)) if self.kind == "layer" else None
+        plain, biased = self.kind.endswith("plain"), self.kind in ("layer", "layer_plus_one")
+        self.scale = None if plain else parameter("scale", _initial_scale(self.kind, features, dtype), P(STORAGE))
+        self.bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE)) if biased else None
 
     def __call__(self, x_BTD: Array) -> Array:
         """Normalises the last dim of `[B, T, D]`."""
@@ -69,14 +79,24 @@ class Norm(nnx.Module):
 
     def _normalise(self, split: bool, x: Array, weights: Weights) -> Array:
         loaded = {name: self.precision.load(shard, 0, used_by_all_tp=split) for name, shard in weights.items()}
-        if self.kind == "rms":
-            return rms_normalise(x, self.eps) * loaded["scale"]
-        x32 = x.astype(jnp.float32)
-        if self.kind == "rms_plus_one":
-            normalised = rms_normalise(x32, self.eps)  # times 1 + scale: as a product, it would save 1 + scale
-            return (normalised + normalised * loaded["scale"].astype(jnp.float32)).astype(x.dtype)
-        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        return (rms_normalise(centred, self.eps) * loaded["scale"] + loaded["bias"]).astype(x.dtype)
+        y = _normalised(x, self.kind, self.eps)
+        if "scale" in loaded and self.kind.endswith("plus_one"):
+            y = y + y * loaded["scale"].astype(jnp.float32)  # as a product, it would save 1 + scale
+        elif "scale" in loaded:
+            y = y * loaded["scale"]
+        return (y + loaded["bias"] if "bias" in loaded else y).astype(x.dtype)
+
+
+def _initial_scale(kind: NormKind, size: int, dtype: DType) -> Array:
+    return (jnp.zeros if kind.endswith("plus_one") else jnp.ones)(size, dtype)
+
+
+def _normalised(x: Array, kind: NormKind, eps: float) -> Array:
+    """Normalises the last dim, without scale and bias; in float32, except for rms and rms_plain (as transformers)."""
+    if kind in ("rms", "rms_plain"):
+        return rms_normalise(x, eps)
+    x32 = x.astype(jnp.float32)
+    return rms_normalise(x32 - jnp.mean(x32, axis=-1, keepdims=True) if kind.startswith("layer") else x32, eps)
 
 
 def rms_normalise(x: Array, eps: float) -> Array:
@@ -86,31 +106,35 @@ def rms_normalise(x: Array, eps: float) -> Array:
 
 
 class QKNorm(nnx.Module):
-    """RMS normalisation of a projection whose heads are split over tp; called inside attention's `device_view`.
+    """Normalisation of a projection whose heads are split over tp; called inside attention's `device_view`.
 
-    Kind "head" normalises each head, with one scale `[H]` (Qwen 3); "projection" normalises the whole projection, with
-    a scale `[heads * H]` split like the heads and a sum over tp (OLMo 2). The factor is 1 + scale if `norm` is
-    rms_plus_one (Gemma 3).
+    Kind "head" normalises each head, with one scale `[H]` (Qwen 3); "heads" has a scale for each head, `[heads * H]`
+    split like the heads (Cohere); "head_plain" has none (Muse Glimmer). They normalise as `norm` does, without a bias.
+    "projection" is RMS normalisation of the whole projection, with a scale `[heads * H]` and a sum over tp (OLMo 2).
+    The factor is 1 + scale with a plus_one `norm` (Gemma 3).
     """
 
     def __init__(self, kind: QKNormKind, heads: PaddedDim, norm: NormConfig, precision: Precision = Precision()):
-        self.heads, self.precision, self.per_head = heads, precision, kind == "head"
-        self.eps, self.plus_one = norm.norm_eps, norm.norm == "rms_plus_one"
-        size, spec = (heads.factors[-1], P()) if self.per_head else (heads.size, P(TP))
-        initial = (jnp.zeros if self.plus_one else jnp.ones)(size, precision.param)
-        self.scale = parameter("scale", initial, spec, padding=() if self.per_head else ((-1, heads),))
+        self.kind, self.heads, self.precision = kind, heads, precision
+        self.norm, self.eps = norm.norm, norm.norm_eps
+        size, spec = (heads.factors[-1], P()) if kind == "head" else (heads.size, P(TP))
+        initial, padding = _initial_scale(self.norm, size, precision.param), () if kind == "head" else ((-1, heads),)
+        self.scale = None if kind == "head_plain" else parameter("scale", initial, spec, padding=padding)
 
-    def __call__(self, x: Array, scale_shard: Array) -> Array:
+    def __call__(self, x: Array, scale_shard: Array | None) -> Array:
         """Normalises this device's heads, `[b, T, heads, H]`."""
-        if self.per_head:
+        sharing, scale = self.heads.shared_by(axis_size(TP)), None
+        if scale_shard is not None and self.kind == "head":
             scale = self.precision.load(scale_shard, None, used_by_all_tp=True)
-            if self.plus_one:
-                x32 = x.astype(jnp.float32)
-                return (rms_normalise(x32, self.eps) * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-            return rms_normalise(x, self.eps) * scale
-        sharing = self.heads.shared_by(axis_size(TP))
-        scale = self.precision.load(scale_shard, None, tp_gather=(0, sharing))
-        x32 = x.astype(jnp.float32)
-        squares = all_reduce(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True), TP)
-        normalised = x32 * jax.lax.rsqrt(squares / (self.heads.size * sharing) + self.eps)
-        return normalised.astype(x.dtype) * scale.reshape(x.shape[-2:])
+        elif scale_shard is not None:
+            scale = self.precision.load(scale_shard, None, tp_gather=(0, sharing))
+        if self.kind == "projection":
+            x32 = x.astype(jnp.float32)
+            squares = all_reduce(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True), TP)
+            y = (x32 * jax.lax.rsqrt(squares / (self.heads.size * sharing) + self.eps)).astype(x.dtype)
+        else:
+            y = _normalised(x, self.norm, self.eps)
+        if scale is not None:
+            scale = scale if self.kind == "head" else scale.reshape(x.shape[-2:])
+            y *= 1 + scale.astype(jnp.float32) if self.norm.endswith("plus_one") else scale
+        return y.astype(x.dtype)

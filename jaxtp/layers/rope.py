@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jaxtp.config.schema import Count, Positive
 
-RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope"]
+RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 MAX_FREQUENCY = 1024.0
 """Largest frequency, in radians per position: float64 keeps its angles within 1e-6 at four million positions."""
@@ -32,7 +32,8 @@ class RopeScaling:
     kind: RopeScalingKind = "none"
     """linear divides every frequency; llama3 divides low frequencies, with a smooth transition; yarn divides dims that
     turn seldom within original_length; longrope (arXiv 2402.13753) divides each frequency by its own factor. yarn and
-    longrope also scale queries and keys."""
+    longrope also scale queries and keys. proportional (Gemma 4) divides every frequency, and rotary_fraction is the
+    fraction of frequencies that are not 0."""
 
     factor: Positive = 1.0
     """Divides the frequencies; for longrope it sets only the default of attention_factor."""
@@ -60,7 +61,7 @@ class RopeScaling:
     """yarn: round both bounds of the transition outwards to whole dims."""
 
     short_factor: tuple[Positive, ...] = ()
-    """longrope: divisors of the frequencies for up to original_length positions; head_dim / 2 numbers."""
+    """longrope: divisors of the frequencies for up to original_length positions, one for each rotated pair."""
 
     long_factor: tuple[Positive, ...] = ()
     """longrope: divisors of the frequencies for more positions."""
@@ -88,8 +89,18 @@ class RopeScaling:
 UNSCALED = RopeScaling()
 
 
-def rope_problems(head_dim: int, theta: float | None, scaling: RopeScaling) -> Iterator[str]:
+def rotated_dims(head_dim: int, scaling: RopeScaling, fraction: float) -> tuple[int, int]:
+    """Returns a period and a count: dim i of a head is rotated if `i % period < count`."""
+    if scaling.kind == "proportional":
+        return head_dim // 2, int(fraction * head_dim // 2)
+    return head_dim, int(head_dim * fraction)
+
+
+def rope_problems(head_dim: int, theta: float | None, scaling: RopeScaling, fraction: float = 1.0) -> Iterator[str]:
     """Yields why positions cannot be rotated."""
+    period, count = rotated_dims(head_dim, scaling, fraction)
+    if (rotated := count * head_dim // period) % 2 or not rotated:
+        yield f"model.rotary_fraction={fraction} rotates {rotated} of {head_dim} dims; an even number above 0 is needed"
     if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
         yield (
             f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} is not above "
@@ -99,10 +110,11 @@ def rope_problems(head_dim: int, theta: float | None, scaling: RopeScaling) -> I
         yield f"model.rope_theta={theta} is not above 1, which yarn needs; 10000 is usual"
     if scaling.kind == "longrope":
         for name in ("short_factor", "long_factor"):
-            if (count := len(getattr(scaling, name))) != head_dim // 2:
+            if (given := len(getattr(scaling, name))) != count // 2:
+                times = "" if fraction == 1 else f" times model.rotary_fraction={fraction}"
                 yield (
-                    f"model.rope_scaling.{name} has {count:,} numbers; longrope needs {head_dim // 2:,}, half "
-                    f"of model.head_dim={head_dim}"
+                    f"model.rope_scaling.{name} has {given:,} numbers; longrope needs {count // 2:,}, half "
+                    f"of model.head_dim={head_dim}{times}"
                 )
         if scaling.original_length == 1:
             yield "model.rope_scaling.original_length=1 is not above 1, which longrope needs; 4096 is usual"
@@ -116,33 +128,47 @@ def rope_problems(head_dim: int, theta: float | None, scaling: RopeScaling) -> I
         )
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling, length: int) -> Frequencies:
-    """Returns radians per position, `[head_dim / 2]` float64: `theta^(-2i / head_dim)`, then scaled.
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling, length: int, fraction: float = 1.0
+) -> Frequencies:
+    """Returns radians per position, `[rotated / 2]` float64: `theta^(-2i / rotated)`, then scaled.
+
+    The kind proportional has `[head_dim / 2]`: `theta^(-2i / head_dim)`, then zeros.
 
     Computed at trace time, so no device needs float64. `length` is the number of possible positions.
     """
-    plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    period, count = rotated_dims(head_dim, scaling, fraction)
+    width = head_dim if scaling.kind == "proportional" else count
+    plain = theta ** -(np.arange(0, width, 2) / width)
     if scaling.kind == "none":
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
+    if scaling.kind == "proportional":
+        return np.where(np.arange(period) < count, plain / scaling.factor, 0)
     if scaling.kind == "longrope":
         return plain / np.array(scaling.long_factor if length > scaling.original_length else scaling.short_factor)
-    keep = _keep_by_wavelength(plain, scaling) if scaling.kind == "llama3" else _keep_by_dim(head_dim, theta, scaling)
+    keep = _keep_by_wavelength(plain, scaling) if scaling.kind == "llama3" else _keep_by_dim(width, theta, scaling)
     return plain / scaling.factor * (1 - keep) + plain * keep
 
 
-def apply_rope(x_BTNH: Array, positions: Array, theta: float, scaling: RopeScaling, length: int) -> Array:
-    """Rotates each pair `(x[i], x[i + H/2])` of every head by `position * frequency[i]`, computed in float32.
+def apply_rope(
+    x_BTNH: Array, positions: Array, theta: float, scaling: RopeScaling, length: int, fraction: float = 1.0
+) -> Array:
+    """Rotates each pair `(x[i], x[i + rotated/2])` of every head by `position * frequency[i]`, computed in float32.
 
-    Positions are `[T]` or `[B, T]`; `length` is the number of possible positions.
+    Positions are `[T]` or `[B, T]`; `length` is the number of possible positions. The first `rotated` dims of a head
+    are rotated: `fraction` of them, or all with the kind proportional.
     """
-    angles = _angles(positions, rope_frequencies(x_BTNH.shape[-1], theta, scaling, length))
+    angles = _angles(positions, rope_frequencies(x_BTNH.shape[-1], theta, scaling, length, fraction))
     factor = _attention_factor(scaling)
-    sin, cos = factor * jnp.sin(angles)[..., None, :], factor * jnp.cos(angles)[..., None, :]  # [(B,) T, 1, H/2]
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTNH.dtype)
+    sin, cos = factor * jnp.sin(angles)[..., None, :], factor * jnp.cos(angles)[..., None, :]  # [(B,) T, 1, rotated/2]
+    width = 2 * angles.shape[-1]
+    whole = width == x_BTNH.shape[-1]
+    x = x_BTNH if whole else x_BTNH[..., :width]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotated if whole else jnp.concatenate([rotated, x_BTNH[..., width:]], axis=-1)
 
 
 def _angles(positions: Array, frequencies: Frequencies) -> Array:
