@@ -18,7 +18,7 @@ from jaxtp.mesh import mesh_of
 
 B, T, D, E, F = 8, 8, 16, 6, 8
 NOT_TIED = 1e-5
-"""Minimum gap between the last chosen score and the next, unless they are equal."""
+"""Minimum gap between the last chosen score and the next, relative to it, unless they are equal."""
 
 ROUTING = ("times_chosen", "scores", "squared_normaliser", "entropy", "computed")
 
@@ -29,24 +29,67 @@ def choose(scores, k):
     return np.argsort(-np.asarray(scores), axis=1, kind="stable")[:, :k]
 
 
+def scores_of(logits, config):
+    """Returns the scores, and their shares of the sum."""
+    if config.router_scores == "sigmoid":
+        scores = 1 / (1 + jnp.exp(-logits))
+        return scores, scores / jnp.sum(scores, axis=-1, keepdims=True)
+    scores = jnp.exp(logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    return scores, scores
+
+
+def in_groups(scores, config):
+    """Returns NumPy scores `[N, E]`, -inf outside of each token's groups, and the scores of the groups `[N, G]`."""
+    limited = np.full_like(scores, -np.inf)
+    of_groups = np.zeros((len(scores), config.expert_groups))
+    size = config.num_experts // config.expert_groups
+    for token, row in enumerate(scores):
+        for group in range(config.expert_groups):
+            best = sorted(row[group * size : (group + 1) * size])[::-1]
+            of_groups[token, group] = best[0] if config.group_score == "max" else sum(best[:2])
+        for group in choose(of_groups[token : token + 1], config.groups_per_token)[0]:
+            limited[token, group * size : (group + 1) * size] = row[group * size : (group + 1) * size]
+    return limited, of_groups
+
+
+def is_near_tie(scores, k):
+    """Returns whether rounding may change which k are the highest, which no two equal scores are."""
+    ordered = -np.sort(-scores, axis=1)
+    last, following = (ordered[:, [i]] for i in (k - 1, min(k, scores.shape[1] - 1)))
+    gap = (last - following) / np.maximum(np.abs(last), 1e-30)
+    return ((gap > 1e-9) & (gap < NOT_TIED)).any()
+
+
+def activated(products, config):
+    first = products[0]
+    first = jnp.maximum(first, 0) ** 2 if config.activation == "relu2" else first / (1 + jnp.exp(-first))
+    return first * products[1] if config.mlp == "gated" else first
+
+
 def mixture(weights, x, counts, config, experts):
     """Returns outputs for tokens `x [N, D]`, and per-token terms of the sums; `counts` is False for padding."""
     logits = x @ weights["router"]
     normaliser = jnp.log(jnp.sum(jnp.exp(logits), axis=1))
-    scores = jnp.exp(logits - normaliser[:, None])
+    scores, of_all = scores_of(logits, config)
     chosen = (np.asarray(experts)[:, :, None] == np.arange(config.num_experts)).any(axis=1) & counts[:, None]
     shares = jnp.where(chosen, scores, 0.0)
     if config.normalize_experts:
-        shares = shares / jnp.where(counts, jnp.sum(shares, axis=1), 1.0)[:, None]
+        divisor = jnp.maximum(jnp.sum(shares, axis=1), config.normalize_floor)
+        shares = shares / jnp.where(counts, divisor, 1.0)[:, None]
     y = jnp.zeros_like(x)
     for e in range(config.num_experts):
-        gate, up = x @ weights["gate"][e], x @ weights["up"][e]
-        y += shares[:, e : e + 1] * ((gate / (1 + jnp.exp(-gate)) * up) @ weights["down"][e])
+        products = [x @ weights[name][e] for name in ("gate", "up") if name in weights]
+        y += config.experts_scale * shares[:, e : e + 1] * (activated(products, config) @ weights["down"][e])
+    if config.shared_experts:
+        names = ("shared.gate_up.kernels.0", "shared.gate_up.kernels.1", "shared.up.kernels.0")
+        products = [x @ weights[name] for name in names if name in weights]
+        gate = 1 / (1 + jnp.exp(-x @ weights["shared_gate"])) if config.shared_experts_gate else 1.0
+        y += gate * (activated(products, config) @ weights["shared.down.kernel"])
     sums = {
         "times_chosen": jnp.asarray(chosen, x.dtype),
-        "scores": jnp.where(counts[:, None], scores, 0.0),
+        "scores": jnp.where(counts[:, None], of_all, 0.0),
         "squared_normaliser": jnp.where(counts, normaliser**2, 0.0),
-        "entropy": jnp.where(counts, -jnp.sum(scores * jnp.log(scores), axis=1), 0.0),
+        "entropy": jnp.where(counts, -jnp.sum(of_all * jnp.log(of_all), axis=1), 0.0),
         "computed": jnp.asarray(chosen.sum(axis=1), x.dtype),
     }
     return y, sums
@@ -66,19 +109,19 @@ def expected(weights, x, counts, config):
     with jax.enable_x64(True):
         weights = {name: jnp.asarray(np.asarray(array), jnp.float64) for name, array in weights.items()}
         flat, counts = jnp.asarray(np.asarray(x), jnp.float64).reshape(-1, D), np.asarray(counts).reshape(-1)
-        logits = flat @ weights["router"]
-        preferred = np.asarray(jax.nn.softmax(logits)) + np.asarray(weights.get("selection_bias", 0.0))
-        experts = choose(preferred, config.experts_per_token)
-        ordered = -np.sort(-preferred, axis=1)
-        apart = np.diff(-ordered)[:, config.experts_per_token - 1 : config.experts_per_token]
-        assert not ((apart > 1e-9) & (apart < NOT_TIED)).any(), "rounding may choose another expert; take another seed"
+        scores, _ = scores_of(flat @ weights["router"], config)
+        preferred = np.asarray(scores) + np.asarray(weights.get("selection_bias", 0.0))
+        limited, of_groups = in_groups(preferred, config)
+        experts = choose(limited, config.experts_per_token)
+        unclear = is_near_tie(preferred, config.experts_per_token) or is_near_tie(of_groups, config.groups_per_token)
+        assert not unclear, "rounding may choose another expert; take another seed"
 
         def run(weights, flat):
             y, sums = mixture(weights, flat, counts, config, experts)
             sums = {name: array.reshape(*x.shape[:2], *array.shape[1:]).sum(axis=1) for name, array in sums.items()}
             return probe(y.reshape(x.shape), sums), (y, sums)
 
-        trained = {name: weights[name] for name in ("router", "gate", "up", "down")}
+        trained = {name: array for name, array in weights.items() if name != "selection_bias"}
         (_, (y, sums)), (grads, grad_x) = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(trained, flat)
         parts = {"output": y.reshape(x.shape), "input": grad_x.reshape(x.shape), **sums, **grads}
         return {name: np.asarray(array) for name, array in parts.items()}
@@ -117,10 +160,10 @@ def program(config, mesh, sequence_parallel, packed):
 
 
 # Balance.
-def balance_of(router, layers, counts, labels, chosen, k):
+def balance_of(router, layers, counts, labels, chosen, config):
     """Returns the auxiliary loss and z-loss of routers with inputs `[L, B, T, D]`; each label counts its sequence's."""
-    logits = layers @ router
-    scores = jnp.where(counts[:, :, None], jax.nn.softmax(logits), 0.0)
+    logits, k = layers @ router, config.experts_per_token
+    scores = jnp.where(counts[:, :, None], scores_of(logits, config)[1], 0.0)
     n = np.maximum(counts.sum(axis=1), 1)[:, None]
     share = scores.shape[-1] / (k * n) * chosen.sum(axis=2)  # [L, B, E]
     loss = jnp.sum(share * scores.sum(axis=2) / n, axis=2)
@@ -139,7 +182,7 @@ def expected_balance(weights, layers, counts, labels, config):
         chosen = chosen.reshape(*layers.shape[:3], -1) & counts[:, :, None]
 
         def run(router, layers):
-            loss, squared = balance_of(router, layers, counts, labels, chosen, k)
+            loss, squared = balance_of(router, layers, counts, labels, chosen, config)
             return loss + 0.3 * squared, (loss, squared)
 
         (_, sums), grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(router, layers)

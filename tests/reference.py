@@ -48,6 +48,13 @@ def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None, chang
     return heads @ w["o"] + w.get("bo", 0.0)
 
 
+def xielu(x, alpha_p, alpha_n):
+    """As transformers computes it."""
+    positive, negative = jnp.log1p(jnp.exp(alpha_p)), 0.5 + jnp.log1p(jnp.exp(alpha_n))
+    below = (jnp.expm1(jnp.minimum(x, -1e-6)) - x) * negative
+    return jnp.where(x > 0, positive * x * x, below) + 0.5 * x
+
+
 def swiglu(x, w):
     """Weights `w` are gate, up, down and optionally bgate, bup, bdown."""
     gate = x @ w["gate"] + w.get("bgate", 0.0)

@@ -39,7 +39,7 @@ from jaxtp.layers.kernels.grouped import is_dense, pick_method
 from jaxtp.layers.kernels.select import num_scores, pick_kernel
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import Lora
-from jaxtp.layers.mlp import MLP
+from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
 from jaxtp.layers.norm import ATTEND, Norm, QKNorm
 from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import GRADIENTS, PaddedDim, Precision
@@ -459,15 +459,27 @@ def context_costs(
 @branch_costs.register
 def mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of an MLP."""
-    gated = layer.config.mlp == "gated"
-    features = work.tokens * (layer.hidden.padded(work.tp) // work.tp) * itemsize(layer.precision.compute)
-    yield from column_costs(layer.gate_up, work, "gate, up") if gated else column_costs(layer.up, work, "up")
-    yield Bytes("elementwise", (3 if gated else 2) * features)
-    saved = (6 if gated else 3) * features  # gate, up, sigmoid, silu, its derivative and the product
+    columns, local = num_columns(layer.config), layer.hidden.padded(work.tp) // work.tp
+    yield from column_costs(layer.gate_up, work, "gate, up") if columns == 2 else column_costs(layer.up, work, "up")
+    if layer.config.activation == XIELU:
+        alpha = Weight(module=XIELU, size=1, precision=layer.precision, tp=False, fsdp=False, used_by_all_tp=True)
+        yield from (alpha, alpha)
+    yield from hidden_costs(columns, work, work.tokens * local * itemsize(layer.precision.compute))
+    yield from row_costs(layer.down, work, "down", read=read)
+
+
+def num_columns(config: MLPConfig) -> int:
+    """Returns how many kernels multiply the input of an MLP."""
+    return 2 if config.mlp == "gated" else 1
+
+
+def hidden_costs(columns: int, work: Workload, features: int) -> Iterator[Cost]:
+    """Yields the costs of an MLP between its products, whose hidden features have this many bytes."""
+    yield Bytes("elementwise", (columns + 1) * features)
+    saved = 3 * columns * features  # gate, up, sigmoid, silu, its derivative and the product
     yield Bytes("workspace", saved)
     if work.remat == "none":
         yield Bytes("saved", saved)
-    yield from row_costs(layer.down, work, "down", read=read)
 
 
 @branch_costs.register
@@ -478,16 +490,42 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     in_float32 = replace(layer.precision, compute="float32")
     yield Weight(module=EXPERTS, size=layer.d_model * experts, tp=False, used_by_all_tp=split, precision=in_float32)
     size, active = experts * layer.d_model * config.d_ff, config.experts_per_token / experts
-    for _ in ("gate", "up", "down"):
+    for _ in range(num_columns(config) + 1):
         yield Weight(module=EXPERTS, size=size, active=active, precision=layer.precision)
     hidden = work.tokens * layer.d_model * itemsize(layer.precision.compute)
-    routing = 2 * FLOAT32 * work.tokens * config.experts_per_token
+    routing = FLOAT32 * work.tokens * (2 * config.experts_per_token + config.shared_experts_gate)
     for entered in (routing, hidden):
         yield from enter(EXPERTS, work, entered, split=split, again=work.remat in REGATHER_POLICIES)
     yield from leave(EXPERTS, work, hidden, split=split, again=read and work.remat in REREDUCE_POLICIES)
     if not split and work.training:  # gradients of scores and normalisers, which one device of a tp group sums up
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
     yield from _expert_work(layer, work, read=read)
+    yield from _shared_costs(layer, work, read=read)
+
+
+def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
+    # Neither gathers its input nor sums its output: both are the experts'.
+    config, d_model, compute = layer.config, layer.d_model, itemsize(layer.precision.compute)
+    if not config.shared_experts:
+        return
+    dim, columns = PaddedDim((config.shared_experts,)), num_columns(config)
+    local = dim.padded(work.tp) // work.tp
+    weight = partial(Weight, module=EXPERTS, size=d_model * dim.size, split=dim, precision=layer.precision)
+    yield from (*[weight()] * columns, weight(transposed=True))
+    yield from hidden_costs(columns, work, work.tokens * local * compute)
+    for name, inner, outer, recomputed in (
+        ("shared experts' gate, up", d_model, columns * local, work.remat in REPROJECT_POLICIES),
+        ("shared experts' down", local, d_model, read and work.remat in REREDUCE_POLICIES),
+    ):
+        count = work.num_evals(recomputed, work.num_gradients)
+        yield Product.of(name, (work.tokens, inner, outer), compute, count)
+    if work.remat == "save_dots":
+        yield Bytes("saved", work.tokens * columns * local * compute)
+    if config.shared_experts_gate:
+        in_float32, split = replace(layer.precision, compute="float32"), work.is_split(layer.sequence_parallel)
+        yield Weight(module=EXPERTS, size=d_model, tp=False, used_by_all_tp=split, precision=in_float32)
+        count = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
+        yield Product.of("shared experts' gate", (work.between(layer.sequence_parallel), d_model, 1), FLOAT32, count)
 
 
 def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
@@ -495,36 +533,36 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
     # experts, elementwise operations all rows. Dense products multiply all rows with all experts.
     config, compute, d_model = layer.config, itemsize(layer.precision.compute), layer.d_model
     tokens, choices = work.between(layer.sequence_parallel), work.tokens * config.experts_per_token
-    local, width = layer.on_device(work.tp)
+    (local, width), columns = layer.on_device(work.tp), num_columns(config)
     rows = choices // work.tp if config.over_tp(work.tp) else choices
     method, _ = pick_method(config.grouped, work.platform)
     all_rows = is_dense(method, work.platform)
     routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
     yield Product.of("router", (tokens, d_model, config.num_experts), FLOAT32, routed)
     for name, inner, outer, recomputed in (
-        ("experts' gate, up", d_model, 2 * width, work.remat in REPROJECT_POLICIES),
+        ("experts' gate, up", d_model, columns * width, work.remat in REPROJECT_POLICIES),
         ("experts' down", width, d_model, read and work.remat in REREDUCE_POLICIES),
     ):
         count, multiplied = work.num_evals(recomputed, work.num_gradients), local * choices if all_rows else rows
         moved = (multiplied * inner + choices * outer + local * inner * outer) * compute
         in_kernel = not all_rows and method == "pallas"
         yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied, in_kernel=in_kernel)
-    yield Bytes("elementwise", compute * (3 * choices * width + 2 * (choices + rows) * d_model))
+    yield Bytes("elementwise", compute * ((columns + 1) * choices * width + 2 * (choices + rows) * d_model))
     if parts(work.sizes, STORAGE) > 1:  # reorders gathered kernels
-        yield Bytes("elementwise", compute * 2 * 3 * local * d_model * width)
+        yield Bytes("elementwise", compute * 2 * (columns + 1) * local * d_model * width)
 
     hidden = work.tokens * d_model * compute
-    yield Bytes("workspace", compute * choices * (6 * width + 2 * d_model))
+    yield Bytes("workspace", compute * choices * (3 * columns * width + 2 * d_model))
     if all_rows:  # rows repeated for each expert, in two products at a time
         yield Bytes("workspace", compute * 2 * local * choices * max(width, d_model))
     yield Bytes("saved", INT32 * tokens * config.experts_per_token)
     if work.remat == "none":
         scores = 4 * FLOAT32 * tokens * config.num_experts
-        yield Bytes("saved", choices * width * (6 * compute + FLOAT32) + hidden + scores)
+        yield Bytes("saved", choices * width * (3 * columns * compute + FLOAT32) + hidden + scores)
     if work.remat == "save_gathered":
         yield Bytes("saved", hidden + 2 * FLOAT32 * choices)
     if work.remat == "save_dots":
-        yield Bytes("saved", compute * choices * 2 * width)
+        yield Bytes("saved", compute * choices * columns * width)
     if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
         yield Bytes("saved", tokens * d_model * compute)
 

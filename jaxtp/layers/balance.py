@@ -2,9 +2,10 @@
 
 The auxiliary loss is per sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), over its n tokens without padding:
 
-    balance = sum_e f_e P_e,   f_e = E / (k n) * (times e is chosen),   P_e = mean of the softmax's e-th output
+    balance = sum_e f_e P_e,   f_e = E / (k n) * (times e is chosen),   P_e = mean share of the e-th score
 
-It is 1 for a uniform choice. The mean over labels does not depend on how a batch is divided. Layers are averaged.
+A share is a score over the sum of all scores. The loss is 1 for a uniform choice. The mean over labels does not depend
+on how a batch is divided. Layers are averaged.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,13 +42,14 @@ class Routing:
     """
 
     times_chosen: Array  # `[B, S, E]` float32: tokens that chose each expert
-    scores: Array  # `[B, S, E]` float32: softmax of each expert
-    squared_normaliser: Array  # `[B, S]` float32: squared log of the softmax's normaliser
-    entropy: Array  # `[B, S]` float32: entropy of the softmax in nats
+    scores: Array  # `[B, S, E]` float32: share of each expert's score
+    squared_normaliser: Array  # `[B, S]` float32: squared log of the sum of the logits' exponentials
+    entropy: Array  # `[B, S]` float32: entropy of the shares in nats
     computed: Array  # `[B, S]` float32: computed rows, one for each token and expert that it chose
     experts: Array | None = None  # `[B, T, k]` int32: the router's choice; only if recorded
     margin: Array | None = None
-    """`[B, T]` float32: lowest chosen score minus the highest score that was not chosen; only if recorded."""
+    """`[B, T]` float32: lowest chosen score minus the highest score that was not chosen, or the same of groups if
+    that is less; only if recorded."""
 
 
 @jax.tree_util.register_dataclass

@@ -1,19 +1,22 @@
 """Mixture of experts: each token uses the k experts with its highest router scores (Shazeer et al., arXiv 1701.06538).
 
-Scores are a float32 softmax over all E experts; ties go to the lower index. No token is dropped: every choice becomes a
-row, sorted by expert (`layers/kernels/grouped.py`). Kernels are stacked, `[E, D, F]`, and split over tp:
+Scores are float32, a softmax over all E experts or a sigmoid of each; ties go to the lower index. No token is dropped:
+every choice becomes a row, sorted by expert (`layers/kernels/grouped.py`). Kernels are stacked, `[E, D, F]`, and split
+over tp:
 
     experts over tp   if tp divides E: a device has E/tp whole experts and computes the rows that chose them.
     experts inside    otherwise: a device has F/tp of every expert and computes its part of every row.
 
 Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without all-to-all. The price
-is memory: each device has a row for every choice of its tp group, because all tokens may choose its experts.
+is memory: each device has a row for every choice of its tp group, because all tokens may choose its experts. Shared
+experts are a dense MLP, split over tp like any other, which uses the same gathered input and the same sum over tp.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +37,15 @@ from jaxtp.collectives import (
     token_spec,
 )
 from jaxtp.config.affects import COST
-from jaxtp.config.hints import Problem, nearest_multiples
-from jaxtp.config.schema import ConfigError, Count, CountOrZero
+from jaxtp.config.hints import Problem, nearest_multiples, not_divisible
+from jaxtp.config.schema import ConfigError, Count, CountOrZero, NonNegative, Positive
 from jaxtp.layers.balance import Routing, SelectionBias
-from jaxtp.layers.branch import Padded, PositionwiseBranch, ShrinkSpec
+from jaxtp.layers.branch import Padded, PositionwiseBranch, ShrinkSpec, smallest_congruent
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.grouped import Implementation, grouped_matmul, pick_method
 from jaxtp.layers.linear import LayerContext, default_kernel_init
-from jaxtp.layers.mlp import ACTIVATIONS, MLP_TARGETS, MLPConfig
-from jaxtp.layers.parameter import Weights, parameter, params_and_specs
+from jaxtp.layers.mlp import ACTIVATIONS, MIN_FEATURES, MLP, MLP_TARGETS, XIELU, MLPConfig, hidden_features
+from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
@@ -63,6 +66,30 @@ class ExpertsConfig(MLPConfig):
     normalize_experts: bool = True
     """Divide the weights of a token's experts by their sum."""
 
+    normalize_floor: NonNegative = 0.0
+    """Least number that normalize_experts divides by (Ernie 4.5)."""
+
+    experts_scale: Positive = 1.0
+    """Factor of the weights of a token's experts, after normalisation."""
+
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of experts: a softmax over all of them, or the sigmoid of each (DeepSeek-V3)."""
+
+    expert_groups: Count = 1
+    """Number of groups, each of equally many neighbouring experts. A token uses experts of few groups."""
+
+    groups_per_token: Count = 1
+    """Groups that each token's experts are chosen from: the groups with the highest scores."""
+
+    group_score: Literal["top2", "max"] = "top2"
+    """Score of a group: the sum of its two highest scores (DeepSeek-V3), or its highest score (DeepSeek-V2)."""
+
+    shared_experts: CountOrZero = 0
+    """Hidden width of a dense MLP whose output is added to the output of the experts; 0 for none."""
+
+    shared_experts_gate: bool = False
+    """Multiply the output of shared_experts by the sigmoid of a projection of the input (Qwen2-MoE)."""
+
     selection_bias: bool = False
     """Add a bias to each expert's score, for the choice only. Each update moves it against the expert's load; see
     train.selection_bias_rate."""
@@ -81,17 +108,15 @@ class ExpertsConfig(MLPConfig):
         if not self.num_experts:
             return
         experts, tp = self.num_experts, sizes[TP]
-        if self.experts_per_token > experts:
+        yield from self._group_problems()
+        if self.mlp_bias or self.activation == XIELU:
+            what = f"model.activation={XIELU}" if self.activation == XIELU else "model.mlp_bias=true"
             yield Problem(
-                f"model.experts_per_token={self.experts_per_token} is more than model.num_experts={experts}; "
-                f"at most {experts} works"
+                f"{what}: the {experts} experts of model.num_experts have neither biases nor learned activations; use "
+                "model.mlp_bias=false and, for example, model.activation=silu"
             )
-        if self.mlp != "gated" or self.mlp_bias:
-            current = f"model.mlp={self.mlp} and model.mlp_bias={str(self.mlp_bias).lower()}"
-            yield Problem(
-                f"{current}: the {experts} experts of model.num_experts are gated, without biases; use model.mlp=gated "
-                "and model.mlp_bias=false"
-            )
+        if self.shared_experts_gate and not self.shared_experts:
+            yield Problem("model.shared_experts_gate=true needs model.shared_experts, the width of its MLP")
         if not self.over_tp(tp) and self.d_ff % tp:
             sizes_of = {"model.num_experts": experts, "model.d_ff": self.d_ff}
             yield Problem(
@@ -99,6 +124,21 @@ class ExpertsConfig(MLPConfig):
                 among={f"mesh.{TP}": experts * self.d_ff},
                 multiples={name: tuple(nearest_multiples(value, tp)) for name, value in sizes_of.items()},
             )
+
+    def _group_problems(self) -> Iterator[Problem]:
+        experts, groups, k = self.num_experts, self.expert_groups, self.experts_per_token
+        if self.groups_per_token > groups:
+            yield Problem(
+                f"model.groups_per_token={self.groups_per_token} is more than model.expert_groups={groups}; at most "
+                f"{groups} works"
+            )
+        among = {"model.expert_groups": experts}
+        yield from not_divisible("model.num_experts", experts, "model.expert_groups", groups, among)
+        most = min(self.groups_per_token, groups) * (experts // groups)
+        if experts % groups == 0 and k > most:
+            reached = f"the experts in {self.groups_per_token} of model.expert_groups={groups}"
+            reached = f"model.num_experts={experts}" if groups == 1 else reached
+            yield Problem(f"model.experts_per_token={k} is more than {reached}; at most {most} works")
 
     def adapter_problems(self, targets: Collection[str]) -> Iterator[Problem]:
         """See `BranchConfig`."""
@@ -111,13 +151,19 @@ class ExpertsConfig(MLPConfig):
             )
 
     def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`; experts are never padded."""
+        """See `BranchConfig`; experts are never padded, shared experts are."""
         yield from super(MLPConfig, self).padding(tp) if self.num_experts else super().padding(tp)
+        if self.num_experts and self.shared_experts:
+            yield "shared_experts", self.shared_experts, PaddedDim((self.shared_experts,)).padded(tp)
 
     def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
         """See `BranchConfig`."""
-        settings = super().shrink(small)
-        if not self.num_experts or self.num_experts <= (few := small.size(self.num_experts, _SMALL_EXPERTS)):
+        settings, groups = super().shrink(small), self.expert_groups
+        if self.shared_experts:
+            settings["shared_experts"] = small.size(self.shared_experts, MIN_FEATURES)
+        least = max(_SMALL_EXPERTS, _SMALL_CHOICES * groups)
+        few = smallest_congruent(self.num_experts, math.lcm(*small.tps, groups), least)
+        if not self.num_experts or self.num_experts <= few:
             return settings
         every = self.experts_per_token == self.num_experts
         return {
@@ -130,8 +176,8 @@ class ExpertsConfig(MLPConfig):
 class MixtureOfExperts(PositionwiseBranch):
     """Experts in place of an MLP, without adapters and overlap.
 
-    Shapes: `[B, T, D] -> [B, T, D]`, and the `Routing`. `router` is `[D, E]`, `gate` and `up` `[E, D, F]`, `down`
-    `[E, F, D]`, `selection_bias` `[E]`.
+    Shapes: `[B, T, D] -> [B, T, D]`, and the `Routing`. `router` is `[D, E]`, `gate` (unless plain) and `up`
+    `[E, D, F]`, `down` `[E, F, D]`, `selection_bias` `[E]`, `shared_gate` `[D, 1]`.
     """
 
     def __init__(self, d_model: int, config: ExpertsConfig, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
@@ -148,9 +194,14 @@ class MixtureOfExperts(PositionwiseBranch):
             return param
 
         self.router = kernel("router", (d_model, experts), P(STORAGE, None))
-        self.gate = kernel("gate", (experts, d_model, features), P(over, STORAGE, inside))
+        if config.mlp == "gated":
+            self.gate = kernel("gate", (experts, d_model, features), P(over, STORAGE, inside))
         self.up = kernel("up", (experts, d_model, features), P(over, STORAGE, inside))
         self.down = kernel("down", (experts, features, d_model), P(over, inside, STORAGE))
+        if config.shared_experts:  # only their parameters: `_shared` computes them
+            self.shared = MLP(d_model, replace(config, d_ff=config.shared_experts), context, rngs=rngs)
+        if config.shared_experts_gate:
+            self.shared_gate = kernel("shared gate", (d_model, 1), P(STORAGE, None))
         if config.selection_bias:
             bias = jnp.zeros(experts, jnp.float32)
             self.selection_bias = parameter("selection bias", bias, P(None), kind=SelectionBias)
@@ -185,15 +236,20 @@ class MixtureOfExperts(PositionwiseBranch):
         segments = of_tokens.get("segments")
         not_padding = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         experts, shares, routing = self._route(sequence, record, x, weights, not_padding, of_tokens.get("experts"))
-        # One exchange for both: float32 holds expert indices exactly.
-        both = enter_parallel(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), sequence)
-        shares, experts = both[..., : config.experts_per_token], both[..., config.experts_per_token :].astype(jnp.int32)
+        # One exchange for all: float32 holds expert indices exactly.
+        k, by_token = config.experts_per_token, [shares, experts.astype(jnp.float32)]
+        if config.shared_experts_gate:
+            by_token.append(jax.nn.sigmoid(self._project(x, weights["shared_gate"], sequence)))
+        together = enter_parallel(jnp.concatenate(by_token, axis=-1), sequence)
+        shares, experts, gate = together[..., :k], together[..., k : 2 * k].astype(jnp.int32), together[..., 2 * k :]
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [b, T/cp, D]
         count, _ = self.on_device(axis_size(TP))
         local = experts - (axis_index(TP) * count if over_tp else 0)
         is_here = (local >= 0) & (local < count)
-        rows = Rows.of(jnp.where(is_here, local, count).reshape(-1, config.experts_per_token), count)
+        rows = Rows.of(jnp.where(is_here, local, count).reshape(-1, k), count)
         y = self._compute(rows, x.reshape(-1, x.shape[-1]), shares.reshape(-1), weights)
+        if config.shared_experts:
+            y += self._shared(x, gate, weights).reshape(y.shape)
         computed = jnp.sum(is_here, axis=(1, 2), dtype=jnp.float32)
         # With experts divided inside, every device of a tp group computes a part of each row; only the first counts it.
         routing = replace(routing, computed=(computed if over_tp else _on_first_device(computed))[:, None])
@@ -208,50 +264,86 @@ class MixtureOfExperts(PositionwiseBranch):
         recorded.
         """
         config, k = self.config, self.config.experts_per_token
-        in_float32 = replace(self.precision, compute="float32")
-        router = in_float32.load(weights["router"], 0, used_by_all_tp=sequence is not None)
-        logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
-        scores = jax.nn.softmax(logits)
+        logits = self._project(x, weights["router"], sequence)
+        softmax = config.router_scores == "softmax"
+        log_scores = logits if softmax else jax.nn.log_sigmoid(logits)  # without a term that all experts share
+        probabilities = jax.nn.softmax(log_scores)  # scores over their sum
+        scores = probabilities if softmax else jax.nn.sigmoid(logits)
         for_choice = jax.lax.stop_gradient(scores)
         if config.selection_bias:
             for_choice = for_choice + weights["selection_bias"]
+        for_choice, group_margin = self._in_best_groups(for_choice)
         best, choice = jax.lax.top_k(for_choice, min(k + record, config.num_experts))
         # Saved under every remat policy: recomputed scores could round differently and choose other experts.
         choice = checkpoint_name(choice[..., :k], CHOSEN)
         experts = choice if replayed is None else replayed
-        # Scores over their sum are a softmax of the chosen logits, so the gradient of the other logits is exactly zero.
+        # Scores over their sum are a softmax of their logarithms, so the gradient of the other logits is exactly zero.
         # Rounding noise there would become full steps in Adafactor, different on each mesh.
-        shares = (
-            jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
-            if config.normalize_experts
-            else jnp.take_along_axis(scores, experts, axis=-1)
-        )
+        of_choices = partial(jnp.take_along_axis, indices=experts, axis=-1)
+        shares = jax.nn.softmax(of_choices(log_scores)) if config.normalize_experts else of_choices(scores)
+        if config.normalize_experts and config.normalize_floor:
+            shares *= jnp.minimum(jnp.sum(of_choices(scores), axis=-1, keepdims=True) / config.normalize_floor, 1)
+        if config.experts_scale != 1:
+            shares *= config.experts_scale
         normaliser = jax.nn.logsumexp(logits, axis=-1)
-        log_scores = logits - normaliser[..., None]
+        log_total = normaliser if softmax else jax.nn.logsumexp(log_scores, axis=-1)
+        log_probabilities = log_scores - log_total[..., None]
         valid = not_padding.astype(jnp.float32)
         sums = [
             jnp.sum(jax.nn.one_hot(experts, config.num_experts).sum(2) * valid[..., None], axis=1),
-            jnp.sum(scores * valid[..., None], axis=1),
+            jnp.sum(probabilities * valid[..., None], axis=1),
             jnp.sum(jnp.square(normaliser) * valid, axis=1),
-            jax.lax.stop_gradient(jnp.sum(-jnp.sum(scores * log_scores, axis=-1) * valid, axis=1)),
+            jax.lax.stop_gradient(jnp.sum(-jnp.sum(probabilities * log_probabilities, axis=-1) * valid, axis=1)),
         ]
         if sequence is None:  # every device of a tp group has the same tokens
             sums = [_on_first_device(each) for each in sums]
         routing = Routing(*(each[:, None] for each in sums), computed=valid)  # type: ignore[misc]
         if record:
             last = jnp.zeros_like(best[..., 0]) if best.shape[-1] == k else best[..., k]
-            routing = replace(routing, experts=choice, margin=best[..., k - 1] - last)
+            margin = best[..., k - 1] - last
+            margin = margin if group_margin is None else jnp.minimum(margin, group_margin)
+            routing = replace(routing, experts=choice, margin=margin)
         return jnp.where(not_padding[..., None], experts, config.num_experts), shares, routing
+
+    def _project(self, x: Array, kernel: Array, sequence: int | None) -> Array:
+        """Returns the product, in float32, of this device's tokens with a kernel `[D, n]` that all devices have."""
+        in_float32 = replace(self.precision, compute="float32")
+        loaded = in_float32.load(kernel, 0, used_by_all_tp=sequence is not None)
+        return jnp.einsum("btd,de->bte", x.astype(jnp.float32), loaded, precision=jax.lax.Precision.HIGHEST)
+
+    def _in_best_groups(self, scores: Array) -> tuple[Array, Array | None]:
+        """Returns scores `[b, t, E]`, -inf outside of each token's groups, and the lowest chosen group's lead `[b, t]`.
+
+        The lead is over the next group; it is None if no group is left out.
+        """
+        groups, taken = self.config.expert_groups, self.config.groups_per_token
+        if taken >= groups:
+            return scores, None
+        by_group = scores.reshape(*scores.shape[:2], groups, -1)
+        best, _ = jax.lax.top_k(by_group, min(2 if self.config.group_score == "top2" else 1, by_group.shape[-1]))
+        best, order = jax.lax.top_k(jnp.sum(best, axis=-1), taken + 1)
+        is_taken = jnp.any(jax.nn.one_hot(order[..., :taken], groups, dtype=bool), axis=-2)
+        limited = jnp.where(is_taken[..., None], by_group, -jnp.inf)
+        return limited.reshape(scores.shape), best[..., taken - 1] - best[..., taken]
+
+    def _shared(self, x: Array, gate: Array, weights: Weights) -> Array:
+        """Returns this device's summands of the dense MLP, times the gate `[b, T, 1]` if there is one."""
+        names = ("shared.gate_up.kernels.0", "shared.gate_up.kernels.1", "shared.up.kernels.0")
+        kernels = [self.precision.load(weights[name], 0) for name in names if name in weights]
+        products = [checkpoint_name(x @ kernel, PROJECTED) for kernel in kernels]
+        hidden = hidden_features(ACTIVATIONS[self.config.activation], products)
+        hidden = (hidden * gate).astype(hidden.dtype) if self.config.shared_experts_gate else hidden
+        return hidden @ self.precision.load(weights["shared.down.kernel"], 1)
 
     def _compute(self, rows: "Rows", x: Array, shares: Array, weights: Weights) -> Array:
         """Returns this device's summands, `[N, D] -> [N, D]`; shares are `[N * k]`."""
-        gate, up = (self.precision.load(weights[name], 1) for name in ("gate", "up"))
+        kernels = [self.precision.load(weights[name], 1) for name in ("gate", "up") if name in weights]
         down = self.precision.load(weights["down"], 2)
         inputs = rows.spread(x)
         method, _ = pick_method(self.config.grouped, current_platform())
         multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
-        gates, ups = (checkpoint_name(multiply(inputs, kernels), PROJECTED) for kernels in (gate, up))
-        hidden = ACTIVATIONS[self.config.activation](gates) * ups
+        products = [checkpoint_name(multiply(inputs, kernel), PROJECTED) for kernel in kernels]
+        hidden = hidden_features(ACTIVATIONS[self.config.activation], products)
         # Weighted before the last product, so that the backward pass does not need that product's result.
         weighed = (hidden * rows.of_choices(shares)[:, None]).astype(hidden.dtype)
         return rows.collect(multiply(weighed, down))

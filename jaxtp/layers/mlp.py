@@ -1,31 +1,39 @@
 """The feed-forward layer, gated (Shazeer, arXiv 2002.05202) or plain."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
+from jaxtp.collectives import device_view, token_spec
 from jaxtp.config.schema import Count
 from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
-from jaxtp.layers.parameter import PaddedDim
+from jaxtp.layers.parameter import PaddedDim, parameter, spec_of
+from jaxtp.mesh import TP
 
-_MIN_FEATURES = 48
+MIN_FEATURES = 48
 MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")  # projections of an MLP that can have adapters
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+XIELU = "xielu"
+_BETA, _EPS = 0.5, -1e-6  # of xielu
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 # Each maps 0 to 0, so padded features get no gradients.
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -40,7 +48,8 @@ class MLPConfig(BranchConfig):
     """Kind of MLP: gated is down(activation(gate(x)) * up(x)), plain down(activation(up(x)))."""
 
     activation: Activation = "silu"
-    """Activation function; gelu_tanh is the approximation by tanh."""
+    """Activation function. gelu_tanh is the approximation by tanh, relu2 the square of relu (arXiv 2109.08668); xielu
+    has two learned scalars in each layer (arXiv 2411.13010)."""
 
     mlp_bias: bool = False
     """Biases on the MLP's projections."""
@@ -52,13 +61,14 @@ class MLPConfig(BranchConfig):
 
     def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
         """See `BranchConfig`."""
-        return {"d_ff": small.size(self.d_ff, _MIN_FEATURES), **super().shrink(small)}
+        return {"d_ff": small.size(self.d_ff, MIN_FEATURES), **super().shrink(small)}
 
 
 class MLP(PositionwiseBranch):
     """An MLP whose hidden features, F, are split over tp.
 
-    Kernels: gate and up `[D, F]` (`gate_up.kernels` 0, 1) or only up (`up.kernels` 0), and down `[F, D]`.
+    Kernels: gate and up `[D, F]` (`gate_up.kernels` 0, 1) or only up (`up.kernels` 0), and down `[F, D]`; for xielu
+    `alpha_p` and `alpha_n` `[1]`, before the softplus.
     """
 
     def __init__(self, d_model: int, config: MLPConfig, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
@@ -70,12 +80,38 @@ class MLP(PositionwiseBranch):
         else:
             self.up = column((self.hidden,), targets=("up_proj",))
         self.down = RowParallelLinear(self.hidden, d_model, context, use_bias=bias, target="down_proj", rngs=rngs)
+        if config.activation == XIELU:
+            initial = (jnp.log(jnp.expm1(jnp.full(1, slope, context.precision.param))) for slope in (0.8, 0.8 - _BETA))
+            self.alpha_p, self.alpha_n = (parameter(XIELU, alpha, P(None)) for alpha in initial)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """See `Branch`."""
-        activate = ACTIVATIONS[self.config.activation]
-        if self.config.mlp == "plain":
-            (hidden_BTF,) = self.up(x_BTD)
-            return self.down(activate(hidden_BTF))
-        gate_BTF, up_BTF = self.gate_up(x_BTD)
-        return self.down(activate(gate_BTF) * up_BTF)
+        products_BTF = [*(self.up(x_BTD) if self.config.mlp == "plain" else self.gate_up(x_BTD))]
+        activate = self._xielu if self.config.activation == XIELU else ACTIVATIONS[self.config.activation]
+        return self.down(hidden_features(activate, products_BTF))
+
+    def _xielu(self, x_BTF: Array) -> Array:
+        in_float32, alphas = replace(self.precision, compute="float32"), (self.alpha_p, self.alpha_n)
+
+        def activate(x: Array, shards: Sequence[Array]) -> Array:
+            return xielu(x, *(in_float32.load(shard, None, used_by_all_tp=True) for shard in shards))
+
+        spec, of_alphas = token_spec(TP), [spec_of(alpha) for alpha in alphas]
+        view = device_view(activate, XIELU, in_specs=(spec, of_alphas), out_specs=spec)
+        result: Array = view(x_BTF, [jnp.asarray(alpha[...]) for alpha in alphas])
+        return result
+
+
+def hidden_features(activate: Callable[[Array], Array], products: Sequence[Array]) -> Array:
+    """Returns activation(gate) * up of a gated MLP's two products, or activation(up) of a plain one's."""
+    first = activate(products[0])
+    return first if len(products) == 1 else first * products[1]
+
+
+def xielu(x: Array, alpha_p: Array, alpha_n: Array) -> Array:
+    """Returns xIELU, computed in float32, in the dtype of `x`; alphas are before the softplus."""
+    x32 = x.astype(jnp.float32)
+    # As in transformers expm1 takes no more than eps, except at 0, so that padded features stay 0.
+    most = jnp.where(x32 == 0, 0.0, _EPS)
+    below = (_BETA + jax.nn.softplus(alpha_n)) * (jnp.expm1(jnp.where(x32 < most, x32, most)) - x32)
+    return (jnp.where(x32 > 0, jax.nn.softplus(alpha_p) * jnp.square(x32), below) + _BETA * x32).astype(x.dtype)

@@ -65,7 +65,10 @@ def test_activations_that_are_whole_over_tp(mesh):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("changes", [{"experts_per_token": 1}, {"experts_per_token": E}, {"normalize_experts": False}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"experts_per_token": 1}, {"experts_per_token": E}, {"normalize_experts": False}, {"router_scores": "sigmoid"}],
+)
 def test_other_numbers_of_experts(changes):
     config = dataclasses.replace(CONFIG, **changes)
     layers, segments, labels = rows()

@@ -192,6 +192,11 @@ CASES = {
         lambda layer, x: layer(x),
         lambda w, x: reference.swiglu(x, reference.named(w, reference.MLP)),
     ),
+    "xielu": Case(
+        lambda rngs: jaxtp.MLP(D, jaxtp.MLPConfig(d_ff=F - 3, mlp="plain", activation="xielu"), rngs=rngs),
+        lambda layer, x: layer(x),
+        lambda w, x: reference.xielu(x @ w["up.kernels.0"], w["alpha_p"], w["alpha_n"]) @ w["down.kernel"],
+    ),
     "embedding": Case(
         lambda rngs: jaxtp.VocabParallelEmbedding(V, D, rngs=rngs),
         embed_and_scale,

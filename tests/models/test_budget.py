@@ -135,6 +135,7 @@ EXACT = {
         PLAIN, norm_placement="both", norm="rms_plus_one", pattern=({"sliding_window": 4}, {})
     ),
 }
+EXACT["learned activations"] = dataclasses.replace(PLAIN, d_ff=94, mlp="plain", activation="xielu")
 EXACT["experts"] = dataclasses.replace(PLAIN, num_experts=4, experts_per_token=2)
 EXACT["experts inside"] = dataclasses.replace(PLAIN, num_experts=6, experts_per_token=3, sequence_parallel=False)
 EXACT["rings"] = dataclasses.replace(BIASED, num_kv_heads=2, overlap="ring")
@@ -302,6 +303,10 @@ MIXTURES = {
     "biased": dataclasses.replace(MIXTURE, selection_bias=True, num_kv_heads=2, precision=LOW),
     "some layers are dense": dataclasses.replace(MIXTURE, pattern=({"num_experts": 4}, {"num_experts": 0})),
     "written out": dataclasses.replace(MIXTURE, scan_layers=False, tie_embeddings=True),
+    "shared": dataclasses.replace(MIXTURE, shared_experts=18, precision=LOW, router_scores="sigmoid"),
+    "shared, plain, gated": dataclasses.replace(
+        MIXTURE, mlp="plain", activation="relu2", shared_experts=96, shared_experts_gate=True
+    ),
 }
 MIXTURE_MESHES = [(2, 2, 1, 2), (1, 2, 1, 4), (1, 1, 2, 4), (2, 1, 2, 2), (1, 4, 2, 2), (2, 2, 4, 1)]
 """Whole experts on each device where tp is 2, and a part of each where it is 4."""
@@ -315,7 +320,11 @@ MIXTURE_CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    sweep(MIXTURE_CASES, ("biased", (1, 1, 2, 4), "save_dots", False)),
+    sweep(
+        MIXTURE_CASES,
+        ("biased", (1, 1, 2, 4), "save_dots", False),
+        ("shared, plain, gated", (1, 2, 1, 4), "full", None),
+    ),
     ids=str,
 )
 def test_the_budget_of_experts_is_exact(case):
@@ -330,9 +339,12 @@ def test_the_budget_of_experts_is_exact(case):
     sweep_of([[8, 6], SEQUENCE_PARALLEL, [1, 4]], (6, "save_dots", 4)),
 )
 def test_experts_move_over_tp_what_a_dense_mlp_does(num_experts, policy, experts_per_token):
-    """Whatever k is, and beside it two floats for each choice."""
+    """Whatever k is, with shared experts or without, and beside it two floats for each choice."""
+    shared = 40 if experts_per_token == 4 else 0
     dense, mixture = (
-        block_collectives((1, 1, 8), policy, num_experts=count, experts_per_token=experts_per_token)
+        block_collectives(
+            (1, 1, 8), policy, num_experts=count, experts_per_token=experts_per_token, shared_experts=shared
+        )
         for count in (0, num_experts)
     )
     activations, of_experts = (

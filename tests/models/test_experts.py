@@ -85,10 +85,33 @@ CONFIGS = {
     "muon of square kernels": variant(optimizer="muon", d_ff=16, num_experts=4, loop=TWICE),
     "adafactor": variant(optimizer="adafactor", d_model=128, d_ff=192),
     "lion": variant(optimizer="lion", loop=TWICE),
+    "deepseek v3": variant(
+        **BIASED,
+        router_scores="sigmoid",
+        expert_groups=3,
+        groups_per_token=2,
+        experts_scale=2.5,
+        shared_experts=20,
+        num_layers=3,
+        first_blocks=({"num_experts": 0, "d_ff": 40},),
+        loop=TWICE,
+    ),
+    "qwen2": variant(
+        normalize_experts=False, shared_experts=22, shared_experts_gate=True, remat="none", optimizer="muon", loop=TWICE
+    ),
+    "plain": variant(
+        mlp="plain", activation="relu2", shared_experts=9, normalize_floor=0.6, experts_scale=1.5, remat="save_dots"
+    ),
+    "adapters beside shared": variant(
+        lora=LoraConfig(rank=3, targets=("q_proj",)), shared_experts=10, shared_experts_gate=True, remat="save_gathered"
+    ),
+    "learned activations": variant(
+        num_experts=0, mlp="plain", activation="xielu", d_ff=22, loop=dataclasses.replace(LoopConfig(), accumulation=2)
+    ),
 }
 """Rows are packed: documents cross chunks, the last row is padding alone, and one from its middle on."""
 
-FIRST = [("mixture", (1, 2, 2, 2))]
+FIRST = [("mixture", (1, 2, 2, 2)), ("deepseek v3", (2, 1, 1, 4))]
 """Experts over tp; what is divided inside is in the tests of the layer."""
 
 TRIED = [
@@ -108,8 +131,13 @@ TRIED = [
     ("adapters", (2, 2, 2, 2)),
     ("kinds of experts", (1, 1, 2, 8)),
     ("lion", (1, 2, 4, 2)),
+    ("deepseek v3", (1, 2, 1, 3)),
+    ("qwen2", (1, 2, 1, 4)),
+    ("plain", (1, 1, 2, 3)),
+    ("adapters beside shared", (2, 2, 1, 2)),
+    ("learned activations", (2, 1, 1, 4)),
 ]
-"""Sixteen meshes, each with another mixture than the next."""
+"""Twenty meshes, each with another mixture than the next."""
 
 
 @cache
@@ -127,7 +155,8 @@ def test_a_mesh_equals_one_device(tried):
     errors = parity.compare(numbers, expected)
     assert errors.within(parity.TOLERANCES["float32"]), errors
     assert numbers.problems == ()
-    assert any("mlp.router" in name for name in numbers.gradients) or CONFIGS[name].model.lora.rank
+    model = CONFIGS[name].model
+    assert any("mlp.router" in name for name in numbers.gradients) or model.lora.rank or not model.num_experts
 
 
 UNCHOSEN = variant(
@@ -139,12 +168,22 @@ UNCHOSEN = variant(
     loop=LoopConfig(steps=10, balance_loss=0.0),
 )
 """More experts than a batch has choices of."""
+ROUTERS = {
+    "softmax": {},
+    "with a floor": {"normalize_floor": 1e-3},
+    "sigmoid": {"router_scores": "sigmoid", "expert_groups": 4, "groups_per_token": 2},
+}
 
 
+@pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("mesh", sweep([(1, 2, 1, 2), (2, 1, 2, 2), (1, 8, 1, 1)]), ids=str)
-def test_columns_of_a_router_that_no_token_chose_stay_as_they_are(mesh):
+def test_columns_of_a_router_that_no_token_chose_stay_as_they_are(mesh, router):
     """Adafactor divides a gradient by its size: of the rounding of a zero it made a full step, another on each mesh."""
-    config = dataclasses.replace(UNCHOSEN, optimizer=dataclasses.replace(UNCHOSEN.optimizer, weight_decay=0.0))
+    config = dataclasses.replace(
+        UNCHOSEN,
+        optimizer=dataclasses.replace(UNCHOSEN.optimizer, weight_decay=0.0),
+        model=dataclasses.replace(UNCHOSEN.model, **ROUTERS[router]),
+    )
     initial = parity.initial_arrays(config)
     found = [parity.run(config, each, initial) for each in (ONE_DEVICE, Case(sizes_of(mesh), False))]
     for numbers in found:

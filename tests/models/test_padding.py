@@ -62,6 +62,8 @@ VARIANTS = {
     "plain": {},
     "everything": EVERYTHING,
     "plain mlp": {"mlp": "plain", "activation": "gelu_tanh"},
+    "learned activations": {"mlp": "plain", "activation": "xielu"},
+    "shared experts": {"num_experts": 4, "d_ff": 8, "shared_experts": 30, "shared_experts_gate": True},
     "head norms": {"qk_norm": "head", "remat": "save_dots", "scan_layers": False},
     "adapters": {"lora": LoraConfig(rank=3)},
     "lion": {"optimizer": "lion"},

@@ -58,6 +58,16 @@ MODELS = {
     "adapters": dataclasses.replace(SHARED, lora=LoraConfig(rank=2)),
     "experts": dataclasses.replace(SHARED, num_layers=4, num_experts=6, pattern=({"num_experts": 0}, {})),
     "biased experts": dataclasses.replace(SHARED, num_experts=8, experts_per_token=3, selection_bias=True),
+    "shared experts": dataclasses.replace(
+        SHARED,
+        num_experts=6,
+        router_scores="sigmoid",
+        expert_groups=3,
+        groups_per_token=2,
+        shared_experts=10,
+        shared_experts_gate=True,
+    ),
+    "learned activations": dataclasses.replace(SHARED, mlp="plain", activation="xielu", d_ff=22),
     "bfloat16": dataclasses.replace(SHARED, precision=jaxtp.Precision(param="bfloat16", compute="bfloat16")),
 }
 CASES = [("shared", mesh) for mesh in [None, *MESHES]] + [(name, (1, 2, 4)) for name in MODELS if name != "shared"]

@@ -61,8 +61,11 @@ EXPERTS = dataclasses.replace(MODEL, attention="xla", num_experts=4, experts_per
                 {"remat": "save_gathered"},
                 {"remat": "save_reduced", "norm_placement": "after"},
                 {"remat": "full", "sequence_parallel": False},
+                {"remat": "full", "shared_experts": 10, "shared_experts_gate": True, "router_scores": "sigmoid"},
+                {"remat": "save_dots", "shared_experts": 32, "mlp": "plain", "sequence_parallel": False},
             ],
         ],
+        ((1, 2, 4), {"remat": "full", "shared_experts": 10, "shared_experts_gate": True, "router_scores": "sigmoid"}),
     ),
     ids=str,
 )
