@@ -88,14 +88,19 @@ def decoder_logits(weights, config, ids, layers=None):
 
     `layers` has for each layer its stack, its index in the stack, its window and its RoPE theta.
     """
+    norm = lambda x, scale: rms_norm(x, scale, config.norm_eps)
     x = jnp.asarray(weights["embedding.embedding"])[ids]
+    x = norm(x, 1) if config.embedding_norm else x
     for stack, place, window, theta in layers or [
         ("blocks", i, None, config.rope_theta) for i in range(config.num_layers)
     ]:
         w = {name.removeprefix(f"{stack}."): a[place] for name, a in weights.items() if name.startswith(f"{stack}.")}
-        normed = rms_norm(x, w["attention_norm.scale"], config.norm_eps)
         heads = (config.num_heads, config.num_kv_heads, config.head_dim, theta, window)
-        x = x + attention(normed, named(w, ATTENTION, "attention."), *heads)
-        x = x + swiglu(rms_norm(x, w["mlp_norm.scale"], config.norm_eps), named(w, MLP, "mlp."))
-    x = rms_norm(x, weights["norm.scale"], config.norm_eps)
-    return x @ weights.get("head.kernel", weights["embedding.embedding"]).T
+        normed = norm(x, w["attention_norm.scale"])
+        attended = config.residual_scale * attention(normed, named(w, ATTENTION, "attention."), *heads)
+        read = x if config.norm_placement.startswith("parallel") else x + attended
+        normed = normed if config.norm_placement == "parallel" else norm(read, w["mlp_norm.scale"])
+        x = x + attended + config.residual_scale * swiglu(normed, named(w, MLP, "mlp."))
+        x = x * w.get("layer_scale", 1)
+    logits = norm(x, weights["norm.scale"]) @ weights.get("head.kernel", weights["embedding.embedding"]).T
+    return config.logit_scale * (logits + weights.get("head.bias", 0))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -160,14 +160,15 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     """Yields the costs of branches, norms, residual sums and saved input."""
     residual = work.between(block.config.sequence_parallel) * block.config.d_model
     size, last = residual * itemsize(block.config.precision.compute), block.names[-1]
-    yield Bytes("saved", size * {"none": len(block.names), "offload": 0}.get(work.remat, 1))
+    inputs = 1 if block.parallel else len(block.names)
+    yield Bytes("saved", size * {"none": inputs, "offload": 0}.get(work.remat, 1))
     for name, branch, before, after in block.branches():
         if before is not None:
             yield from _within(name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES))
         if after is not None:  # recomputed if a branch follows: its norm reads the sum that contains this result
             recomputed = name != last and work.remat != "none"
             yield from _within(name, norm_costs(after, work, recomputed=recomputed))
-        read = name != last or after is not None
+        read = (name != last and not block.parallel) or after is not None
         if has_formulas(branch):
             costs = branch_costs(branch, work, read=read)
         else:
@@ -210,7 +211,10 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     compute, tokens, features = itemsize(config.precision.compute), work.tokens, config.d_model
     size, vocab = config.vocab_size * features, PaddedDim((config.vocab_size,))
     local, tied = vocab.padded(work.tp) // work.tp, config.tie_embeddings
-    yield Weight(module=LOSS, size=size, split=vocab, precision=config.precision, again=False, tied=tied)
+    weight = partial(Weight, module=LOSS, split=vocab, precision=config.precision, again=False)
+    yield weight(size=size, tied=tied)
+    if config.head_bias:
+        yield weight(size=config.vocab_size, fsdp=False)
     hidden = tokens * features * compute
     yield from enter(LOSS, work, hidden, split=work.is_split(config.sequence_parallel), again=False)
     chunks = -(-tokens // config.loss_chunk)

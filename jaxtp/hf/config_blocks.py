@@ -75,7 +75,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
             for each in family.by_type.get(kind, ()):
                 # An override of single layers replaces the defaults of a type.
                 if name_in_file(each, attributes) in attributes or _OVERRIDES not in attributes:
-                    layer |= dict.fromkeys(each.fields, read_attribute(each, attributes, fields | layer))
+                    layer |= dict.fromkeys(each.fields, read_attribute(each, attributes, {**fields, **layer}))
             layer |= {**family.always_by_type.get(kind, {})}
         return layer
 

@@ -129,7 +129,7 @@ def place(tensor: Tensor, part: int, widths: Sequence[int], family: Family, bloc
     first, width, own = sum(widths[:part]), sum(widths), widths[part]
     columns = np.arange(own)
     if rotates := family.interleaved_rope and _ROTATED.fullmatch(tensor.ours) is not None:
-        rotated = int(block.head_dim * getattr(block, "rotary_fraction", 1.0))
+        rotated = int(block.head_dim * block.rotary_fraction)
         heads = columns.reshape(-1, block.head_dim)
         heads[:, :rotated] = np.concatenate([heads[:, :rotated:2], heads[:, 1:rotated:2]], axis=1)
     if tensor.chunks is not None:

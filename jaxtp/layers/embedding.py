@@ -31,7 +31,7 @@ from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter,
 from jaxtp.layers.sequence_parallel import LocalShape, activation_spec, sequence_dim
 from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
-TABLE_SPEC = P(TP, STORAGE)
+TABLE_SPEC, BIAS_SPEC = P(TP, STORAGE), P(TP)
 EMBEDDING = "vocab_parallel_embedding"
 
 
@@ -52,9 +52,15 @@ class HeadConfig:
     vocab_size: int  # without padding
     context: LayerContext = LayerContext()
 
+    scale: float = 1.0  # multiplies each logit
     softcap: float | None = None  # squashes each logit l to `softcap * tanh(l / softcap)`
     chunk_size: int = CHUNK_SIZE  # tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)
-    table_spec: P = TABLE_SPEC  # the table's spec, which `mark_unreduced` changes
+    table_spec: P = TABLE_SPEC  # the table's spec, which `mark_unreduced` changes, as it does the bias's
+    bias_spec: P = BIAS_SPEC
+
+    def finish(self, logits: Array) -> Array:
+        """Scales and caps logits."""
+        return softcapped(logits if self.scale == 1 else logits * self.scale, self.softcap)
 
 
 def vocabulary_table(vocab_size: int, features: int, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[Array]:
@@ -152,21 +158,33 @@ class LearnedPositions(nnx.Module):
 
 
 class VocabParallelHead(nnx.Module):
-    """The output projection `[V, D]` for untied embeddings."""
+    """The output projection `[V, D]`, None if `tied` to the embedding, and its bias `[V]`, if any."""
 
-    def __init__(self, vocab_size: int, features: int, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
-        self.kernel = vocabulary_table(vocab_size, features, context.precision, rngs)
+    def __init__(
+        self,
+        vocab_size: int,
+        features: int,
+        context: LayerContext = LayerContext(),
+        *,
+        use_bias: bool = False,
+        tied: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        self.kernel = None if tied else vocabulary_table(vocab_size, features, context.precision, rngs)
+        zeros, padding = jnp.zeros(vocab_size, context.precision.param), ((-1, PaddedDim((vocab_size,))),)
+        self.bias = parameter("bias", zeros, BIAS_SPEC, padding=padding) if use_bias else None
 
 
-def vocab_parallel_logits(x_BTD: Array, table_VD: Array, head: HeadConfig) -> Array:
+def vocab_parallel_logits(x_BTD: Array, table_VD: Array, head: HeadConfig, bias_V: Array | None = None) -> Array:
     """Returns logits `[B, T, V]` in `precision.logits`; the table is the (tied) embedding or head, `[V padded, D]`."""
     precision, sequence = head.context.precision, sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
-    def project(x: Array, shard: Array) -> Array:
+    def project(x: Array, shard: Array, bias: Array | None) -> Array:
         x = enter_parallel(x.astype(precision.compute), sequence)
-        return jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits)
+        y = jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits)
+        return y if bias is None else y + precision.load(bias, None, accumulate=precision.logits)
 
     activation = activation_spec(sequence)
-    in_specs = (activation, head.table_spec)
+    in_specs = (activation, head.table_spec, None if bias_V is None else head.bias_spec)
     run = device_view(project, "vocab_parallel_logits", in_specs=in_specs, out_specs=token_spec(TP))
-    return softcapped(run(x_BTD, table_VD)[..., : head.vocab_size], head.softcap)
+    return head.finish(run(x_BTD, table_VD, bias_V)[..., : head.vocab_size])

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, device_view, enter_parallel, token_spec
-from jaxtp.layers.embedding import HeadConfig, softcapped
+from jaxtp.layers.embedding import HeadConfig
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import TOKENS, TP
 
@@ -28,9 +28,15 @@ _REDUCED = "softmax_reduction"
 
 
 def vocab_parallel_cross_entropy(
-    x_BTD: Array, table_VD: Array, labels_BT: Array, head: HeadConfig, *, z_loss: float = 0.0
+    x_BTD: Array,
+    table_VD: Array,
+    labels_BT: Array,
+    head: HeadConfig,
+    bias_V: Array | None = None,
+    *,
+    z_loss: float = 0.0,
 ) -> tuple[Array, Array]:
-    """Returns the summed cross-entropy, in nats, under `softmax(x @ table.T)`, and the number of labels.
+    """Returns the summed cross-entropy, in nats, under `softmax(x @ table.T + bias)`, and the number of labels.
 
     Both are float32 scalars over the *global* batch.
 
@@ -38,7 +44,8 @@ def vocab_parallel_cross_entropy(
       x_BTD: final hidden states.
       table_VD: the (tied) embedding or head, `[V padded, D]`.
       labels_BT: integers; `IGNORE` (-100) does not count.
-      head: V, softcap, tokens projected at a time.
+      head: V, scale, softcap, tokens projected at a time.
+      bias_V: `[V padded]`.
       z_loss: adds `z_loss * log(sum(exp(logits)))^2` per token (PaLM, arXiv 2204.02311, section 5).
     """
 
@@ -50,11 +57,11 @@ def vocab_parallel_cross_entropy(
         loss_sum, num_valid = all_reduce(sums, *TOKENS)
         return loss_sum, num_valid
 
-    return _on_devices(total, (P(), P()), (x_BTD, table_VD, labels_BT), head)
+    return _on_devices(total, (P(), P()), (x_BTD, table_VD, labels_BT, bias_V), head)
 
 
 def vocab_parallel_token_losses(
-    x_BTD: Array, table_VD: Array, labels_BT: Array, head: HeadConfig
+    x_BTD: Array, table_VD: Array, labels_BT: Array, head: HeadConfig, bias_V: Array | None = None
 ) -> tuple[Array, Array]:
     """Returns the cross-entropy of each label in nats, and whether no token has a higher logit, both `[B, T]`.
 
@@ -66,7 +73,7 @@ def vocab_parallel_token_losses(
         valid = labels != IGNORE
         return jnp.where(valid, log_normaliser - label_logit, 0), valid & (label_logit >= highest)
 
-    return _on_devices(each, (token_spec(), token_spec()), (x_BTD, table_VD, labels_BT), head)
+    return _on_devices(each, (token_spec(), token_spec()), (x_BTD, table_VD, labels_BT, bias_V), head)
 
 
 _Statistics = tuple[Array, Array, Array]
@@ -76,32 +83,37 @@ _Statistics = tuple[Array, Array, Array]
 def _on_devices(
     reduce: Callable[[_Statistics, Array], tuple[Array, Array]],
     out_specs: tuple[P, P],
-    arrays: tuple[Array, Array, Array],
+    arrays: tuple[Array, Array, Array, Array | None],
     head: HeadConfig,
 ) -> tuple[Array, Array]:
-    """Returns `reduce(statistics, labels)` of each device's tokens; `arrays` are hidden states, table and labels."""
-    x_BTD, _, labels_BT = arrays
+    """Returns `reduce(statistics, labels)` of each device's tokens.
+
+    `arrays` are hidden states, table, labels and bias.
+    """
+    x_BTD, _, labels_BT, bias_V = arrays
     chex.assert_equal_shape_prefix((x_BTD, labels_BT), 2)
     precision, sequence = head.context.precision, sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
-    def run(x: Array, shard: Array, labels: Array) -> tuple[Array, Array]:
+    def run(x: Array, shard: Array, labels: Array, bias: Array | None) -> tuple[Array, Array]:
         x = enter_parallel(x.astype(precision.compute), sequence)
         # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three times (fsdp-1)*V/tp
         # floats per token, which is less than the table only where a device has fewer than about D/(2*fsdp) tokens.
         table = precision.load(shard, 1, accumulate="float32")  # chunks accumulate gradients in float32
-        token_statistics = partial(_token_statistics, head, table)
+        bias = None if bias is None else precision.load(bias, None, accumulate="float32")
+        token_statistics = partial(_token_statistics, head, table, bias)
         # [tokens, D] and [tokens]: nothing is copied
         statistics = _map_chunks(token_statistics, x.reshape(-1, x.shape[-1]), labels.reshape(-1), head.chunk_size)
         return reduce(jax.tree.map(lambda each: each.reshape(labels.shape), statistics), labels)
 
-    in_specs = (activation_spec(sequence), head.table_spec, token_spec())
+    in_specs = (activation_spec(sequence), head.table_spec, token_spec(), None if bias_V is None else head.bias_spec)
     return device_view(run, LOSS, in_specs, out_specs)(*arrays)
 
 
-def _token_statistics(head: HeadConfig, table: Array, x: Array, labels: Array) -> _Statistics:
+def _token_statistics(head: HeadConfig, table: Array, bias: Array | None, x: Array, labels: Array) -> _Statistics:
     precision = head.context.precision
     logits = jnp.einsum("td,vd->tv", x, table.astype(precision.compute), preferred_element_type=precision.logits)
-    logits = softcapped(logits.astype(jnp.float32), head.softcap)
+    logits = logits.astype(jnp.float32)
+    logits = head.finish(logits if bias is None else logits + bias)
     start = axis_index(TP) * table.shape[0]
     local_vocab = start + jnp.arange(table.shape[0])
     logits = jnp.where(local_vocab < head.vocab_size, logits, -jnp.inf)

@@ -79,6 +79,12 @@ _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
 class BlockConfig(NormConfig, ExpertsConfig, AttentionConfig):
     """One kind of decoder block: attention, then an MLP or experts, each a branch with norms."""
 
+    residual_scale: Positive = 1.0
+    """Factor of the outputs of attention and MLP (Granite)."""
+
+    layer_scale: bool = False
+    """Multiply the residual stream at the end of each block by a number that is not trained (Gemma 4)."""
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -143,11 +149,20 @@ class ModelConfig(BlockConfig, DecoderSizes):
     embedding_scale: Positive | None = None
     """Factor of the embedding, rounded to the compute dtype; by default 1."""
 
+    embedding_norm: bool = False
+    """Divide the embedding by its root mean square (Muse Glimmer)."""
+
+    logit_scale: Positive = 1.0
+    """Factor of the logits, before their cap."""
+
     logit_softcap: Positive | None = None
     """Caps logits: c * tanh(logit / c)."""
 
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
+
+    head_bias: bool = False
+    """A bias on the logits (Phi-2)."""
 
     dropout: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1"), STEP] = 0.0
     """Dropout rate of the outputs of attention and MLP in training."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import batch_spec, check_divides, constrain, token_spec
 from jaxtp.config.schema import ConfigError
@@ -28,8 +29,8 @@ from jaxtp.layers.embedding import (
 from jaxtp.layers.experts import MixtureOfExperts
 from jaxtp.layers.lora import freeze
 from jaxtp.layers.loss import vocab_parallel_cross_entropy, vocab_parallel_token_losses
-from jaxtp.layers.norm import Norm
-from jaxtp.layers.parameter import spec_of
+from jaxtp.layers.norm import Norm, rms_normalise
+from jaxtp.layers.parameter import parameter, spec_of
 from jaxtp.layers.sequence_parallel import (
     Context,
     LocalShape,
@@ -64,21 +65,30 @@ class LossTerms:
         return self.loss + balance_loss * self.balance.balance_loss + router_z_loss * self.balance.router_z_loss
 
 
+class LayerScale(nnx.Variable[Any]):
+    """The factor of a block's result. It is not an `nnx.Param`, so no optimizer sees it; checkpoints save it."""
+
+
 class DecoderBlock(nnx.Module):
     """Residual branches in order: `x + branch(norm(x))`, `x + norm(branch(x))`, or with both norms.
 
-    Branches and norms are attributes, such as `attention`, `attention_norm` and `attention_after_norm`.
+    With norm_placement parallel all branches read the block's input. Branches and norms are attributes, such as
+    `attention`, `attention_norm` and `attention_after_norm`; if branches share a norm, it is the first one's.
     """
 
     def __init__(self, config: ModelConfig, block: BlockConfig | None = None, *, rngs: nnx.Rngs):
         self.config, block = config, block or config.block()
         branches = config.branches(block, rngs)
-        self.names = tuple(branches)
-        norm = partial(Norm, config.d_model, block, config.layer_context)
+        self.names, placement = tuple(branches), block.norm_placement
+        self.parallel, self.residual_scale = placement in ("parallel", "parallel_two"), block.residual_scale
+        norm = partial(Norm, config.d_model, context=config.layer_context)
         for name, branch in branches.items():
-            setattr(self, f"{name}_norm", None if block.norm_placement == "after" else norm())
+            shares = placement == "parallel" and name != self.names[0]
+            setattr(self, f"{name}_norm", None if shares or placement == "after" else norm(block))
             setattr(self, name, branch)
-            setattr(self, f"{name}_after_norm", None if block.norm_placement == "before" else norm())
+            setattr(self, f"{name}_after_norm", norm(block.after()) if placement in ("after", "both") else None)
+        one = jnp.ones((), jnp.float32)
+        self.layer_scale = parameter("layer scale", one, P(), kind=LayerScale) if block.layer_scale else None
 
     def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()) -> Array:
         """Runs the block on `[B, T, D]`; keys `[B]` turn dropout on."""
@@ -90,14 +100,17 @@ class DecoderBlock(nnx.Module):
         """Returns the output and any router statistics."""
         count, routing = len(self.names), None
         keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
-        x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
+        read_BTD = input_BTD = x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
         for i, (name, branch, before, after) in enumerate(self.branches()):
             with jax.named_scope(name):
-                y_BTD = branch(x_BTD if before is None else before(x_BTD), sequences)
+                read_BTD, input_BTD = (read_BTD, input_BTD) if self.parallel else (x_BTD, x_BTD)
+                read_BTD = read_BTD if before is None else before(input_BTD)
+                y_BTD = branch(read_BTD, sequences)
                 if isinstance(y_BTD, tuple):
                     y_BTD, routing = y_BTD
-                x_BTD = x_BTD + self._dropout(y_BTD if after is None else after(y_BTD), keys[i], sequences)
-        return x_BTD, routing
+                y_BTD = self._dropout(y_BTD if after is None else after(y_BTD), keys[i], sequences)
+                x_BTD = x_BTD + _scaled(y_BTD, self.residual_scale)
+        return self._end(x_BTD), routing
 
     def init_cache(self, num_rows: int, num_slots: int) -> BlockCache:
         """See `Branch`."""
@@ -105,18 +118,22 @@ class DecoderBlock(nnx.Module):
 
     def decode(self, x_BTD: Array, cache: BlockCache, new: NewTokens) -> tuple[Array, BlockCache]:
         """See `Branch`."""
-        cache = dict(cache)
+        cache, read_BTD, input_BTD = dict(cache), x_BTD, x_BTD
         for name, branch, before, after in self.branches():
             with jax.named_scope(name):
-                y_BTD = x_BTD if before is None else before(x_BTD)
-                y_BTD, cache[name] = branch.decode(y_BTD, cache[name], new)
-                x_BTD = x_BTD + (y_BTD if after is None else after(y_BTD))
-        return x_BTD, cache
+                read_BTD, input_BTD = (read_BTD, input_BTD) if self.parallel else (x_BTD, x_BTD)
+                read_BTD = read_BTD if before is None else before(input_BTD)
+                y_BTD, cache[name] = branch.decode(read_BTD, cache[name], new)
+                x_BTD = x_BTD + _scaled(y_BTD if after is None else after(y_BTD), self.residual_scale)
+        return self._end(x_BTD), cache
 
     def branches(self) -> Iterator[tuple[str, Branch, Norm | None, Norm | None]]:
         """Yields (name, branch, norm before, norm after)."""
         for name in self.names:
             yield name, getattr(self, name), getattr(self, f"{name}_norm"), getattr(self, f"{name}_after_norm")
+
+    def _end(self, x_BTD: Array) -> Array:
+        return x_BTD if self.layer_scale is None else _scaled(x_BTD, self.layer_scale[...])
 
     def _dropout(self, y_BTD: Array, keys: Array | None, sequences: Sequences) -> Array:
         spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
@@ -135,6 +152,8 @@ class EmbeddingAndHead(nnx.Module):
     def embed(self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None) -> Array:
         """Returns the residual stream; positions count within a document."""
         x_BTD = self.embedding(sequences.local_tokens(ids_BT))
+        if self.config.embedding_norm:
+            x_BTD = rms_normalise(x_BTD, self.config.norm_eps)
         if self.positions is None:
             return x_BTD
         if positions_BT is None:
@@ -160,15 +179,20 @@ class EmbeddingAndHead(nnx.Module):
         rows_1D = constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
         return self.logits_of_hidden(rows_1D)[:, 0]
 
-    def _head(self) -> tuple[Array, HeadConfig]:
-        config, table = self.config, self.embedding.embedding if self.head is None else self.head.kernel
-        return jnp.asarray(table[...]), HeadConfig(
+    def _head(self) -> tuple[Array, HeadConfig, Array | None]:
+        config, kernel, bias = self.config, *((None, None) if self.head is None else (self.head.kernel, self.head.bias))
+        table = self.embedding.embedding if kernel is None else kernel
+        head = HeadConfig(
             config.vocab_size,
             config.layer_context,
+            scale=config.logit_scale,
             softcap=config.logit_softcap,
             chunk_size=config.loss_chunk,
             table_spec=spec_of(table),
         )
+        if bias is None:
+            return jnp.asarray(table[...]), head, None
+        return jnp.asarray(table[...]), replace(head, bias_spec=spec_of(bias)), jnp.asarray(bias[...])
 
 
 class Decoder(EmbeddingAndHead):
@@ -188,7 +212,9 @@ class Decoder(EmbeddingAndHead):
         kinds = [_create_blocks(config, block, stack.repeats, rngs) for stack in self.stacks for block in stack.pattern]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
         self.norm = Norm(width, config, context)
-        self.head = None if config.tie_embeddings else VocabParallelHead(vocab_size, width, context, rngs=rngs)
+        tied, biased = config.tie_embeddings, config.head_bias
+        head = partial(VocabParallelHead, vocab_size, width, context, tied=tied, use_bias=biased)
+        self.head = None if tied and not biased else head(rngs=rngs)
         if config.lora.rank:
             freeze(self)
 
@@ -268,8 +294,8 @@ class Decoder(EmbeddingAndHead):
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
         """Returns `loss` for final hidden states and labels, in the same order."""
-        table_VD, head = self._head()
-        return vocab_parallel_cross_entropy(x_BTD, table_VD, labels_BT, head, z_loss=z_loss)
+        table_VD, head, bias_V = self._head()
+        return vocab_parallel_cross_entropy(x_BTD, table_VD, labels_BT, head, bias_V, z_loss=z_loss)
 
     def token_losses(
         self, ids_BT: Array, labels_BT: Array, *, segments_BT: Array | None = None, context: Context = "auto"
@@ -285,8 +311,8 @@ class Decoder(EmbeddingAndHead):
 
     def token_losses_of_hidden(self, x_BTD: Array, labels_BT: Array) -> tuple[Array, Array]:
         """Returns `token_losses` for final hidden states and labels, in their order."""
-        table_VD, head = self._head()
-        return vocab_parallel_token_losses(x_BTD, table_VD, labels_BT, head)
+        table_VD, head, bias_V = self._head()
+        return vocab_parallel_token_losses(x_BTD, table_VD, labels_BT, head, bias_V)
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`, ordered like `Sequences.positions`.
@@ -396,6 +422,13 @@ def _create_blocks(config: ModelConfig, block: BlockConfig, repeats: int, rngs: 
 
     stacked: DecoderBlock = create(rngs)
     return stacked
+
+
+def _scaled(x_BTD: Array, factor: float | Array) -> Array:
+    """Multiplies in float32, which a factor in bfloat16 would not."""
+    if isinstance(factor, float) and factor == 1:
+        return x_BTD
+    return (x_BTD.astype(jnp.float32) * factor).astype(x_BTD.dtype)
 
 
 def split_keys(keys_B: Array, count: int) -> Array:

@@ -144,7 +144,14 @@ EXACT["large vocabulary"] = dataclasses.replace(PLAIN, vocab_size=509, precision
 EXACT["large vocabulary, tied"] = dataclasses.replace(BIASED, vocab_size=509, sequence_parallel=False)
 EXACT["written out"] = dataclasses.replace(BIASED, scan_layers=False)
 EXACT["norms on both sides"] = dataclasses.replace(BIASED, norm="layer", norm_placement="both", tie_embeddings=False)
-EXACT_FIRST = ["experts", "rings", "large vocabulary, tied"]
+PARALLEL = dataclasses.replace(BIASED, norm="layer", norm_placement="parallel", head_bias=True, residual_scale=0.5)
+EXACT["parallel"] = PARALLEL
+EXACT["parallel, all-reduces"] = dataclasses.replace(PARALLEL, sequence_parallel=False, norm="rms", layer_scale=True)
+EXACT["parallel, dropout"] = dataclasses.replace(PARALLEL, dropout=0.1, embedding_norm=True, logit_scale=0.5)
+EXACT["parallel, two norms"] = dataclasses.replace(PARALLEL, norm_placement="parallel_two", tie_embeddings=False)
+EXACT["parallel rings"] = dataclasses.replace(PARALLEL, overlap="ring", num_kv_heads=2)
+EXACT["parallel experts"] = dataclasses.replace(PARALLEL, num_experts=4, mlp_bias=False, norm="rms")
+EXACT_FIRST = ["experts", "rings", "large vocabulary, tied", "parallel"]
 """Together they have biases, shared kv heads, a padded vocabulary, both norms, and each way to move over tp."""
 
 BOUNDED = {

@@ -1,4 +1,5 @@
 import dataclasses
+from contextlib import nullcontext
 from functools import cache
 from typing import get_args
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from support import assert_close, random_weights, sweep, without_mesh
+from support import assert_close, by_name, random_weights, state_on_mesh, sweep_of, without_mesh
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -29,16 +30,38 @@ ODD = dataclasses.replace(
     loss_chunk=3,
     remat="none",
 )
-B, T = 2, 7
+PARALLEL = dataclasses.replace(
+    ODD, norm_placement="parallel", logit_scale=0.3, head_bias=True, residual_scale=0.7, embedding_norm=True
+)
+MODELS = {
+    "plain": PLAIN,
+    "odd": ODD,
+    "parallel": PARALLEL,
+    "parallel, saved dots": dataclasses.replace(PARALLEL, remat="save_dots", tie_embeddings=False, dropout=0.1),
+    "parallel, rings": dataclasses.replace(PARALLEL, overlap="ring", remat="save_gathered"),
+    "parallel, two norms": dataclasses.replace(PARALLEL, norm_placement="parallel_two", scan_layers=False),
+    "layer scale": dataclasses.replace(PLAIN, layer_scale=True, head_bias=True, num_kv_heads=1),
+}
+B, T = 4, 8
 
 
 def build_and_weights(config):
     build = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
-    return build, random_weights(build)
+    weights = random_weights(build)
+    if config.layer_scale:
+        weights["blocks.layer_scale"] = jnp.array([0.5, 1.5, -2.0])
+    return build, weights
 
 
-@pytest.mark.parametrize("config", sweep([PLAIN, ODD], ODD), ids=["plain", "odd"])
-def test_logits_loss_and_gradients_equal_the_plain_mathematics(config):
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    sweep_of(
+        [MODELS, [None, (1, 1, 4), (2, 2, 2), (1, 1, 3)]], ("odd", None), ("parallel", (2, 2, 2)), ("layer scale", None)
+    ),
+    ids=str,
+)
+def test_logits_loss_and_gradients_equal_the_plain_mathematics(name, mesh):
+    config, mesh = MODELS[name], jaxtp.make_mesh(*mesh) if mesh else None
     build, weights = build_and_weights(config)
     ids = jax.random.randint(jax.random.key(1), (B, T), 0, config.vocab_size)
     labels = jnp.roll(ids, -1, axis=1).at[:, -1].set(-100)
@@ -51,13 +74,14 @@ def test_logits_loss_and_gradients_equal_the_plain_mathematics(config):
         total, count = nnx.merge(graph, state).loss(ids, labels)
         return total / count
 
-    graph, state = without_mesh(build, weights)
-    loss, grads = jax.jit(jax.value_and_grad(ours))(state)
+    graph, state = state_on_mesh(build, weights, mesh) if mesh else without_mesh(build, weights)
+    with jax.set_mesh(mesh) if mesh else nullcontext():
+        loss, grads = jax.jit(jax.value_and_grad(ours))(state)
+        logits = jax.jit(lambda state: nnx.merge(graph, state)(ids))(state)
+        actual = by_name(grads, mesh or jaxtp.make_mesh())
     expected_loss, expected_grads = jax.jit(jax.value_and_grad(plain))(weights)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    actual = {".".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(grads)}
     assert_close(actual, expected_grads)
-    logits = jax.jit(lambda state: nnx.merge(graph, state)(ids))(state)
     expected_logits = jax.jit(lambda weights: reference.decoder_logits(weights, config, ids))(weights)
     assert_close({"logits": logits}, {"logits": expected_logits})
 
