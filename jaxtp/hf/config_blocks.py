@@ -374,8 +374,8 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
             raise HFError("rope_type = 'dynamic' without alpha depends on the length of a text, which is not supported")
         kind, theta = "default", theta * positive("alpha", alpha) ** (head_dim / (head_dim - 2))
     scaling = _read_scaling(kind, parameters, {_ORIGINAL: family.original_length, **attributes})
-    rotated = head_dim if kind == "proportional" else int(head_dim * others.get("rotary_fraction", 1.0))
-    for problem in rope_problems(rotated, theta, scaling) if fields else ():
+    fraction = others.get("rotary_fraction", 1.0)
+    for problem in rope_problems(head_dim, theta, scaling, fraction) if fields else ():
         raise HFError(f"the rotary embedding {kind!r} is invalid: {problem}")
     changed = {name: v for name, v in asdict(scaling).items() if name == "kind" or v != getattr(UNSCALED, name)}
     return {"rope_theta": theta, "rope_scaling": changed, **others}
@@ -385,10 +385,10 @@ def _read_rope_attributes(
     family: Family, parameters: Attributes, attributes: Attributes, fields: Settings
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for source in (parameters, attributes, {}):
+    for source in (parameters, attributes, None):
         for each in family.rope_attributes:
-            if each.fields[0] not in found and (not source or name_in_file(each, source) in source):
-                found |= dict.fromkeys(each.fields, read_attribute(each, source, fields))
+            if each.fields[0] not in found and (source is None or name_in_file(each, source) in source):
+                found |= dict.fromkeys(each.fields, read_attribute(each, source or {}, fields))
     return found
 
 

@@ -36,6 +36,8 @@ from jaxtp.models.config import ModelConfig, architecture
 
 _ALWAYS_WRITTEN = ("hidden_act", "attention_dropout")
 """Attributes that an export writes although they have only one supported value."""
+_NEAREST = 4
+"""Families whose reasons are listed."""
 _TO_BFLOAT16 = {
     "mxfp4": "transformers writes it in bfloat16: from_pretrained(FOLDER, dtype='bfloat16', "
     "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW)",
@@ -187,7 +189,8 @@ def _first_that_fits(config: ModelConfig, families: Mapping[str, Family]) -> Fam
             return family
         except HFError as error:
             reasons.append(str(error))
-    raise HFError("no family can represent this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
+    nearest = sorted(reasons, key=len)[:_NEAREST]
+    raise HFError("no family can represent this model:\n" + "\n".join(f"  {reason}" for reason in nearest))
 
 
 def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
