@@ -12,7 +12,7 @@ from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.config_blocks import Settings, name_in_file, read_attribute, read_layers, write_fields, write_layers
-from jaxtp.hf.families import FAMILIES, WRAPPERS
+from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
 from jaxtp.hf.families.family import Family, is_ignorable
 from jaxtp.hf.model_folder import (
     CONFIG,
@@ -28,7 +28,7 @@ from jaxtp.hf.model_folder import (
 )
 from jaxtp.hf.safetensors import FORMATS
 from jaxtp.hf.tensor_map import dtypes
-from jaxtp.hf.wrapper import Whole, others_in, text_attributes
+from jaxtp.hf.wrapper import TEXT, Whole, others_in, text_attributes
 from jaxtp.layers.experts import ExpertsConfig
 from jaxtp.layers.mlp import MLPConfig
 from jaxtp.layers.parameter import DType
@@ -93,8 +93,23 @@ def family_of(attributes: Attributes, source: str) -> Family:
         raise HFError(f"{source}: a {model_type} with text of {quote(text_type)} is not supported, only {known}")
     if not isinstance(text_type, str) or text_type not in FAMILIES:
         wrong = f"model_type = {quote(model_type)} is not supported" if model_type else "model_type is missing"
-        raise HFError(f"{source}: {wrong}; supported are {', '.join(FAMILIES)}")
+        why = f", because of {REFUSED[str(model_type)]}" if str(model_type) in REFUSED else ""
+        near = "" if why or len(attributes) == 1 else f"; {_nearest(attributes)}"
+        raise HFError(f"{source}: {wrong}{why}; supported are {', '.join((*FAMILIES, *WRAPPERS))}{near}")
     return replace(FAMILIES[text_type], wrapper=wrapper)
+
+
+def _nearest(attributes: Attributes) -> str:
+    """Returns the family that lacks the fewest attributes of an unsupported model, and these."""
+    inner = attributes.get(TEXT)
+    text = {
+        name: value for name, value in (inner if isinstance(inner, dict) else attributes).items() if value is not None
+    }
+    text |= {"architectures": None}
+    lacking = {name: [misfit for misfit, _ in _misfits(text, family, ())] for name, family in FAMILIES.items()}
+    nearest = min(lacking, key=lambda name: len(lacking[name]))
+    listed = ", ".join(f"{truncate(name)} = {quote(text[name])}" for name in lacking[nearest][:_NEAREST])
+    return f"the nearest family by its attributes is {nearest}" + (f", which lacks {listed}" if listed else "")
 
 
 def model_config(attributes: Attributes, source: str, ignore_config: Collection[str] = ()) -> ModelConfig:
@@ -202,21 +217,28 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
             close = difflib.get_close_matches(name, attributes, n=1)
             hint = f"; did you mean {truncate(close[0])}?" if close else ""
             yield f"--ignore-config {truncate(name)}: there is no such attribute{hint}"
+    yield from (problem for _, problem in _misfits(attributes, family, ignored))
+    if attributes.get("architectures") not in (None, [family.architecture]):
+        yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
+
+
+def _misfits(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yields attributes that the family does not have, each with a message."""
+    known = family.known_attributes()
     for name, value in attributes.items():
         if name == "quantization_config" and isinstance(value, dict) and "quant_method" in value:
-            yield from _quantization_problems(str(value["quant_method"]))
+            yield from ((name, problem) for problem in _quantization_problems(str(value["quant_method"])))
         elif name in family.required:
             only = family.required[name]
             if value != only and not (value is None and only is False):
-                yield f"{name} = {quote(value)} is not supported, only {only!r}: it is known to change the model"
+                yield name, f"{name} = {quote(value)} is not supported, only {only!r}: it is known to change the model"
         elif not (name in known or name in ignored or is_ignorable(name, value, family)):
             yield (
+                name,
                 f"the attribute {truncate(name)} = {quote(value)} of a {family.model_type} is unknown and may "
                 "change the model; if you know that it does not, ignore it by --ignore-config "
-                f"{shlex.quote(truncate(name))}"
+                f"{shlex.quote(truncate(name))}",
             )
-    if attributes.get("architectures") not in (None, [family.architecture]):
-        yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
 
 
 def _quantization_problems(method: str) -> Iterator[str]:

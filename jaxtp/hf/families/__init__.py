@@ -25,3 +25,16 @@ FAMILIES: Mapping[str, Family] = {
 
 WRAPPERS: Mapping[str, Wrapper] = {wrapper.model_type: wrapper for wrapper in (GEMMA3_WRAPPER, MISTRAL3_WRAPPER)}
 """Multimodal models by `model_type`."""
+
+REFUSED: Mapping[str, str] = {
+    "gpt_oss": "attention sinks",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "mistral4", "glm4_moe_lite"), "multi-head latent attention"
+    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "Gated DeltaNet layers"),
+    **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2", "bamba"), "Mamba-2 layers"),
+    "llama4": "chunked attention",
+    "gemma3n": "embeddings and caches that layers share",
+    "phimoe": "routing by sparsemixer, which is random in training",
+}
+"""Models that are not read, by `model_type`, and what they need."""
