@@ -204,7 +204,7 @@ def _first_that_fits(config: ModelConfig, families: Mapping[str, Family]) -> Fam
             return family
         except HFError as error:
             reasons.append(str(error))
-    nearest = sorted(reasons, key=len)[:_NEAREST]
+    nearest = sorted(reasons, key=lambda reason: reason.count("; "))[:_NEAREST]
     raise HFError("no family can represent this model:\n" + "\n".join(f"  {reason}" for reason in nearest))
 
 

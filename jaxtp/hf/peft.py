@@ -24,7 +24,7 @@ from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
 from jaxtp.hf.config_json import choose_family
-from jaxtp.hf.families.family import LAYER, Family, Tensor
+from jaxtp.hf.families.family import LAYER, TEXT_PREFIXES, Family, Tensor
 from jaxtp.hf.load import load_tensors
 from jaxtp.hf.model_folder import (
     Attributes,
@@ -48,7 +48,8 @@ from jaxtp.models.config import ModelConfig, adapter_targets
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."
+PREFIX, MODULES = "base_model.model.", "model.language_model."
+"""Beginning of every name, and of the text modules of a multimodal model."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 _KNOWN = frozenset(
     {
@@ -83,9 +84,18 @@ def _modules(config: ModelConfig, family: Family) -> _Modules:
             raise HFError(f"a {family.model_type} has no {kernel}")
         tensor = tensors[kernel]
         for index, layer in enumerate(adapter.layers):
-            module = tensor.theirs.removesuffix(".weight").replace(LAYER, str(layer))
+            module = _in_memory(tensor.theirs.removesuffix(".weight").replace(LAYER, str(layer)), family)
             modules.setdefault(module, []).append(_LayerAdapter(adapter, index, tensor))
     return modules
+
+
+def _in_memory(module: str, family: Family) -> str:
+    """Returns a module's name in the memory of transformers 5; multimodal files have other names, and so did older
+    versions."""
+    before = family.prefix if family.wrapper is None else MODULES
+    known = (*(form for form, _ in TEXT_PREFIXES), family.prefix) if family.wrapper is not None else (before,)
+    beginning = next((form for form in known if module.startswith(form)), "")
+    return before + module.removeprefix(beginning) if beginning else module
 
 
 def _tensor_parts(
@@ -292,8 +302,12 @@ def _read_factors(
         raise HFError(f"{path / WEIGHTS}: {error.strerror}") from None
     if not weights.exists():
         raise HFError(explain_pickle(path, "peft") or f"no {WEIGHTS} is there")
-    if not (tensors := read_header(weights)):
+    if not (stored := read_header(weights)):
         raise HFError(f"{WEIGHTS} holds no adapters")
+    tensors = {
+        PREFIX * name.startswith(PREFIX) + _in_memory(name.removeprefix(PREFIX), family): stored[name]
+        for name in stored
+    }
     kinds = ", ".join(dict.fromkeys(map(_name_in_layer, possible)))
     for name, tensor in tensors.items():
         if (match := _TENSOR.fullmatch(name)) is None:

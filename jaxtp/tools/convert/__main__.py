@@ -241,7 +241,7 @@ def export_run(command: Export) -> str:
         raise HFError(f"--experts {command.experts} is for a whole model, and adapters are exported; add --merged")
     attributes, tokenizer = _run_files(source) if source.is_run else (copied_attributes(command.run), command.run)
     options: SaveOptions = {
-        "family": command.family or source.family,
+        "family": command.family or (None if command.text_only else source.family),
         "tokenizer_from": command.tokenizer_from or (tokenizer if tokenizer and has_tokenizer(tokenizer) else None),
         "dtype": command.dtype,
         "allow_non_finite": command.allow_non_finite,
