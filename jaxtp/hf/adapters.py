@@ -14,7 +14,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import current_mesh
-from jaxtp.models.config import ModelConfig
+from jaxtp.models.config import BlockConfig, ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder, create_decoder
 
 _KERNELS: Mapping[Target, str] = {
@@ -46,11 +46,19 @@ def adapters(config: ModelConfig) -> Iterator[Adapter]:
     counts: Counter[str] = Counter()
     for target in filter(config.lora.adapted, TARGETS):
         for stack, layers, block in config.kinds():
-            kernel = {**_KERNELS, **(_PLAIN if block.mlp == "plain" else {})}[target]
-            if kernel is not None:
+            for kernel in _kernels(target, block):
                 module = f"{stack}.{kernel.partition('.kernel')[0]}"
                 yield Adapter(target, f"{stack}.{kernel}", f"{module}.loras.{counts[module]}", layers)
                 counts[module] += 1
+
+
+def _kernels(target: Target, block: BlockConfig) -> Iterator[str]:
+    """Yields the kernels of a target; attention and MLP may both have a gate_proj."""
+    if target == "gate_proj" and block.attention_gate:
+        yield f"attention.qkv.kernels.{2 if block.value_is_key else 3}"
+    kernel = {**_KERNELS, **(_PLAIN if block.mlp == "plain" else {})}[target]
+    if kernel is not None and not (target == "v_proj" and block.value_is_key):
+        yield kernel
 
 
 def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:

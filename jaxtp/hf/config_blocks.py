@@ -1,17 +1,19 @@
 """Reads and writes config.json attributes that may differ between layers: rotary embeddings, windows, experts.
 
-transformers 5 writes rotary embeddings in `rope_parameters`, older versions in `rope_theta` and `rope_scaling`.
+transformers 5 writes rotary embeddings in `rope_parameters`, older versions in `rope_theta` and `rope_scaling`. A
+family's `layer_attributes` name the attributes that give each layer its types; `by_type` has what depends on a type.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from dataclasses import fields as fields_of
 from itertools import groupby
 from typing import Any
 
 from jaxtp.config.reading import truncate
-from jaxtp.hf.families.family import SCALE_BY_LAYER, Family
-from jaxtp.hf.model_folder import Attributes, HFError, positive, quote, switch, whole
+from jaxtp.hf.families.family import NO_ROPE, SCALE_BY_LAYER, Attribute, Family, LayerType
+from jaxtp.hf.model_folder import READ, Attributes, HFError, choice, positive, quote, switch, whole
 from jaxtp.layers.rope import UNSCALED, RopeScaling, rope_problems
 from jaxtp.models.config import BlockConfig, ModelConfig
 
@@ -23,17 +25,22 @@ _SCALINGS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate", _ORIGINAL),
     "longrope": ("factor", "short_factor", "long_factor", "attention_factor", _ORIGINAL),
+    "proportional": ("factor",),
+    "dynamic": ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
 """Parameters of each kind of rotary embedding."""
 _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _LISTS = ("short_factor", "long_factor")
 _ATTENTION_SCALES = ("mscale", "mscale_all_dim")
 """Parameters of YaRN that an export never writes."""
-_COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+_PARTIAL = "partial_rotary_factor"
+_COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", _PARTIAL, _MAX_POSITIONS}
 _LOCAL_THETA = 10_000.0
 """Default of rope_local_base_freq."""
-_DEFAULT_LAYERS, _DEFAULT_EXPERT_WIDTH = 28, 768
+_NO_ROPE_PERIOD, _OVERRIDES = "no_rope_layer_interval", "per_layer_config"
+_DEFAULT_LAYERS, _DEFAULT_NO_ROPE_PERIOD = 28, 4
 """Defaults of transformers."""
+_DEFAULTS = {field.name: field.default for field in fields_of(BlockConfig)}
 _MAX_LAYERS = 1024
 
 Settings = Mapping[str, Any]
@@ -48,41 +55,128 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     names = family.layer_attributes
     if (count := fields["num_layers"]) > _MAX_LAYERS:
         raise HFError(f"num_hidden_layers = {count}: at most {_MAX_LAYERS:,} are supported")
-    full, sliding = (
-        _read_rope(attributes, family, fields["head_dim"], windowed=windowed) if "rope_theta" in names else {}
-        for windowed in (False, True)
-    )
+    ropes: Sequence[Settings] = ({}, {})
+    if "rope_theta" in names:
+        ropes = [_read_rope(attributes, family, fields, windowed=windowed) for windowed in (False, True)]
     kinds = _read_windows(attributes, family, count)
     window = whole("sliding_window", attributes.get("sliding_window", family.default_window)) if any(kinds) else None
-    windows: Sequence[Settings] = ({"sliding_window": None, **full}, {"sliding_window": window, **sliding})
-    sparse, mlps = [False] * count, list[Settings]([{}])
-    if "decoder_sparse_step" in names:
-        sparse = _read_sparse(attributes, count)
-        width = whole("moe_intermediate_size", attributes.get("moe_intermediate_size", _DEFAULT_EXPERT_WIDTH))
-        mlps = [
-            {"num_experts": 0, "d_ff": fields["d_ff"]},
-            {"num_experts": fields["num_experts"], "d_ff": width},
-        ]
-    layers = [{**windows[windowed], **mlps[has_experts]} for windowed, has_experts in zip(kinds, sparse, strict=True)]
+    rotated = _read_rotated(attributes, family, kinds)
+    sparse = _read_sparse(attributes, family, count)
+    has_experts = [bool(fields.get("num_experts"))] * count if sparse is None else sparse
+    # All layers set the same fields, so that each that differs from the model's is a change.
+    common = {name: fields.get(name, _DEFAULTS.get(name)) for name in family.changing_fields()}
+    common |= {} if sparse is None else {"num_experts": fields["num_experts"]}
+
+    def settings(windowed: bool, rotates: bool, experts: bool) -> Settings:
+        layer = {**common, "sliding_window": window if windowed else None, **ropes[windowed]}
+        layer |= {} if rotates else {**NO_ROPE}
+        layer |= {} if experts or sparse is None else {"num_experts": 0}
+        for kind in _types(windowed, rotates, experts, any_window=any(kinds)):
+            for each in family.by_type.get(kind, ()):
+                # An override of single layers replaces the defaults of a type.
+                if name_in_file(each, attributes) in attributes or _OVERRIDES not in attributes:
+                    layer |= dict.fromkeys(each.fields, read_attribute(each, attributes, {**fields, **layer}))
+            layer |= {**family.always_by_type.get(kind, {})}
+        return layer
+
+    overrides = _read_overrides(attributes, family, count)
+    layers = [
+        {**settings(*each), **overrides.get(i, {})}
+        for i, each in enumerate(zip(kinds, rotated, has_experts, strict=True))
+    ]
     if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
-    return _compress_layers({**windows[all(kinds)], **mlps[any(sparse)]}, layers)
+    return _compress_layers(settings(all(kinds), any(rotated), any(has_experts)), layers)
+
+
+def _types(windowed: bool, rotates: bool, experts: bool, *, any_window: bool) -> tuple[LayerType, ...]:
+    attention: tuple[LayerType, ...] = ("full_attention", "global") if any_window else ("full_attention",)
+    return (
+        *(("sliding_attention",) if windowed else attention),
+        "rope" if rotates else "no_rope",
+        "experts" if experts else "dense",
+    )
 
 
 def write_layers(config: ModelConfig, family: Family) -> dict[str, object]:
-    """Returns the family's `layer_attributes`."""
+    """Returns the family's `layer_attributes`, and its attributes `by_type`."""
     names, layers = family.layer_attributes, list(config.layers())
     written = {
         **({"head_dim": config.head_dim} if "head_dim" in names else {}),
         **(_write_windows(layers, family) if "sliding_window" in names else {}),
         **(_write_ropes(layers, family) if "rope_theta" in names else {}),
-        **(_write_experts(layers) if "decoder_sparse_step" in names else {}),
+        **_write_rotated(layers, family),
+        **_write_sparse([bool(layer.num_experts) for layer in layers], family),
     }
+    any_window = any(layer.sliding_window for layer in layers)
+    for layer in reversed(layers):  # so the first layer of a type wins
+        flags = layer.sliding_window is not None, layer.rope_theta is not None, bool(layer.num_experts)
+        for kind in _types(*flags, any_window=any_window):
+            written |= dict(write_fields(family.by_type.get(kind, ()), vars(layer)))
     if SCALE_BY_LAYER in names:
         first, *others = (layer.query_scale for layer in layers)
         written[SCALE_BY_LAYER] = bool(others) and first is not None and others[0] == first / 2
     return written
+
+
+def name_in_file(attribute: Attribute, attributes: Attributes) -> str:
+    """Returns the attribute's name or its alias; raises if both are there and differ."""
+    name, alias = attribute.name, attribute.alias
+    if alias is None or alias not in attributes:
+        return name
+    if attributes.get(name, attributes[alias]) != attributes[alias]:
+        both = f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])}"
+        raise HFError(f"{both} are two names of one attribute, and must be equal")
+    return alias
+
+
+def read_attribute(attribute: Attribute, attributes: Attributes, fields: Settings) -> Any:
+    """Returns the value of the attribute's fields; `fields` are those of earlier attributes."""
+    name = name_in_file(attribute, attributes)
+    value = attributes.get(name, attribute.default)
+    if value is None and attribute.default_from is not None:
+        value = fields[attribute.default_from] * attribute.times
+    if isinstance(attribute.kind, Mapping):
+        return choice(name, value, attribute.kind)
+    is_zero = attribute.can_be_zero and type(value) in (int, float) and not value
+    if is_zero or (value is None and attribute.can_be_null):
+        return value
+    number = READ[attribute.kind](name, value)
+    number = number if attribute.power == 1 else number**attribute.power
+    return number if attribute.unit is None else number * attribute.scale(fields)
+
+
+def write_fields(attributes: Sequence[Attribute], fields: Settings) -> Iterator[tuple[str, object]]:
+    """Yields the names and values of the attributes that have these fields; of equal names, the first last."""
+    for attribute in reversed(attributes):
+        value = fields[attribute.fields[0]]
+        if isinstance(attribute.kind, Mapping):
+            names = (theirs for theirs, ours in attribute.kind.items() if ours == value)
+            yield attribute.name, next(names, attribute.default)
+        elif value and (attribute.power != 1 or attribute.unit is not None):
+            number = round((value / attribute.scale(fields)) ** (1 / attribute.power), 6)
+            yield attribute.name, int(number) if float(number).is_integer() else number
+        elif value is not None or attribute.can_be_null:
+            yield attribute.name, value
+
+
+def _read_overrides(attributes: Attributes, family: Family, count: int) -> dict[int, Settings]:
+    """Returns the settings of single layers in `per_layer_config`."""
+    if _OVERRIDES not in family.layer_attributes or (listed := attributes.get(_OVERRIDES)) is None:
+        return {}
+    known = {each.name: each for each in (*family.attributes, Attribute("head_dim", ("head_dim",), int))}
+    wrong = HFError(f"{_OVERRIDES} = {quote(listed)}: should map numbers of layers to attributes")
+    if not isinstance(listed, dict) or not all(isinstance(changes, dict) for changes in listed.values()):
+        raise wrong
+    overrides: dict[int, Settings] = {}
+    for layer, changes in listed.items():
+        if not str(layer).isdecimal() or int(layer) >= count or not changes.keys() <= known.keys():
+            raise wrong
+        overrides[int(layer)] = {
+            field: read_attribute(known[name], changes, {}) for name in changes for field in known[name].fields
+        }
+    return overrides
 
 
 def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
@@ -106,7 +200,8 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
     is_on = "use_sliding_window" not in names or switch(
         "use_sliding_window", attributes.get("use_sliding_window", False)
     )
-    if "sliding_window" not in names or not is_on or ("use_sliding_window" in names and window is None):
+    can_be_null = family.window_can_be_null or "use_sliding_window" in names
+    if "sliding_window" not in names or not is_on or (can_be_null and window is None):
         return [False] * count
     if "layer_types" not in names:
         if "max_window_layers" in names and (first := attributes.get("max_window_layers")):
@@ -121,6 +216,7 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
     if not isinstance(types, list) or len(types) != count or not set(map(str, types)) <= {_FULL, _SLIDING}:
         raise HFError(f"layer_types = {quote(types)}: should be {_FULL} or {_SLIDING} for each of {count} layers")
     kinds = [kind == _SLIDING for kind in types]
+    kinds[-1] &= not family.last_is_global
     period = attributes.get("sliding_window_pattern")
     if period is not None and kinds != _windows_by_index(attributes, family, count):
         raise HFError(f"layer_types and sliding_window_pattern = {quote(period)} contradict each other")
@@ -136,8 +232,11 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
     period, hidden = attributes.get("sliding_window_pattern"), attributes.get("_sliding_window_pattern")
     if period is None and hidden not in (None, family.window_period) and "layer_types" not in attributes:
         raise HFError(f"_sliding_window_pattern = {quote(hidden)} without layer_types: add them, one for each layer")
+    if isinstance(period, str) and period and set(period) <= {"L", "G"}:  # local and global
+        return [period[i % len(period)] == "L" and i < count - 1 for i in range(count)]
     period = whole("sliding_window_pattern", family.window_period if period is None else period)
-    return [(i + 1) % period != 0 for i in range(count)]
+    kinds = [(count - 1 - i if family.windows_from_last else i + 1) % period != 0 for i in range(count)]
+    return [*kinds[:-1], kinds[-1] and not family.last_is_global]
 
 
 def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
@@ -156,8 +255,56 @@ def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, o
     return written
 
 
-def _read_sparse(attributes: Attributes, count: int) -> list[bool]:
-    """Returns whether each layer has experts."""
+def _read_rotated(attributes: Attributes, family: Family, windows: Sequence[bool]) -> list[bool]:
+    """Returns whether each layer rotates queries and keys."""
+    names, count = family.layer_attributes, len(windows)
+    if "position_embedding_type" in names:
+        kinds = {"rope": True, "nope": False, None: False}
+        return [choice("position_embedding_type", attributes.get("position_embedding_type"), kinds)] * count
+    name = next((name for name in ("no_rope_layers", "layer_rope_theta") if name in names), None)
+    if name is None:
+        return [True] * count
+    if (listed := attributes.get(name)) is None:
+        if name == "layer_rope_theta":
+            return _windows_by_index({}, family, count)
+        period = whole(_NO_ROPE_PERIOD, attributes.get(_NO_ROPE_PERIOD, _DEFAULT_NO_ROPE_PERIOD))
+        return [(i + 1) % period != 0 for i in range(count)]
+    if not isinstance(listed, list) or len(listed) < count or not all(type(item) in (int, float) for item in listed):
+        raise HFError(f"{name} = {quote(listed)}: should be a number for each of {count} layers, 0 without a rotation")
+    theta = _read_rope(attributes, family, {}, windowed=False)["rope_theta"] if name == "layer_rope_theta" else 1
+    if wrong := [value for value in listed if value not in (0, theta)]:
+        raise HFError(f"{name} holds {quote(wrong[0])}: only 0 and {theta:g} are supported")
+    return [bool(value) for value in listed[:count]]
+
+
+def _write_rotated(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
+    thetas = [layer.rope_theta or 0 for layer in layers]
+    written = {
+        "no_rope_layers": [int(bool(theta)) for theta in thetas],
+        "layer_rope_theta": thetas,
+        "position_embedding_type": "rope" if any(thetas) else "nope",
+    }
+    return {name: value for name, value in written.items() if name in family.layer_attributes}
+
+
+def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[bool] | None:
+    """Returns whether each layer has experts; None if the family does not distinguish layers."""
+    names, first = family.layer_attributes, family.default_dense_layers
+    if "mlp_layer_types" in names and (types := attributes.get("mlp_layer_types")) is not None:
+        if not isinstance(types, list) or len(types) != count or not set(map(str, types)) <= {"dense", "sparse"}:
+            raise HFError(f"mlp_layer_types = {quote(types)}: should be dense or sparse for each of {count} layers")
+        return [kind == "sparse" for kind in types]
+    if "first_k_dense_replace" in names:
+        first = _layer_number("first_k_dense_replace", attributes.get("first_k_dense_replace", first))
+        return [i >= first for i in range(count)]
+    if "moe_layer_start_index" in names:
+        first = _layer_number("moe_layer_start_index", attributes.get("moe_layer_start_index", first))
+        last = attributes.get("moe_layer_end_index", -1)
+        last = count - 1 if last == -1 else _layer_number("moe_layer_end_index", last)
+        step = whole("moe_layer_interval", attributes.get("moe_layer_interval", 1))
+        return [first <= i <= last and (i + 1) % step == 0 for i in range(count)]
+    if "decoder_sparse_step" not in names:
+        return None
     step = whole("decoder_sparse_step", attributes.get("decoder_sparse_step", 1))
     dense = attributes.get("mlp_only_layers")
     dense = [] if dense is None else dense
@@ -167,49 +314,82 @@ def _read_sparse(attributes: Attributes, count: int) -> list[bool]:
     return [i not in without and (i + 1) % step == 0 for i in range(count)]
 
 
-def _write_experts(layers: Sequence[BlockConfig]) -> dict[str, object]:
-    widths = {bool(layer.num_experts): layer.d_ff for layer in reversed(layers)}
-    sparse = [i for i, layer in enumerate(layers) if layer.num_experts]
-    step = math.gcd(*(i + 1 for i in sparse)) or 1
-    return {
-        "moe_intermediate_size": widths.get(True, _DEFAULT_EXPERT_WIDTH),
-        "intermediate_size": widths.get(False, layers[0].d_ff),
+def _layer_number(name: str, value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise HFError(f"{name} = {quote(value)}: should be a layer number, from 0")
+    return value
+
+
+def _write_sparse(has_experts: Sequence[bool], family: Family) -> dict[str, object]:
+    sparse = [i for i, experts in enumerate(has_experts) if experts]
+    step, count = math.gcd(*(i + 1 for i in sparse)) or 1, len(has_experts)
+    first = sparse[0] if sparse else count
+    written = {
+        "mlp_layer_types": ["sparse" if experts else "dense" for experts in has_experts],
+        "first_k_dense_replace": first,
+        "moe_layer_start_index": first,
+        "moe_layer_end_index": sparse[-1] if sparse else count,
+        "moe_layer_interval": step,
         "decoder_sparse_step": step,
-        "mlp_only_layers": [i for i in range(step - 1, len(layers), step) if i not in set(sparse)],
+        "mlp_only_layers": [i for i in range(step - 1, count, step) if not has_experts[i]],
     }
+    return {name: value for name, value in written.items() if name in family.layer_attributes}
 
 
-def _read_rope(attributes: Attributes, family: Family, head_dim: int, *, windowed: bool) -> Settings:
-    """Returns `rope_theta` and `rope_scaling` of blocks with or without a window."""
-    default_theta = family.rope_theta
-    if "rope_local_base_freq" in family.layer_attributes:
+def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, windowed: bool) -> Settings:
+    """Returns `rope_theta`, `rope_scaling` and the family's `rope_attributes` of blocks with or without a window."""
+    default_theta, theta_name = family.rope_theta, family.rope_theta_name
+    if not any(attributes.get(name) for name in ("rope_parameters", "rope_scaling", theta_name)):
+        attributes = {**attributes, "rope_parameters": {**family.default_rope}}
+    if family.rope_by_type:
         nested = attributes.get("rope_parameters") or {}
         if not isinstance(nested, dict) or not set(nested) <= {_FULL, _SLIDING}:
             raise HFError(f"rope_parameters = {quote(nested)}: should hold {_FULL} and {_SLIDING}")
         attributes = {**attributes, "rope_parameters": nested.get(_SLIDING if windowed else _FULL), _ORIGINAL: None}
         if windowed:
+            attributes |= {"rope_scaling": None}
+        if windowed and "rope_local_base_freq" in family.layer_attributes:
             default_theta = _LOCAL_THETA
-            attributes |= {"rope_theta": attributes.get("rope_local_base_freq"), "rope_scaling": None}
+            attributes |= {"rope_theta": attributes.get("rope_local_base_freq")}
     parameters = _rope_parameters(attributes)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in family.rope_kinds:
         supported = ", ".join(known for known in _SCALINGS if known in family.rope_kinds)
         raise HFError(f"rope_type = {quote(kind)} is not supported; a {family.model_type} can have {supported}")
+    more = {name for each in family.rope_attributes for name in (each.name, each.alias)}
     for key in parameters:
-        if key not in {*_SCALINGS[kind], *_COMMON_PARAMETERS, *(_ATTENTION_SCALES if kind == "yarn" else ())}:
+        if key not in {*_SCALINGS[kind], *_COMMON_PARAMETERS, *(_ATTENTION_SCALES if kind == "yarn" else ()), *more}:
             raise HFError(f"{truncate(key)} of the rotary embedding {kind!r} is unknown; it may change the model")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise HFError(f"partial_rotary_factor = {quote(parameters['partial_rotary_factor'])}: only 1.0 is supported")
-    values = [source["rope_theta"] for source in (parameters, attributes) if source.get("rope_theta") is not None]
-    thetas = sorted({positive("rope_theta", value) for value in values}) or [default_theta]
+    if _PARTIAL not in more and parameters.get(_PARTIAL, 1.0) != 1.0:
+        raise HFError(f"{_PARTIAL} = {quote(parameters[_PARTIAL])}: only 1.0 is supported")
+    found = [parameters.get("rope_theta"), attributes.get("rope_theta"), attributes.get(theta_name)]
+    thetas = sorted({positive("rope_theta", value) for value in found if value is not None}) or [default_theta]
     if len(thetas) > 1:
         raise HFError(f"rope_theta has two values: {' and '.join(map(str, thetas))}")
+    others = _read_rope_attributes(family, parameters, attributes, fields)
+    (theta,), head_dim = thetas, fields.get("head_dim", 2)
+    if kind == "dynamic":
+        if not (alpha := parameters.get("alpha")):
+            raise HFError("rope_type = 'dynamic' without alpha depends on the length of a text, which is not supported")
+        kind, theta = "default", theta * positive("alpha", alpha) ** (head_dim / (head_dim - 2))
     scaling = _read_scaling(kind, parameters, {_ORIGINAL: family.original_length, **attributes})
-    for problem in rope_problems(head_dim, thetas[0], scaling):
+    fraction = others.get("rotary_fraction", 1.0)
+    for problem in rope_problems(head_dim, theta, scaling, fraction) if fields else ():
         raise HFError(f"the rotary embedding {kind!r} is invalid: {problem}")
     changed = {name: v for name, v in asdict(scaling).items() if name == "kind" or v != getattr(UNSCALED, name)}
-    return {"rope_theta": thetas[0], "rope_scaling": changed}
+    return {"rope_theta": theta, "rope_scaling": changed, **others}
+
+
+def _read_rope_attributes(
+    family: Family, parameters: Attributes, attributes: Attributes, fields: Settings
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for source in (parameters, attributes, None):
+        for each in family.rope_attributes:
+            if each.fields[0] not in found and (source is None or name_in_file(each, source) in source):
+                found |= dict.fromkeys(each.fields, read_attribute(each, source or {}, fields))
+    return found
 
 
 def _rope_parameters(attributes: Attributes) -> Attributes:
@@ -228,6 +408,8 @@ def _read_scaling(kind: str, parameters: Attributes, attributes: Attributes) -> 
     names, max_positions = _SCALINGS[kind], attributes.get(_MAX_POSITIONS)
     settings: dict[str, Any] = {"kind": "none" if kind == "default" else kind}
     defaults = {"beta_fast": UNSCALED.beta_fast, "beta_slow": UNSCALED.beta_slow}
+    if kind == "proportional":
+        defaults["factor"] = 1.0
     if _ORIGINAL in names:
         lengths = (attributes.get(_ORIGINAL), parameters.get(_ORIGINAL), max_positions)
         if (original := next((length for length in lengths if length is not None), None)) is None:
@@ -265,32 +447,47 @@ def _attention_factor(parameters: Attributes, factor: float) -> float | None:
 
 def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
     """Returns the older format, which every version reads, unless only the newer one can express a scaling."""
+    rotating = [layer for layer in layers if layer.rope_theta is not None] or layers
     full, sliding = (
-        next((layer for layer in layers if (layer.sliding_window is not None) == windowed), layers[0])
+        next((layer for layer in rotating if (layer.sliding_window is not None) == windowed), rotating[0])
         for windowed in (False, True)
     )
     theta, local_theta = (layer.rope_theta or family.rope_theta for layer in (full, sliding))
-    scaling, parameters = full.rope_scaling, _scaling_parameters(full.rope_scaling)
-    written: dict[str, object] = {"rope_theta": theta, "rope_scaling": parameters or None}
+    scaling, parameters = full.rope_scaling, _scaling_parameters(full, family)
+    written: dict[str, object] = {family.rope_theta_name: theta, "rope_scaling": parameters or None}
+    if not family.rope_by_type or full == sliding:
+        written |= dict(write_fields([each for each in family.rope_attributes if _is_outside(each)], vars(full)))
     max_positions = {}
     if _ORIGINAL in parameters:  # transformers also requires this attribute
         max_positions = {_MAX_POSITIONS: math.ceil(scaling.original_length * scaling.factor)}
     if scaling.kind == "longrope":  # before transformers 5, the factor was max / original positions
         written[_ORIGINAL] = scaling.original_length
-    if "rope_local_base_freq" not in family.layer_attributes:
+    local = _scaling_parameters(sliding, family)
+    if not family.rope_by_type or (full == sliding and not parameters):
         return written | max_positions
-    if sliding.rope_scaling.kind == "none":
+    if not local and "rope_local_base_freq" in family.layer_attributes:
         return written | max_positions | {"rope_local_base_freq": local_theta}
+    if not local and theta == local_theta and not family.rope_attributes:
+        return written | max_positions
     default = {"rope_type": "default"}
-    local = {**default, **_scaling_parameters(sliding.rope_scaling), "rope_theta": local_theta}
-    nested = {_FULL: {**default, **parameters, "rope_theta": theta}, _SLIDING: local}
+    nested = {
+        name: {**default, **values, "rope_theta": base, **dict(write_fields(family.rope_attributes, vars(layer)))}
+        for name, values, base, layer in ((_FULL, parameters, theta, full), (_SLIDING, local, local_theta, sliding))
+    }
     return {"rope_parameters": nested, **max_positions}
 
 
-def _scaling_parameters(scaling: RopeScaling) -> dict[str, object]:
+def _is_outside(attribute: Attribute) -> bool:
+    """Returns whether an attribute is written beside `rope_scaling`, where every version reads it."""
+    return attribute.fields[0] == "rotary_fraction"
+
+
+def _scaling_parameters(layer: BlockConfig, family: Family) -> dict[str, object]:
+    scaling = layer.rope_scaling
     if scaling.kind == "none":
         return {}
     fields = {name: "original_length" if name == _ORIGINAL else name for name in _SCALINGS[scaling.kind]}
     values = {name: getattr(scaling, field) for name, field in fields.items()}
     written = {name: list(value) if name in _LISTS else value for name, value in values.items() if value is not None}
-    return {"rope_type": scaling.kind, **written}
+    inside = [each for each in family.rope_attributes if not _is_outside(each)]
+    return {"rope_type": scaling.kind, **written, **dict(write_fields(inside, vars(layer)))}

@@ -4,21 +4,21 @@ import dataclasses
 import difflib
 import shlex
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
-from jaxtp.hf.config_blocks import Settings, read_layers, write_layers
-from jaxtp.hf.families import FAMILIES
-from jaxtp.hf.families.family import Attribute, Family, is_ignorable
+from jaxtp.data.tokenizer_files import MAX_POSITIONS
+from jaxtp.hf.config_blocks import Settings, name_in_file, read_attribute, read_layers, write_fields, write_layers
+from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
+from jaxtp.hf.families.family import Family, is_ignorable
 from jaxtp.hf.model_folder import (
     CONFIG,
-    READ,
     Attributes,
     Folder,
     HFError,
-    choice,
     join_problems,
     open_folder,
     prefix_errors,
@@ -28,6 +28,7 @@ from jaxtp.hf.model_folder import (
 )
 from jaxtp.hf.safetensors import FORMATS
 from jaxtp.hf.tensor_map import dtypes
+from jaxtp.hf.wrapper import TEXT, Whole, others_in, text_attributes
 from jaxtp.layers.experts import ExpertsConfig
 from jaxtp.layers.mlp import MLPConfig
 from jaxtp.layers.parameter import DType
@@ -35,6 +36,15 @@ from jaxtp.models.config import ModelConfig, architecture
 
 _ALWAYS_WRITTEN = ("hidden_act", "attention_dropout")
 """Attributes that an export writes although they have only one supported value."""
+_NEAREST = 4
+"""Families whose reasons are listed."""
+_TO_BFLOAT16 = {
+    "mxfp4": "transformers writes it in bfloat16: from_pretrained(FOLDER, dtype='bfloat16', "
+    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW)",
+    "bitsandbytes": "use the model that it was made from, or what transformers writes: "
+    "from_pretrained(FOLDER).dequantize().save_pretrained(NEW)",
+}
+"""Ways from quantised weights to bfloat16."""
 _EXPERT_DEFAULTS = {
     field.name: field.default for field in dataclasses.fields(ExpertsConfig) if not hasattr(MLPConfig, field.name)
 }
@@ -73,22 +83,64 @@ def dtype_of(folder: Folder) -> DType:
 
 
 def family_of(attributes: Attributes, source: str) -> Family:
-    """Returns the family of a `model_type`."""
+    """Returns the family of a `model_type`, or of the text model in a multimodal one."""
     model_type = attributes.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    with prefix_errors(source):
+        text_type = text_attributes(attributes).get("model_type")
+    wrapper = WRAPPERS.get(str(model_type))
+    if wrapper is not None and text_type not in wrapper.text_types:
+        known = " and ".join(wrapper.text_types)
+        raise HFError(f"{source}: a {model_type} with text of {quote(text_type)} is not supported, only {known}")
+    if not isinstance(text_type, str) or text_type not in FAMILIES:
         wrong = f"model_type = {quote(model_type)} is not supported" if model_type else "model_type is missing"
-        raise HFError(f"{source}: {wrong}; supported are {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+        why = f", because of {REFUSED[str(model_type)]}" if str(model_type) in REFUSED else ""
+        near = "" if why or len(attributes) == 1 else f"; {_nearest(attributes)}"
+        raise HFError(f"{source}: {wrong}{why}; supported are {', '.join((*FAMILIES, *WRAPPERS))}{near}")
+    return replace(FAMILIES[text_type], wrapper=wrapper)
+
+
+def _nearest(attributes: Attributes) -> str:
+    """Returns the family that lacks the fewest attributes of an unsupported model, and these."""
+    inner = attributes.get(TEXT)
+    text = {
+        name: value for name, value in (inner if isinstance(inner, dict) else attributes).items() if value is not None
+    }
+    text |= {"architectures": None}
+    lacking = {name: [misfit for misfit, _ in _misfits(text, family, ())] for name, family in FAMILIES.items()}
+    nearest = min(lacking, key=lambda name: len(lacking[name]))
+    listed = ", ".join(f"{truncate(name)} = {quote(text[name])}" for name in lacking[nearest][:_NEAREST])
+    return f"the nearest family by its attributes is {nearest}" + (f", which lacks {listed}" if listed else "")
 
 
 def model_config(attributes: Attributes, source: str, ignore_config: Collection[str] = ()) -> ModelConfig:
     """Returns the configuration in the attributes; `source` names their file in messages. Raises as `read_config`."""
-    family = family_of(attributes, source)
+    family, text = family_of(attributes, source), text_attributes(attributes)
     with prefix_errors(source):
-        if problems := list(_problems(attributes, family, ignore_config)):
+        if problems := list(_problems(text, family, ignore_config)):
             raise HFError(join_problems(problems))
-        fields = _fields(attributes, family)
+        fields = _fields(text, family)
         return configuration.validate(ModelConfig, fields, source=f"{source} describes an invalid model")
+
+
+def open_whole(path: Path, config: ModelConfig) -> Whole:
+    """Opens the folder that a model came from; raises `HFError` if it has another model."""
+    folder, source = open_folder(path), str(path / CONFIG)
+    family, text = family_of(folder.attributes, source), text_attributes(folder.attributes)
+    with prefix_errors(path):
+        stored = configuration.validate(ModelConfig, _fields(text, family), source=source)
+        if lost := configuration.differences(_comparable(stored), _comparable(config), "model."):
+            raise HFError(f"another model (it has -> yours has): {join_problems([truncate(line) for line in lost])}")
+        return Whole(folder, family, others_in(folder, family, config.num_layers))
+
+
+def changed_config(whole: Whole, dtype: DType, longest: object) -> dict[str, Any]:
+    """Returns the config.json of `whole` for text tensors of another dtype, or for longer sequences."""
+    text, changes = text_attributes(whole.folder.attributes), dict[str, object]()
+    if dtype != dtype_of(whole.folder):
+        changes["torch_dtype" if "torch_dtype" in text else "dtype"] = dtype
+    if longest is not None and longest != text.get(MAX_POSITIONS):
+        changes[MAX_POSITIONS] = longest
+    return whole.attributes(changes)
 
 
 def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, object]:
@@ -96,7 +148,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **dict(_family_attributes(config, family)),
+        **dict(write_fields(family.attributes, vars(_common_settings(config)))),
         **{name: family.required[name] for name in _ALWAYS_WRITTEN if name in family.required},
         **write_layers(config, family),
         "torch_dtype": dtype,
@@ -109,20 +161,6 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
         changes = join_problems([truncate(line) for line in lost])
         raise HFError(f"a {family.model_type} cannot represent this model (it has -> it would become): {changes}")
     return written
-
-
-def _family_attributes(config: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
-    config = _common_settings(config)
-    for attribute in reversed(family.attributes):  # so the first attribute of a name wins
-        value = getattr(config, attribute.fields[0])
-        if isinstance(attribute.kind, Mapping):
-            names = (theirs for theirs, ours in attribute.kind.items() if ours == value)
-            yield attribute.name, next(names, attribute.default)
-        elif value is not None and attribute.power != 1:
-            number = round(value ** (1 / attribute.power), 6)
-            yield attribute.name, int(number) if number.is_integer() else number
-        elif value is not None or attribute.can_be_null:
-            yield attribute.name, value
 
 
 def _common_settings(config: ModelConfig) -> ModelConfig:
@@ -148,10 +186,17 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
 
 def choose_family(config: ModelConfig, name: str | None) -> Family:
     """Returns the family `name`, or the first that can represent the model."""
+    if name is not None and name in WRAPPERS:
+        texts = {text: FAMILIES[text] for text in WRAPPERS[name].text_types}
+        return replace(_first_that_fits(config, texts), wrapper=WRAPPERS[name])
     if name is not None:
         return family_of({"model_type": name}, "--family")
+    return _first_that_fits(config, FAMILIES)
+
+
+def _first_that_fits(config: ModelConfig, families: Mapping[str, Family]) -> Family:
     reasons = []
-    for family in FAMILIES.values():
+    for family in families.values():
         if config.most_experts and not any("num_experts" in attribute.fields for attribute in family.attributes):
             continue
         try:
@@ -159,7 +204,8 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
             return family
         except HFError as error:
             reasons.append(str(error))
-    raise HFError("no family can represent this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
+    nearest = sorted(reasons, key=lambda reason: reason.count("; "))[:_NEAREST]
+    raise HFError("no family can represent this model:\n" + "\n".join(f"  {reason}" for reason in nearest))
 
 
 def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
@@ -171,27 +217,43 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
             close = difflib.get_close_matches(name, attributes, n=1)
             hint = f"; did you mean {truncate(close[0])}?" if close else ""
             yield f"--ignore-config {truncate(name)}: there is no such attribute{hint}"
-    for name, value in attributes.items():
-        if name in family.required:
-            only = family.required[name]
-            if value != only and not (value is None and only is False):
-                yield f"{name} = {quote(value)} is not supported, only {only!r}: it is known to change the model"
-        elif not (name in known or name in ignored or is_ignorable(name, value, family)):
-            yield (
-                f"the attribute {truncate(name)} = {quote(value)} of a {family.model_type} is unknown and may "
-                "change the model; if you know that it does not, ignore it by --ignore-config "
-                f"{shlex.quote(truncate(name))}"
-            )
+    yield from (problem for _, problem in _misfits(attributes, family, ignored))
     if attributes.get("architectures") not in (None, [family.architecture]):
         yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
 
 
+def _misfits(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yields attributes that the family does not have, each with a message."""
+    known = family.known_attributes()
+    for name, value in attributes.items():
+        if name == "quantization_config" and isinstance(value, dict) and "quant_method" in value:
+            yield from ((name, problem) for problem in _quantization_problems(str(value["quant_method"])))
+        elif name in family.required:
+            only = family.required[name]
+            if value != only and not (value is None and only is False):
+                yield name, f"{name} = {quote(value)} is not supported, only {only!r}: it is known to change the model"
+        elif not (name in known or name in ignored or is_ignorable(name, value, family)):
+            yield (
+                name,
+                f"the attribute {truncate(name)} = {quote(value)} of a {family.model_type} is unknown and may "
+                "change the model; if you know that it does not, ignore it by --ignore-config "
+                f"{shlex.quote(truncate(name))}",
+            )
+
+
+def _quantization_problems(method: str) -> Iterator[str]:
+    if method != "fp8":
+        how = _TO_BFLOAT16.get(method, "use the model that it was made from: the base model on its page of the Hub")
+        yield f"quant_method = {quote(method)} is not supported, only fp8 in blocks, or weights of 16 or 32 bits; {how}"
+
+
 def _fields(attributes: Attributes, family: Family) -> Settings:
     fields, names = dict(family.always), dict[str, str]()
-    for attribute in family.attributes:
-        name = _name_in_file(attribute, attributes)
-        names |= dict.fromkeys(attribute.fields, name)
-        fields |= dict.fromkeys(attribute.fields, _read(attribute, name, attributes, fields))
+    for attribute in sorted(family.attributes, key=lambda attribute: attribute.unit is not None):
+        if attribute.unit is not None and "head_dim" not in fields:
+            fields["head_dim"] = _head_dim(attributes, family, fields)
+        names |= dict.fromkeys(attribute.fields, name_in_file(attribute, attributes))
+        fields |= dict.fromkeys(attribute.fields, read_attribute(attribute, attributes, fields))
     fields["head_dim"] = _head_dim(attributes, family, fields)
     num_experts, per_token = fields.get("num_experts"), fields.get("experts_per_token", 0)
     if num_experts is not None and per_token > num_experts:
@@ -199,28 +261,6 @@ def _fields(attributes: Attributes, family: Family) -> Settings:
             f"{names['experts_per_token']} = {per_token}: should be at most {names['num_experts']} = {num_experts}"
         )
     return {**fields, **read_layers(attributes, family, fields)}
-
-
-def _name_in_file(attribute: Attribute, attributes: Attributes) -> str:
-    name, alias = attribute.name, attribute.alias
-    if alias is None or alias not in attributes:
-        return name
-    if attributes.get(name, attributes[alias]) != attributes[alias]:
-        both = f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])}"
-        raise HFError(f"{both} are two names of one attribute, and must be equal")
-    return alias
-
-
-def _read(attribute: Attribute, name: str, attributes: Attributes, fields: Settings) -> Any:
-    value = attributes.get(name, attribute.default)
-    if value is None and attribute.default_from is not None:
-        value = fields[attribute.default_from] * attribute.times
-    if isinstance(attribute.kind, Mapping):
-        return choice(name, value, attribute.kind)
-    if value is None and attribute.can_be_null:
-        return None
-    number = READ[attribute.kind](name, value)
-    return number if attribute.power == 1 else number**attribute.power
 
 
 def _head_dim(attributes: Attributes, family: Family, fields: Settings) -> int:

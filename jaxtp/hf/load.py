@@ -20,7 +20,7 @@ from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pa
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
 from jaxtp.hf.safetensors import Block, StoredTensor
-from jaxtp.hf.tensor_map import HEAD, TABLE, TensorPart, match_tensors, name_of, split_path
+from jaxtp.hf.tensor_map import HEAD, TABLE, Columns, TensorPart, match_tensors, name_of, split_path
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, validate_model
@@ -139,7 +139,7 @@ def load_tensors(
             if (ours, index) not in buffers_of:
                 buffers_of[ours, index] = _Buffers(variables[ours], mesh, stacked=index is not None)
         filled = [(part, buffers_of[part.target]) for part in parts]
-        bounds = [rows for part, buffers in filled for _, (rows, *_) in buffers.slices(part) if rows[0] < rows[1]]
+        bounds = [rows for part, buffers in filled for _, (rows, *_), _ in buffers.slices(part) if rows[0] < rows[1]]
         first, last = min((a for a, _ in bounds), default=0), max((b for _, b in bounds), default=0)
         for row, block in _checked_blocks(tensors[name], (copies or {}).get(name), first, last):
             for part, buffers in filled:
@@ -187,27 +187,44 @@ class _Buffers:
         dtype = np.dtype(variable.dtype)
         self.blocks = {where: _aligned_zeros(tuple(b - a for a, b in where), dtype) for where in self.bounds.values()}
 
-    def slices(self, part: TensorPart) -> Iterator[tuple[Block, _Bounds]]:
-        """Yields each device's part of a tensor, in the dim order of the file, and its bounds in the file."""
+    def slices(self, part: TensorPart) -> Iterator[tuple[Block, _Bounds, Columns | None]]:
+        """Yields each device's part of a tensor in the dim order of the file, its bounds in the file, and the indices
+        there of its columns if they are not consecutive."""
         for where, block in self.blocks.items():
             if part.expert is not None:
                 expert, where = part.expert - where[0][0], where[1:]
                 if not 0 <= expert < len(block):
                     continue
                 block = block[expert]
+            if not where:  # a number
+                yield block.reshape(1), ((0, 1),), None
+                continue
             (begin, end), before = where[-1], where[:-1]
-            columns = (begin + part.first, end + part.first)
+            columns, bounds = None, (begin + part.first, end + part.first)
+            if part.columns is not None:
+                columns = part.columns[begin:end]
+                bounds = (columns.min(initial=part.columns.max()), columns.max(initial=-1) + 1)
             if part.transposed:
-                yield block.swapaxes(-2, -1), (*before[:-1], columns, before[-1])
+                yield block.swapaxes(-2, -1), (*before[:-1], bounds, before[-1]), columns
             else:
-                yield block, (*before, columns)
+                yield block, (*before, bounds), columns
 
     def fill(self, part: TensorPart, row: int, rows: Block) -> None:
-        for block, ((start, stop), *columns) in self.slices(part):
+        for block, ((start, stop), *others), columns in self.slices(part):
             low, high = max(row, start), min(row + len(rows), stop)
-            if low < high:
-                source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in columns))]
+            if low >= high:
+                continue
+            source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in others))]
+            output_dim = block.ndim - (2 if part.transposed else 1)
+            if columns is None:
                 _copy(block[low - start : high - start], source)
+            elif output_dim:
+                places = columns - others[output_dim - 1][0]
+                _copy(block[low - start : high - start], source.take(places, output_dim))
+            else:
+                inside = np.flatnonzero((low <= columns) & (columns < high))
+                for run in np.split(inside, np.flatnonzero(np.diff(inside) != 1) + 1):
+                    _copy(block[run[0] : run[-1] + 1], source[columns[run] - low])
 
     def placed(self) -> Array:
         placed = [jax.device_put(self.blocks[where], device) for device, where in self.bounds.items()]

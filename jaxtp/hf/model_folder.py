@@ -17,7 +17,7 @@ from jaxtp.config import reading
 from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError, nearest_file
 from jaxtp.hf.safetensors import HFError as HFError
-from jaxtp.hf.safetensors import StoredTensor, read_header
+from jaxtp.hf.safetensors import StoredTensor, read_header, with_scales
 
 T = TypeVar("T")
 CONFIG = "config.json"
@@ -28,6 +28,8 @@ _MAX_COPIED = 2**28
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
+_FP8_BLOCK = (128, 128)
+"""Default of weight_block_size."""
 _LISTED = 10
 """Maximum number of problems in a message."""
 
@@ -46,7 +48,20 @@ class Folder:
 
 def open_folder(path: Path) -> Folder:
     """Reads config.json and all weight headers."""
-    return Folder(path, read_attributes(path), _read_headers(path))
+    attributes, tensors = read_attributes(path), _read_headers(path)
+    if any(tensor.dtype == "F8_E4M3" for tensor in tensors.values()):
+        tensors = with_scales(tensors, _block_shape(attributes.get("quantization_config")))
+    return Folder(path, attributes, tensors)
+
+
+def _block_shape(quantization: object) -> tuple[int, int]:
+    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if block is None:
+        return _FP8_BLOCK
+    if not isinstance(block, list) or len(block) != len(_FP8_BLOCK):
+        raise HFError(f"weight_block_size = {quote(block)}: should be two sizes")
+    height, width = (whole("weight_block_size", size) for size in block)
+    return height, width
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
 from jaxtp.hf.config_json import choose_family
-from jaxtp.hf.families.family import LAYER, Family, Tensor
+from jaxtp.hf.families.family import LAYER, TEXT_PREFIXES, Family, Tensor
 from jaxtp.hf.load import load_tensors
 from jaxtp.hf.model_folder import (
     Attributes,
@@ -40,7 +40,7 @@ from jaxtp.hf.model_folder import (
 )
 from jaxtp.hf.safetensors import DTYPES, StoredTensor, read_header
 from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
-from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, split_path
+from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, place, split_path
 from jaxtp.layers.lora import TARGETS, LoraConfig, freeze_state
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh
@@ -48,7 +48,8 @@ from jaxtp.models.config import ModelConfig, adapter_targets
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."
+PREFIX, MODULES = "base_model.model.", "model.language_model."
+"""Beginning of every name, and of the text modules of a multimodal model."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 _KNOWN = frozenset(
     {
@@ -83,21 +84,34 @@ def _modules(config: ModelConfig, family: Family) -> _Modules:
             raise HFError(f"a {family.model_type} has no {kernel}")
         tensor = tensors[kernel]
         for index, layer in enumerate(adapter.layers):
-            module = tensor.theirs.removesuffix(".weight").replace(LAYER, str(layer))
+            module = _in_memory(tensor.theirs.removesuffix(".weight").replace(LAYER, str(layer)), family)
             modules.setdefault(module, []).append(_LayerAdapter(adapter, index, tensor))
     return modules
 
 
-def _tensor_parts(modules: _Modules, variables: Mapping[str, Variable]) -> Iterator[TensorPart]:
-    """Yields A and B of each module; fused projections share A, and their Bs are concatenated."""
+def _in_memory(module: str, family: Family) -> str:
+    """Returns a module's name in the memory of transformers 5; multimodal files have other names, and so did older
+    versions."""
+    before = family.prefix if family.wrapper is None else MODULES
+    known = (*(form for form, _ in TEXT_PREFIXES), family.prefix) if family.wrapper is not None else (before,)
+    beginning = next((form for form in known if module.startswith(form)), "")
+    return before + module.removeprefix(beginning) if beginning else module
+
+
+def _tensor_parts(
+    modules: _Modules, variables: Mapping[str, Variable], config: ModelConfig, family: Family
+) -> Iterator[TensorPart]:
+    """Yields A and B of each module; fused projections share A, and their Bs are fused like their kernels."""
+    blocks = {stack: block for stack, _, block in config.kinds()}
     for module, projections in modules.items():
         a, b = (f"{PREFIX}{module}.lora_{factor}.weight" for factor in "AB")
         outputs = [logical_shape(variables[f"{projection.adapter.lora}.b"])[-1] for projection in projections]
-        for i, (adapter, index, _) in enumerate(projections):
+        for i, (adapter, index, tensor) in enumerate(projections):
             _, inputs, rank = logical_shape(variables[f"{adapter.lora}.a"])
             yield TensorPart(f"{adapter.lora}.a", a, index, transposed=True, shape=(rank, inputs))
-            shape, first = (sum(outputs), rank), sum(outputs[:i])
-            yield TensorPart(f"{adapter.lora}.b", b, index, transposed=True, shape=shape, first=first)
+            first, width, columns = place(tensor, i, outputs, family, blocks[str(split_path(adapter.kernel)[0])])
+            part = TensorPart(f"{adapter.lora}.b", b, index, transposed=True, shape=(width, rank), first=first)
+            yield replace(part, columns=columns)
 
 
 def _name_in_layer(module: str) -> str:
@@ -135,7 +149,7 @@ def save_peft(
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
     nonzero = {adapter: _nonzero_layers(variables[f"{adapter.lora}.a"][...]) for adapter in adapters(config)}
     adapted = {m: each for m, each in modules.items() if each[0].stack_index in nonzero[each[0].adapter]} or modules
-    files = {WEIGHTS: group_by_tensor(_tensor_parts(adapted, variables))}
+    files = {WEIGHTS: group_by_tensor(_tensor_parts(adapted, variables, config, family))}
     others = {CONFIG: json_bytes(_peft_config(config.lora, adapted, len(adapted) == len(modules), base))}
     write_folder(Path(path), variables, files, others, options.get("dtype") or config.lora.dtype, options)
 
@@ -263,7 +277,7 @@ def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family
     modules = _modules(config, family)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
     used = {module: projections for module, projections in modules.items() if module in adapted}
-    parts = group_by_tensor(_tensor_parts(used, variables))
+    parts = group_by_tensor(_tensor_parts(used, variables, config, family))
     for name, (part, *_) in parts.items():
         if tensors[name].shape != part.shape:
             shapes = f"{dims(tensors[name].shape)}, and this model needs {dims(part.shape)}"
@@ -288,8 +302,12 @@ def _read_factors(
         raise HFError(f"{path / WEIGHTS}: {error.strerror}") from None
     if not weights.exists():
         raise HFError(explain_pickle(path, "peft") or f"no {WEIGHTS} is there")
-    if not (tensors := read_header(weights)):
+    if not (stored := read_header(weights)):
         raise HFError(f"{WEIGHTS} holds no adapters")
+    tensors = {
+        PREFIX * name.startswith(PREFIX) + _in_memory(name.removeprefix(PREFIX), family): stored[name]
+        for name in stored
+    }
     kinds = ", ".join(dict.fromkeys(map(_name_in_layer, possible)))
     for name, tensor in tensors.items():
         if (match := _TENSOR.fullmatch(name)) is None:

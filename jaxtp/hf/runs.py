@@ -23,10 +23,12 @@ from jaxtp.checkpoint.storage import newest_checkpoint, open_checkpoint, read_in
 from jaxtp.config.schema import expand, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
+from jaxtp.hf.config_json import family_of
 from jaxtp.hf.load import load_folder
-from jaxtp.hf.model_folder import CONFIG, open_folder, read_attributes, read_files
+from jaxtp.hf.model_folder import CONFIG, open_folder, read_attributes, read_files, read_json
 from jaxtp.hf.peft import PeftFolder, with_peft
-from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder, write_files
+from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder, json_bytes, write_files
+from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import current_mesh, make_mesh
 from jaxtp.models.config import ModelConfig, upgrade_settings
@@ -37,6 +39,8 @@ BASE = "base"
 """Key in the info of a checkpoint of adapters: folder and hash of the base model."""
 HF_FILES = "hf"
 """Folder in a run for config.json and the tokenizer files of its model."""
+ORIGIN = "origin.json"
+"""File in it that names the folder of a model with tensors outside of the text model."""
 
 
 def load_run(path: str | Path, *, base: str | Path | None = None, build: object = None) -> Decoder:
@@ -175,11 +179,26 @@ def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) ->
 
 
 def copy_hf_files(source: Path, run: Path) -> None:
-    """Copies config.json and tokenizer files to a run, all or none, unless the run has them; raises `HFError`."""
-    if (run / HF_FILES).exists() or not (files := read_files(source, (CONFIG, *TOKENIZER_FILES))):
+    """Copies config.json and tokenizer files to a run, all or none, unless the run has them; raises `HFError`.
+
+    If the source holds more than a text model, an export needs its folder, which `ORIGIN` names.
+    """
+    if (run / HF_FILES).exists():
         return
+    names = (CONFIG, *TOKENIZER_FILES)
+    if not (files := read_files(source, (*names, ORIGIN) if source.name == HF_FILES else names)):
+        return
+    if CONFIG in files and ORIGIN not in files and is_part(family_of(read_attributes(source), str(source / CONFIG))):
+        files[ORIGIN] = json_bytes({"from": str(source.resolve())})
     with atomic_folder(run / HF_FILES) as folder:
         write_files(folder, files)
+
+
+def origin_of(hf_files: Path | None) -> Path | None:
+    """Returns the folder of a run's initial model, if it holds more than a text model."""
+    if hf_files is None or not (hf_files / ORIGIN).is_file():
+        return None
+    return Path(str(read_json(hf_files, ORIGIN).get("from")))
 
 
 def family_of_run(checkpoint: Path) -> str | None:

@@ -9,7 +9,7 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -27,7 +27,9 @@ Block = NDArray[Any]
 FORMATS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Supported dtypes of weights, and their names in the format."""
 DTYPES = {name: np.dtype(jnp.dtype(dtype)) for dtype, name in FORMATS.items()}
-
+_NUMPY = DTYPES | {"F8_E4M3": np.dtype(jnp.float8_e4m3fn)}
+_SCALE, _UNUSED_SCALES = "_scale_inv", (".activation_scale", ".input_scale")
+"""Endings of the names of scales, of weights after their own name."""
 _ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in DTYPES.items()},
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
@@ -64,7 +66,7 @@ class StoredTensor:
         last = rows if last is None else last
         row_bytes = self.num_bytes // rows
         step = min(max(1, _BLOCK // row_bytes), max(1, last - first))
-        buffer = np.empty((step, *self.shape[1:]), DTYPES[self.dtype])
+        buffer = np.empty((step, *self.shape[1:]), _NUMPY[self.dtype])
         with self.file.open("rb", buffering=0) as file:
             for row in range(first, last, step):
                 block = buffer[: min(step, last - row)]
@@ -77,12 +79,60 @@ class StoredTensor:
                     view, offset = view[count:], offset + count
                 yield row, block
 
+    def data(self) -> Block:
+        """Returns the bytes of a tensor of any dtype; raises as `blocks`."""
+        data = np.fromfile(self.file, np.uint8, self.num_bytes, offset=self.offset)
+        if data.size != self.num_bytes:
+            raise HFError(f"{self.file}: ends within the tensor {truncate(self.name)}; it changed while it was read")
+        return data
+
     def read(self) -> Block:
         """Returns a whole tensor; raises as `blocks`."""
         whole = np.empty(self.shape, DTYPES[self.dtype])
         for row, block in self.blocks():
             whole[row : row + len(block)] = block
         return whole
+
+
+@dataclass(frozen=True)
+class ScaledTensor(StoredTensor):
+    """A float8 matrix times the scale of each of its blocks, which reads as float32."""
+
+    stored: StoredTensor
+    scale: StoredTensor
+    block: tuple[int, int]
+
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
+        """Yields rows as `StoredTensor.blocks`; each block has its own buffer."""
+        scale = replace(self.scale, shape=self.scale.shape or (1,)).read().astype(np.float32)
+        height, width = self.block
+        if scale.size > 1:
+            scale = scale.repeat(width, axis=1)[:, : self.shape[1]]
+        for row, block in self.stored.blocks(first, last):
+            rows = (np.arange(row, row + len(block)) // height) if scale.size > 1 else slice(None)
+            yield row, block.astype(np.float32) * scale[rows]
+
+    def data(self) -> Block:
+        """Returns the scaled matrix."""
+        return self.read()
+
+
+def with_scales(tensors: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, StoredTensor]:
+    """Combines float8 matrices with the scales of their blocks of this shape, or with one scale."""
+    scaled: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        scale = tensors.get(name + _SCALE)
+        if scale is not None and stored.dtype == "F8_E4M3" and len(stored.shape) == 2:
+            grid = tuple(-(-size // step) for size, step in zip(stored.shape, block, strict=True))
+            if scale.dtype not in DTYPES or scale.shape not in (grid, (), (1,)):
+                raise HFError(
+                    f"{scale.file}: {truncate(scale.name)} is {scale.dtype} {scale.shape}, not one scale or {grid}"
+                )
+            where = (stored.file, name, "F32", stored.shape, stored.offset, 4 * math.prod(stored.shape))
+            scaled[name] = ScaledTensor(*where, stored, scale, block)
+        elif not name.endswith((_SCALE, *_UNUSED_SCALES)):
+            scaled[name] = stored
+    return scaled
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -119,7 +169,7 @@ def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -
     header: dict[str, object] = {_METADATA: {"format": "pt"}}  # transformers requires it
     end = 0
     for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        begin, end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack, get_type_hints
 
@@ -24,13 +25,13 @@ from jaxtp.checkpoint.checksum import NonFiniteError, describe_not_finite, sums
 from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config.files import sync_file, sync_folder
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
-from jaxtp.hf.config_json import choose_family, write_attributes
+from jaxtp.hf.config_json import changed_config, choose_family, open_whole, write_attributes
 from jaxtp.hf.families.family import Layout
 from jaxtp.hf.load import Progress
 from jaxtp.hf.model_folder import CONFIG, INDEX, WEIGHTS, Attributes, HFError, read_attributes, read_files
-from jaxtp.hf.safetensors import FORMATS, Block, write_file
+from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, write_file
 from jaxtp.hf.tensor_map import TensorPart, group_by_tensor, tensor_parts
-from jaxtp.layers.parameter import PARAMETERS, DType, padding_of, unpad
+from jaxtp.layers.parameter import DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
@@ -43,8 +44,10 @@ _COPIED_ATTRIBUTES = ("bos_token_id", "eos_token_id", "pad_token_id", MAX_POSITI
 """config.json attributes that `ModelConfig` lacks, copied from the tokenizer's folder."""
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
-Tensors = Mapping[str, Sequence[TensorPart]]
-"""The parts of each tensor by its name."""
+Stored = Sequence[TensorPart] | StoredTensor
+"""The parts of a tensor, or a tensor to copy from another file."""
+Tensors = Mapping[str, Stored]
+"""By name."""
 
 
 class SaveOptions(TypedDict, total=False):
@@ -63,6 +66,10 @@ class SaveOptions(TypedDict, total=False):
 
 class ModelOptions(SaveOptions, total=False):
     """Options for writing whole models."""
+
+    like: str | Path | None
+    """Folder that the model came from. Tensors outside of the text model (vision towers, prediction heads) and the
+    configuration are copied from it."""
 
     attributes: Attributes | None
     """Additional config.json attributes. max_position_embeddings overrides the value from `tokenizer_from`."""
@@ -96,22 +103,30 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     config = model.config
     if config.lora.rank:
         raise HFError("the model has adapters; write them by save_peft, or all of it by save_hf(merge_adapters(model))")
-    family, dtype = choose_family(config, options.get("family")), options.get("dtype") or config.precision.param
+    dtype, like = options.get("dtype") or config.precision.param, options.get("like")
+    whole = None if like is None else open_whole(Path(like), config)
+    family = choose_family(config, options.get("family")) if whole is None else whole.family
     more = options.get("attributes") or {}
-    # Without pad_token_id, transformers uses the family's default, which may exceed the model's vocabulary.
-    attributes = {"pad_token_id": None, **more, **copied_attributes(options.get("tokenizer_from"))}
-    if MAX_POSITIONS in more:
-        attributes[MAX_POSITIONS] = more[MAX_POSITIONS]
-    aliases = {attribute.alias for attribute in family.attributes}
-    attributes = {name: value for name, value in attributes.items() if name not in aliases}
-    attributes |= write_attributes(config, family, dtype)
-    variables = named_variables(nnx.state(model, PARAMETERS))
+    if whole is None:
+        # Without pad_token_id, transformers uses the family's default, which may exceed the model's vocabulary.
+        attributes = {"pad_token_id": None, **more, **copied_attributes(options.get("tokenizer_from"))}
+        if MAX_POSITIONS in more:
+            attributes[MAX_POSITIONS] = more[MAX_POSITIONS]
+        aliases = {attribute.alias for attribute in family.attributes}
+        attributes = {name: value for name, value in attributes.items() if name not in aliases}
+        attributes |= write_attributes(config, family, dtype)
+    else:
+        attributes = changed_config(whole, dtype, more.get(MAX_POSITIONS))
+    variables = named_variables(nnx.state(model))
     parts = tensor_parts(variables, config, family, options.get("experts", "separate"))
-    files = _shards(group_by_tensor(parts), dtype, options.get("max_shard_size", "5GB"))
-    others = {CONFIG: json_bytes(attributes)}
+    tensors: dict[str, Stored] = {**group_by_tensor(parts)}
+    if whole is not None:
+        tensors = {whole.name(name): stored for name, stored in tensors.items()} | dict(whole.others)
+    files = _shards(tensors, dtype, options.get("max_shard_size", "5GB"))
+    others = {CONFIG: json_bytes(attributes)} | ({} if whole is None else whole.files())
     if list(files) != [WEIGHTS]:
-        total = sum(num_bytes(parts[0], dtype) for tensors in files.values() for parts in tensors.values())
-        weight_map = {name: file for file, tensors in files.items() for name in tensors}
+        total = sum(num_bytes(tensor, dtype) for tensor in tensors.values())
+        weight_map = {name: file for file, group in files.items() for name in group}
         others[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     write_folder(Path(path), variables, files, others, dtype, options)
 
@@ -128,7 +143,8 @@ def write_folder(
     if not options.get("allow_non_finite"):
         _require_finite(variables)
     others = {**others, **_tokenizer_files(options.get("tokenizer_from"))}
-    tensors = {name: parts for group in files.values() for name, parts in group.items()}
+    every = {name: tensor for group in files.values() for name, tensor in group.items()}
+    tensors = {name: tensor for name, tensor in every.items() if not isinstance(tensor, StoredTensor)}
     arrays = gather_tensors(variables, tensors, dtype, options.get("progress"))
     if jax.process_index() != 0:
         for _ in arrays:  # all processes must take part in each gather
@@ -136,9 +152,20 @@ def write_folder(
         return
     with atomic_folder(path) as folder:
         for file, group in files.items():
-            header = {name: (FORMATS[dtype], parts[0].shape) for name, parts in group.items()}
-            write_file(folder / file, header, lambda _: next(arrays))
+            header = {name: _format_and_shape(stored, dtype) for name, stored in group.items()}
+            write_file(folder / file, header, partial(_data, group, arrays))
         write_files(folder, others)
+
+
+def _format_and_shape(tensor: Stored, dtype: DType) -> tuple[str, tuple[int, ...]]:
+    if isinstance(tensor, StoredTensor):
+        return tensor.dtype, tensor.shape
+    return FORMATS["float32" if tensor[0].float32 else dtype], tensor[0].stored_shape
+
+
+def _data(tensors: Tensors, arrays: Iterator[Block], name: str) -> Block:
+    tensor = tensors[name]
+    return tensor.data() if isinstance(tensor, StoredTensor) else next(arrays)
 
 
 def _require_finite(variables: Mapping[str, Variable]) -> None:
@@ -150,26 +177,34 @@ def _require_finite(variables: Mapping[str, Variable]) -> None:
 
 
 def gather_tensors(
-    variables: Mapping[str, Variable], tensors: Tensors, dtype: DType, progress: Progress | None = None
+    variables: Mapping[str, Variable],
+    tensors: Mapping[str, Sequence[TensorPart]],
+    dtype: DType,
+    progress: Progress | None = None,
 ) -> Iterator[Block]:
     """Yields each tensor whole, as in the file; every process must iterate to the end."""
-    done, total = 0, sum(num_bytes(parts[0], dtype) for parts in tensors.values())
+    done, total = 0, sum(num_bytes(parts, dtype) for parts in tensors.values())
     last: dict[tuple[str, int | None], Block] = {}
 
     def part_on_host(part: TensorPart) -> Block:
         if part.target not in last:  # the experts of a layer are gathered at once
             last.clear()  # frees the previous kernel before the next is gathered
-            last[part.target] = _gather(variables[part.ours], part.index, dtype)
+            last[part.target] = _gather(variables[part.ours], part.index, "float32" if part.float32 else dtype)
         whole = last[part.target]
-        return whole if part.expert is None else whole[part.expert]
+        return np.atleast_1d(whole if part.expert is None else whole[part.expert])
 
     def tensor_on_host(parts: Sequence[TensorPart]) -> Block:
-        hosts = [part_on_host(part) for part in parts]
+        hosts, part = [part_on_host(part) for part in parts], parts[0]
         host = hosts[0] if len(hosts) == 1 else np.concatenate(hosts, axis=-1)
-        return host.swapaxes(-2, -1) if parts[0].transposed else host
+        if any(part.columns is not None for part in parts):
+            # Each column of the tensor, as an index of the concatenated parts.
+            ranges = [np.arange(x.shape[-1]) + part.first for part, x in zip(parts, hosts, strict=True)]
+            columns = [each if p.columns is None else p.columns for p, each in zip(parts, ranges, strict=True)]
+            host = host[..., np.argsort(np.concatenate(columns))]
+        return host.swapaxes(-2, -1) if part.transposed else host.reshape(part.stored_shape)
 
     for parts in tensors.values():
-        done += num_bytes(parts[0], dtype)
+        done += num_bytes(parts, dtype)
         if progress is not None:
             progress(done, total)
         yield tensor_on_host(parts)
@@ -190,9 +225,11 @@ def _layer(stacked: Array, index: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)
 
 
-def num_bytes(part: TensorPart, dtype: DType) -> int:
-    """Returns the bytes of a part's whole tensor in the file."""
-    return math.prod(part.shape) * jnp.dtype(dtype).itemsize
+def num_bytes(tensor: Stored, dtype: DType) -> int:
+    """Returns the bytes of a tensor in the file."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.num_bytes
+    return math.prod(tensor[0].shape) * jnp.dtype("float32" if tensor[0].float32 else dtype).itemsize
 
 
 @contextmanager
@@ -249,10 +286,10 @@ def _shards(tensors: Tensors, dtype: DType, most: int | str) -> dict[str, Tensor
     if match is None or not int(match[1]):
         raise HFError(f"max_shard_size = {most!r}: should be a number of bytes, or a size such as 5GB")
     limit = int(match[1]) * _UNITS.get(match[2], 1)
-    groups: list[dict[str, Sequence[TensorPart]]] = [{}]
+    groups: list[dict[str, Stored]] = [{}]
     size = 0
     for name, parts in tensors.items():
-        needed = num_bytes(parts[0], dtype)
+        needed = num_bytes(parts, dtype)
         if groups[-1] and size + needed > limit:
             groups.append({})
             size = 0

@@ -2,20 +2,33 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxtp.checkpoint.logical import Variable
 from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.hf.model_folder import HFError
-from jaxtp.hf.safetensors import DTYPES, StoredTensor
+from jaxtp.hf.safetensors import DTYPES, ScaledTensor, StoredTensor
+from jaxtp.hf.wrapper import HEAD as HEAD
+from jaxtp.hf.wrapper import TABLE as TABLE
+from jaxtp.hf.wrapper import full_names as full_names
+from jaxtp.hf.wrapper import name_of as name_of
 from jaxtp.layers.parameter import logical_shape
-from jaxtp.models.config import BLOCKS, ModelConfig
+from jaxtp.models.config import BLOCKS, BlockConfig, ModelConfig
 
-HEAD, TABLE = "head.kernel", "embedding.embedding"
 _EXPERT = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")
 """The number of an expert in a tensor's name."""
+_GENERAL = re.compile(r"\.\d+\.")
 _LISTED = 3
+
+
+Columns = NDArray[np.int64]
+_ROTATED = re.compile(r"blocks\.attention\.(qkv\.(kernels|biases)\.[01]|qk_norms\.[01]\.(scale|bias))")
+"""Parameters whose columns are dims of rotated heads."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +42,22 @@ class TensorPart:
     transposed: bool
     """The last two dims are swapped in the file."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor in the file."""
+    """Shape of the whole tensor in the file, without a dim of heads."""
     first: int = 0
     """Start of the part along the last dim in jaxtp's order."""
     expert: int | None = None
     """Index of the expert; None if the tensor holds all experts, or the parameter has none."""
+    columns: Columns | None = field(default=None, compare=False)
+    """Indices of the part's columns in the tensor's output dim, in jaxtp's order; None: consecutive, from `first`."""
+    heads: int | None = None
+    """Number of heads that the only dim is split into in the file."""
+    float32: bool = False
+    """Always float32 in the file."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor in the file."""
+        return self.shape if self.heads is None else (self.heads, self.shape[0] // self.heads)
 
     @property
     def target(self) -> tuple[str, int | None]:
@@ -58,21 +82,31 @@ def tensor_parts(
       layout: chooses between alternative tensors of a parameter, if `stored` has none of them.
       stored: names in a file, keyed by the name with `EXPERT` in place of the expert number.
     """
-    layers = {stack: numbers for stack, numbers, _ in config.kinds()}
+    layers = {stack: (numbers, block) for stack, numbers, block in config.kinds()}
     for path, variable in parameters.items():
         stack, general = split_path(path)
         if not (tensors := [tensor for tensor in family.tensors if tensor.ours == general]):
             raise HFError(f"a {family.model_type} has no {general}")
-        for index, layer in enumerate(layers[stack]) if stack else [(None, "")]:
+        numbers, block = layers[stack] if stack else ((), config.block())
+        places: dict[Tensor, Place] = {}
+        for index, layer in enumerate(numbers) if stack else [(None, "")]:
             tensor = _choose(tensors, str(layer), layout, stored or {})
             experts: Iterable[int | None] = range(logical_shape(variable)[1]) if EXPERT in tensor.theirs else (None,)
-            first, width = _offset_and_width(tensor, path, parameters, family)
             inside = (stack is not None) + (EXPERT in tensor.theirs)
+            if tensor not in places:
+                fused = (part.ours for part in family.tensors if part.theirs == tensor.theirs)
+                names = [name.replace(BLOCKS, stack or "") for name in fused]
+                names = [name for name in names if name in parameters]
+                widths = [(logical_shape(parameters[name])[inside:] or (1,))[-1] for name in names]
+                places[tensor] = place(tensor, names.index(path), widths, family, block)
+            first, width, columns = places[tensor]
             shape = (*logical_shape(variable)[inside:-1], width)
             shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
+            heads = width // block.head_dim if tensor.by_head else None
             for expert in experts:
                 theirs = tensor.theirs.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
-                yield TensorPart(path, theirs, index, tensor.transposed, shape, first, expert)
+                part = TensorPart(path, theirs, index, tensor.transposed, shape, first, expert)
+                yield replace(part, columns=columns, heads=heads, float32=tensor.float32)
 
 
 def split_path(path: str) -> tuple[str | None, str]:
@@ -81,13 +115,28 @@ def split_path(path: str) -> tuple[str | None, str]:
     return (None, path) if match is None else (match[1], f"{BLOCKS}.{match[2]}")
 
 
-def _offset_and_width(tensor: Tensor, path: str, parameters: Parameters, family: Family) -> tuple[int, int]:
-    stack, general = split_path(path)
-    parts = [part.ours for part in family.tensors if part.theirs == tensor.theirs]
-    paths = [part if stack is None else part.replace(BLOCKS, stack, 1) for part in parts]
-    widths = [logical_shape(parameters[part])[-1] for part in paths]
-    before = parts.index(general)
-    return sum(widths[:before]), sum(widths)
+class Place(NamedTuple):
+    """Where a part is in the output dim of its tensor; see `TensorPart`."""
+
+    first: int
+    width: int
+    """The whole dim."""
+    columns: Columns | None
+
+
+def place(tensor: Tensor, part: int, widths: Sequence[int], family: Family, block: BlockConfig) -> Place:
+    """Returns the place of a part with a kernel's or bias's output dim; `widths` are of all parts of its tensor."""
+    first, width, own = sum(widths[:part]), sum(widths), widths[part]
+    columns = np.arange(own)
+    if rotates := family.interleaved_rope and _ROTATED.fullmatch(tensor.ours) is not None:
+        rotated = int(block.head_dim * block.rotary_fraction)
+        heads = columns.reshape(-1, block.head_dim)
+        heads[:, :rotated] = np.concatenate([heads[:, :rotated:2], heads[:, 1:rotated:2]], axis=1)
+    if tensor.chunks is not None:
+        chunks = getattr(block, tensor.chunks)
+        chunk, size = np.divmod(columns, own // chunks)
+        return Place(first, width, (chunk * width + first) // chunks + size)
+    return Place(first, width, first + columns if rotates else None)
 
 
 def _choose(tensors: Sequence[Tensor], layer: str, layout: Layout, stored: Mapping[str, str]) -> Tensor:
@@ -107,19 +156,6 @@ def group_by_tensor(parts: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
     return {name: sorted(parts, key=lambda part: part.first) for name, parts in tensors.items()}
 
 
-def name_of(ours: str, family: Family) -> str:
-    """Returns the file name of a parameter that every family has once."""
-    return next(tensor.theirs for tensor in family.tensors if tensor.ours == ours)
-
-
-def full_names(stored: Mapping[str, StoredTensor], family: Family) -> Mapping[str, StoredTensor]:
-    """Adds a family's prefix to names in a file that lacks it."""
-    if name_of(TABLE, family) in stored or name_of(TABLE, family).removeprefix(family.prefix) not in stored:
-        return stored
-    head = name_of(HEAD, family)
-    return {name if name == head else family.prefix + name: tensor for name, tensor in stored.items()}
-
-
 def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
     """Refuses a wrong number of layers or separate experts before anything is allocated; shapes show stacked ones."""
     before = next(tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs)
@@ -137,8 +173,13 @@ def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, famil
 
 
 def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
-    """Returns the tensors' dtypes, as spelled in the format."""
-    return {tensor.dtype for name, tensor in full_names(stored, family).items() if not _is_ignored(name, family)}
+    """Returns the tensors' dtypes, as spelled in the format; float8 with scales counts as bfloat16."""
+    general = {tensor.theirs for tensor in family.tensors if tensor.float32}
+    return {
+        "BF16" if isinstance(tensor, ScaledTensor) else tensor.dtype
+        for name, tensor in full_names(stored, family).items()
+        if not _is_ignored(name, family) and _GENERAL.sub(f".{LAYER}.", name) not in general
+    }
 
 
 def match_tensors(
@@ -148,7 +189,7 @@ def match_tensors(
 
     Raises `HFError` for wrong names, shapes or dtypes; the file may also hold a tied head.
     """
-    stored = full_names(tensors, family)
+    stored = full_names(tensors, family, config.num_layers)
     _check_counts(stored, config, family)
     by_general = {_EXPERT.sub(EXPERT, name): name for name in reversed(list(stored))}
     layout: Layout = "separate" if any(EXPERT in name for name in by_general) else "stacked"
@@ -161,9 +202,9 @@ def match_tensors(
         "missing": [name for name in needed if name not in stored],
         "unexpected": [name for name in stored if name not in known and not _is_ignored(name, family)],
         "wrong shape": [
-            f"{name} is {dims(tensor.shape)}, not {dims(part.shape)}"
+            f"{name} is {dims(tensor.shape)}, not {dims(part.stored_shape)}"
             for name, (tensor, part) in both.items()
-            if tensor.shape != part.shape
+            if tensor.shape != part.stored_shape
         ],
         "not float32, bfloat16 or float16": [
             f"{name} is {tensor.dtype}" for name, (tensor, _) in both.items() if tensor.dtype not in DTYPES
@@ -180,11 +221,11 @@ def match_tensors(
             problems.append(f"tie_word_embeddings is true, and {head} is {a.dtype} {dims(a.shape)}, unlike {table}")
     if problems:
         raise HFError("; ".join(problems))
-    return stored, needed
+    return {**stored, **{name: replace(tensor, shape=part.shape) for name, (tensor, part) in both.items()}}, needed
 
 
 def _is_ignored(name: str, family: Family) -> bool:
-    return re.sub(r"\.\d+\.", f".{LAYER}.", name) in family.ignored_tensors
+    return _GENERAL.sub(f".{LAYER}.", name) in family.ignored_tensors
 
 
 def dims(shape: tuple[int, ...]) -> str:

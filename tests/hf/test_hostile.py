@@ -204,7 +204,7 @@ CASES = {
     "config with a key twice": (raw("config.json", b'{"a": 1, "a": 2}'), "the key 'a' occurs twice"),
     "config is a link out": (link("config.json", "../outside"), "is a link to .*outside, outside of the folder"),
     "no model type": (config(model_type=...), "model_type is missing; supported are llama, mistral, qwen2, qwen3"),
-    "unknown model type": (config(model_type="gpt_neox"), "'gpt_neox' is not supported; supported are llama, mistral"),
+    "unknown model type": (config(model_type="falcon"), "'falcon' is not supported; supported are llama, mistral"),
     "unknown attribute": (
         config(logit_softcap=30.0),
         "the attribute logit_softcap = 30.0 of a llama is unknown and may change the model; "

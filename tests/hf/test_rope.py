@@ -97,10 +97,12 @@ def test_where_the_original_length_is_looked_for():
 )
 def test_what_is_written_reads_back(family):
     """By every family that rotates positions; it is checked by writing."""
-    lists = {"short_factor": (1.0, 1.5), "long_factor": (2.0, 31.0)}
-    scaling = RopeScaling(kind="longrope", factor=3.3, original_length=10, attention_factor=1.1, **lists)
     attributes = {name: 64 if name == "hidden_size" else 2 for name in (*SIZES, "hidden_size", "num_key_value_heads")}
-    base = model_config(attributes | {"model_type": family, "head_dim": 4}, "it")
+    sizes = {"head_dim": 4} if "head_dim" in FAMILIES[family].layer_attributes else {}
+    base = model_config(attributes | sizes | {"model_type": family}, "it")
+    pairs = range(int(base.head_dim * base.rotary_fraction) // 2)
+    lists = {"short_factor": tuple(1.0 + i / 2 for i in pairs), "long_factor": tuple(2.0 + 29 * i for i in pairs)}
+    scaling = RopeScaling(kind="longrope", factor=3.3, original_length=10, attention_factor=1.1, **lists)
     first = tuple({**changes, "rope_scaling": scaling} for changes in base.first_blocks)
     pattern = tuple({**changes, "rope_scaling": scaling} for changes in base.pattern)
     config = jaxtp.ModelConfig(

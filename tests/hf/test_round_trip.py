@@ -161,6 +161,21 @@ FAMILY_OF = {
         "pattern": ({"query_scale": 0.5}, {"query_scale": 0.25}),
     },
     "mixtral": {"num_experts": 3, "rope_theta": 7.0, "pattern": ({"experts_per_token": 2}, {"experts_per_token": 2})},
+    "ministral3": {
+        "query_temperature": 0.2,
+        "rope_scaling": RopeScaling(kind="yarn", factor=2.0, attention_factor=1.0),
+    },
+    "gpt_neox": {
+        **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True),
+        "num_kv_heads": 2,
+        "norm": "layer",
+        "norm_placement": "parallel_two",
+        "mlp": "plain",
+        "activation": "gelu",
+        "rotary_fraction": 0.5,
+    },
+    "glm4": {"norm_placement": "both", "rotary_fraction": 0.5, "attention_bias": True},
+    "cohere": {"norm": "layer_no_bias", "norm_placement": "parallel", "qk_norm": "heads", "logit_scale": 0.5},
     "qwen3_moe": {
         "qk_norm": "head",
         "normalize_experts": False,

@@ -2,17 +2,39 @@
 
 from collections.abc import Mapping
 
-from jaxtp.hf.families.family import Family
-from jaxtp.hf.families.gemma import GEMMA2, GEMMA3
+from jaxtp.hf.families.cohere import COHERE
+from jaxtp.hf.families.family import Family, Wrapper
+from jaxtp.hf.families.gemma import GEMMA2, GEMMA3, GEMMA3_WRAPPER
+from jaxtp.hf.families.glm import GLM4
 from jaxtp.hf.families.gpt2 import GPT2
+from jaxtp.hf.families.gpt_neox import GPT_NEOX
 from jaxtp.hf.families.llama import LLAMA
-from jaxtp.hf.families.mistral import MISTRAL, MIXTRAL
+from jaxtp.hf.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MIXTRAL
 from jaxtp.hf.families.olmo2 import OLMO2
 from jaxtp.hf.families.phi3 import PHI3
 from jaxtp.hf.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
+    for family in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT2, MIXTRAL, QWEN3_MOE),
+        *(MINISTRAL3, GPT_NEOX, GLM4, COHERE),
+    )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
+
+WRAPPERS: Mapping[str, Wrapper] = {wrapper.model_type: wrapper for wrapper in (GEMMA3_WRAPPER, MISTRAL3_WRAPPER)}
+"""Multimodal models by `model_type`."""
+
+REFUSED: Mapping[str, str] = {
+    "gpt_oss": "attention sinks",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "mistral4", "glm4_moe_lite"), "multi-head latent attention"
+    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "Gated DeltaNet layers"),
+    **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2", "bamba"), "Mamba-2 layers"),
+    "llama4": "chunked attention",
+    "gemma3n": "embeddings and caches that layers share",
+    "phimoe": "routing by sparsemixer, which is random in training",
+}
+"""Models that are not read, by `model_type`, and what they need."""

@@ -8,6 +8,7 @@ unless `--ignore-config` names them: they may change the model's output.
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 LAYER, EXPERT = "{layer}", "{expert}"
@@ -21,8 +22,8 @@ Layout = Literal["separate", "stacked"]
 class Tensor:
     """A file's tensor name (`theirs`) and the dotted path of the parameter (`ours`), without the index of its stack.
 
-    Entries with the same `theirs` are parts of one tensor, concatenated along the output dim. Entries with the same
-    `ours` are alternatives; a file may use another one in each layer.
+    Entries with the same `theirs` are parts of one tensor, concatenated along the output dim, or cut into chunks that
+    alternate. Entries with the same `ours` are alternatives; a file may use another one in each layer.
     """
 
     ours: str
@@ -31,6 +32,13 @@ class Tensor:
     """The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both."""
     layout: Layout | None = None
     """The layout of experts that has this tensor; None: both have it."""
+    chunks: str | None = None
+    """Field with the number of chunks of each part: with num_heads, a fused kernel has the output dims `[N, parts, H]`,
+    with num_kv_heads the queries of a group, its key and its value in turn, with d_ff parts that alternate."""
+    by_head: bool = False
+    """The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`."""
+    float32: bool = False
+    """Always float32 in the file, whatever the dtype of the others."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,37 @@ class Attribute:
     times: int = 1
     power: float = 1.0
     """Exponent: the fields are the attribute raised to it."""
+    unit: tuple[str, float] | None = None
+    """An earlier field and an exponent: their power multiplies the attribute."""
     can_be_null: bool = False
     """Null switches the feature off."""
+    can_be_zero: bool = False
+    """Zero switches the feature off."""
+
+    def scale(self, fields: Mapping[str, Any]) -> Any:
+        """Returns the factor of `unit`."""
+        return 1 if self.unit is None else fields[self.unit[0]] ** self.unit[1]
+
+
+LayerType = Literal["full_attention", "sliding_attention", "global", "rope", "no_rope", "experts", "dense"]
+"""Types of layers; one has several. A global layer has full attention in a model with windows."""
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A multimodal `model_type`: its config.json has the text model's attributes in `text_config`."""
+
+    model_type: str
+    architecture: str
+    """Class name in transformers."""
+    text_types: tuple[str, ...]
+    """Supported values of the `model_type` in `text_config`; the first is the default."""
+    others: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
+    """Beginnings of the names of tensors outside of the text model, without a leading `model.`."""
+
+
+TEXT_PREFIXES = (("language_model.model.", "language_model."), ("model.language_model.", ""))
+"""Names of text tensors in a multimodal file: what replaces a family's prefix, and what precedes its head."""
 
 
 ROPE = frozenset({"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"})
@@ -59,8 +96,10 @@ ROPE = frozenset({"rope_parameters", "rope_theta", "rope_scaling", "original_max
 WINDOW = frozenset({"sliding_window"})
 """Attribute that gives all layers a window; layer_types restricts it to some layers."""
 SWITCHED_WINDOW = WINDOW | {"use_sliding_window", "max_window_layers"}
-DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size"})
-"""Attributes that name dense layers; the others have experts of moe_intermediate_size."""
+DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step"})
+"""Attributes that name dense layers; the others have experts."""
+NO_ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
+"""Fields of layers that rotate nothing."""
 SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
 """Attribute that, if true, divides the attention scores of layer i (from 1) by i."""
 COMMON = ROPE | {"head_dim"}
@@ -96,16 +135,46 @@ class Family:
     """If several entries have one name, an export writes the first."""
     layer_attributes: frozenset[str] = COMMON
     """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks its feature."""
+    rope_attributes: tuple[Attribute, ...] = ()
+    """Attributes in `rope_parameters` (or `rope_scaling`) or beside it; of two with one field, the first in the file
+    counts, and an export writes the first."""
+    by_type: Mapping[LayerType, tuple[Attribute, ...]] = field(default_factory=dict)
+    """Attributes of the layers of one type."""
+    always_by_type: Mapping[LayerType, Mapping[str, Any]] = field(default_factory=dict)
+    """Fields of `BlockConfig` with a fixed value in the layers of one type."""
     prefix: str = "model."
     """Prefix of all tensor names except the head's; a file may lack it."""
+    wrapper: Wrapper | None = None
+    """The multimodal model that holds this text model, if any."""
+    interleaved_rope: bool = False
+    """The file has rotated pairs of query and key dims next to each other, jaxtp half of the rotated dims apart."""
+    others: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that are not read, but copied by an export, such as prediction heads."""
+    later_layers: bool = False
+    """Whether layers from num_hidden_layers on are prediction heads, among `others`."""
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     """Tensors in files that an import skips."""
     default_window: int | None = 4096
     """Default of sliding_window."""
     window_period: int = 2
     """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n."""
+    windows_from_last: bool = False
+    """Whether these layers are counted from the last, which has no window."""
+    last_is_global: bool = False
+    """Whether the last layer never has a window."""
+    window_can_be_null: bool = False
+    """Whether a sliding_window of null means no windows, whatever layer_types has."""
+    default_dense_layers: int = 0
+    """Default of first_k_dense_replace and moe_layer_start_index."""
     rope_theta: float = 10_000.0
     """Default of rope_theta; with rope_local_base_freq, it is 10,000 in layers with a window."""
+    rope_theta_name: str = "rope_theta"
+    """Name of rope_theta beside `rope_scaling`."""
+    rope_by_type: bool = False
+    """Whether rope_parameters holds one rotary embedding for each attention type; a `rope_scaling` is for layers with
+    full attention."""
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
+    """The rope_parameters of a file without any."""
     rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
     """Supported kinds of rotary embedding."""
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
@@ -124,10 +193,16 @@ class Family:
     tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
     """`base_model_tp_plan` of transformers 5, with a row for the head."""
 
+    def changing_fields(self) -> frozenset[str]:
+        """Returns the fields that depend on a layer's types."""
+        by_type = (each.fields for each in chain.from_iterable(self.by_type.values()))
+        return frozenset(chain(*by_type, *self.always_by_type.values()))
+
     def known_attributes(self) -> frozenset[str]:
         """Returns the attributes that an import reads."""
-        names = {name for each in self.attributes for name in (each.name, each.alias) if name is not None}
-        return self.layer_attributes | names | {"model_type"}
+        every = (*self.attributes, *self.rope_attributes, *chain.from_iterable(self.by_type.values()))
+        names = {name for each in every for name in (each.name, each.alias) if name is not None}
+        return self.layer_attributes | names | {"model_type", self.rope_theta_name}
 
 
 OUTER = (
@@ -202,6 +277,10 @@ ACTIVATIONS: Mapping[str, str] = {
 def kv_heads(default: int | None = None) -> Attribute:
     """Returns num_key_value_heads; by default equal to num_attention_heads."""
     return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, default_from="num_heads")
+
+
+PARTIAL_ROPE = Attribute("partial_rotary_factor", ("rotary_fraction",), float, 1.0)
+"""Rotated part of each head."""
 
 
 def sizes(eps: float = 1e-6, *, tied: bool = False) -> tuple[Attribute, ...]:

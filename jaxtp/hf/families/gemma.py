@@ -46,8 +46,11 @@ GEMMA3 = replace(
     ),
     layer_attributes=GEMMA2.layer_attributes | {"sliding_window_pattern", "rope_local_base_freq"},
     window_period=6,
+    rope_by_type=True,
     rope_theta=1_000_000.0,
     always={**GEMMA2.always, "qk_norm": "head"},
     required={**GEMMA2.required, "attn_logit_softcapping": None},  # transformers ignores it
     tp_plan=base.TP_PLAN | base.REPLICATED,
 )
+
+GEMMA3_WRAPPER = base.Wrapper("gemma3", "Gemma3ForConditionalGeneration", text_types=("gemma3_text",))

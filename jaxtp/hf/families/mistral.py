@@ -1,4 +1,7 @@
-"""Mistral: Llama with a sliding window (arXiv 2310.06825); Mixtral: with experts in every layer (arXiv 2401.04088)."""
+"""Mistral: Llama with a sliding window (arXiv 2310.06825); Mixtral: with experts in every layer (arXiv 2401.04088).
+
+Ministral 3: Mistral whose queries grow with their position.
+"""
 
 from dataclasses import replace
 
@@ -40,3 +43,20 @@ MIXTRAL = base.Family(
     ignored_attributes=base.ROUTER_LOSS,
     tp_plan={module: style for module, style in base.TP_PLAN.items() if ".mlp." not in module} | base.EXPERTS_TP_PLAN,
 )
+
+MINISTRAL3 = replace(
+    MISTRAL,
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    attributes=(*base.sizes(1e-5), base.kv_heads(8)),
+    rope_attributes=(base.Attribute("llama_4_scaling_beta", ("query_temperature",), float, 0.0, can_be_zero=True),),
+    default_window=None,
+    window_can_be_null=True,
+    default_head_dim=128,
+    default_rope={
+        **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384},
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
+)
+
+MISTRAL3_WRAPPER = base.Wrapper("mistral3", "Mistral3ForConditionalGeneration", text_types=("mistral", "ministral3"))

@@ -44,6 +44,10 @@ QWEN3_MOE = base.Family(
         base.Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
     ),
     layer_attributes=base.COMMON | base.SWITCHED_WINDOW | base.DENSE_LAYERS,
+    by_type={
+        "experts": (base.Attribute("moe_intermediate_size", ("d_ff",), int, 768),),
+        "dense": (base.Attribute("intermediate_size", ("d_ff",), int),),
+    },
     always={"qk_norm": "head"},
     required=base.required(mlp_bias=False),
     ignored_attributes=base.ROUTER_LOSS,

@@ -23,13 +23,15 @@ from jaxtp.config.schema import Keys, Switch, UserPath, expand, to_yaml
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
+from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
 from jaxtp.hf.families.family import LAYER, Family, Layout, Tensor
 from jaxtp.hf.load import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import save_peft
-from jaxtp.hf.runs import BASE, copy_hf_files, hf_files_of, load_adapted, load_adapters
+from jaxtp.hf.runs import BASE, copy_hf_files, hf_files_of, load_adapted, load_adapters, origin_of
 from jaxtp.hf.save import SaveOptions, atomic_folder, copied_attributes, has_tokenizer, save_hf
 from jaxtp.hf.tensor_map import HEAD, TABLE, split_path
+from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, Precision, spec_of
 from jaxtp.mesh import TP, axes_of, mesh_of, mesh_shape, mesh_sizes
@@ -56,6 +58,11 @@ jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapter
 PLAN_HELP = """Compares how transformers splits each module of a model over tp (base_model_tp_plan) with how jaxtp does.
 
 jaxtp convert plan models/Llama-3.2-1B
+"""
+LIST_HELP = """Prints the models that jaxtp reads and writes, by the model_type in their config.json, and others that it
+refuses, with what they need.
+
+jaxtp convert list
 """
 PLAN = "base_model_tp_plan"
 _EQUIVALENT = {
@@ -124,6 +131,11 @@ class Export:
     """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
     base: OptionalDir = None
     """Base model of a run that trained adapters, if it has moved."""
+    like: OptionalDir = None
+    """Folder that the model came from, if it has moved: the vision tower and other tensors outside of the text model
+    are copied from it."""
+    text_only: Switch = False
+    """Write the text model of a multimodal model by itself."""
     dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
     """Dtype of the written tensors: by default the dtype of an imported model's files, and for other runs the dtype of
     the parameters (model.precision.param)."""
@@ -150,10 +162,16 @@ class Plan:
     """Unknown attributes of config.json to ignore, because they do not affect the model's outputs. Repeatable."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class List:
+    """Flags of `jaxtp convert list`: none."""
+
+
 COMMANDS: dict[str, Command[Any]] = {
     "import": Command(program=f"{PROGRAM} import", schema=Import, description=IMPORT_HELP),
     "export": Command(program=f"{PROGRAM} export", schema=Export, description=EXPORT_HELP),
     "plan": Command(program=f"{PROGRAM} plan", schema=Plan, description=PLAN_HELP),
+    "list": Command(program=f"{PROGRAM} list", schema=List, description=LIST_HELP),
 }
 
 
@@ -171,6 +189,8 @@ def _run(argv: Sequence[str]) -> None:
         print(import_run(command))
     elif isinstance(command, Export):
         print(export_run(command))
+    elif isinstance(command, List):
+        print("\n".join(list_lines()))
     else:
         print("\n".join(plan_lines(command.source, command.ignore_config)))
 
@@ -221,13 +241,14 @@ def export_run(command: Export) -> str:
         raise HFError(f"--experts {command.experts} is for a whole model, and adapters are exported; add --merged")
     attributes, tokenizer = _run_files(source) if source.is_run else (copied_attributes(command.run), command.run)
     options: SaveOptions = {
-        "family": command.family or source.family,
+        "family": command.family or (None if command.text_only else source.family),
         "tokenizer_from": command.tokenizer_from or (tokenizer if tokenizer and has_tokenizer(tokenizer) else None),
         "dtype": command.dtype,
         "allow_non_finite": command.allow_non_finite,
     }
     if only_adapters:
         return _export_adapters(command, source, mesh, options)
+    like = _origin(command, source)
     dtype: DType = command.dtype or source.info.get(IMPORTED, {}).get("dtype") or source.dtype
     # In the exported dtype, so that merging rounds only once.
     config = replace(stored, lora=LoraConfig(), precision=replace(stored.precision, param=dtype))
@@ -235,8 +256,23 @@ def export_run(command: Export) -> str:
         model = source.load(config, mesh, progress)
     layout, size, options["dtype"] = command.experts, command.max_shard_size, dtype
     with _progress("written") as options["progress"]:
-        save_hf(model, command.out, attributes=attributes, experts=layout, max_shard_size=size, **options)
+        save_hf(model, command.out, attributes=attributes, like=like, experts=layout, max_shard_size=size, **options)
     return f"{name}{'' if source.adapters is None else f' with {source.adapters.path}'} is in {command.out}"
+
+
+def _origin(command: Export, source: StoredModel) -> Path | None:
+    """Returns the folder of a model that is more than a text model; raises `HFError` if it is gone."""
+    if command.text_only or command.family is not None:
+        return command.like
+    if source.opened is not None:
+        whole = family_of(source.opened.attributes, str(command.run))
+        return command.run if is_part(whole) else command.like
+    if (like := command.like or origin_of(hf_files_of(source.folder))) is not None and not like.is_dir():
+        raise HFError(
+            f"{like}: no such folder; {source.folder} has only the text model of the model there. Name the folder by "
+            "--like DIR, or export the text model by --text-only"
+        )
+    return like
 
 
 def _export_adapters(command: Export, source: StoredModel, mesh: Mesh, options: SaveOptions) -> str:
@@ -262,6 +298,16 @@ def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
     if hf_files is None or (trained and type(longest) is int and longest < trained):
         attributes[MAX_POSITIONS] = trained  # the run trained on longer sequences
     return attributes, tokenizer
+
+
+def list_lines() -> Iterator[str]:
+    """Yields a line per `model_type`."""
+    for family in FAMILIES.values():
+        yield f"{family.model_type:<20}{family.architecture}"
+    for wrapper in WRAPPERS.values():
+        yield f"{wrapper.model_type:<20}{wrapper.architecture}, with text of {' or '.join(wrapper.text_types)}"
+    yield ""
+    yield from (f"{model_type:<20}refused: {reason}" for model_type, reason in REFUSED.items())
 
 
 def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:

@@ -1,0 +1,70 @@
+"""GPT-NeoX and Pythia: a parallel block with two LayerNorms, biases, partly rotated heads (arXiv 2204.06745)."""
+
+from jaxtp.hf.families import family as base
+
+_LAYER = "gpt_neox.layers.{layer}."
+_NORMS = (
+    ("blocks.attention_norm", f"{_LAYER}input_layernorm"),
+    ("blocks.mlp_norm", f"{_LAYER}post_attention_layernorm"),
+)
+_KERNELS = (
+    ("blocks.attention.out.", f"{_LAYER}attention.dense"),
+    ("blocks.mlp.down.", f"{_LAYER}mlp.dense_4h_to_h"),
+)
+
+GPT_NEOX = base.Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    tensors=(
+        base.Tensor("embedding.embedding", "gpt_neox.embed_in.weight"),
+        base.Tensor("head.kernel", "embed_out.weight"),
+        *(
+            base.Tensor(f"{ours}.{name}", f"{theirs}.{kind}")
+            for ours, theirs in (*_NORMS, ("norm", "gpt_neox.final_layer_norm"))
+            for name, kind in (("scale", "weight"), ("bias", "bias"))
+        ),
+        *(
+            base.Tensor(
+                f"blocks.attention.qkv.{ours}.{i}",
+                f"{_LAYER}attention.query_key_value.{theirs}",
+                transposed=theirs == "weight",
+                chunks="num_heads",
+            )
+            for ours, theirs in (("kernels", "weight"), ("biases", "bias"))
+            for i in range(3)
+        ),
+        *(base.Tensor(f"{ours}kernel", f"{theirs}.weight", transposed=True) for ours, theirs in _KERNELS),
+        *(base.Tensor(f"{ours}bias", f"{theirs}.bias") for ours, theirs in _KERNELS),
+        base.Tensor("blocks.mlp.up.kernels.0", f"{_LAYER}mlp.dense_h_to_4h.weight", transposed=True),
+        base.Tensor("blocks.mlp.up.biases.0", f"{_LAYER}mlp.dense_h_to_4h.bias"),
+    ),
+    attributes=(
+        base.Attribute("vocab_size", ("vocab_size",), int, 50_432),
+        base.Attribute("hidden_size", ("d_model",), int, 6144),
+        base.Attribute("intermediate_size", ("d_ff",), int, 24_576),
+        base.Attribute("num_hidden_layers", ("num_layers",), int, 44),
+        base.Attribute("num_attention_heads", ("num_heads", "num_kv_heads"), int, 64),
+        base.Attribute("layer_norm_eps", ("norm_eps",), float, 1e-5),
+        base.Attribute("tie_word_embeddings", ("tie_embeddings",), bool, False),
+        base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "gelu"),
+        base.Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, True),
+        base.Attribute("use_parallel_residual", ("norm_placement",), {True: "parallel_two", False: "before"}, True),
+    ),
+    prefix="gpt_neox.",
+    ignored_tensors=tuple(f"{_LAYER}attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")),
+    layer_attributes=base.ROPE,
+    rope_attributes=(base.Attribute("rotary_pct", ("rotary_fraction",), float, 0.25, alias="partial_rotary_factor"),),
+    rope_theta_name="rotary_emb_base",
+    always={"norm": "layer", "mlp": "plain", "mlp_bias": True},
+    required=base.required(without=("hidden_act", "partial_rotary_factor", "attention_dropout")),
+    ignored_attributes=frozenset(
+        {"hidden_dropout", "attention_dropout", "classifier_dropout", "gradient_checkpointing", "num_key_value_heads"}
+    ),
+    tp_plan={
+        "layers.*.attention.query_key_value": "colwise",
+        "layers.*.attention.dense": "rowwise",
+        "layers.*.mlp.dense_h_to_4h": "colwise",
+        "layers.*.mlp.dense_4h_to_h": "rowwise",
+        "embed_out": "colwise_gather_output",
+    },
+)

@@ -1,0 +1,224 @@
+"""Folders that hold more than a text model, fused and interleaved rows, float8 blocks: read, and written back."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hf_reference import FOLDER
+
+import jaxtp
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.families.family import Tensor
+from jaxtp.hf.model_folder import open_folder
+from jaxtp.hf.safetensors import DTYPES, read_header, write_file
+from jaxtp.hf.save import gather_tensors
+from jaxtp.hf.tensor_map import group_by_tensor, place, tensor_parts
+from jaxtp.models.config import BlockConfig
+from jaxtp.tools.convert.__main__ import main as convert
+
+VISION = {
+    "vision_tower.embeddings.weight": ("BF16", np.arange(12).reshape(3, 4)),
+    "vision_tower.position_ids": ("I64", np.arange(5)),
+    "multi_modal_projector.weight": ("F32", np.full((2, 2), np.nan)),
+}
+"""An integer and a value that is not finite: nothing of it is looked at."""
+FORMS = {"older": ("language_model.model.", "language_model."), "newer": ("model.language_model.", "model.")}
+
+
+def numpy_of(dtype):
+    return {**DTYPES, "I64": np.dtype(np.int64), "F8_E4M3": np.dtype(jnp.float8_e4m3fn)}[dtype]
+
+
+def write_tensors(path, tensors):
+    arrays = {name: np.asarray(array).astype(numpy_of(dtype)) for name, (dtype, array) in tensors.items()}
+    header = {name: (dtype, arrays[name].shape) for name, (dtype, _) in tensors.items()}
+    write_file(path / "model.safetensors", header, arrays.__getitem__)
+
+
+def multimodal(path, form="older", change=lambda tensors: tensors, **attributes):
+    """A Gemma 3 with a vision tower."""
+    prefix, before = FORMS[form]
+    text = json.loads((FOLDER / "gemma3/config.json").read_text())
+    stored = read_header(FOLDER / "gemma3/model.safetensors")
+    tensors = {prefix + name.removeprefix("model."): (t.dtype, t.read()) for name, t in stored.items()}
+    vision = {before.removeprefix("language_model.") + name: value for name, value in VISION.items()}
+    path.mkdir()
+    write_tensors(path, change(vision | tensors))
+    kind = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 4}
+    described = kind | {"text_config": text, "vision_config": {"hidden_size": 4}, **attributes}
+    (path / "config.json").write_text(json.dumps(described))
+    (path / "preprocessor_config.json").write_text('{"size": 4}')
+    return path
+
+
+def contents(folder):
+    return {name: (t.dtype, t.shape, t.data().tobytes()) for name, t in open_folder(folder).tensors.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
+    source = multimodal(tmp_path / "source", form)
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+        model = jaxtp.load_hf(source)
+        text = jaxtp.load_hf(FOLDER / "gemma3")
+    for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(text)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    model.norm.scale[...] += 1
+    jaxtp.save_hf(model, tmp_path / "out", like=source, max_shard_size="20KB")
+    before, after = contents(source), contents(tmp_path / "out")
+    assert [name for name in before | after if before.get(name) != after.get(name)] == [FORMS[form][0] + "norm.weight"]
+    for name in ("config.json", "preprocessor_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((source / name).read_text())
+    jaxtp.save_hf(model, tmp_path / "text")
+    assert json.loads((tmp_path / "text/config.json").read_text())["model_type"] == "gemma3_text"
+    assert not [name for name in contents(tmp_path / "text") if "vision" in name]
+
+
+PREFIX = FORMS["older"][0]
+LEFT = "language_model.model.layers.0.more.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t | {"model.language_model.norm.weight": t[f"{PREFIX}norm.weight"]}, "begin in two ways"),
+        (lambda t: {n: v for n, v in t.items() if n != f"{PREFIX}norm.weight"}, "missing: model.norm.weight$"),
+        (lambda t: t | {LEFT: ("F32", np.ones(3))}, "unexpected: model.layers.0.more.weight$"),
+        (lambda t: t | {"audio_tower.weight": ("F32", np.ones(3))}, "unexpected: audio_tower.weight$"),
+        (lambda t: {n.removeprefix("language_model."): v for n, v in t.items()}, "no tensor's name begins with"),
+    ],
+    ids=["mixed", "missing", "left over", "other", "no prefix"],
+)
+def test_no_tensor_is_made_up_or_passed_over(change, message, tmp_path):
+    with pytest.raises(jaxtp.HFError, match=message):
+        jaxtp.load_hf(multimodal(tmp_path / "source", change=change))
+
+
+def test_an_export_needs_the_folder_that_its_run_came_from(tmp_path, capsys):
+    source = multimodal(tmp_path / "source")
+    assert convert(["import", str(source), str(tmp_path / "run")]) == 0
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert contents(tmp_path / "out") == contents(source)
+    source.rename(tmp_path / "moved")
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "other")]) == 2
+    assert f"{source}: no such folder" in capsys.readouterr().err
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "b"), "--like", str(tmp_path / "moved")]) == 0
+    assert contents(tmp_path / "b") == contents(tmp_path / "moved")
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "text"), "--text-only"]) == 0
+    jaxtp.load_hf(tmp_path / "text")
+    shutil.copytree(FOLDER / "gemma2", tmp_path / "gemma2")
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "c"), "--like", str(tmp_path / "gemma2")]) == 2
+    assert "another model" in capsys.readouterr().err
+
+
+BLOCK = BlockConfig(num_heads=4, num_kv_heads=2, head_dim=6, rotary_fraction=2 / 3, d_ff=8)
+LAYOUTS = {
+    "heads": ("num_heads", (24, 24, 24), lambda q, k, v: [q.reshape(4, 6), k.reshape(4, 6), v.reshape(4, 6)]),
+    "groups": ("num_kv_heads", (24, 12, 12), lambda q, k, v: [q.reshape(2, 12), k.reshape(2, 6), v.reshape(2, 6)]),
+    "features": ("d_ff", (8, 8), lambda gate, up: [gate[:, None], up[:, None]]),
+    "one after another": (None, (24, 12), lambda q, k: [q[None], k[None]]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_chunks_of_fused_tensors_alternate(layout):
+    chunks, widths, chunked = LAYOUTS[layout]
+    tensor = Tensor("blocks.mlp.gate_up.kernels.0", "fused", chunks=chunks)
+    places = [place(tensor, part, widths, FAMILIES["llama"], BLOCK) for part in range(len(widths))]
+    parts = np.split(np.arange(sum(widths)), np.cumsum(widths)[:-1])
+    fused = np.concatenate(chunked(*parts), axis=1).ravel()
+    for (first, width, columns), part in zip(places, parts, strict=True):
+        assert width == sum(widths)
+        np.testing.assert_array_equal(fused[first + np.arange(len(part)) if columns is None else columns], part)
+
+
+def test_interleaved_pairs_become_halves():
+    """Only the rotated part of a head moves, and what is read is written back."""
+    tensor = Tensor("blocks.attention.qkv.biases.0", "q")
+    columns = place(tensor, 0, (24,), FAMILIES["glm4"], BLOCK).columns
+    assert columns[:12].tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
+    assert place(Tensor("blocks.attention.qkv.biases.2", "v"), 0, (24,), FAMILIES["glm4"], BLOCK).columns is None
+
+
+SMALL = {
+    "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4, "rotary_pct": 0.5},
+    "glm4": {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    "cohere": {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "use_qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tp": 4}], ids=str)
+def test_rows_are_read_on_any_mesh_as_they_were_written(family, mesh, tmp_path):
+    attributes = {"model_type": family, "vocab_size": 11, "intermediate_size": 12, "num_hidden_layers": 2}
+    config = jaxtp.hf.config_json.model_config(attributes | SMALL[family], "it")
+    model = jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    variables = named_variables(nnx.state(model))
+    rng = np.random.default_rng(0)
+    for variable in variables.values():
+        variable[...] = jnp.asarray(rng.standard_normal(variable.shape), variable.dtype)
+    jaxtp.save_hf(model, tmp_path / "out", family=family)
+    with jax.set_mesh(jaxtp.make_mesh(**mesh)):
+        again = jaxtp.load_hf(tmp_path / "out")
+    parts = group_by_tensor(tensor_parts(named_variables(nnx.state(again)), config, FAMILIES[family]))
+    written = dict(zip(parts, gather_tensors(named_variables(nnx.state(again)), parts, "float32"), strict=True))
+    for name, tensor in read_header(tmp_path / "out/model.safetensors").items():
+        np.testing.assert_array_equal(written[name], tensor.read())
+    ids = np.arange(10, dtype=np.int32).reshape(2, 5)
+    with jax.set_mesh(jaxtp.make_mesh(**mesh)):
+        np.testing.assert_allclose(again(ids), jaxtp.load_hf(tmp_path / "out")(ids))
+
+
+@pytest.mark.parametrize("block", [[16, 24], None], ids=str)
+def test_float8_is_multiplied_by_its_scales(block, tmp_path):
+    """Of each block, also where a block is cut off, or of the whole matrix."""
+    source = read_header(FOLDER / "mistral/model.safetensors")
+    rng, tensors, expected = np.random.default_rng(0), {}, {}
+    for name, tensor in source.items():
+        array = tensor.read().astype(np.float32)
+        expected[name] = ("F32", array)
+        if ".mlp." in name or "self_attn" in name:
+            grid = (
+                () if block is None else tuple(-(-size // step) for size, step in zip(array.shape, block, strict=True))
+            )
+            scale = np.asarray(rng.uniform(0.001, 0.1, grid), np.float32)
+            steps = array.shape if block is None else block
+            rows, columns = (np.arange(size) // step for size, step in zip(array.shape, steps, strict=True))
+            whole = scale if block is None else scale[rows][:, columns]
+            small = np.clip(array / whole, -400, 400).astype(numpy_of("F8_E4M3"))
+            tensors |= {name: ("F8_E4M3", small), f"{name}_scale_inv": ("F32", scale)}
+            expected[name] = ("F32", small.astype(np.float32) * whole)
+    config = json.loads((FOLDER / "mistral/config.json").read_text())
+    for folder, stored, more in (
+        ("float8", expected | tensors, {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}),
+        ("float32", expected, {}),
+    ):
+        (tmp_path / folder).mkdir()
+        write_tensors(tmp_path / folder, stored)
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
+    found, wanted = (jaxtp.load_hf(tmp_path / folder, precision=jaxtp.Precision()) for folder in ("float8", "float32"))
+    for a, b in zip(jax.tree.leaves(nnx.state(found)), jax.tree.leaves(nnx.state(wanted)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("method", "way"), [("mxfp4", r"Mxfp4Config\(dequantize=True\)"), ("awq", "base model"), ("gptq", "base model")]
+)
+def test_other_quantised_weights_name_the_way_to_bfloat16(method, way, tmp_path):
+    config = json.loads((FOLDER / "llama_gqa/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    with pytest.raises(jaxtp.HFError, match=f"quant_method = '{method}' is not supported.*{way}"):
+        jaxtp.read_config(tmp_path)
+
+
+def test_the_nearest_family_of_an_unknown_one():
+    attributes = json.loads((FOLDER / "qwen3/config.json").read_text()) | {"model_type": "new", "sinks": True}
+    with pytest.raises(jaxtp.HFError, match=r"'new' is not supported.* is qwen3, which lacks sinks = True"):
+        jaxtp.hf.config_json.model_config(attributes, "it")
+    with pytest.raises(jaxtp.HFError, match="because of attention sinks"):
+        jaxtp.hf.config_json.model_config({"model_type": "gpt_oss"}, "it")
