@@ -1,7 +1,7 @@
 """Reference models in Hugging Face format, with their float64 results; see `tests/hf/references/README.md`.
 
-Gradients are stored as sketches: fixed random signed sums of their elements in `SIZE` buckets. The difference of two
-sketches has the L2 norm of the gradients' difference, to a few per cent.
+Gradients are stored as sketches: fixed random signed sums of their elements in buckets, `SIZE` of them or 64. The
+difference of two sketches has the L2 norm of the gradients' difference, to a few per cent.
 """
 
 import zlib
