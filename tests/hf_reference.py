@@ -1,7 +1,7 @@
 """Reference models in Hugging Face format, with their float64 results; see `tests/hf/references/README.md`.
 
-Gradients are stored as sketches: fixed random signed sums of their elements in `SIZE` buckets. The difference of two
-sketches has the L2 norm of the gradients' difference, to a few per cent.
+Gradients are stored as sketches: fixed random signed sums of their elements in buckets, `SIZE` of them or 64. The
+difference of two sketches has the L2 norm of the gradients' difference, to a few per cent.
 """
 
 import zlib
@@ -21,32 +21,41 @@ LOGITS, LOSS, GRAD_NORM, GRADIENT = 5e-5, 5e-6, 2e-6, 1e-5
 """Tolerances: absolute for logits and loss, relative for the norm, relative L2 norm for each gradient."""
 
 
-def sketch(name, array):
-    """`[SIZE]` float64."""
+def sketch(name, array, size=SIZE):
+    """`[size]` float64."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
-    buckets = random.integers(SIZE, size=array.size)
+    buckets = random.integers(size, size=array.size)
     signs = random.choice([-1.0, 1.0], size=array.size)
-    return np.bincount(buckets, signs * np.asarray(array, np.float64).ravel(), SIZE)
+    return np.bincount(buckets, signs * np.asarray(array, np.float64).ravel(), size)
 
 
-def pack(arrays, prefix):
-    """Returns sketches and norms of arrays, by name."""
-    sketches = {f"{prefix}/{name}": sketch(name, array).astype(np.float32) for name, array in arrays.items()}
-    norms = {f"{prefix}_norm/{name}": np.linalg.norm(np.float64(array)) for name, array in arrays.items()}
-    return sketches | norms
+def pack(arrays, prefix, size=SIZE):
+    """Returns names, sketches and norms of arrays; `load` has them by name."""
+    sketches = np.stack([sketch(name, array, size) for name, array in arrays.items()])
+    return {
+        f"{prefix}_names": np.array(list(arrays)),
+        f"{prefix}_sketches": sketches.astype(np.float32),
+        f"{prefix}_norms": np.array([np.linalg.norm(np.float64(array)) for array in arrays.values()]),
+    }
 
 
 def sketched_errors(arrays, stored, prefix):
     """Returns the relative L2 error of each array by name; checks that the stored names are the same."""
     names = {key.removeprefix(f"{prefix}/") for key in stored if key.startswith(f"{prefix}/")}
     assert arrays.keys() == names
+    sketches = {name: stored[f"{prefix}/{name}"] for name in names}
     return {
-        name: np.linalg.norm(sketch(name, arrays[name]) - stored[f"{prefix}/{name}"]) / stored[f"{prefix}_norm/{name}"]
-        for name in names
+        name: np.linalg.norm(sketch(name, arrays[name], len(known)) - known) / stored[f"{prefix}_norm/{name}"]
+        for name, known in sketches.items()
     }
 
 
 def load(name):
     """Returns a model's results, as a dict of arrays."""
     with np.load(FOLDER / name / "reference.npz") as stored:
-        return dict(stored)
+        found = dict(stored)
+    for prefix in ("grad", "final"):
+        packed = [found.pop(f"{prefix}_{part}", ()) for part in ("names", "sketches", "norms")]
+        for each, sketched, norm in zip(*packed, strict=True):
+            found |= {f"{prefix}/{each}": sketched, f"{prefix}_norm/{each}": norm}
+    return found
