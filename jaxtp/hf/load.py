@@ -196,6 +196,11 @@ class _Buffers:
                 if not 0 <= expert < len(block):
                     continue
                 block = block[expert]
+            if part.head is not None:  # its numbers on this device
+                size, start = part.shape[0], where[0][0] - part.head * part.shape[0]
+                low, high = max(0, start), min(size, start + len(block))
+                yield block[low - start : max(low, high) - start], ((low, high),), None
+                continue
             if not where:  # a number
                 yield block.reshape(1), ((0, 1),), None
                 continue

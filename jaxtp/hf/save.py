@@ -191,6 +191,8 @@ def gather_tensors(
             last.clear()  # frees the previous kernel before the next is gathered
             last[part.target] = _gather(variables[part.ours], part.index, "float32" if part.float32 else dtype)
         whole = last[part.target]
+        if part.head is not None:
+            return whole.reshape(-1, *part.shape)[part.head]
         return np.atleast_1d(whole if part.expert is None else whole[part.expert])
 
     def tensor_on_host(parts: Sequence[TensorPart]) -> Block:

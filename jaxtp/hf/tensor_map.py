@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from jaxtp.checkpoint.logical import Variable
 from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
+from jaxtp.hf.families.family import HEAD as EACH_HEAD
 from jaxtp.hf.model_folder import HFError
 from jaxtp.hf.safetensors import DTYPES, ScaledTensor, StoredTensor
 from jaxtp.hf.wrapper import HEAD as HEAD
@@ -51,6 +53,8 @@ class TensorPart:
     """Indices of the part's columns in the tensor's output dim, in jaxtp's order; None: consecutive, from `first`."""
     heads: int | None = None
     """Number of heads that the only dim is split into in the file."""
+    head: int | None = None
+    """Number of the only head in the tensor; None if it holds all heads, or the parameter has none."""
     float32: bool = False
     """Always float32 in the file."""
 
@@ -103,10 +107,14 @@ def tensor_parts(
             shape = (*logical_shape(variable)[inside:-1], width)
             shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
             heads = width // block.head_dim if tensor.by_head else None
-            for expert in experts:
+            each: Iterable[int | None] = (None,)
+            if EACH_HEAD in tensor.theirs:
+                each, shape = range(width // block.head_dim), (block.head_dim,)
+            for expert, head in product(experts, each):
                 theirs = tensor.theirs.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
+                theirs = theirs.replace(EACH_HEAD, str(head))
                 part = TensorPart(path, theirs, index, tensor.transposed, shape, first, expert)
-                yield replace(part, columns=columns, heads=heads, float32=tensor.float32)
+                yield replace(part, columns=columns, heads=heads, head=head, float32=tensor.float32)
 
 
 def split_path(path: str) -> tuple[str | None, str]:

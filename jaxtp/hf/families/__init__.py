@@ -2,23 +2,29 @@
 
 from collections.abc import Mapping
 
-from jaxtp.hf.families.cohere import COHERE
+from jaxtp.hf.families.cohere import COHERE, COHERE2
 from jaxtp.hf.families.family import Family, Wrapper
 from jaxtp.hf.families.gemma import GEMMA2, GEMMA3, GEMMA3_WRAPPER
-from jaxtp.hf.families.glm import GLM4
+from jaxtp.hf.families.glm import GLM, GLM4, GLM4_MOE
 from jaxtp.hf.families.gpt2 import GPT2
 from jaxtp.hf.families.gpt_neox import GPT_NEOX
+from jaxtp.hf.families.hunyuan import HUNYUAN
 from jaxtp.hf.families.llama import LLAMA
+from jaxtp.hf.families.minimax import MINIMAX_M2
 from jaxtp.hf.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MIXTRAL
+from jaxtp.hf.families.nemotron import NEMOTRON
 from jaxtp.hf.families.olmo2 import OLMO2
+from jaxtp.hf.families.phi import PHI
 from jaxtp.hf.families.phi3 import PHI3
 from jaxtp.hf.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from jaxtp.hf.families.stablelm import STABLELM
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT2, MIXTRAL, QWEN3_MOE),
         *(MINISTRAL3, GPT_NEOX, GLM4, COHERE),
+        *(PHI, GLM, GLM4_MOE, MINIMAX_M2, COHERE2, NEMOTRON, HUNYUAN, STABLELM),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
@@ -35,6 +41,6 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2", "bamba"), "Mamba-2 layers"),
     "llama4": "chunked attention",
     "gemma3n": "embeddings and caches that layers share",
-    "phimoe": "routing by sparsemixer, which is random in training",
+    "phimoe": "sparsemixer routing, which is random in training and has gradients of its own",
 }
 """Models that are not read, by `model_type`, and what they need."""

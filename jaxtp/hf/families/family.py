@@ -7,12 +7,12 @@ unless `--ignore-config` names them: they may change the model's output.
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
-LAYER, EXPERT = "{layer}", "{expert}"
-"""Placeholders for the layer and the expert number in tensor names; jaxtp stacks layers and experts."""
+LAYER, EXPERT, HEAD = "{layer}", "{expert}", "{head}"
+"""Placeholders for the number of a layer, expert or head in tensor names; jaxtp stacks them."""
 
 Layout = Literal["separate", "stacked"]
 """Experts in a file: one tensor per expert, or one stacked tensor per layer."""
@@ -118,6 +118,11 @@ EXPERTS_TP_PLAN = {
     "layers.*.mlp.experts.down_proj": "rowwise",
 }
 """transformers also lists `layers.*.mlp.experts`, which splits no weight and sums the experts' outputs."""
+SHARED_TP_PLAN = {
+    "layers.*.mlp.shared_experts.gate_proj": "colwise",
+    "layers.*.mlp.shared_experts.up_proj": "colwise",
+    "layers.*.mlp.shared_experts.down_proj": "rowwise",
+}
 REPLICATED = dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
 """Plan of the query and key norms of each head."""
 
@@ -239,6 +244,9 @@ MLP_BIASES = (
     Tensor("blocks.mlp.gate_up.biases.1", "model.layers.{layer}.mlp.up_proj.bias"),
     Tensor("blocks.mlp.down.bias", "model.layers.{layer}.mlp.down_proj.bias"),
 )
+SELECTION_BIAS = Tensor(
+    "blocks.mlp.selection_bias", "model.layers.{layer}.mlp.gate.e_score_correction_bias", float32=True
+)
 QK_NORMS = (
     Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.q_norm.weight"),
     Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.k_norm.weight"),
@@ -260,6 +268,24 @@ def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
     )
 
 
+SHARED_EXPERTS = tuple(
+    Tensor(f"blocks.mlp.shared.{ours}", f"model.layers.{{layer}}.mlp.shared_experts.{theirs}.weight", transposed=True)
+    for ours, theirs in (
+        *(("gate_up.kernels.0", "gate_proj"), ("gate_up.kernels.1", "up_proj"), ("down.kernel", "down_proj")),
+    )
+)
+
+
+def with_biases(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors of norms' scales and of kernels, each followed by its bias."""
+
+    def bias(tensor: Tensor) -> Tensor:
+        ours = re.sub(r"kernel|scale", "bias", tensor.ours).replace("biass", "biases")
+        return replace(tensor, ours=ours, theirs=tensor.theirs.removesuffix("weight") + "bias", transposed=False)
+
+    return tuple(chain.from_iterable((tensor, bias(tensor)) for tensor in tensors))
+
+
 ATTENTION_BIAS = Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, False)
 """One switch for the biases of q, k, v and o."""
 ACTIVATIONS: Mapping[str, str] = {
@@ -268,6 +294,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
 }
@@ -279,11 +306,12 @@ def kv_heads(default: int | None = None) -> Attribute:
     return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, default_from="num_heads")
 
 
-PARTIAL_ROPE = Attribute("partial_rotary_factor", ("rotary_fraction",), float, 1.0)
-"""Rotated part of each head."""
+def partial_rope(default: float) -> Attribute:
+    """Returns partial_rotary_factor, the rotated part of each head."""
+    return Attribute("partial_rotary_factor", ("rotary_fraction",), float, default)
 
 
-def sizes(eps: float = 1e-6, *, tied: bool = False) -> tuple[Attribute, ...]:
+def sizes(eps: float = 1e-6, *, eps_name: str = "rms_norm_eps", tied: bool = False) -> tuple[Attribute, ...]:
     """Returns attributes that most families share."""
     return (
         Attribute("vocab_size", ("vocab_size",), int),
@@ -291,7 +319,7 @@ def sizes(eps: float = 1e-6, *, tied: bool = False) -> tuple[Attribute, ...]:
         Attribute("intermediate_size", ("d_ff",), int),
         Attribute("num_hidden_layers", ("num_layers",), int),
         Attribute("num_attention_heads", ("num_heads",), int),
-        Attribute("rms_norm_eps", ("norm_eps",), float, eps),
+        Attribute(eps_name, ("norm_eps",), float, eps),
         Attribute("tie_word_embeddings", ("tie_embeddings",), bool, tied),
     )
 

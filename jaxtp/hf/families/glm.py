@@ -1,4 +1,7 @@
-"""GLM-4 0414: norms before and after, interleaved rotation of half of each head, fused gate and up."""
+"""GLM-4 (arXiv 2406.12793): interleaved rotation of half of each head, fused gate and up.
+
+GLM-4 0414 adds norms after attention and MLP. GLM-4.5 to 4.7 have experts (arXiv 2508.06471).
+"""
 
 from dataclasses import replace
 
@@ -25,7 +28,7 @@ GLM4 = base.Family(
         base.kv_heads(2),
         base.Attribute("attention_bias", ("attention_bias",), bool, True),
     ),
-    rope_attributes=(replace(base.PARTIAL_ROPE, default=0.5),),
+    rope_attributes=(base.partial_rope(0.5),),
     interleaved_rope=True,
     default_head_dim=128,
     always={"norm_placement": "both"},
@@ -35,4 +38,54 @@ GLM4 = base.Family(
         "layers.*.mlp.gate_up_proj": "colwise_gather_output",
         "layers.*.mlp.down_proj": "rowwise_split_input",
     },
+)
+
+GLM = replace(
+    GLM4,
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    tensors=tuple(tensor for tensor in GLM4.tensors if "after_norm" not in tensor.ours),
+    always={},
+)
+
+GLM4_MOE = base.Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    tensors=(
+        *base.BODY,
+        *base.QKV_BIASES,
+        *base.QK_NORMS,
+        base.ROUTER,
+        base.SELECTION_BIAS,
+        *base.separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        *base.STACKED_EXPERTS,
+        *base.SHARED_EXPERTS,
+    ),
+    attributes=(
+        *base.sizes(1e-5),
+        base.kv_heads(8),
+        base.Attribute("attention_bias", ("attention_bias",), bool, False),
+        base.Attribute("use_qk_norm", ("qk_norm",), {False: "none", True: "head"}, False),
+        base.Attribute("n_routed_experts", ("num_experts",), int, 128, alias="num_local_experts"),
+        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 8),
+        base.Attribute("norm_topk_prob", ("normalize_experts",), bool, True),
+        base.Attribute("routed_scaling_factor", ("experts_scale",), float, 1.0),
+        base.Attribute("n_group", ("expert_groups",), int, 1),
+        base.Attribute("topk_group", ("groups_per_token",), int, 1),
+    ),
+    layer_attributes=base.COMMON | {"first_k_dense_replace"},
+    rope_attributes=(base.partial_rope(0.5),),
+    by_type={
+        "experts": (
+            base.Attribute("moe_intermediate_size", ("d_ff",), int, 1408),
+            base.Attribute("n_shared_experts", ("shared_experts",), int, 1, unit=("d_ff", 1), can_be_zero=True),
+        ),
+        "dense": (base.Attribute("intermediate_size", ("d_ff",), int),),
+    },
+    default_dense_layers=1,
+    later_layers=True,
+    always={"router_scores": "sigmoid", "selection_bias": True},
+    required=base.required(without=("partial_rotary_factor",), mlp_bias=False),
+    ignored_attributes=base.ROUTER_LOSS | {"num_nextn_predict_layers", "num_mtp_layers"},
+    tp_plan=base.TP_PLAN | base.REPLICATED | base.EXPERTS_TP_PLAN | base.SHARED_TP_PLAN,
 )

@@ -1,4 +1,4 @@
-"""Phi-3: Llama with fused q/k/v and gate/up kernels in the file (arXiv 2404.14219)."""
+"""Phi-3, Phi-4-mini: Llama with fused q/k/v and gate/up kernels in the file (arXiv 2404.14219, 2503.01743)."""
 
 from dataclasses import replace
 
@@ -19,8 +19,11 @@ PHI3 = base.Family(
     rope_kinds=frozenset({"default", "longrope"}),
     rope_aliases={"su": "longrope", "yarn": "longrope"},
     original_length=4096,
+    rope_attributes=(base.partial_rope(1.0),),
     required=base.required(
-        attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1
+        without=("partial_rotary_factor",),
+        **{"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
+        **{"full_attn_mod": 1, "interpolate_factor": 1},
     ),
     ignored_attributes=frozenset({"resid_pdrop", "embd_pdrop"}),
     tp_plan={

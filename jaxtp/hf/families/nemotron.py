@@ -1,0 +1,28 @@
+"""Nemotron-4 and Minitron: LayerNorms of factor 1 + scale, squared ReLU, partly rotated heads (arXiv 2402.16819)."""
+
+from jaxtp.hf.families import family as base
+
+_UP = base.Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.up_proj.weight", transposed=True)
+
+NEMOTRON = base.Family(
+    model_type="nemotron",
+    architecture="NemotronForCausalLM",
+    tensors=(
+        base.Tensor("embedding.embedding", "model.embed_tokens.weight"),
+        base.Tensor("head.kernel", "lm_head.weight"),
+        *base.with_biases(
+            *(base.Tensor("norm.scale", "model.norm.weight"), *base.NORMS, *base.QKV, *base.OUT, _UP, *base.DOWN)
+        ),
+    ),
+    attributes=(
+        *base.sizes(1e-5, eps_name="norm_eps"),
+        base.kv_heads(),
+        base.ATTENTION_BIAS,
+        base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
+        base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "relu2"),
+    ),
+    rope_attributes=(base.partial_rope(0.5),),
+    always={"norm": "layer_plus_one", "mlp": "plain"},
+    required=base.required(without=("hidden_act", "partial_rotary_factor")),
+    tp_plan={module: style for module, style in base.TP_PLAN.items() if not module.endswith("gate_proj")},
+)
