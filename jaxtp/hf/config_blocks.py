@@ -132,7 +132,7 @@ def name_in_file(attribute: Attribute, attributes: Attributes) -> str:
 
 
 def read_attribute(attribute: Attribute, attributes: Attributes, fields: Settings) -> Any:
-    """Returns the value of the attribute's fields; `fields` are those of earlier attributes."""
+    """Returns the value of the attribute's fields; `fields` come from earlier attributes."""
     name = name_in_file(attribute, attributes)
     value = attributes.get(name, attribute.default)
     if value is None and attribute.default_from is not None:
@@ -478,7 +478,7 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
 
 
 def _is_outside(attribute: Attribute) -> bool:
-    """Returns whether an attribute is written beside `rope_scaling`, where every version reads it."""
+    """Returns whether an attribute is written outside of `rope_scaling`, where every version reads it."""
     return attribute.fields[0] == "rotary_fraction"
 
 
