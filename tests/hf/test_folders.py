@@ -246,3 +246,31 @@ def test_the_nearest_family_of_an_unknown_one():
         jaxtp.hf.config_json.model_config(attributes, "it")
     with pytest.raises(jaxtp.HFError, match="because of attention sinks"):
         jaxtp.hf.config_json.model_config({"model_type": "gpt_oss"}, "it")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["interleaved", "multimodal"])
+def test_adapters_have_the_rows_and_names_of_their_kernels(wrapped, tmp_path):
+    """In the files, a merged kernel is the kernel plus the product of its adapter."""
+    if wrapped:
+        model, family = jaxtp.load_hf(multimodal(tmp_path / "source")), "gemma3"
+    else:
+        attributes = {"model_type": "glm4", "vocab_size": 11, "intermediate_size": 12, "num_hidden_layers": 2}
+        config = jaxtp.hf.config_json.model_config(attributes | SMALL["glm4"], "it")
+        model, family = jaxtp.Decoder(config, rngs=nnx.Rngs(0)), "glm4"
+    adapted = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, alpha=2.0, targets=("q_proj", "k_proj")))
+    for number, variable in enumerate(named_variables(nnx.state(adapted, nnx.LoRAParam)).values()):
+        variable[...] = jax.random.normal(jax.random.key(number), variable.shape)
+    for write, name in ((jaxtp.save_hf, "base"), (jaxtp.save_hf, "merged"), (jaxtp.save_peft, "adapters")):
+        write(
+            {"base": model, "merged": jaxtp.merge_adapters(adapted)}.get(name, adapted), tmp_path / name, family=family
+        )
+    base, merged = (open_folder(tmp_path / name).tensors for name in ("base", "merged"))
+    factors = read_header(tmp_path / "adapters/adapter_model.safetensors")
+    before = "base_model.model.model.language_model." if wrapped else "base_model.model.model."
+    for module in ("layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"):
+        a, b = (factors[f"{before}{module}.lora_{factor}.weight"].read() for factor in "AB")
+        kernel = f"model.{module}.weight"
+        np.testing.assert_allclose(merged[kernel].read(), base[kernel].read() + b @ a, atol=1e-5)
+    again = jaxtp.load_peft(model, tmp_path / "adapters", family=family)
+    for a, b in zip(*(jax.tree.leaves(nnx.state(each, nnx.LoRAParam)) for each in (adapted, again)), strict=True):
+        np.testing.assert_array_equal(a, b)
