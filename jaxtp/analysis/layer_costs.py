@@ -348,8 +348,9 @@ def norm_costs(norm: Norm, work: Workload, *, inside: bool = True, recomputed: b
 def qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
     """Yields the costs of a norm of queries or keys."""
     weight = partial(Weight, module=ATTEND, precision=norm.precision)
-    if norm.kind == "head":
-        yield weight(size=norm.heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True)
+    if norm.one_scale:
+        for _ in range(2 if norm.bias is not None else 1):
+            yield weight(size=norm.heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True)
     elif norm.kind != "head_plain":
         yield weight(size=norm.heads.size, fsdp=False, group=norm.heads.shared_by(work.tp), split=norm.heads)
     if norm.kind == "projection":

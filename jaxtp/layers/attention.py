@@ -66,7 +66,8 @@ class AttentionConfig(BranchConfig):
 
     qk_norm: QKNormKind = "none"
     """Normalisation of queries and keys, as in norm but without a bias: of each head, with one scale for all heads
-    (head), a scale for each (heads) or none (head_plain), or RMS normalisation of the whole projection."""
+    (head), a scale for each (heads) or none (head_plain), or RMS normalisation of the whole projection. head_bias is
+    head with a bias (Phi)."""
 
     qk_norm_after_rope: bool = False
     """Normalise queries and keys after the rotary embedding (Hunyuan)."""
@@ -274,14 +275,17 @@ class CausalSelfAttention(Branch):
         )
         period, count = rotated_dims(config.head_dim, config.rope_scaling, config.rotary_fraction)
         count = 0 if config.rope_theta is None else count
-        linear = config.qk_norm == "none" and config.attention_softcap is None and config.clip_qkv is None
-        if config.attention_bias and linear and not config.value_is_key and count < period:
-            # In a dim without rope, a key bias adds the same to all scores of a query, which the softmax cancels. Its
-            # gradient is rounding noise, and Adam would turn it into updates.
+        linear = config.attention_softcap is None and config.clip_qkv is None
+        # In a dim without rope, a key bias adds the same to all scores of a query, which the softmax cancels. Its
+        # gradient is rounding noise, and Adam would turn it into updates.
+        unnormalised = config.qk_norm == "none" and not config.value_is_key
+        if config.attention_bias and linear and unnormalised and count < period:
             self.qkv.fixed_bias = (1, period, count)
         self.norm_eps = norm.norm_eps
         normalised = () if config.qk_norm == "none" else (queries, keys)
         self.qk_norms = nnx.List(QKNorm(config.qk_norm, heads, norm, self.precision) for heads in normalised)
+        if config.qk_norm == "head_bias" and linear:
+            self.qk_norms[1].fixed_bias = (period, 0 if config.qk_norm_after_rope else count)
         bias = config.attention_out_bias
         self.out = RowParallelLinear(queries, d_model, context, use_bias=bias, target="o_proj", rngs=rngs)
 
@@ -384,7 +388,7 @@ class CausalSelfAttention(Branch):
 
     def _normalise(self, weights: Weights, *heads: Array) -> Sequence[Array]:
         norms = enumerate(zip(self.qk_norms, heads, strict=False))
-        return [norm(x, weights.get(f"{i}.scale")) for i, (norm, x) in norms] or heads
+        return [norm(x, weights.get(f"{i}.scale"), weights.get(f"{i}.bias")) for i, (norm, x) in norms] or heads
 
     def _merge_heads(self, y: Array, *gate: Array) -> Array:
         """Merges heads, times their gate. Padded heads become zero: the output kernel gets no gradient there."""

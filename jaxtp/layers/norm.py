@@ -23,7 +23,7 @@ from jaxtp.mesh import STORAGE, TP
 
 NormKind = Literal["rms", "rms_plus_one", "rms_plain", "layer", "layer_plus_one", "layer_no_bias", "layer_plain"]
 NormPlacement = Literal["before", "after", "both", "parallel", "parallel_two"]
-QKNormKind = Literal["none", "head", "heads", "head_plain", "projection"]
+QKNormKind = Literal["none", "head", "heads", "head_plain", "head_bias", "projection"]
 
 ATTEND = "attend"  # name in profiles of attention without its projections
 
@@ -109,22 +109,28 @@ class QKNorm(nnx.Module):
     """Normalisation of a projection whose heads are split over tp; called inside attention's `device_view`.
 
     Kind "head" normalises each head, with one scale `[H]` (Qwen 3); "heads" has a scale for each head, `[heads * H]`
-    split like the heads (Cohere); "head_plain" has none (Muse Glimmer). They normalise as `norm` does, without a bias.
+    split like the heads (Cohere); "head_plain" has none (Muse Glimmer); "head_bias" has one scale and one bias `[H]`
+    (Phi). They normalise as `norm` does, and only "head_bias" adds a bias.
     "projection" is RMS normalisation of the whole projection, with a scale `[heads * H]` and a sum over tp (OLMo 2).
     The factor is 1 + scale with a plus_one `norm` (Gemma 3).
     """
 
+    fixed_bias: tuple[int, int] | None = None
+    """(period, count): feature i of the bias gets a gradient only if `i % period < count`."""
+
     def __init__(self, kind: QKNormKind, heads: PaddedDim, norm: NormConfig, precision: Precision = Precision()):
         self.kind, self.heads, self.precision = kind, heads, precision
         self.norm, self.eps = norm.norm, norm.norm_eps
-        size, spec = (heads.factors[-1], P()) if kind == "head" else (heads.size, P(TP))
-        initial, padding = _initial_scale(self.norm, size, precision.param), () if kind == "head" else ((-1, heads),)
+        self.one_scale = kind in ("head", "head_bias")
+        size, spec = (heads.factors[-1], P()) if self.one_scale else (heads.size, P(TP))
+        initial, padding = _initial_scale(self.norm, size, precision.param), () if self.one_scale else ((-1, heads),)
         self.scale = None if kind == "head_plain" else parameter("scale", initial, spec, padding=padding)
+        self.bias = parameter("bias", jnp.zeros_like(initial), spec) if kind == "head_bias" else None
 
-    def __call__(self, x: Array, scale_shard: Array | None) -> Array:
+    def __call__(self, x: Array, scale_shard: Array | None, bias_shard: Array | None = None) -> Array:
         """Normalises this device's heads, `[b, T, heads, H]`."""
         sharing, scale = self.heads.shared_by(axis_size(TP)), None
-        if scale_shard is not None and self.kind == "head":
+        if scale_shard is not None and self.one_scale:
             scale = self.precision.load(scale_shard, None, used_by_all_tp=True)
         elif scale_shard is not None:
             scale = self.precision.load(scale_shard, None, tp_gather=(0, sharing))
@@ -135,6 +141,12 @@ class QKNorm(nnx.Module):
         else:
             y = _normalised(x, self.norm, self.eps)
         if scale is not None:
-            scale = scale if self.kind == "head" else scale.reshape(x.shape[-2:])
+            scale = scale if self.one_scale else scale.reshape(x.shape[-2:])
             y *= 1 + scale.astype(jnp.float32) if self.norm.endswith("plus_one") else scale
+        if bias_shard is not None:
+            bias = self.precision.load(bias_shard, None, used_by_all_tp=True)
+            if self.fixed_bias is not None:
+                period, count = self.fixed_bias
+                bias = jnp.where(jnp.arange(bias.size) % period < count, bias, jax.lax.stop_gradient(bias))
+            y += bias
         return y.astype(x.dtype)

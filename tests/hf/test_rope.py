@@ -148,7 +148,7 @@ def test_hostile_lists_are_one_clear_error(name):
     ("changes", "message"),
     [
         ({"short_mscale": 1.0}, "short_mscale of the rotary embedding 'longrope' is unknown"),
-        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75: only 1.0 is supported"),
+        ({"partial_rotary_factor": 0.75}, "short_factor has 48 numbers; longrope needs 36, half of"),
         ({"attention_factor": -1.0}, "attention_factor = -1.0: should be a number above 0"),
         ({"factor": 0}, "factor of the rotary embedding = 0: should be a number above 0"),
         ({"rope_type": "dynamic"}, "rope_type = 'dynamic' is not supported; a phi3 can have default, longrope"),

@@ -175,6 +175,47 @@ FAMILY_OF = {
         "rotary_fraction": 0.5,
     },
     "glm4": {"norm_placement": "both", "rotary_fraction": 0.5, "attention_bias": True},
+    "glm4_moe": {
+        "rotary_fraction": 0.5,
+        "router_scores": "sigmoid",
+        "selection_bias": True,
+        "num_experts": 4,
+        "shared_experts": 24,
+        "experts_scale": 2.5,
+        "first_blocks": ({"num_experts": 0, "d_ff": 9, "shared_experts": 0},),
+    },
+    "phi3": {"rotary_fraction": 0.5},
+    "phi": {
+        **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias", "head_bias"), True),
+        "norm": "layer",
+        "norm_placement": "parallel",
+        "mlp": "plain",
+        "activation": "gelu_tanh",
+        "qk_norm": "head_bias",
+    },
+    "glm": {"rotary_fraction": 0.5, "attention_bias": True},
+    "minimax_m2": {
+        "qk_norm": "projection",
+        "rotary_fraction": 0.5,
+        "num_experts": 4,
+        "router_scores": "sigmoid",
+        "selection_bias": True,
+    },
+    "cohere2": {
+        "norm": "layer_no_bias",
+        "norm_placement": "parallel",
+        "pattern": ({"sliding_window": 4}, {"rope_theta": None}),
+    },
+    "nemotron": {"norm": "layer_plus_one", "mlp": "plain", "activation": "relu2", "rotary_fraction": 0.5},
+    "hunyuan_v1_dense": {"qk_norm": "head", "qk_norm_after_rope": True, "attention_out_bias": True}
+    | {"attention_bias": True},
+    "stablelm": {"norm": "layer", "norm_placement": "parallel", "qk_norm": "heads", "attention_bias": True},
+    "olmo3": {
+        "norm_placement": "after",
+        "qk_norm": "projection",
+        "first_blocks": ({"sliding_window": 4, "rope_scaling": {"kind": "none"}},),
+        "rope_scaling": RopeScaling(kind="yarn", factor=2.0),
+    },
     "cohere": {"norm": "layer_no_bias", "norm_placement": "parallel", "qk_norm": "heads", "logit_scale": 0.5},
     "qwen3_moe": {
         "qk_norm": "head",
@@ -182,7 +223,7 @@ FAMILY_OF = {
         "first_blocks": ({"num_experts": 4, "experts_per_token": 3, "d_ff": 9},),
     },
 }
-NEVER_FIRST = {"phi3"}
+NEVER_FIRST = set[str]()
 """Families whose models another family can represent too."""
 assert FAMILY_OF.keys() | NEVER_FIRST == FAMILIES.keys()
 

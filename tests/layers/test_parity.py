@@ -117,6 +117,11 @@ def phi_2(w, q, k, v):
     return *map(rotated(50.0, 6, 6), (q, k)), v
 
 
+def phi(w, q, k, v):
+    q, k = (by_scale(reference.layer_norm)(w, i, x) + w[f"qk_norms.{i}.bias"] for i, x in enumerate((q, k)))
+    return phi_2(w, q, k, v)
+
+
 GEMMA_ROPE = RopeScaling(kind="proportional", factor=2.0)
 PIECES = {
     "cohere": (cohere, "layer_no_bias", {"qk_norm": "heads", "rotary_fraction": 0.5}),
@@ -134,6 +139,7 @@ PIECES = {
     ),
     "olmo": (olmo, "layer_plain", {"clip_qkv": 0.3}),
     "hunyuan": (hunyuan, "rms_plus_one", {"qk_norm": "heads", "qk_norm_after_rope": True}),
+    "phi": (phi, "layer", {"rotary_fraction": 0.5, "qk_norm": "head_bias"}),
     "phi 2": (phi_2, "layer", {"rotary_fraction": 0.5, "attention_bias": True}),
 }
 """The pieces of families, as each computes queries, keys and values; its norms and its settings."""

@@ -165,6 +165,9 @@ EXACT["pieces"] = dataclasses.replace(
 EXACT["biases that are fixed in part"] = dataclasses.replace(
     BIASED, num_kv_heads=2, rotary_fraction=0.5, norm="layer_plain"
 )
+EXACT["norms of heads with biases"] = dataclasses.replace(
+    BIASED, norm="layer", qk_norm="head_bias", rotary_fraction=0.5
+)
 PARALLEL = dataclasses.replace(BIASED, norm="layer", norm_placement="parallel", head_bias=True, residual_scale=0.5)
 EXACT["parallel"] = PARALLEL
 EXACT["parallel, all-reduces"] = dataclasses.replace(PARALLEL, sequence_parallel=False, norm="rms", layer_scale=True)

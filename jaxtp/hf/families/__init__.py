@@ -13,7 +13,7 @@ from jaxtp.hf.families.llama import LLAMA
 from jaxtp.hf.families.minimax import MINIMAX_M2
 from jaxtp.hf.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MIXTRAL
 from jaxtp.hf.families.nemotron import NEMOTRON
-from jaxtp.hf.families.olmo2 import OLMO2
+from jaxtp.hf.families.olmo2 import OLMO2, OLMO3
 from jaxtp.hf.families.phi import PHI
 from jaxtp.hf.families.phi3 import PHI3
 from jaxtp.hf.families.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -23,8 +23,8 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT2, MIXTRAL, QWEN3_MOE),
-        *(MINISTRAL3, GPT_NEOX, GLM4, COHERE),
-        *(PHI, GLM, GLM4_MOE, MINIMAX_M2, COHERE2, NEMOTRON, HUNYUAN, STABLELM),
+        *(MINISTRAL3, GPT_NEOX, GLM4, GLM4_MOE, COHERE, OLMO3),
+        *(PHI, GLM, MINIMAX_M2, COHERE2, NEMOTRON, HUNYUAN, STABLELM),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""

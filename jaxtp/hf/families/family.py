@@ -100,6 +100,10 @@ DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step"})
 """Attributes that name dense layers; the others have experts."""
 NO_ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
 """Fields of layers that rotate nothing."""
+EXPERT_RANGE = frozenset({"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"})
+"""Attributes that name the layers with experts."""
+NO_ROPE_LAYERS = frozenset({"no_rope_layers", "no_rope_layer_interval"})
+"""Attributes that name layers without a rotation."""
 SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
 """Attribute that, if true, divides the attention scores of layer i (from 1) by i."""
 COMMON = ROPE | {"head_dim"}
@@ -244,9 +248,6 @@ MLP_BIASES = (
     Tensor("blocks.mlp.gate_up.biases.1", "model.layers.{layer}.mlp.up_proj.bias"),
     Tensor("blocks.mlp.down.bias", "model.layers.{layer}.mlp.down_proj.bias"),
 )
-SELECTION_BIAS = Tensor(
-    "blocks.mlp.selection_bias", "model.layers.{layer}.mlp.gate.e_score_correction_bias", float32=True
-)
 QK_NORMS = (
     Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.q_norm.weight"),
     Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.k_norm.weight"),
@@ -268,14 +269,6 @@ def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
     )
 
 
-SHARED_EXPERTS = tuple(
-    Tensor(f"blocks.mlp.shared.{ours}", f"model.layers.{{layer}}.mlp.shared_experts.{theirs}.weight", transposed=True)
-    for ours, theirs in (
-        *(("gate_up.kernels.0", "gate_proj"), ("gate_up.kernels.1", "up_proj"), ("down.kernel", "down_proj")),
-    )
-)
-
-
 def with_biases(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns the tensors of norms' scales and of kernels, each followed by its bias."""
 
@@ -288,6 +281,17 @@ def with_biases(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 ATTENTION_BIAS = Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, False)
 """One switch for the biases of q, k, v and o."""
+SELECTION_BIAS = Tensor(
+    "blocks.mlp.selection_bias", "model.layers.{layer}.mlp.gate.e_score_correction_bias", float32=True
+)
+SHARED_EXPERTS = tuple(
+    Tensor(f"blocks.mlp.shared.{ours}", f"model.layers.{{layer}}.mlp.shared_experts.{theirs}.weight", transposed=True)
+    for ours, theirs in (
+        ("gate_up.kernels.0", "gate_proj"),
+        ("gate_up.kernels.1", "up_proj"),
+        ("down.kernel", "down_proj"),
+    )
+)
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -306,9 +310,8 @@ def kv_heads(default: int | None = None) -> Attribute:
     return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, default_from="num_heads")
 
 
-def partial_rope(default: float) -> Attribute:
-    """Returns partial_rotary_factor, the rotated part of each head."""
-    return Attribute("partial_rotary_factor", ("rotary_fraction",), float, default)
+PARTIAL_ROPE = Attribute("partial_rotary_factor", ("rotary_fraction",), float, 1.0)
+"""Rotated part of each head."""
 
 
 def sizes(eps: float = 1e-6, *, eps_name: str = "rms_norm_eps", tied: bool = False) -> tuple[Attribute, ...]:

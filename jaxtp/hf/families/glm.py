@@ -1,6 +1,7 @@
 """GLM-4 (arXiv 2406.12793): interleaved rotation of half of each head, fused gate and up.
 
-GLM-4 0414 adds norms after attention and MLP. GLM-4.5 to 4.7 have experts (arXiv 2508.06471).
+GLM-4 0414: norms before and after. GLM-4.5 to 4.7: experts with sigmoid scores, a bias for their choice and shared
+experts (arXiv 2508.06471).
 """
 
 from dataclasses import replace
@@ -28,7 +29,7 @@ GLM4 = base.Family(
         base.kv_heads(2),
         base.Attribute("attention_bias", ("attention_bias",), bool, True),
     ),
-    rope_attributes=(base.partial_rope(0.5),),
+    rope_attributes=(replace(base.PARTIAL_ROPE, default=0.5),),
     interleaved_rope=True,
     default_head_dim=128,
     always={"norm_placement": "both"},
@@ -57,9 +58,9 @@ GLM4_MOE = base.Family(
         *base.QK_NORMS,
         base.ROUTER,
         base.SELECTION_BIAS,
+        *base.SHARED_EXPERTS,
         *base.separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
         *base.STACKED_EXPERTS,
-        *base.SHARED_EXPERTS,
     ),
     attributes=(
         *base.sizes(1e-5),
@@ -74,7 +75,7 @@ GLM4_MOE = base.Family(
         base.Attribute("topk_group", ("groups_per_token",), int, 1),
     ),
     layer_attributes=base.COMMON | {"first_k_dense_replace"},
-    rope_attributes=(base.partial_rope(0.5),),
+    default_dense_layers=1,
     by_type={
         "experts": (
             base.Attribute("moe_intermediate_size", ("d_ff",), int, 1408),
@@ -82,10 +83,10 @@ GLM4_MOE = base.Family(
         ),
         "dense": (base.Attribute("intermediate_size", ("d_ff",), int),),
     },
-    default_dense_layers=1,
+    rope_attributes=(replace(base.PARTIAL_ROPE, default=0.5),),
     later_layers=True,
     always={"router_scores": "sigmoid", "selection_bias": True},
     required=base.required(without=("partial_rotary_factor",), mlp_bias=False),
     ignored_attributes=base.ROUTER_LOSS | {"num_nextn_predict_layers", "num_mtp_layers"},
-    tp_plan=base.TP_PLAN | base.REPLICATED | base.EXPERTS_TP_PLAN | base.SHARED_TP_PLAN,
+    tp_plan=base.TP_PLAN | base.EXPERTS_TP_PLAN | base.SHARED_TP_PLAN,
 )

@@ -13,11 +13,16 @@ HUNYUAN = base.Family(
         base.Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.key_layernorm.weight"),
     ),
     attributes=(*base.sizes(1e-5), base.kv_heads(), base.ATTENTION_BIAS),
-    rope_kinds=frozenset({"default", "linear", "llama3", "yarn", "dynamic"}),
+    rope_kinds=frozenset({"default", "linear", "llama3", "yarn", "longrope", "dynamic"}),
     always={"qk_norm": "head", "qk_norm_after_rope": True},
     required=base.required(
-        **{"mlp_bias": False, "use_qk_norm": True, "use_cla": False, "norm_type": "rms"},
-        **{"use_rotary_pos_emb": True, "position_embedding_xdrope": False, "add_classification_head": False},
+        mlp_bias=False,
+        use_qk_norm=True,
+        use_cla=False,
+        norm_type="rms",
+        use_rotary_pos_emb=True,
+        position_embedding_xdrope=False,
+        add_classification_head=False,
     ),
     # Of the other models of its authors' code: image and text tokens, classes, layers that share keys.
     ignored_attributes=frozenset(

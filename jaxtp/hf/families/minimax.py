@@ -35,7 +35,7 @@ MINIMAX_M2 = base.Family(
     ),
     rope_theta=5_000_000.0,
     rope_attributes=(
-        base.partial_rope(1.0),
+        base.PARTIAL_ROPE,
         base.Attribute("rotary_dim", ("rotary_fraction",), int, unit=("head_dim", -1.0)),
     ),
     default_head_dim=128,

@@ -1,5 +1,7 @@
 """Nemotron-4 and Minitron: LayerNorms of factor 1 + scale, squared ReLU, partly rotated heads (arXiv 2402.16819)."""
 
+from dataclasses import replace
+
 from jaxtp.hf.families import family as base
 
 _UP = base.Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.up_proj.weight", transposed=True)
@@ -21,7 +23,7 @@ NEMOTRON = base.Family(
         base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
         base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "relu2"),
     ),
-    rope_attributes=(base.partial_rope(0.5),),
+    rope_attributes=(replace(base.PARTIAL_ROPE, default=0.5),),
     always={"norm": "layer_plus_one", "mlp": "plain"},
     required=base.required(without=("hidden_act", "partial_rotary_factor")),
     tp_plan={module: style for module, style in base.TP_PLAN.items() if not module.endswith("gate_proj")},

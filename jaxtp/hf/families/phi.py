@@ -1,5 +1,7 @@
 """Phi-1, 1.5 and 2: a parallel block with one LayerNorm, biases, partly rotated heads (arXiv 2309.05463)."""
 
+from dataclasses import replace
+
 from jaxtp.hf.families import family as base
 
 _LAYER = "model.layers.{layer}."
@@ -18,20 +20,23 @@ PHI = base.Family(
             base.Tensor("blocks.attention.out.kernel", f"{_LAYER}self_attn.dense.weight", transposed=True),
             base.Tensor("blocks.mlp.up.kernels.0", f"{_LAYER}mlp.fc1.weight", transposed=True),
             base.Tensor("blocks.mlp.down.kernel", f"{_LAYER}mlp.fc2.weight", transposed=True),
+            base.Tensor("blocks.attention.qk_norms.0.scale", f"{_LAYER}self_attn.q_layernorm.weight"),
+            base.Tensor("blocks.attention.qk_norms.1.scale", f"{_LAYER}self_attn.k_layernorm.weight"),
         ),
     ),
     attributes=(
         *base.sizes(1e-5, eps_name="layer_norm_eps"),
         base.kv_heads(),
         base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "gelu_new"),
+        base.Attribute("qk_layernorm", ("qk_norm",), {False: "none", True: "head_bias"}, False),
     ),
     layer_attributes=base.ROPE,
-    rope_attributes=(base.partial_rope(0.5),),
+    rope_attributes=(replace(base.PARTIAL_ROPE, default=0.5),),
     always={
         **{"norm": "layer", "norm_placement": "parallel", "mlp": "plain", "head_bias": True},
         **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True),
     },
-    required=base.required(without=("hidden_act", "partial_rotary_factor"), qk_layernorm=False),
+    required=base.required(without=("hidden_act", "partial_rotary_factor")),
     ignored_attributes=frozenset({"resid_pdrop", "embd_pdrop"}),
     tp_plan={
         **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},

@@ -19,7 +19,7 @@ PHI3 = base.Family(
     rope_kinds=frozenset({"default", "longrope"}),
     rope_aliases={"su": "longrope", "yarn": "longrope"},
     original_length=4096,
-    rope_attributes=(base.partial_rope(1.0),),
+    rope_attributes=(base.PARTIAL_ROPE,),
     required=base.required(
         without=("partial_rotary_factor",),
         **{"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},

@@ -1,5 +1,7 @@
 """StableLM 2: Llama with LayerNorms and partly rotated heads; 12B has a parallel block (arXiv 2402.17834)."""
 
+from dataclasses import replace
+
 from jaxtp.hf.families import family as base
 
 STABLELM = base.Family(
@@ -27,7 +29,7 @@ STABLELM = base.Family(
         base.Attribute("use_parallel_residual", ("norm_placement",), {False: "before", True: "parallel"}, False),
     ),
     layer_attributes=base.ROPE,
-    rope_attributes=(base.partial_rope(0.25),),
+    rope_attributes=(replace(base.PARTIAL_ROPE, default=0.25),),
     always={"norm": "layer"},
     required=base.required(without=("partial_rotary_factor",)),
     ignored_attributes=frozenset({"hidden_dropout"}),
