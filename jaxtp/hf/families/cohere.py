@@ -42,9 +42,9 @@ COHERE2 = replace(
     required={
         **COHERE.required,
         **{"use_qk_norm": False, "rotary_pct": 1.0, "position_embedding_type": "rope_gptj"},
-        **{"use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True},
+        **{"use_gated_activation": True, "use_parallel_block": True},
         "order_of_interleaved_layers": "local_attn_first",
     },
     # transformers computes head_dim, and reads sliding_window_pattern and tie_word_embeddings instead of the others.
-    ignored_attributes=frozenset({"head_dim", "layer_switch", "use_embedding_sharing"}),
+    ignored_attributes=frozenset({"head_dim", "layer_switch", "use_embedding_sharing", "use_parallel_embedding"}),
 )
