@@ -207,7 +207,8 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
     if only is not None and types not in ([only] * count, [_FULL] * count):
         raise HFError(f"layer_types = {quote(types)}: only {only} is supported, for each of {count} layers")
     if "sliding_window" not in names or not is_on or (can_be_null and window is None):
-        if "layer_types" in names and isinstance(types, list) and _SLIDING in types:
+        decides = "layer_types" in names and (family.window_can_be_null or not family.window_period)
+        if decides and isinstance(types, list) and _SLIDING in types:
             raise HFError(f"layer_types has {_SLIDING}, and sliding_window or use_sliding_window says that none has it")
         return [False] * count
     if "layer_types" not in names:
@@ -251,7 +252,8 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
 def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
     names, kinds = family.layer_attributes, [layer.sliding_window is not None for layer in layers]
     window = next((layer.sliding_window for layer in layers if layer.sliding_window is not None), None)
-    written: dict[str, object] = {"sliding_window": window}
+    can_be_null = family.window_can_be_null or names.isdisjoint({"layer_types"}) or "use_sliding_window" in names
+    written: dict[str, object] = {"sliding_window": window or (None if can_be_null else family.default_window)}
     if "use_sliding_window" in names:
         written |= {"use_sliding_window": window is not None}
     if "max_window_layers" in names:
