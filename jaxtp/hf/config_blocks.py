@@ -252,7 +252,7 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
 def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
     names, kinds = family.layer_attributes, [layer.sliding_window is not None for layer in layers]
     window = next((layer.sliding_window for layer in layers if layer.sliding_window is not None), None)
-    can_be_null = family.window_can_be_null or names.isdisjoint({"layer_types"}) or "use_sliding_window" in names
+    can_be_null = family.window_can_be_null or "layer_types" not in names or "use_sliding_window" in names
     written: dict[str, object] = {"sliding_window": window or (None if can_be_null else family.default_window)}
     if "use_sliding_window" in names:
         written |= {"use_sliding_window": window is not None}

@@ -25,6 +25,7 @@ APERTUS = base.Family(
         **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     },
     always={"mlp": "plain", "activation": "xielu", "qk_norm": "head"},
-    required=base.required(hidden_act="xielu", mlp_bias=False),
+    required=base.required(hidden_act="xielu", mlp_bias=False, qk_norm=True, post_norm=False),
+    ignored_attributes=frozenset({"hidden_dropout"}),
     tp_plan={module: style for module, style in base.TP_PLAN.items() if "gate" not in module} | base.REPLICATED,
 )

@@ -235,7 +235,7 @@ GATE_UP = (
     Tensor("blocks.mlp.gate_up.kernels.1", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),
 )
 UP = (Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),)
-"""Of a plain MLP."""
+"""The first projection of a plain MLP."""
 DOWN = (Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.down_proj.weight", transposed=True),)
 PROJECTIONS = QKV + OUT + GATE_UP + DOWN
 BODY = OUTER + NORMS + PROJECTIONS

@@ -1,6 +1,6 @@
 """Granite 3 and 4: Llama with factors of embeddings, scores, branches and logits, dense or with experts (2407.13739).
 
-Granite 4 (model_type granitemoehybrid) has a dense MLP, alone or beside experts. Its Mamba-2 layers are not supported.
+Granite 4 (model_type granitemoehybrid) has a dense MLP, with or without experts. Its Mamba-2 layers are not supported.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _LAYER = "model.layers.{layer}."
 _IN, _GATE_UP = "input_linear.weight", "experts.gate_up_proj"
 _SHARED = tuple(
     base.Tensor(f"blocks.mlp.{module}{ours}", f"{_LAYER}shared_mlp.{theirs}.weight", transposed=True)
-    for module in ("", "shared.")  # a dense layer's own MLP, or beside experts
+    for module in ("", "shared.")  # alone, or with experts
     for ours, theirs in (
         ("gate_up.kernels.0", "input_linear"),
         ("gate_up.kernels.1", "input_linear"),
@@ -89,8 +89,9 @@ GRANITEMOEHYBRID = replace(
         "dense": (base.Attribute("shared_intermediate_size", ("d_ff",), int, 1024),),
     },
     only_layer_type="attention",
+    required=base.required(mlp_bias=False, normalization_function="rmsnorm"),
     written={"mamba_n_heads": 1},  # transformers checks it
     ignored_attributes=base.ROUTER_LOSS
     | {f"mamba_{name}" for name in ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size")}
-    | {"mamba_conv_bias", "mamba_proj_bias", "time_step_limit"},
+    | {"mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "init_method"},
 )

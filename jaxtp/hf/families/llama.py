@@ -78,4 +78,5 @@ SMOLLM3 = replace(
     window_period=0,
     rope_theta=2_000_000.0,
     required=base.required(),
+    ignored_attributes=frozenset({"max_window_layers"}),  # transformers does not read it
 )
