@@ -191,6 +191,15 @@ def test_layers_that_rotate():
     assert rotated(GRANITE4 | attention) == [False] * 4
 
 
+def test_a_granite_without_experts():
+    """Its MLP has the width of the shared one."""
+    layers = {"layer_types": ["attention"] * 30, "num_local_experts": 0, "num_experts_per_tok": 0}
+    dense = model_config(GRANITE4 | layers | {"shared_intermediate_size": 70}, "it")
+    assert (dense.num_experts, dense.d_ff) == (0, 70)
+    sparse = model_config(GRANITE4 | {"layer_types": ["full_attention"] * 30}, "it")
+    assert (sparse.num_experts, sparse.d_ff, sparse.shared_experts) == (8, 1536, 1024)
+
+
 def test_layers_that_differ_are_few_stacks():
     """What repeats is a pattern, what does not runs of equal blocks."""
     assert model_config(GEMMA3, "it").pattern == model_config(GEMMA3 | {"num_hidden_layers": 62}, "it").pattern

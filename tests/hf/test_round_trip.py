@@ -52,11 +52,12 @@ def test_bit_by_bit(case, tmp_path):
     family = family_of(read_attributes(FOLDER / name), name)
     jaxtp.save_hf(model, tmp_path / "out", family=family.model_type, max_shard_size="50KB")
     expected = {n: t for n, t in full_names(stored(FOLDER / name), family).items() if not _is_ignored(n, family)}
-    assert stored(tmp_path / "out") == expected
+    found = stored(tmp_path / "out")
+    assert {n: t for n, t in found.items() if not _is_ignored(n, family)} == expected
     assert jaxtp.read_config(tmp_path / "out") == jaxtp.read_config(FOLDER / name)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     index = json.loads((tmp_path / "out" / INDEX).read_text())
-    assert index["weight_map"].keys() == expected.keys()
+    assert index["weight_map"].keys() == found.keys()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

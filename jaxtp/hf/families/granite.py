@@ -9,6 +9,7 @@ from dataclasses import replace
 from jaxtp.hf.families import family as base
 
 _LAYER = "model.layers.{layer}."
+_DROPOUT = frozenset({"attention_dropout"})  # 0.1 in some files
 _IN, _GATE_UP = "input_linear.weight", "experts.gate_up_proj"
 _SHARED = tuple(
     base.Tensor(f"blocks.mlp.{module}{ours}", f"{_LAYER}shared_mlp.{theirs}.weight", transposed=True)
@@ -42,7 +43,8 @@ GRANITE = base.Family(
     architecture="GraniteForCausalLM",
     tensors=base.BODY + base.QKV_BIASES + base.OUT_BIAS + base.MLP_BIASES,
     attributes=(*_COMMON, base.Attribute("mlp_bias", ("mlp_bias",), bool, False)),
-    required=base.required(),
+    required=base.required(without=_DROPOUT),
+    ignored_attributes=_DROPOUT,
 )
 
 GRANITEMOE = base.Family(
@@ -61,8 +63,8 @@ GRANITEMOE = base.Family(
         base.Attribute("num_local_experts", ("num_experts",), int, 8),
         base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
     ),
-    required=base.required(mlp_bias=False),
-    ignored_attributes=base.ROUTER_LOSS,
+    required=base.required(without=_DROPOUT, mlp_bias=False),
+    ignored_attributes=_DROPOUT | base.ROUTER_LOSS,
     tp_plan={
         "layers.*.block_sparse_moe.experts.gate_up_proj": "packed_colwise",
         "layers.*.block_sparse_moe.experts.down_proj": "rowwise",
@@ -75,23 +77,20 @@ GRANITEMOEHYBRID = replace(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     tensors=GRANITEMOE.tensors + _SHARED,
-    attributes=(
-        *_COMMON,
-        base.Attribute("num_local_experts", ("num_experts",), int, 8, can_be_zero=True),
-        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
-    ),
+    attributes=(*_COMMON, base.Attribute("num_local_experts", ("num_experts",), int, 8, can_be_zero=True)),
     layer_attributes=base.COMMON | {"layer_types", "position_embedding_type"},
     by_type={
         "experts": (
+            base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 2),
             base.Attribute("intermediate_size", ("d_ff",), int),
             base.Attribute("shared_intermediate_size", ("shared_experts",), int, 1024),
         ),
         "dense": (base.Attribute("shared_intermediate_size", ("d_ff",), int, 1024),),
     },
     only_layer_type="attention",
-    required=base.required(mlp_bias=False, normalization_function="rmsnorm"),
+    required=base.required(without=_DROPOUT, mlp_bias=False, normalization_function="rmsnorm"),
     written={"mamba_n_heads": 1},  # transformers checks it
-    ignored_attributes=base.ROUTER_LOSS
+    ignored_attributes=GRANITEMOE.ignored_attributes
     | {f"mamba_{name}" for name in ("n_heads", "n_groups", "d_state", "d_head", "d_conv", "expand", "chunk_size")}
     | {"mamba_conv_bias", "mamba_proj_bias", "time_step_limit", "init_method"},
 )
