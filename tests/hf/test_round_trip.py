@@ -186,12 +186,6 @@ FAMILY_OF = {
         "experts_scale": 2.5,
         "first_blocks": ({"num_experts": 0, "d_ff": 9, "shared_experts": 0},),
     },
-    "olmo3": {
-        "norm_placement": "after",
-        "qk_norm": "projection",
-        "first_blocks": ({"sliding_window": 4, "rope_scaling": {"kind": "none"}},),
-        "rope_scaling": RopeScaling(kind="yarn", factor=2.0),
-    },
     "cohere": {"norm": "layer_no_bias", "norm_placement": "parallel", "qk_norm": "heads", "logit_scale": 0.5},
     "olmo": {"norm": "layer_plain", "clip_qkv": 8.0},
     "olmo3": {
