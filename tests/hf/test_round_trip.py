@@ -52,11 +52,12 @@ def test_bit_by_bit(case, tmp_path):
     family = family_of(read_attributes(FOLDER / name), name)
     jaxtp.save_hf(model, tmp_path / "out", family=family.model_type, max_shard_size="50KB")
     expected = {n: t for n, t in full_names(stored(FOLDER / name), family).items() if not _is_ignored(n, family)}
-    assert stored(tmp_path / "out") == expected
+    found = stored(tmp_path / "out")
+    assert {n: t for n, t in found.items() if not _is_ignored(n, family)} == expected
     assert jaxtp.read_config(tmp_path / "out") == jaxtp.read_config(FOLDER / name)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     index = json.loads((tmp_path / "out" / INDEX).read_text())
-    assert index["weight_map"].keys() == expected.keys()
+    assert index["weight_map"].keys() == found.keys()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -138,6 +139,7 @@ GEMMA = {
     "embedding_scale": 8**0.5,
     "activation": "gelu_tanh",
 }
+MULTIPLIERS = {"embedding_scale": 12.0, "query_scale": 0.1, "residual_scale": 0.22, "logit_scale": 1 / 6}
 FAMILY_OF = {
     "llama": {"rope_scaling": RopeScaling(kind="llama3", factor=8.0), "mlp_bias": True},
     "mistral": {"sliding_window": 7},
@@ -210,13 +212,33 @@ FAMILY_OF = {
     "hunyuan_v1_dense": {"qk_norm": "head", "qk_norm_after_rope": True, "attention_out_bias": True}
     | {"attention_bias": True},
     "stablelm": {"norm": "layer", "norm_placement": "parallel", "qk_norm": "heads", "attention_bias": True},
+    "cohere": {"norm": "layer_no_bias", "norm_placement": "parallel", "qk_norm": "heads", "logit_scale": 0.5},
+    "olmo": {"norm": "layer_plain", "clip_qkv": 8.0},
     "olmo3": {
         "norm_placement": "after",
         "qk_norm": "projection",
-        "first_blocks": ({"sliding_window": 4, "rope_scaling": {"kind": "none"}},),
-        "rope_scaling": RopeScaling(kind="yarn", factor=2.0),
+        "rope_theta": 9.0,
+        "pattern": ({"sliding_window": 4}, {"rope_scaling": {"kind": "linear", "factor": 2.0}}),
     },
-    "cohere": {"norm": "layer_no_bias", "norm_placement": "parallel", "qk_norm": "heads", "logit_scale": 0.5},
+    "olmoe": {"qk_norm": "projection", "num_experts": 4, "num_kv_heads": 2, "clip_qkv": 8.0},
+    "flex_olmo": {"norm_placement": "after", "qk_norm": "projection", "num_experts": 4},
+    "smollm3": {"pattern": ({}, {"rope_theta": None, "sliding_window": 5})},
+    "seed_oss": {"attention_bias": True, "mlp_bias": True},
+    "arcee": {"mlp": "plain", "activation": "relu2", "mlp_bias": True},
+    "apertus": {"mlp": "plain", "activation": "xielu", "qk_norm": "head"},
+    "exaone4": {
+        "norm_placement": "after",
+        "qk_norm": "head",
+        "pattern": ({"sliding_window": 5}, {"rope_theta": None}),
+    },
+    "qwen2_moe": {
+        "attention_bias": True,
+        "normalize_experts": False,
+        "first_blocks": ({"num_experts": 4, "shared_experts": 5, "shared_experts_gate": True, "sliding_window": 3},),
+    },
+    "granite": MULTIPLIERS,
+    "granitemoe": {**MULTIPLIERS, "num_experts": 4},
+    "granitemoehybrid": {**MULTIPLIERS, "num_experts": 4, "shared_experts": 5, "rope_theta": None},
     "qwen3_moe": {
         "qk_norm": "head",
         "normalize_experts": False,
@@ -261,6 +283,25 @@ def test_the_largest_yarn_scale_is_of_two_mscales():
     config = jaxtp.hf.config_json.model_config(attributes, "test")
     scaled = [1 + 0.1 * scale * jnp.log(4.0) for scale in (2.0, 0.5)]
     assert config.rope_scaling.attention_factor == pytest.approx(float(scaled[0] / scaled[1]), rel=1e-6)
+
+
+def test_scalars_with_one_value(tmp_path):
+    """An export writes them in the dtype of the others; an import needs none, and refuses other values."""
+    model, name = jaxtp.load_hf(FOLDER / "apertus"), "model.layers.1.mlp.act_fn.beta"
+    jaxtp.save_hf(model, tmp_path / "out", dtype="bfloat16")
+    tensors = open_folder(tmp_path / "out").tensors
+    assert (tensors[name].dtype, tensors[name].shape, tensors[name].is_about(0.5)) == ("BF16", (), True)
+    assert jaxtp.load_hf(tmp_path / "out").config.precision.param == "bfloat16"
+    arrays = {key: tensor.read() for key, tensor in open_folder(FOLDER / "apertus").tensors.items() if tensor.shape}
+    for folder, more in (("without", {}), ("wrong", {name: np.float32(0.6)})):
+        every = arrays | more
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_bytes((FOLDER / "apertus/config.json").read_bytes())
+        header = {key: ("BF16" if array.dtype != np.float32 else "F32", array.shape) for key, array in every.items()}
+        write_file(tmp_path / folder / "model.safetensors", header, every.__getitem__)
+    assert jaxtp.load_hf(tmp_path / "without").config == model.config
+    with pytest.raises(jaxtp.HFError, match=rf"not supported: {name}, which should be the number 0\.5$"):
+        jaxtp.load_hf(tmp_path / "wrong")
 
 
 def test_windows_in_some_layers():

@@ -20,7 +20,11 @@ from jaxtp.train.__main__ import main as train
 torch, transformers, peft = map(pytest.importorskip, ("torch", "transformers", "peft"))
 pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]  # of libraries that are not ours
 SOURCES = sorted(path.parent for path in FOLDER.glob("*/config.json"))
-FUSED = {"phi3": TARGETS[3:4] + TARGETS[6:], "gpt2": ("o_proj", "up_proj", "down_proj")}
+FUSED = {
+    "phi3": TARGETS[3:4] + TARGETS[6:],
+    "gpt2": ("o_proj", "up_proj", "down_proj"),
+    "granitemoehybrid": TARGETS[:4] + TARGETS[6:],
+}
 """Targets that are a tensor of their own in the file, where not all are."""
 PLAIN = jaxtp.ModelConfig(vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)
