@@ -80,14 +80,14 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
         return layer
 
     overrides = _read_overrides(attributes, family, count)
-    layers = [
-        {**settings(*each), **overrides.get(i, {})}
-        for i, each in enumerate(zip(kinds, rotated, has_experts, strict=True))
-    ]
+    usual = [settings(*each) for each in zip(kinds, rotated, has_experts, strict=True)]
+    layers = [{**layer, **overrides.get(i, {})} for i, layer in enumerate(usual)]
+    model = settings(all(kinds), any(rotated), any(has_experts))
+    model = next((layer for layer, before in zip(layers, usual, strict=True) if before == model), model)
     if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
-    return _compress_layers(settings(all(kinds), any(rotated), any(has_experts)), layers)
+    return _compress_layers(model, layers)
 
 
 def _types(windowed: bool, rotates: bool, experts: bool, *, any_window: bool) -> tuple[LayerType, ...]:
@@ -135,6 +135,8 @@ def read_attribute(attribute: Attribute, attributes: Attributes, fields: Setting
     """Returns the value of the attribute's fields; `fields` are those of earlier attributes."""
     name = name_in_file(attribute, attributes)
     value = attributes.get(name, attribute.default)
+    if attribute.only_if is not None and not fields[attribute.only_if]:
+        value = None
     if value is None and attribute.default_from is not None:
         value = fields[attribute.default_from] * attribute.times
     if isinstance(attribute.kind, Mapping):
@@ -150,7 +152,7 @@ def read_attribute(attribute: Attribute, attributes: Attributes, fields: Setting
 def write_fields(attributes: Sequence[Attribute], fields: Settings) -> Iterator[tuple[str, object]]:
     """Yields the names and values of the attributes that have these fields; of equal names, the first last."""
     for attribute in reversed(attributes):
-        value = fields[attribute.fields[0]]
+        value = fields[attribute.fields[0]] if attribute.fields else None
         if isinstance(attribute.kind, Mapping):
             names = (theirs for theirs, ours in attribute.kind.items() if ours == value)
             yield attribute.name, next(names, attribute.default)
@@ -368,6 +370,8 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
     if len(thetas) > 1:
         raise HFError(f"rope_theta has two values: {' and '.join(map(str, thetas))}")
     others = _read_rope_attributes(family, parameters, attributes, fields)
+    if "proportional" in family.rope_kinds and kind != "proportional":
+        others |= {"rotary_fraction": 1.0}  # as transformers does
     (theta,), head_dim = thetas, fields.get("head_dim", 2)
     if kind == "dynamic":
         if not (alpha := parameters.get("alpha")):

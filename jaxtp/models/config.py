@@ -39,7 +39,7 @@ from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.lora import LoraConfig, Target
 from jaxtp.layers.mlp import MLP
-from jaxtp.layers.norm import NormConfig
+from jaxtp.layers.norm import NormConfig, NormKind
 from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
@@ -151,6 +151,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     embedding_norm: bool = False
     """Divide the embedding by its root mean square (Muse Glimmer)."""
+
+    final_norm: NormKind | None = None
+    """Kind of the norm before the head; by default norm (Muse Glimmer has another)."""
 
     logit_scale: Positive = 1.0
     """Factor of the logits, before their cap."""

@@ -244,7 +244,7 @@ class Decoder(EmbeddingAndHead):
         self.stacks = config.stacks()
         kinds = [_create_blocks(config, block, stack.repeats, rngs) for stack in self.stacks for block in stack.pattern]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
-        self.norm = Norm(width, config, context)
+        self.norm = Norm(width, replace(config, norm=config.final_norm or config.norm), context)
         tied, biased = config.tie_embeddings, config.head_bias
         head = partial(VocabParallelHead, vocab_size, width, context, tied=tied, use_bias=biased)
         self.head = None if tied and not biased else head(rngs=rngs)

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 
 from jaxtp.hf.families.cohere import COHERE
 from jaxtp.hf.families.family import Family, Wrapper
-from jaxtp.hf.families.gemma import GEMMA2, GEMMA3, GEMMA3_WRAPPER
+from jaxtp.hf.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, VAULTGEMMA
+from jaxtp.hf.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WRAPPER, GEMMA4_WRAPPER
 from jaxtp.hf.families.glm import GLM4
 from jaxtp.hf.families.gpt2 import GPT2
 from jaxtp.hf.families.gpt_neox import GPT_NEOX
 from jaxtp.hf.families.llama import LLAMA
 from jaxtp.hf.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MIXTRAL
+from jaxtp.hf.families.muse_glimmer import MUSE_GLIMMER, MUSE_GLIMMER_WRAPPER
 from jaxtp.hf.families.olmo2 import OLMO2
 from jaxtp.hf.families.phi3 import PHI3
 from jaxtp.hf.families.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -19,11 +21,18 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT2, MIXTRAL, QWEN3_MOE),
         *(MINISTRAL3, GPT_NEOX, GLM4, COHERE),
+        *(GEMMA, VAULTGEMMA, GEMMA4, GEMMA4_UNIFIED, MUSE_GLIMMER),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
 
-WRAPPERS: Mapping[str, Wrapper] = {wrapper.model_type: wrapper for wrapper in (GEMMA3_WRAPPER, MISTRAL3_WRAPPER)}
+WRAPPERS: Mapping[str, Wrapper] = {
+    wrapper.model_type: wrapper
+    for wrapper in (
+        *(GEMMA3_WRAPPER, MISTRAL3_WRAPPER),
+        *(GEMMA4_WRAPPER, GEMMA4_UNIFIED_WRAPPER, MUSE_GLIMMER_WRAPPER),
+    )
+}
 """Multimodal models by `model_type`."""
 
 REFUSED: Mapping[str, str] = {
