@@ -296,6 +296,8 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
         if not isinstance(types, list) or len(types) != count or not set(map(str, types)) <= {"dense", "sparse"}:
             raise HFError(f"mlp_layer_types = {quote(types)}: should be dense or sparse for each of {count} layers")
         return [kind == "sparse" for kind in types]
+    if "enable_moe_block" in names:
+        return [switch("enable_moe_block", attributes.get("enable_moe_block", False))] * count
     if "first_k_dense_replace" in names:
         first = _layer_number("first_k_dense_replace", attributes.get("first_k_dense_replace", first))
         return [i >= first for i in range(count)]
@@ -328,6 +330,7 @@ def _write_sparse(has_experts: Sequence[bool], family: Family) -> dict[str, obje
     first = sparse[0] if sparse else count
     written = {
         "mlp_layer_types": ["sparse" if experts else "dense" for experts in has_experts],
+        "enable_moe_block": bool(sparse),
         "first_k_dense_replace": first,
         "moe_layer_start_index": first,
         "moe_layer_end_index": sparse[-1] if sparse else count,
