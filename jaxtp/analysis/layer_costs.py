@@ -34,7 +34,7 @@ from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
 from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
-from jaxtp.layers.experts import EXPERTS, MixtureOfExperts
+from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.kernels.grouped import is_dense, pick_method
 from jaxtp.layers.kernels.select import num_scores, pick_kernel
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
@@ -499,6 +499,11 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     size, active = experts * layer.d_model * config.d_ff, config.experts_per_token / experts
     for _ in range(num_columns(config) + 1):
         yield Weight(module=EXPERTS, size=size, active=active, precision=layer.precision)
+    if config.dense_mlp:
+        scale = partial(Weight, module=EXPERTS, tp=False, used_by_all_tp=split)
+        yield scale(size=layer.d_model, precision=layer.precision)
+        yield scale(size=layer.d_model, precision=in_float32)
+        yield scale(size=experts, precision=in_float32, fsdp=False)
     hidden = work.tokens * layer.d_model * itemsize(layer.precision.compute)
     routing = FLOAT32 * work.tokens * (2 * config.experts_per_token + config.shared_experts_gate)
     for entered in (routing, hidden):
@@ -508,6 +513,15 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
     yield from _expert_work(layer, work, read=read)
     yield from _shared_costs(layer, work, read=read)
+
+
+@branch_costs.register
+def experts_beside_mlp_costs(layer: ExpertsBesideMLP, work: Workload, *, read: bool) -> Iterator[Cost]:
+    """Yields the costs of experts, a dense MLP and their norms; `read` does not matter, as norms read both results."""
+    for norm in (layer.mlp_norm, layer.experts_norm, layer.mlp_after_norm, layer.experts_after_norm):
+        yield from norm_costs(norm, work)
+    yield from mlp_costs(layer.mlp, work, read=True)
+    yield from experts_costs(layer.experts, work, read=True)
 
 
 def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:

@@ -81,14 +81,14 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
         return layer
 
     overrides = _read_overrides(attributes, family, fields)
-    layers = [
-        {**settings(*each), **overrides.get(i, {})}
-        for i, each in enumerate(zip(kinds, rotated, has_experts, strict=True))
-    ]
+    usual = [settings(*each) for each in zip(kinds, rotated, has_experts, strict=True)]
+    layers = [{**layer, **overrides.get(i, {})} for i, layer in enumerate(usual)]
+    model = settings(all(kinds), any(rotated), any(has_experts))
+    model = next((layer for layer, before in zip(layers, usual, strict=True) if before == model), model)
     if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
-    return _compress_layers(settings(all(kinds), any(rotated), any(has_experts)), layers)
+    return _compress_layers(model, layers)
 
 
 def _types(windowed: bool, rotates: bool, experts: bool, *, any_window: bool) -> tuple[LayerType, ...]:
@@ -137,6 +137,8 @@ def read_attribute(attribute: Attribute, attributes: Attributes, fields: Setting
     """Returns the value of the attribute's fields; `fields` come from earlier attributes."""
     name = name_in_file(attribute, attributes)
     value = attributes.get(name, attribute.default)
+    if attribute.only_if is not None and not fields[attribute.only_if]:
+        value = None
     if value is None and attribute.default_from is not None:
         value = fields[attribute.default_from] * attribute.times
     if isinstance(attribute.kind, Mapping):
@@ -159,7 +161,7 @@ def _power(name: str, base: float, exponent: float) -> float:
 def write_fields(attributes: Sequence[Attribute], fields: Settings) -> Iterator[tuple[str, object]]:
     """Yields the names and values of the attributes that have these fields; of equal names, the first last."""
     for attribute in reversed(attributes):
-        value = fields[attribute.fields[0]]
+        value = fields[attribute.fields[0]] if attribute.fields else None
         if isinstance(attribute.kind, Mapping):
             names = (theirs for theirs, ours in attribute.kind.items() if ours == value)
             yield attribute.name, next(names, attribute.default)
@@ -315,6 +317,8 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
         if not isinstance(types, list) or len(types) != count or not set(map(str, types)) <= {"dense", "sparse"}:
             raise HFError(f"mlp_layer_types = {quote(types)}: should be dense or sparse for each of {count} layers")
         return [kind == "sparse" for kind in types]
+    if "enable_moe_block" in names:
+        return [switch("enable_moe_block", attributes.get("enable_moe_block", False))] * count
     if "first_k_dense_replace" in names:
         first = _layer_number("first_k_dense_replace", attributes.get("first_k_dense_replace", first))
         return [i >= first for i in range(count)]
@@ -347,6 +351,7 @@ def _write_sparse(has_experts: Sequence[bool], family: Family) -> dict[str, obje
     first = sparse[0] if sparse else count
     written = {
         "mlp_layer_types": ["sparse" if experts else "dense" for experts in has_experts],
+        "enable_moe_block": bool(sparse),
         "first_k_dense_replace": first,
         "moe_layer_start_index": first,
         "moe_layer_end_index": sparse[-1] if sparse else count,
@@ -397,6 +402,8 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
     if len(thetas) > 1:
         raise HFError(f"rope_theta has two values: {' and '.join(map(str, thetas))}")
     others = _read_rope_attributes(family, parameters, attributes, fields)
+    if "proportional" in family.rope_kinds and kind != "proportional":
+        others |= {"rotary_fraction": 1.0}  # as transformers does
     (theta,), head_dim = thetas, fields.get("head_dim", 2)
     if kind == "dynamic":
         if not (alpha := parameters.get("alpha")):

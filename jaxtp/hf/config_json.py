@@ -96,7 +96,9 @@ def family_of(attributes: Attributes, source: str) -> Family:
         why = f", because of {REFUSED[str(model_type)]}" if str(model_type) in REFUSED else ""
         near = "" if why or len(attributes) == 1 else f"; {_nearest(attributes)}"
         raise HFError(f"{source}: {wrong}{why}; supported are {', '.join((*FAMILIES, *WRAPPERS))}{near}")
-    return replace(FAMILIES[text_type], wrapper=wrapper)
+    family = FAMILIES[text_type]
+    more = {} if wrapper is None else wrapper.required
+    return replace(family, wrapper=wrapper, required={**family.required, **more})
 
 
 def _nearest(attributes: Attributes) -> str:

@@ -45,6 +45,7 @@ from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.grouped import Implementation, grouped_matmul, pick_method
 from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.mlp import ACTIVATIONS, MIN_FEATURES, MLP, MLP_TARGETS, XIELU, MLPConfig, hidden_features
+from jaxtp.layers.norm import Norm, NormConfig
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
@@ -89,6 +90,11 @@ class ExpertsConfig(MLPConfig):
 
     shared_experts_gate: bool = False
     """Multiply the output of shared_experts by the sigmoid of a projection of the input (Qwen2-MoE)."""
+
+    dense_mlp: CountOrZero = 0
+    """Hidden width of a dense MLP whose output is added to the output of the experts, both normalised; 0 for none. Each
+    of both reads the residual stream through its own norm. Learned scales multiply the input of the router and the
+    weight of each expert (Gemma 4)."""
 
     selection_bias: bool = False
     """Add a bias to each expert's score, for the choice only. Each update moves it against the expert's load; see
@@ -153,6 +159,8 @@ class ExpertsConfig(MLPConfig):
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`; experts are never padded, shared experts are."""
         yield from super(MLPConfig, self).padding(tp) if self.num_experts else super().padding(tp)
+        if self.num_experts and self.dense_mlp:
+            yield "dense_mlp", self.dense_mlp, PaddedDim((self.dense_mlp,)).padded(tp)
         if self.num_experts and self.shared_experts:
             yield "shared_experts", self.shared_experts, PaddedDim((self.shared_experts,)).padded(tp)
 
@@ -161,6 +169,8 @@ class ExpertsConfig(MLPConfig):
         settings, groups = super().shrink(small), self.expert_groups
         if self.shared_experts:
             settings["shared_experts"] = small.size(self.shared_experts, MIN_FEATURES)
+        if self.dense_mlp:
+            settings["dense_mlp"] = small.size(self.dense_mlp, MIN_FEATURES)
         least = max(_SMALL_EXPERTS, _SMALL_CHOICES * groups)
         few = smallest_congruent(self.num_experts, math.lcm(*small.tps, groups), least)
         if not self.num_experts or self.num_experts <= few:
@@ -177,7 +187,8 @@ class MixtureOfExperts(PositionwiseBranch):
     """Experts in place of an MLP, without adapters and overlap.
 
     Shapes: `[B, T, D] -> [B, T, D]`, and the `Routing`. `router` is `[D, E]`, `gate` (unless plain) and `up`
-    `[E, D, F]`, `down` `[E, F, D]`, `selection_bias` `[E]`, `shared_gate` `[D, 1]`.
+    `[E, D, F]`, `down` `[E, F, D]`, `selection_bias` `[E]`, `shared_gate` `[D, 1]`. With `dense_mlp` the
+    input is normalised without a scale; `input_scale` and `router_scale` are `[D]`, `expert_scale` `[E]`.
     """
 
     def __init__(self, d_model: int, config: ExpertsConfig, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
@@ -202,6 +213,12 @@ class MixtureOfExperts(PositionwiseBranch):
             self.shared = MLP(d_model, replace(config, d_ff=config.shared_experts), context, rngs=rngs)
         if config.shared_experts_gate:
             self.shared_gate = kernel("shared gate", (d_model, 1), P(STORAGE, None))
+        if config.dense_mlp:
+            ones = partial(jnp.ones, dtype=self.precision.param)
+            self.input_scale, self.router_scale = (
+                parameter(f"{name} scale", ones(d_model), P(STORAGE)) for name in ("input", "router")
+            )
+            self.expert_scale = parameter("expert scale", ones(experts), P(None))
         if config.selection_bias:
             bias = jnp.zeros(experts, jnp.float32)
             self.selection_bias = parameter("selection bias", bias, P(None), kind=SelectionBias)
@@ -242,6 +259,8 @@ class MixtureOfExperts(PositionwiseBranch):
             by_token.append(jax.nn.sigmoid(self._project(x, weights["shared_gate"], sequence)))
         together = enter_parallel(jnp.concatenate(by_token, axis=-1), sequence)
         shares, experts, gate = together[..., :k], together[..., k : 2 * k].astype(jnp.int32), together[..., 2 * k :]
+        if config.dense_mlp:
+            x = x * self.precision.load(weights["input_scale"], 0, used_by_all_tp=sequence is not None)
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [b, T/cp, D]
         count, _ = self.on_device(axis_size(TP))
         local = experts - (axis_index(TP) * count if over_tp else 0)
@@ -264,6 +283,9 @@ class MixtureOfExperts(PositionwiseBranch):
         recorded.
         """
         config, k = self.config, self.config.experts_per_token
+        load_scale = partial(replace(self.precision, compute="float32").load, used_by_all_tp=sequence is not None)
+        if config.dense_mlp:
+            x = x.astype(jnp.float32) * load_scale(weights["router_scale"], 0) * self.d_model**-0.5
         logits = self._project(x, weights["router"], sequence)
         softmax = config.router_scores == "softmax"
         log_scores = logits if softmax else jax.nn.log_sigmoid(logits)  # up to a term that is equal for all experts
@@ -285,6 +307,8 @@ class MixtureOfExperts(PositionwiseBranch):
             shares *= jnp.minimum(jnp.sum(of_choices(scores), axis=-1, keepdims=True) / config.normalize_floor, 1)
         if config.experts_scale != 1:
             shares *= config.experts_scale
+        if config.dense_mlp:
+            shares *= jnp.take(load_scale(weights["expert_scale"], None), experts)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         log_total = normaliser if softmax else jax.nn.logsumexp(log_scores, axis=-1)
         log_probabilities = log_scores - log_total[..., None]
@@ -352,6 +376,31 @@ class MixtureOfExperts(PositionwiseBranch):
         """Returns the experts on each of tp devices, and the width of each."""
         experts, features = self.config.num_experts, self.config.d_ff
         return (experts // tp, features) if self.config.over_tp(tp) else (experts, features // tp)
+
+
+class ExpertsBesideMLP(PositionwiseBranch):
+    """Experts and a dense MLP, each between two norms; `[B, T, D] -> [B, T, D]`, and the `Routing`."""
+
+    def __init__(
+        self,
+        d_model: int,
+        config: ExpertsConfig,
+        context: LayerContext = LayerContext(),
+        *,
+        norm: NormConfig = NormConfig(),
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        normalise = partial(Norm, d_model, context=context)
+        self.mlp_norm, self.experts_norm = normalise(norm), normalise(replace(norm, norm="rms_plain"))
+        self.mlp = MLP(d_model, replace(config, d_ff=config.dense_mlp), context, rngs=rngs)
+        self.experts = MixtureOfExperts(d_model, config, context, rngs=rngs)
+        self.mlp_after_norm, self.experts_after_norm = (normalise(norm.after()) for _ in range(2))
+
+    def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> tuple[Array, Routing]:  # type: ignore[override]
+        """Sums the results for the residual stream."""
+        y_BTD, routing = self.experts(self.experts_norm(x_BTD), sequences)
+        return self.experts_after_norm(y_BTD) + self.mlp_after_norm(self.mlp(self.mlp_norm(x_BTD))), routing
 
 
 @dataclass(frozen=True)

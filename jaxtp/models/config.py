@@ -8,7 +8,7 @@ settings, so YAML stays flat: `model.num_kv_heads`.
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, count, groupby, islice
 from typing import Annotated, Any
 
@@ -35,11 +35,11 @@ from jaxtp.config.schema import (
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.branch import Branch, ShrinkSpec, smallest_congruent
 from jaxtp.layers.embedding import CHUNK_SIZE
-from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
+from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.lora import LoraConfig, Target
 from jaxtp.layers.mlp import MLP
-from jaxtp.layers.norm import NormConfig
+from jaxtp.layers.norm import NormConfig, NormKind
 from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
@@ -84,6 +84,12 @@ class BlockConfig(NormConfig, ExpertsConfig, AttentionConfig):
 
     layer_scale: bool = False
     """Multiply the residual stream at the end of each block by a number that is not trained (Gemma 4)."""
+
+    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """See `BranchConfig`."""
+        yield from super().problems(sizes)
+        if self.dense_mlp and not (self.num_experts and self.norm == "rms" and self.norm_placement == "both"):
+            yield Problem("model.dense_mlp needs model.num_experts, model.norm=rms and model.norm_placement=both")
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     embedding_norm: bool = False
     """Divide the embedding by its root mean square (Muse Glimmer)."""
+
+    final_norm: NormKind | None = None
+    """Kind of the norm before the head; by default norm (Muse Glimmer has another)."""
 
     logit_scale: Positive = 1.0
     """Factor of the logits, before their cap."""
@@ -260,7 +269,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
         joined = (
             block.norm_placement == "parallel" and self.overlap == "none" and not (block.num_experts or self.dropout)
         )
-        context, mlp = replace(self.layer_context, joined=joined), MixtureOfExperts if block.num_experts else MLP
+        context = replace(self.layer_context, joined=joined)
+        mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
+        mlp = partial(ExpertsBesideMLP, norm=block) if block.dense_mlp else mlp
         branches: dict[str, Branch] = {
             "attention": CausalSelfAttention(self.d_model, block, context, norm=block, rngs=rngs),
             "mlp": mlp(self.d_model, block, context, rngs=rngs),

@@ -35,7 +35,7 @@ from jaxtp.layers.embedding import (
     VocabParallelHead,
     vocab_parallel_logits,
 )
-from jaxtp.layers.experts import MixtureOfExperts
+from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.lora import freeze
 from jaxtp.layers.loss import vocab_parallel_cross_entropy, vocab_parallel_token_losses
 from jaxtp.layers.norm import Norm, rms_normalise
@@ -95,7 +95,7 @@ class DecoderBlock(nnx.Module):
         self.parallel, self.residual_scale = placement in ("parallel", "parallel_two"), block.residual_scale
         norm = partial(Norm, config.d_model, context=config.layer_context)
         for name, branch in branches.items():
-            shares = placement == "parallel" and name != self.names[0]
+            shares = (placement == "parallel" and name != self.names[0]) or isinstance(branch, ExpertsBesideMLP)
             setattr(self, f"{name}_norm", None if shares or placement == "after" else norm(block))
             setattr(self, name, branch)
             setattr(self, f"{name}_after_norm", norm(block.after()) if placement in ("after", "both") else None)
@@ -244,7 +244,7 @@ class Decoder(EmbeddingAndHead):
         self.stacks = config.stacks()
         kinds = [_create_blocks(config, block, stack.repeats, rngs) for stack in self.stacks for block in stack.pattern]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
-        self.norm = Norm(width, config, context)
+        self.norm = Norm(width, replace(config, norm=config.final_norm or config.norm), context)
         tied, biased = config.tie_embeddings, config.head_bias
         head = partial(VocabParallelHead, vocab_size, width, context, tied=tied, use_bias=biased)
         self.head = None if tied and not biased else head(rngs=rngs)
@@ -319,6 +319,7 @@ class Decoder(EmbeddingAndHead):
     def move_selection_biases(self, balance: Balance, rate: float) -> None:
         """Moves selection biases against the load, once per update."""
         branches = (vars(block).get("mlp") for _, blocks in self.stacked() for block in blocks)
+        branches = (branch.experts if isinstance(branch, ExpertsBesideMLP) else branch for branch in branches)
         routers = [branch for branch in branches if isinstance(branch, MixtureOfExperts)]
         for router, times_chosen in zip(routers, balance.times_chosen, strict=True):
             if router.config.selection_bias:

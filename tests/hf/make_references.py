@@ -577,7 +577,8 @@ def older(config, settings):
             rope[kind].pop("rope_theta") for kind in (FULL, SLIDING)
         )
         config["rope_scaling"] = None if rope[FULL]["rope_type"] == "default" else rope[FULL]
-        config["sliding_window_pattern"] = settings.get("sliding_window_pattern", 6)
+        if "layer_types" not in settings:
+            config["sliding_window_pattern"] = settings.get("sliding_window_pattern", 6)
     else:
         config["rope_theta"] = rope.pop("rope_theta")
         if config["model_type"] == "phi3":

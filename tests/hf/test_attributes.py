@@ -131,6 +131,8 @@ GEMMA2 = {
     "cache_implementation": "hybrid",
 }
 GEMMA3 = GEMMA2 | {"model_type": "gemma3_text", "num_hidden_layers": 26, "sliding_window": 512}
+GEMMA4 = {name: value for name, value in GEMMA3.items() if name not in ("hidden_act", "sliding_window_size")}
+GEMMA4 |= {"model_type": "gemma4_text", "num_hidden_layers": 60, "hidden_size_per_layer_input": 0}
 GPT2 = {
     "model_type": "gpt2",
     "n_embd": 768,
@@ -169,6 +171,14 @@ def test_what_transformers_assumes():
     assert windows(third) == ([512] * 5 + [None]) * 4 + [512] * 2
     assert [block.rope_theta for block in third.layers()][4:6] == [1e4, 1e6]
     assert (third.attention_softcap, third.logit_softcap) == (None, None)
+    wrapped = model_config({"model_type": "gemma3", "text_config": {"num_hidden_layers": 34}}, "it")
+    assert (wrapped.vocab_size, wrapped.num_heads, wrapped.num_layers, wrapped.rope_theta) == (262_208, 8, 34, 1e6)
+    fourth = list(model_config(GEMMA4 | {"num_global_key_value_heads": 4}, "it").layers())
+    assert [(each.head_dim, each.num_kv_heads, each.value_is_key) for each in fourth[4:6]] == [
+        (256, 8, False),
+        (512, 8, False),  # transformers reads num_global_key_value_heads with attention_k_eq_v only
+    ]
+    assert (fourth[5].rotary_fraction, fourth[5].rope_scaling.kind, fourth[5].rope_theta) == (0.25, "proportional", 1e6)
     gpt2 = model_config(GPT2, "it")
     assert (gpt2.d_ff, gpt2.head_dim, gpt2.learned_positions, gpt2.norm_eps) == (3072, 64, 1024, 1e-5)
     assert (gpt2.tie_embeddings, gpt2.rope_theta, gpt2.activation) == (True, None, "gelu_tanh")
@@ -364,6 +374,16 @@ def test_the_published_gemma_3_of_4b():
             GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"] * 13, "sliding_window_pattern": 6},
             "layer_types and sliding_window_pattern = 6 contradict each other",
         ),
+        (
+            {"model_type": "gemma3", "text_config": {"final_logit_softcapping": 9.0}},
+            "final_logit_softcapping = 9.0 is not",
+        ),
+        (
+            GEMMA4 | {"hidden_size_per_layer_input": None},
+            "hidden_size_per_layer_input = missing is not supported; 0 are",
+        ),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "'all' is not supported; None, vision are"),
+        (GEMMA4 | {"num_kv_shared_layers": 18}, "num_kv_shared_layers = 18 is not supported; 0 are"),
         (GPT2 | {"hidden_size": 64}, "hidden_size = 64 and n_embd = 768 are two names of one attribute"),
         (GPT2 | {"scale_attn_weights": 1}, "scale_attn_weights = 1 is not supported; True, False are"),
         (

@@ -140,6 +140,17 @@ GEMMA = {
     "activation": "gelu_tanh",
 }
 MULTIPLIERS = {"embedding_scale": 12.0, "query_scale": 0.1, "residual_scale": 0.22, "logit_scale": 1 / 6}
+GEMMA4 = {
+    **{"norm_placement": "both", "qk_norm": "head", "value_norm": True, "query_scale": 1.0, "layer_scale": True},
+    **{"embedding_scale": 8**0.5, "activation": "gelu_tanh", "value_is_key": True, "num_kv_heads": 2},
+    **{"rotary_fraction": 0.5, "rope_scaling": RopeScaling(kind="proportional", factor=1.0)},
+    "first_blocks": (
+        {
+            **{"head_dim": 6, "num_kv_heads": 1, "value_is_key": False, "sliding_window": 4},
+            **{"rotary_fraction": 1.0, "rope_theta": 9.0, "rope_scaling": {"kind": "none"}},
+        },
+    ),
+}
 FAMILY_OF = {
     "llama": {"rope_scaling": RopeScaling(kind="llama3", factor=8.0), "mlp_bias": True},
     "mistral": {"sliding_window": 7},
@@ -150,6 +161,14 @@ FAMILY_OF = {
         **GEMMA,
         "qk_norm": "head",
         "first_blocks": ({"sliding_window": 4, "rope_scaling": {"kind": "linear", "factor": 2.0}},),
+    },
+    "gemma": {**GEMMA, "norm_placement": "before", "query_scale": None},
+    "vaultgemma": {**GEMMA, "norm_placement": "before", "logit_softcap": 3.0},
+    "gemma4_text": GEMMA4,
+    "muse_glimmer_text": {
+        **{"norm": "rms_plus_one", "norm_placement": "both", "norm_after_eps": 1e-3, "final_norm": "rms"},
+        **{"qk_norm": "head_plain", "query_scale": 2.0, "attention_gate": True, "embedding_norm": True},
+        **{"logit_scale": 0.3, "logit_softcap": 5.0, "pattern": ({"sliding_window": 4}, {"rope_theta": None})},
     },
     "olmo2": {"norm_placement": "after", "qk_norm": "projection"},
     "gpt2": {
@@ -245,7 +264,7 @@ FAMILY_OF = {
         "first_blocks": ({"num_experts": 4, "experts_per_token": 3, "d_ff": 9},),
     },
 }
-NEVER_FIRST = set[str]()
+NEVER_FIRST = {"gemma4_unified_text"}
 """Families whose models another family can represent too."""
 assert FAMILY_OF.keys() | NEVER_FIRST == FAMILIES.keys()
 

@@ -1,6 +1,7 @@
 """A block, and a whole step, move what they must and nothing else, counted in the jaxpr."""
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import accounts
@@ -351,6 +352,11 @@ MIXTURE_CASES = [
     for m, mesh in enumerate(MIXTURE_MESHES)
     for p, policy in enumerate(ALL_REDUCE)
     for s, sequence_parallel in enumerate([None, False])
+]
+MIXTURES["with a dense MLP"] = dataclasses.replace(MIXTURE, dense_mlp=18, norm_placement="both")
+MIXTURE_CASES += [
+    ("with a dense MLP", mesh, policy, None if i % 2 else False)
+    for i, (mesh, policy) in enumerate(zip(MIXTURE_MESHES, itertools.cycle(ALL_REDUCE), strict=False))
 ]
 
 

@@ -6,7 +6,8 @@ from jaxtp.hf.families.apertus import APERTUS
 from jaxtp.hf.families.cohere import COHERE, COHERE2
 from jaxtp.hf.families.exaone4 import EXAONE4
 from jaxtp.hf.families.family import Family, Wrapper
-from jaxtp.hf.families.gemma import GEMMA2, GEMMA3, GEMMA3_WRAPPER
+from jaxtp.hf.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, VAULTGEMMA
+from jaxtp.hf.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WRAPPER, GEMMA4_WRAPPER
 from jaxtp.hf.families.glm import GLM, GLM4, GLM4_MOE
 from jaxtp.hf.families.gpt2 import GPT2
 from jaxtp.hf.families.gpt_neox import GPT_NEOX
@@ -15,6 +16,7 @@ from jaxtp.hf.families.hunyuan import HUNYUAN
 from jaxtp.hf.families.llama import ARCEE, LLAMA, SEED_OSS, SMOLLM3
 from jaxtp.hf.families.minimax import MINIMAX_M2
 from jaxtp.hf.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MIXTRAL
+from jaxtp.hf.families.muse_glimmer import MUSE_GLIMMER, MUSE_GLIMMER_WRAPPER
 from jaxtp.hf.families.nemotron import NEMOTRON
 from jaxtp.hf.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from jaxtp.hf.families.phi import PHI
@@ -30,11 +32,18 @@ FAMILIES: Mapping[str, Family] = {
         *(OLMO, OLMO3, OLMOE, FLEX_OLMO, SMOLLM3, SEED_OSS, ARCEE, APERTUS, EXAONE4, QWEN2_MOE),
         *(GRANITE, GRANITEMOE, GRANITEMOEHYBRID),
         *(PHI, GLM, MINIMAX_M2, COHERE2, NEMOTRON, HUNYUAN, STABLELM),
+        *(GEMMA, VAULTGEMMA, GEMMA4, GEMMA4_UNIFIED, MUSE_GLIMMER),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
 
-WRAPPERS: Mapping[str, Wrapper] = {wrapper.model_type: wrapper for wrapper in (GEMMA3_WRAPPER, MISTRAL3_WRAPPER)}
+WRAPPERS: Mapping[str, Wrapper] = {
+    wrapper.model_type: wrapper
+    for wrapper in (
+        *(GEMMA3_WRAPPER, MISTRAL3_WRAPPER),
+        *(GEMMA4_WRAPPER, GEMMA4_UNIFIED_WRAPPER, MUSE_GLIMMER_WRAPPER),
+    )
+}
 """Multimodal models by `model_type`."""
 
 REFUSED: Mapping[str, str] = {

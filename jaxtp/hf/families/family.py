@@ -43,7 +43,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A config.json attribute and the `ModelConfig` fields that it sets."""
+    """A config.json attribute and the `ModelConfig` fields that it sets.
+
+    Without fields, the values of its `kind` are those that do not change the model; an export writes the first.
+    """
 
     name: str
     fields: tuple[str, ...]
@@ -56,6 +59,8 @@ class Attribute:
     default_from: str | None = None
     """Field of an earlier attribute. Multiplied by `times`, it replaces null, and a missing value without `default`."""
     times: int = 1
+    only_if: str | None = None
+    """Field of an earlier attribute. If it is false, the attribute has no effect."""
     power: float = 1.0
     """Exponent: the fields are the attribute raised to it."""
     unit: tuple[str, float] | None = None
@@ -85,6 +90,8 @@ class Wrapper:
     """Supported values of the `model_type` in `text_config`; the first is the default."""
     others: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
     """Beginnings of the names of tensors outside of the text model, without a leading `model.`."""
+    required: Mapping[str, object] = field(default_factory=dict)
+    """Attributes of the text model with one supported value here."""
 
 
 TEXT_PREFIXES = (("language_model.model.", "language_model."), ("model.language_model.", ""))
@@ -315,6 +322,16 @@ ACTIVATIONS: Mapping[str, str] = {
     "swish": "silu",
 }
 """Activations by their names in transformers; an export writes the first name."""
+
+
+def only(name: str, *values: object, default: object = None) -> Attribute:
+    """Returns an attribute whose other values would change the model; a missing one has its `default`."""
+    return Attribute(name, (), dict.fromkeys(values), default)
+
+
+def with_defaults(attributes: Collection[Attribute], **defaults: object) -> tuple[Attribute, ...]:
+    """Returns attributes with other defaults."""
+    return tuple(replace(each, default=defaults.get(each.name, each.default)) for each in attributes)
 
 
 def kv_heads(default: int | None = None) -> Attribute:
