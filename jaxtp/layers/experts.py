@@ -85,7 +85,8 @@ class ExpertsConfig(MLPConfig):
     """Score of a group: the sum of its two highest scores (DeepSeek-V3), or its highest score (DeepSeek-V2)."""
 
     shared_experts: CountOrZero = 0
-    """Hidden width of a dense MLP whose output is added to the output of the experts; 0 for none."""
+    """Hidden width of a dense MLP whose output is added to the output of the experts; 0 for none. Only this MLP has
+    the biases of mlp_bias."""
 
     shared_experts_gate: bool = False
     """Multiply the output of shared_experts by the sigmoid of a projection of the input (Qwen2-MoE)."""
@@ -109,7 +110,7 @@ class ExpertsConfig(MLPConfig):
             return
         experts, tp = self.num_experts, sizes[TP]
         yield from self._group_problems()
-        if self.mlp_bias or self.activation == XIELU:
+        if (self.mlp_bias and not self.shared_experts) or self.activation == XIELU:
             what = f"model.activation={XIELU}" if self.activation == XIELU else "model.mlp_bias=true"
             yield Problem(
                 f"{what}: the {experts} experts of model.num_experts have neither biases nor learned activations; use "
@@ -328,12 +329,20 @@ class MixtureOfExperts(PositionwiseBranch):
 
     def _shared(self, x: Array, gate: Array, weights: Weights) -> Array:
         """Returns this device's summands of the dense MLP, times the gate `[b, T, 1]` if there is one."""
-        names = ("shared.gate_up.kernels.0", "shared.gate_up.kernels.1", "shared.up.kernels.0")
-        kernels = [self.precision.load(weights[name], 0) for name in names if name in weights]
-        products = [checkpoint_name(x @ kernel, PROJECTED) for kernel in kernels]
+        names = [f"shared.{layer}.{{}}.{i}" for layer, i in (("gate_up", 0), ("gate_up", 1), ("up", 0))]
+        names = [name for name in names if name.format("kernels") in weights]
+        products = [x @ self.precision.load(weights[name.format("kernels")], 0) for name in names]
+        if self.config.mlp_bias:
+            biases = [self.precision.load(weights[name.format("biases")], None) for name in names]
+            products = [product + bias for product, bias in zip(products, biases, strict=True)]
+        products = [checkpoint_name(product, PROJECTED) for product in products]
         hidden = hidden_features(ACTIVATIONS[self.config.activation], products)
         hidden = (hidden * gate).astype(hidden.dtype) if self.config.shared_experts_gate else hidden
-        return hidden @ self.precision.load(weights["shared.down.kernel"], 1)
+        y = hidden @ self.precision.load(weights["shared.down.kernel"], 1)
+        if self.config.mlp_bias:
+            bias = _on_first_device(self.precision.load(weights["shared.down.bias"], 0, used_by_all_tp=True))
+            y += (bias * gate).astype(y.dtype) if self.config.shared_experts_gate else bias
+        return y
 
     def _compute(self, rows: "Rows", x: Array, shares: Array, weights: Weights) -> Array:
         """Returns this device's summands, `[N, D] -> [N, D]`; shares are `[N * k]`."""

@@ -1,17 +1,20 @@
 """Every family against float64 references: logits, losses, gradients of every tensor, greedy tokens, on every mesh."""
 
+import itertools
+
 import hf_reference
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_reference import COPIED, EXPERTS, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, TRAINED
-from support import sweep
+from hf_reference import COPIED, EXPERTS, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, NEWER, TRAINED, model_types
+from support import cached_and_whole, sizes_of, sweep
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.config_json import family_of, model_config
+from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
 from jaxtp.hf.model_folder import read_attributes
 from jaxtp.hf.save import gather_tensors
 from jaxtp.hf.tensor_map import group_by_tensor, tensor_parts
@@ -26,9 +29,25 @@ TP = [((1, 1, 2), True), *(((1, 1, tp), split) for tp in (4, 8) for split in (Tr
 EACH = (ONE, TP[0], TP[1], TP[4])  # tp 1, 2, 4 and 8
 CASES = [(name, *case) for name in COPIED for case in EACH] + [(name, *case) for name in MADE for case in MIXED]
 CASES += [(name, *case) for name in [*TRAINED, *EXPERTS] for case in (ONE, *TP[:3])]
-FIRST = [("qwen3", (1, 1, 4), True)]
-"""Norms of heads, windows with soft caps; experts are in tests/tools/evaluate, biases and tied tables beside plain
-mathematics in models."""
+READ = {*FAMILIES, *WRAPPERS}
+UNREAD = [name for name in NEWER if not model_types(name) <= READ | REFUSED.keys()]
+"""Models of families that are still to come."""
+NEWER = [name for name in NEWER if model_types(name) <= READ]
+MESHES = [((1, 1, 2), True), ((1, 1, 3), True), ((1, 1, 4), False), ((1, 1, 8), True), ((1, 2, 2), True)]
+MESHES += [((1, 1, 2, 1), None)]  # cp
+CASES += [(name, *case) for name in NEWER for case in (ONE, *MESHES)]
+FIRST = [("qwen3", (1, 1, 4), True), *((name, *case) for name, case in zip(NEWER, itertools.cycle(MESHES)))]
+"""Each of the newer models on one mesh. Of the older ones, norms of heads; experts are in tests/tools/evaluate, biases
+and tied tables beside plain mathematics in models."""
+
+
+IN_MEMORY = {
+    "embed_out.": "lm_head.",
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.layer.": "block_sparse_moe.router.",
+}
+"""Parts of names in files, and in transformers."""
 
 
 def shifted(labels):
@@ -37,16 +56,27 @@ def shifted(labels):
 
 
 def by_their_names(state, config, name):
-    """Arrays of a state like the model's as transformers has them in memory."""
-    variables, family = named_variables(state), family_of(read_attributes(FOLDER / name), name)
+    """Trained arrays of a state like the model's, as transformers has them in memory."""
+    family = family_of(read_attributes(FOLDER / name), name)
+    variables = {path: each for path, each in named_variables(state).items() if isinstance(each, nnx.Param)}
     tensors = group_by_tensor(tensor_parts(variables, config, family, "stacked"))
-    return dict(zip(tensors, gather_tensors(variables, tensors, "float32"), strict=True))
+    names = [in_memory(theirs, family) for theirs in tensors]
+    return dict(zip(names, gather_tensors(variables, tensors, "float32"), strict=True))
+
+
+def in_memory(theirs, family):
+    """The name in transformers of a tensor in a file."""
+    if family.wrapper is not None and theirs.startswith(family.prefix):
+        theirs = f"model.language_model.{theirs.removeprefix(family.prefix)}"
+    for stored, loaded in IN_MEMORY.items():
+        theirs = theirs.replace(stored, loaded)
+    return theirs
 
 
 @pytest.mark.parametrize("case", sweep(CASES, *FIRST), ids=str)
 def test_logits_losses_and_gradients(case):
     name, sizes, split = case
-    reference, mesh = hf_reference.load(name), jaxtp.make_mesh(*sizes)
+    reference, mesh = hf_reference.load(name), jaxtp.make_mesh(**sizes_of(sizes))
     ids = reference["input_ids"].astype(np.int32)
     with jax.set_mesh(mesh):
         model = jaxtp.load_hf(FOLDER / name, sequence_parallel=split, loss_chunk=16)
@@ -71,7 +101,13 @@ def test_logits_losses_and_gradients(case):
     assert max(errors.values()) < GRADIENT, errors
 
 
-@pytest.mark.parametrize("name", COPIED + MADE)
+def test_every_reference_is_read():
+    if UNREAD:
+        pytest.skip(f"families to come: {UNREAD}")
+    assert not UNREAD
+
+
+@pytest.mark.parametrize("name", COPIED + MADE + NEWER)
 def test_both_spellings_are_the_same_model(name):
     newer, older = (model_config(read_attributes_of(name, file), file) for file in ("config.json", "config_v4.json"))
     assert newer == older
@@ -85,7 +121,7 @@ def read_attributes_of(name, file):
     )
 
 
-@pytest.mark.parametrize("name", sweep(COPIED + MADE, MADE[0]))
+@pytest.mark.parametrize("name", sweep(COPIED + MADE + NEWER, MADE[0]))
 def test_greedy_tokens(name):
     reference, mesh = hf_reference.load(name), jaxtp.make_mesh(tp=4)
     prompt, expected = reference["gen_prompt"], reference["gen_tokens"][0]

@@ -37,6 +37,8 @@ class Tensor:
     with num_kv_heads the queries of a group, its key and its value in turn, with d_ff parts that alternate."""
     by_head: bool = False
     """The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`."""
+    one_row: bool = False
+    """The file has `[1, N]`, jaxtp `[N]`."""
     float32: bool = False
     """Always float32 in the file, whatever the dtype of the others."""
 
@@ -100,6 +102,8 @@ DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step"})
 """Attributes that name dense layers; the others have experts."""
 NO_ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
 """Fields of layers that rotate nothing."""
+NEVER = 1 << 20
+"""A `window_period` that no model reaches: every layer has a window."""
 SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
 """Attribute that, if true, divides the attention scores of layer i (from 1) by i."""
 COMMON = ROPE | {"head_dim"}
@@ -158,6 +162,8 @@ class Family:
     """Default of sliding_window."""
     window_period: int = 2
     """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n."""
+    default_full_layers: int = 28
+    """Default of max_window_layers."""
     windows_from_last: bool = False
     """Whether these layers are counted from the last, which has no window."""
     last_is_global: bool = False
