@@ -5,7 +5,7 @@ every choice becomes a row, sorted by expert (`layers/kernels/grouped.py`). Kern
 over tp:
 
     experts over tp   if tp divides E: a device has E/tp whole experts and computes the rows that chose them.
-    experts inside    otherwise: a device has F/tp of every expert and computes its part of every row.
+    experts inside    otherwise: a device has F/tp of every expert, padded, and computes its part of every row.
 
 Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without all-to-all. The price
 is memory: each device has a row for every choice of its tp group, because all tokens may choose its experts. Shared
@@ -37,7 +37,7 @@ from jaxtp.collectives import (
     token_spec,
 )
 from jaxtp.config.affects import COST
-from jaxtp.config.hints import Problem, nearest_multiples, not_divisible
+from jaxtp.config.hints import Problem, not_divisible
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, NonNegative, Positive
 from jaxtp.layers.balance import Routing, SelectionBias
 from jaxtp.layers.branch import Padded, PositionwiseBranch, ShrinkSpec, smallest_congruent
@@ -108,7 +108,7 @@ class ExpertsConfig(MLPConfig):
         yield from super().problems(sizes)
         if not self.num_experts:
             return
-        experts, tp = self.num_experts, sizes[TP]
+        experts = self.num_experts
         yield from self._group_problems()
         if (self.mlp_bias and not self.shared_experts) or self.activation == XIELU:
             what = f"model.activation={XIELU}" if self.activation == XIELU else "model.mlp_bias=true"
@@ -118,13 +118,6 @@ class ExpertsConfig(MLPConfig):
             )
         if self.shared_experts_gate and not self.shared_experts:
             yield Problem("model.shared_experts_gate=true needs model.shared_experts, the width of its MLP")
-        if not self.over_tp(tp) and self.d_ff % tp:
-            sizes_of = {"model.num_experts": experts, "model.d_ff": self.d_ff}
-            yield Problem(
-                f"mesh.tp={tp} divides neither model.num_experts={experts} nor their width model.d_ff={self.d_ff}",
-                among={f"mesh.{TP}": experts * self.d_ff},
-                multiples={name: tuple(nearest_multiples(value, tp)) for name, value in sizes_of.items()},
-            )
 
     def _group_problems(self) -> Iterator[Problem]:
         experts, groups, k = self.num_experts, self.expert_groups, self.experts_per_token
@@ -152,8 +145,9 @@ class ExpertsConfig(MLPConfig):
             )
 
     def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`; experts are never padded, shared experts are."""
-        yield from super(MLPConfig, self).padding(tp) if self.num_experts else super().padding(tp)
+        """See `BranchConfig`; the width of experts is padded only if it is split."""
+        whole = self.num_experts and self.over_tp(tp)
+        yield from super(MLPConfig, self).padding(tp) if whole else super().padding(tp)
         if self.num_experts and self.shared_experts:
             yield "shared_experts", self.shared_experts, PaddedDim((self.shared_experts,)).padded(tp)
 
@@ -189,16 +183,19 @@ class MixtureOfExperts(PositionwiseBranch):
         experts, features = config.num_experts, config.d_ff
         over, inside = (TP, None) if config.over_tp(axis_size(TP)) else (None, TP)
 
-        def kernel(name: str, shape: tuple[int, ...], spec: P) -> nnx.Param[Array]:
+        width = PaddedDim((features,))
+
+        def kernel(name: str, shape: tuple[int, ...], spec: P, width_dim: int | None = None) -> nnx.Param[Array]:
             value = default_kernel_init(rngs.params(), shape, self.precision.param)
-            param: nnx.Param[Array] = parameter(name, value, spec)
+            padding = () if width_dim is None or inside is None else ((width_dim, width),)
+            param: nnx.Param[Array] = parameter(name, value, spec, padding=padding)
             return param
 
         self.router = kernel("router", (d_model, experts), P(STORAGE, None))
         if config.mlp == "gated":
-            self.gate = kernel("gate", (experts, d_model, features), P(over, STORAGE, inside))
-        self.up = kernel("up", (experts, d_model, features), P(over, STORAGE, inside))
-        self.down = kernel("down", (experts, features, d_model), P(over, inside, STORAGE))
+            self.gate = kernel("gate", (experts, d_model, features), P(over, STORAGE, inside), -1)
+        self.up = kernel("up", (experts, d_model, features), P(over, STORAGE, inside), -1)
+        self.down = kernel("down", (experts, features, d_model), P(over, inside, STORAGE), -2)
         if config.shared_experts:  # only their parameters: `_shared` computes them
             self.shared = MLP(d_model, replace(config, d_ff=config.shared_experts), context, rngs=rngs)
         if config.shared_experts_gate:
@@ -360,7 +357,7 @@ class MixtureOfExperts(PositionwiseBranch):
     def on_device(self, tp: int) -> tuple[int, int]:
         """Returns the experts on each of tp devices, and the width of each."""
         experts, features = self.config.num_experts, self.config.d_ff
-        return (experts // tp, features) if self.config.over_tp(tp) else (experts, features // tp)
+        return (experts // tp, features) if self.config.over_tp(tp) else (experts, PaddedDim((features,)).local(tp))
 
 
 @dataclass(frozen=True)

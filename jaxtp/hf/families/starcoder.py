@@ -63,7 +63,9 @@ GPT_BIGCODE = replace(
     attributes=(
         *(
             replace(
-                attribute, fields=attribute.fields[:1], default="gelu_pytorch_tanh" if "act" in attribute.name else attribute.default
+                attribute,
+                fields=attribute.fields[:1],
+                default="gelu_pytorch_tanh" if "act" in attribute.name else attribute.default,
             )
             for attribute in GPT2.attributes
         ),
