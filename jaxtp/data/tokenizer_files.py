@@ -43,7 +43,7 @@ def end_token(folder: Path) -> str | int | None:
 
 def end_ids(path: Path) -> list[int]:
     """Returns `eos_token_id` of a config.json or generation_config.json; raises `TokenizerError`."""
-    ids = read(path).get("eos_token_id")
+    ids = _with_text(read(path)).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
         raise TokenizerError(f"{path}: eos_token_id = {truncate(ids)}: should be ids")
@@ -52,12 +52,18 @@ def end_ids(path: Path) -> list[int]:
 
 def context(path: Path) -> int | None:
     """Returns the context length in a config.json; raises `TokenizerError`."""
-    longest = read(path).get(MAX_POSITIONS)
+    longest = _with_text(read(path)).get(MAX_POSITIONS)
     if longest is not None and (type(longest) is not int or longest < 1):
         raise TokenizerError(
             f"{path}: max_position_embeddings = {str(longest)[:100]}: should be a whole number, 1 or more"
         )
     return longest
+
+
+def _with_text(described: dict[str, Any]) -> dict[str, Any]:
+    """Adds what only the text model's part of a multimodal config.json has."""
+    text = described.get("text_config")
+    return {**text, **described} if isinstance(text, dict) else described
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

@@ -82,7 +82,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
             layer |= {**family.always_by_type.get(kind, {})}
         return layer
 
-    overrides = _read_overrides(attributes, family, count)
+    overrides = _read_overrides(attributes, family, fields)
     layers = [
         {**settings(*each), **overrides.get(i, {})}
         for i, each in enumerate(zip(kinds, rotated, has_experts, strict=True))
@@ -135,7 +135,7 @@ def name_in_file(attribute: Attribute, attributes: Attributes) -> str:
 
 
 def read_attribute(attribute: Attribute, attributes: Attributes, fields: Settings) -> Any:
-    """Returns the value of the attribute's fields; `fields` are those of earlier attributes."""
+    """Returns the value of the attribute's fields; `fields` come from earlier attributes."""
     name = name_in_file(attribute, attributes)
     value = attributes.get(name, attribute.default)
     if value is None and attribute.default_from is not None:
@@ -146,8 +146,15 @@ def read_attribute(attribute: Attribute, attributes: Attributes, fields: Setting
     if is_zero or (value is None and attribute.can_be_null):
         return value
     number = READ[attribute.kind](name, value)
-    number = number if attribute.power == 1 else number**attribute.power
+    number = number if attribute.power == 1 else _power(name, number, attribute.power)
     return number if attribute.unit is None else number * attribute.scale(fields)
+
+
+def _power(name: str, base: float, exponent: float) -> float:
+    try:
+        return positive(name, base**exponent)
+    except OverflowError:
+        raise HFError(f"{name} = {base}: to the power of {exponent:g} it is too large") from None
 
 
 def write_fields(attributes: Sequence[Attribute], fields: Settings) -> Iterator[tuple[str, object]]:
@@ -164,20 +171,21 @@ def write_fields(attributes: Sequence[Attribute], fields: Settings) -> Iterator[
             yield attribute.name, value
 
 
-def _read_overrides(attributes: Attributes, family: Family, count: int) -> dict[int, Settings]:
+def _read_overrides(attributes: Attributes, family: Family, fields: Settings) -> dict[int, Settings]:
     """Returns the settings of single layers in `per_layer_config`."""
     if _OVERRIDES not in family.layer_attributes or (listed := attributes.get(_OVERRIDES)) is None:
         return {}
+    count = fields["num_layers"]
     known = {each.name: each for each in (*family.attributes, Attribute("head_dim", ("head_dim",), int))}
     wrong = HFError(f"{_OVERRIDES} = {quote(listed)}: should map numbers of layers to attributes")
     if not isinstance(listed, dict) or not all(isinstance(changes, dict) for changes in listed.values()):
         raise wrong
     overrides: dict[int, Settings] = {}
     for layer, changes in listed.items():
-        if not str(layer).isdecimal() or int(layer) >= count or not changes.keys() <= known.keys():
+        if layer not in map(str, range(count)) or not changes.keys() <= known.keys():
             raise wrong
         overrides[int(layer)] = {
-            field: read_attribute(known[name], changes, {}) for name in changes for field in known[name].fields
+            field: read_attribute(known[name], changes, fields) for name in changes for field in known[name].fields
         }
     return overrides
 
@@ -392,10 +400,10 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
     if kind == "dynamic":
         if not (alpha := parameters.get("alpha")):
             raise HFError("rope_type = 'dynamic' without alpha depends on the length of a text, which is not supported")
-        kind, theta = "default", theta * positive("alpha", alpha) ** (head_dim / (head_dim - 2))
+        kind, theta = "default", theta * _power("alpha", positive("alpha", alpha), head_dim / max(head_dim - 2, 1))
     scaling = _read_scaling(kind, parameters, {_ORIGINAL: family.original_length, **attributes})
     fraction = others.get("rotary_fraction", 1.0)
-    for problem in rope_problems(head_dim, theta, scaling, fraction) if fields else ():
+    for problem in rope_problems(head_dim, theta, scaling, fraction) if fields and head_dim % 2 == 0 else ():
         raise HFError(f"the rotary embedding {kind!r} is invalid: {problem}")
     changed = {name: v for name, v in asdict(scaling).items() if name == "kind" or v != getattr(UNSCALED, name)}
     return {"rope_theta": theta, "rope_scaling": changed, **others}
@@ -498,7 +506,7 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
 
 
 def _is_outside(attribute: Attribute) -> bool:
-    """Returns whether an attribute is written beside `rope_scaling`, where every version reads it."""
+    """Returns whether an attribute is written outside of `rope_scaling`, where every version reads it."""
     return attribute.fields[0] == "rotary_fraction"
 
 

@@ -31,6 +31,7 @@ from jaxtp.hf.load import Progress
 from jaxtp.hf.model_folder import CONFIG, INDEX, WEIGHTS, Attributes, HFError, read_attributes, read_files
 from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, write_file
 from jaxtp.hf.tensor_map import TensorPart, group_by_tensor, tensor_parts
+from jaxtp.hf.wrapper import text_attributes
 from jaxtp.layers.parameter import DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -105,6 +106,8 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
         raise HFError("the model has adapters; write them by save_peft, or all of it by save_hf(merge_adapters(model))")
     dtype, like = options.get("dtype") or config.precision.param, options.get("like")
     whole = None if like is None else open_whole(Path(like), config)
+    if whole is not None and not options.get("tokenizer_from") and has_tokenizer(whole.folder.path):
+        options["tokenizer_from"] = whole.folder.path
     family = choose_family(config, options.get("family")) if whole is None else whole.family
     more = options.get("attributes") or {}
     if whole is None:
@@ -304,5 +307,6 @@ def copied_attributes(source: str | Path | None) -> dict[str, object]:
     """Returns a folder's config.json attributes without effect on outputs, e.g. special tokens."""
     if source is None or not os.path.lexists(Path(source) / CONFIG):
         return {}
-    attributes = read_attributes(Path(source))
+    stored = read_attributes(Path(source))
+    attributes = {**stored, **text_attributes(stored)}
     return {name: attributes[name] for name in _COPIED_ATTRIBUTES if name in attributes}

@@ -25,9 +25,9 @@ Tensors = Mapping[str, StoredTensor]
 
 def text_attributes(attributes: Attributes) -> dict[str, Any]:
     """Returns the text model's part of config.json; raises `HFError` if a multimodal model lacks it."""
-    if attributes.get("model_type") not in WRAPPERS:
+    if (wrapper := WRAPPERS.get(str(attributes.get("model_type")))) is None:
         return dict(attributes)
-    wrapper, text = WRAPPERS[str(attributes["model_type"])], attributes.get(TEXT)
+    text = attributes.get(TEXT)
     if not isinstance(text, dict):
         raise HFError(f"{TEXT} = {quote(text)}: a {wrapper.model_type} describes its text model there")
     if attributes.get("architectures") not in (None, [wrapper.architecture]):

@@ -76,10 +76,10 @@ class ExpertsConfig(MLPConfig):
     """Scores of experts: a softmax over all of them, or the sigmoid of each (DeepSeek-V3)."""
 
     expert_groups: Count = 1
-    """Number of groups, each of equally many neighbouring experts. A token uses experts of few groups."""
+    """Number of groups of equally many consecutive experts; each token chooses in groups_per_token of them."""
 
     groups_per_token: Count = 1
-    """Groups that each token's experts are chosen from: the groups with the highest scores."""
+    """Groups in which a token chooses its experts: the groups with the highest scores."""
 
     group_score: Literal["top2", "max"] = "top2"
     """Score of a group: the sum of its two highest scores (DeepSeek-V3), or its highest score (DeepSeek-V2)."""
@@ -205,7 +205,7 @@ class MixtureOfExperts(PositionwiseBranch):
             self.selection_bias = parameter("selection bias", bias, P(None), kind=SelectionBias)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> tuple[Array, Routing]:  # type: ignore[override]
-        """Transforms each position and returns the routing; padding stays zero."""
+        """Transforms each position and returns the routing; padding has no experts but the shared ones."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         activation = activation_spec(sequence)
         weights, specs = params_and_specs(self)
@@ -264,7 +264,7 @@ class MixtureOfExperts(PositionwiseBranch):
         config, k = self.config, self.config.experts_per_token
         logits = self._project(x, weights["router"], sequence)
         softmax = config.router_scores == "softmax"
-        log_scores = logits if softmax else jax.nn.log_sigmoid(logits)  # without a term that all experts share
+        log_scores = logits if softmax else jax.nn.log_sigmoid(logits)  # up to a term that is equal for all experts
         probabilities = jax.nn.softmax(log_scores)  # scores over their sum
         scores = probabilities if softmax else jax.nn.sigmoid(logits)
         for_choice = jax.lax.stop_gradient(scores)

@@ -405,8 +405,10 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
             f"{first + pattern} works"
         )
         return
-    if config.selection_bias and not config.most_experts:
-        yield Problem("model.selection_bias=true needs experts; add --model.num-experts, or leave the bias out")
+    for name in ("selection_bias", "shared_experts") if not config.most_experts else ():
+        if value := getattr(config, name):
+            text = f"model.{name}={str(value).lower()} needs experts; add --model.num-experts, or leave it out"
+            yield Problem(text)
     listed = reversed([*config.listed_blocks().items()])
     places = {block: f"{place}: " for place, block in listed} | {config.block(): ""}
     by_kind = ((places[block], list(block.problems(mesh))) for block in config.block_kinds())

@@ -76,7 +76,7 @@ class LossTerms:
         return self.loss + balance_loss * self.balance.balance_loss + router_z_loss * self.balance.router_z_loss
 
 
-class LayerScale(nnx.Variable[Any]):
+class LayerScale(nnx.Variable[Array]):
     """The factor of a block's result. It is not an `nnx.Param`, so no optimizer sees it; checkpoints save it."""
 
 
@@ -116,10 +116,10 @@ class DecoderBlock(nnx.Module):
 
         def run(name: str, branch: Branch, y_BTD: Array) -> Array:
             nonlocal routing
-            result: Any = branch(y_BTD, sequences)
-            if isinstance(result, tuple):
-                result, routing = result
-            return result
+            y_BTD = branch(y_BTD, sequences)
+            if isinstance(y_BTD, tuple):
+                y_BTD, routing = y_BTD
+            return y_BTD
 
         x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
         return self._run(x_BTD, run, lambda name, y_BTD: self._dropout(y_BTD, by_name[name], sequences)), routing

@@ -107,6 +107,8 @@ def resolve_defaults(
     resumed = newest_info(defaults.config.run.dir) if needed else None
     for name, value, reason in source.defaults(defaults.config, resumed):
         defaults.choose(name, value, reason)
+    if source.path is not None and any(block.selection_bias for block in defaults.config.model.block_kinds()):
+        defaults.choose("train.selection_bias_rate", 0.0, "a trained model's experts are balanced")
     defaults.choose_targets()
     defaults.choose_mesh(source.path is not None, resumed, devices)
     defaults.choose_steps(source)

@@ -20,6 +20,7 @@ from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import PeftFolder, open_peft, read_peft
 from jaxtp.hf.runs import check_base, copy_hf_files, describe_base, hf_files_of, load_base, run_model_config
+from jaxtp.hf.wrapper import text_attributes
 from jaxtp.layers.lora import LoraConfig, freeze_state
 from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig, architecture
@@ -58,8 +59,11 @@ class Pretrained(InitSource):
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """The model's config.json, unchecked; empty if missing."""
-        return {} if self.files is None or not (self.files / CONFIG).is_file() else read_attributes(self.files)
+        """The text model's config.json, unchecked; empty if missing."""
+        if self.files is None or not (self.files / CONFIG).is_file():
+            return {}
+        attributes = read_attributes(self.files)
+        return {**text_attributes(attributes), "model_type": attributes.get("model_type")}
 
     def check(self, config: TrainConfig) -> None:
         """Accepts any run."""

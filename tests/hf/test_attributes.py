@@ -1,5 +1,7 @@
 """config.json as it is found: what says nothing is passed over, what could change the model is refused by name."""
 
+import dataclasses
+import functools
 import json
 import struct
 
@@ -11,8 +13,9 @@ from structures import VALUES, changed, examples, gives_one_of, is_one_clear_mes
 import jaxtp
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, end_token, special_tokens
 from jaxtp.generate.__main__ import main as generate
-from jaxtp.hf.config_json import model_config
+from jaxtp.hf.config_json import model_config, write_attributes
 from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.families import family as base
 from jaxtp.hf.model_folder import positive
 from jaxtp.tools.check.__main__ import main as check
 from jaxtp.tools.convert.__main__ import main as convert
@@ -175,6 +178,137 @@ def test_layers_that_differ_are_few_stacks():
     found = model_config({name: SMOLLM2[name] for name in SIZES} | qwen, "it")
     assert windows(found) == [None] * 21 + [4096] * 9
     assert [numbers for _, numbers, _ in found.kinds()] == [range(21), range(21, 30)]
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+TYPES = [SLIDING, SLIDING, FULL, SLIDING]
+NEW = {**dict.fromkeys(SIZES, 8), "num_hidden_layers": 4, "model_type": "new", "head_dim": 4}
+WINDOWS = base.COMMON | base.WINDOW | {"layer_types"}
+EXPERT_SIZES = (
+    base.Attribute("experts", ("num_experts",), int, 6),
+    base.Attribute("chosen", ("experts_per_token",), int, 2),
+)
+BY_EXPERTS = {
+    "attributes": (*FAMILIES["llama"].attributes, *EXPERT_SIZES),
+    "by_type": {
+        "experts": (
+            base.Attribute("expert_size", ("d_ff",), int, 3),
+            base.Attribute("shared", ("shared_experts",), int, 2, unit=("d_ff", 1), can_be_zero=True),
+        ),
+        "dense": (base.Attribute("intermediate_size", ("d_ff",), int),),
+    },
+}
+BY_LAYER = {
+    "first dense": ({"first_k_dense_replace"}, BY_EXPERTS, {"first_k_dense_replace": 2}, "d_ff", [8, 8, 3, 3]),
+    "listed experts": (
+        {"mlp_layer_types"},
+        BY_EXPERTS,
+        {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]},
+        "shared_experts",
+        [6, 0, 6, 0],
+    ),
+    "from and to": (
+        base.EXPERT_RANGE,
+        BY_EXPERTS,
+        {"moe_layer_start_index": 1, "moe_layer_end_index": 2},
+        "num_experts",
+        [0, 6, 6, 0],
+    ),
+    "every other without rotation": (
+        base.NO_ROPE_LAYERS,
+        {},
+        {"no_rope_layers": [1, 0, 1, 0]},
+        "rope_theta",
+        [1e4, None, 1e4, None],
+    ),
+    "no rotation by default": ({"no_rope_layers"}, {}, {}, "rope_theta", [1e4, 1e4, 1e4, None]),
+    "from the last": (
+        WINDOWS | {"layer_rope_theta"},
+        {"windows_from_last": True, "window_period": 3},
+        {},
+        "rope_theta",
+        [None, 1e4, 1e4, None],
+    ),
+    "no rotation without windows": (
+        WINDOWS,
+        {"always_by_type": {"global": base.NO_ROPE}},
+        {"layer_types": TYPES},
+        "rope_theta",
+        [1e4, 1e4, None, 1e4],
+    ),
+    "scaled without windows": (
+        WINDOWS,
+        {"rope_by_type": True},
+        {"layer_types": TYPES, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling.factor",
+        [1.0, 1.0, 2.0, 1.0],
+    ),
+    "partly rotated": (
+        WINDOWS,
+        {"rope_by_type": True, "rope_attributes": (base.PARTIAL_ROPE,)},
+        {"layer_types": TYPES, "rope_parameters": {FULL: {"partial_rotary_factor": 0.5}}},
+        "rotary_fraction",
+        [1.0, 1.0, 0.5, 1.0],
+    ),
+    "heads by type": (
+        WINDOWS,
+        {
+            "by_type": {
+                SLIDING: (base.Attribute("head_dim", ("head_dim",), int, 4),),
+                FULL: (base.Attribute("global_head_dim", ("head_dim",), int, 12),),
+            }
+        },
+        {"layer_types": TYPES},
+        "head_dim",
+        [4, 4, 12, 4],
+    ),
+    "single layers": (
+        base.COMMON | {"per_layer_config"},
+        {"by_type": {FULL: (base.Attribute("layer_head_dim", ("head_dim",), int),)}},
+        {"per_layer_config": {"2": {"head_dim": 6}}},
+        "head_dim",
+        [4, 4, 6, 4],
+    ),
+    "the last has none": (
+        WINDOWS,
+        {"last_is_global": True, "window_period": 3},
+        {"sliding_window": 5},
+        "sliding_window",
+        [5, 5, None, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_LAYER)
+def test_what_depends_on_the_layer_is_in_the_family_s_table(case, monkeypatch):
+    names, changes, attributes, field, expected = BY_LAYER[case]
+    table = {"layer_attributes": base.COMMON | names, "window_period": 4, **changes}
+    family = dataclasses.replace(FAMILIES["llama"], model_type="new", required={}, **table)
+    monkeypatch.setitem(FAMILIES, "new", family)
+    config = model_config(NEW | attributes, "it")
+    assert [functools.reduce(getattr, field.split("."), layer) for layer in config.layers()] == expected
+    if case != "single layers":  # they are written by type
+        write_attributes(config, family, "float32")  # checks that it reads back
+
+
+def test_a_fixed_alpha_is_a_base(monkeypatch):
+    """Hunyuan's: it says dynamic, and does not depend on the length. Without alpha it does."""
+    family = dataclasses.replace(FAMILIES["llama"], model_type="new", rope_kinds=frozenset({"default", "dynamic"}))
+    monkeypatch.setitem(FAMILIES, "new", family)
+    config = model_config(NEW | {"rope_scaling": {"type": "dynamic", "alpha": 16.0, "factor": 1.0}}, "it")
+    assert (config.rope_theta, config.rope_scaling.kind) == (1e4 * 16.0**2, "none")
+    with pytest.raises(jaxtp.HFError, match="without alpha depends on the length"):
+        model_config(NEW | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "it")
+
+
+def test_the_published_gemma_3_of_4b():
+    """It leaves out what transformers assumes."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    config = model_config({"model_type": "gemma3", "text_config": text, "eoi_token_index": 256000}, "it")
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262_208, 8, 4, 256)
+    assert [layer.rope_scaling.factor for layer in config.layers()][4:7] == [1.0, 8.0, 1.0]
+    assert config.tie_embeddings
 
 
 @pytest.mark.parametrize(

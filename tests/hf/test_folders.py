@@ -99,6 +99,22 @@ def test_no_tensor_is_made_up_or_passed_over(change, message, tmp_path):
         jaxtp.load_hf(multimodal(tmp_path / "source", change=change))
 
 
+def test_prediction_heads_are_copied(tmp_path):
+    """Layers past the last, as GLM-4.5 has them."""
+    sizes = dict.fromkeys(("hidden_size", "vocab_size", "intermediate_size", "moe_intermediate_size"), 8)
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 2, "num_experts_per_tok": 1}
+    attributes = {"model_type": "glm4_moe", "head_dim": 4, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    model = jaxtp.Decoder(jaxtp.hf.config_json.model_config(attributes | sizes, "it"), rngs=nnx.Rngs(0))
+    jaxtp.save_hf(model, tmp_path / "plain", family="glm4_moe")
+    shutil.copytree(tmp_path / "plain", tmp_path / "source")
+    stored = {name: (t.dtype, t.read()) for name, t in read_header(tmp_path / "plain/model.safetensors").items()}
+    write_tensors(tmp_path / "source", stored | {"model.layers.2.eh_proj.weight": ("BF16", np.ones((4, 2)))})
+    (tmp_path / "source/config.json").write_text(json.dumps(attributes | sizes))
+    jaxtp.save_hf(jaxtp.load_hf(tmp_path / "source"), tmp_path / "out", like=tmp_path / "source")
+    assert contents(tmp_path / "out") == contents(tmp_path / "source")
+    assert json.loads((tmp_path / "out/config.json").read_text()) == attributes | sizes
+
+
 def test_an_export_needs_the_folder_that_its_run_came_from(tmp_path, capsys):
     source = multimodal(tmp_path / "source")
     assert convert(["import", str(source), str(tmp_path / "run")]) == 0
@@ -148,6 +164,10 @@ def test_interleaved_pairs_become_halves():
 SMALL = {
     "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4, "rotary_pct": 0.5},
     "glm4": {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    "glm4_moe": {
+        **{"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6},
+    },
     "cohere": {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "use_qk_norm": True},
 }
 
@@ -169,6 +189,10 @@ def test_rows_are_read_on_any_mesh_as_they_were_written(family, mesh, tmp_path):
     written = dict(zip(parts, gather_tensors(named_variables(nnx.state(again)), parts, "float32"), strict=True))
     for name, tensor in read_header(tmp_path / "out/model.safetensors").items():
         np.testing.assert_array_equal(written[name], tensor.read())
+    jaxtp.save_hf(again, tmp_path / "bfloat16", family=family, dtype="bfloat16")
+    kinds = {name: tensor.dtype for name, tensor in read_header(tmp_path / "bfloat16/model.safetensors").items()}
+    assert {name.rpartition(".")[-1] for name in kinds if kinds[name] == "F32"} <= {"e_score_correction_bias"}
+    assert jaxtp.load_hf(tmp_path / "bfloat16").config.precision.param == "bfloat16"
     ids = np.arange(10, dtype=np.int32).reshape(2, 5)
     with jax.set_mesh(jaxtp.make_mesh(**mesh)):
         np.testing.assert_allclose(again(ids), jaxtp.load_hf(tmp_path / "out")(ids))
@@ -222,3 +246,31 @@ def test_the_nearest_family_of_an_unknown_one():
         jaxtp.hf.config_json.model_config(attributes, "it")
     with pytest.raises(jaxtp.HFError, match="because of attention sinks"):
         jaxtp.hf.config_json.model_config({"model_type": "gpt_oss"}, "it")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["interleaved", "multimodal"])
+def test_adapters_have_the_rows_and_names_of_their_kernels(wrapped, tmp_path):
+    """In the files, a merged kernel is the kernel plus the product of its adapter."""
+    if wrapped:
+        model, family = jaxtp.load_hf(multimodal(tmp_path / "source")), "gemma3"
+    else:
+        attributes = {"model_type": "glm4", "vocab_size": 11, "intermediate_size": 12, "num_hidden_layers": 2}
+        config = jaxtp.hf.config_json.model_config(attributes | SMALL["glm4"], "it")
+        model, family = jaxtp.Decoder(config, rngs=nnx.Rngs(0)), "glm4"
+    adapted = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, alpha=2.0, targets=("q_proj", "k_proj")))
+    for number, variable in enumerate(named_variables(nnx.state(adapted, nnx.LoRAParam)).values()):
+        variable[...] = jax.random.normal(jax.random.key(number), variable.shape)
+    for write, name in ((jaxtp.save_hf, "base"), (jaxtp.save_hf, "merged"), (jaxtp.save_peft, "adapters")):
+        write(
+            {"base": model, "merged": jaxtp.merge_adapters(adapted)}.get(name, adapted), tmp_path / name, family=family
+        )
+    base, merged = (open_folder(tmp_path / name).tensors for name in ("base", "merged"))
+    factors = read_header(tmp_path / "adapters/adapter_model.safetensors")
+    before = "base_model.model.model.language_model." if wrapped else "base_model.model.model."
+    for module in ("layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"):
+        a, b = (factors[f"{before}{module}.lora_{factor}.weight"].read() for factor in "AB")
+        kernel = f"model.{module}.weight"
+        np.testing.assert_allclose(merged[kernel].read(), base[kernel].read() + b @ a, atol=1e-5)
+    again = jaxtp.load_peft(model, tmp_path / "adapters", family=family)
+    for a, b in zip(*(jax.tree.leaves(nnx.state(each, nnx.LoRAParam)) for each in (adapted, again)), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from hf_reference import COPIED, EXPERTS, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, NEWER, TRAINED, model_types
 from support import cached_and_whole, own_targets, relative_error, sizes_of, sweep
+from updates import shifted, updated
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -18,10 +19,6 @@ from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
 from jaxtp.hf.model_folder import read_attributes
 from jaxtp.hf.save import gather_tensors
 from jaxtp.hf.tensor_map import group_by_tensor, tensor_parts
-from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.state import plan_state
-from jaxtp.train.step import fetch, make_train_step
 
 ONE = ((1, 1, 1), False)
 MIXED = [((1, 2, 2), True), ((1, 1, 8), False)]
@@ -49,11 +46,6 @@ IN_MEMORY = {
     "block_sparse_moe.router.layer.": "block_sparse_moe.router.",
 }
 """Parts of names in files, and in transformers."""
-
-
-def shifted(labels):
-    """Of the token that follows each position; transformers shifts inside."""
-    return np.concatenate([labels[:, 1:], np.full((len(labels), 1), -100)], axis=1).astype(np.int32)
 
 
 def by_their_names(state, config, name):
@@ -198,23 +190,10 @@ def test_greedy_tokens(name):
 @pytest.mark.parametrize("name", ["llama_gqa", *TRAINED])
 def test_updates_of_adamw(name):
     reference, mesh = hf_reference.load(f"{name}_adamw"), jaxtp.make_mesh(1, 2, 2)
-    eps = float(reference.get("eps", 1e-8))
-    settings = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0, eps=eps)
-    with jax.set_mesh(mesh):
-        model = jaxtp.load_hf(FOLDER / name)
-    blueprint = plan_state(model.config, optimizers.build(settings, 10), mesh)
-    state = blueprint.create(0)
-    state["model"] = nnx.state(model)
-    step = make_train_step(TrainConfig(optimizer=settings, train=LoopConfig(steps=10)), blueprint)
-    losses, norms = [], []
-    with jax.set_mesh(mesh):
-        for ids in reference["batches"]:
-            state, scalars = step(state, {"inputs": ids.astype(np.int32), "labels": shifted(ids)})
-            losses.append(fetch(scalars)["loss"])
-            norms.append(fetch(scalars)["grad_norm"])
+    model, losses, norms = updated(FOLDER / name, mesh, reference["batches"], eps=float(reference.get("eps", 1e-8)))
     np.testing.assert_allclose(losses, reference["losses64"], atol=1e-5, rtol=0)
     np.testing.assert_allclose(norms, reference["grad_norms64"], rtol=5e-6)
-    final = by_their_names(state["model"], model.config, name)
+    final = by_their_names(nnx.state(model), model.config, name)
     errors = hf_reference.sketched_errors(final, reference, "final")
     assert max(errors.values()) < 5e-5, errors
 

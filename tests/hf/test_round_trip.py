@@ -175,6 +175,21 @@ FAMILY_OF = {
         "rotary_fraction": 0.5,
     },
     "glm4": {"norm_placement": "both", "rotary_fraction": 0.5, "attention_bias": True},
+    "glm4_moe": {
+        "rotary_fraction": 0.5,
+        "router_scores": "sigmoid",
+        "selection_bias": True,
+        "num_experts": 4,
+        "shared_experts": 24,
+        "experts_scale": 2.5,
+        "first_blocks": ({"num_experts": 0, "d_ff": 9, "shared_experts": 0},),
+    },
+    "olmo3": {
+        "norm_placement": "after",
+        "qk_norm": "projection",
+        "first_blocks": ({"sliding_window": 4, "rope_scaling": {"kind": "none"}},),
+        "rope_scaling": RopeScaling(kind="yarn", factor=2.0),
+    },
     "cohere": {"norm": "layer_no_bias", "norm_placement": "parallel", "qk_norm": "heads", "logit_scale": 0.5},
     "qwen3_moe": {
         "qk_norm": "head",

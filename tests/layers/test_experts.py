@@ -320,7 +320,7 @@ CANNOT_BE = {
     "no experts": (
         {},
         {"num_experts": 0, "selection_bias": True},
-        "model.selection_bias=true needs experts; add --model.num-experts, or leave the bias out",
+        "model.selection_bias=true needs experts; add --model.num-experts, or leave it out",
     ),
     "more than there are": ({}, {"experts_per_token": 7}, TOO_MANY),
     "more in a layer": (

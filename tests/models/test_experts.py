@@ -197,8 +197,9 @@ def test_columns_of_a_router_that_no_token_chose_stay_as_they_are(mesh, router):
 
 
 @pytest.mark.wide
-def test_bfloat16_is_finite():
-    config = variant(precision=jaxtp.Precision(param="bfloat16", compute="bfloat16"), **BIASED)
+@pytest.mark.parametrize("more", [{}, {"router_scores": "sigmoid", "shared_experts": 9, "shared_experts_gate": True}])
+def test_bfloat16_is_finite(more):
+    config = variant(precision=jaxtp.Precision(param="bfloat16", compute="bfloat16"), **BIASED, **more)
     initial = parity.initial_arrays(config)
     numbers = parity.run(config, Case(sizes_of((1, 2, 2, 2)), True), initial, audited=True)
     expected = parity.run(config, ONE_DEVICE, initial)

@@ -7,12 +7,12 @@ from jaxtp.hf.families.dots import DOTS1
 from jaxtp.hf.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jaxtp.hf.families.family import Family, Wrapper
 from jaxtp.hf.families.gemma import GEMMA2, GEMMA3, GEMMA3_WRAPPER
-from jaxtp.hf.families.glm import GLM4
+from jaxtp.hf.families.glm import GLM4, GLM4_MOE
 from jaxtp.hf.families.gpt2 import GPT2
 from jaxtp.hf.families.gpt_neox import GPT_NEO, GPT_NEOX
 from jaxtp.hf.families.llama import LLAMA
 from jaxtp.hf.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MIXTRAL
-from jaxtp.hf.families.olmo2 import OLMO2
+from jaxtp.hf.families.olmo2 import OLMO2, OLMO3
 from jaxtp.hf.families.phi3 import PHI3
 from jaxtp.hf.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from jaxtp.hf.families.starcoder import GPT_BIGCODE, STARCODER2
@@ -21,7 +21,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT2, MIXTRAL, QWEN3_MOE),
-        *(MINISTRAL3, GPT_NEOX, GLM4, COHERE),
+        *(MINISTRAL3, GPT_NEOX, GLM4, GLM4_MOE, COHERE, OLMO3),
         *(MINISTRAL, GPT_NEO, GPT_BIGCODE, STARCODER2, ERNIE4_5, ERNIE4_5_MOE, DOTS1),
     )
 }

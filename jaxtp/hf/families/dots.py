@@ -2,8 +2,6 @@
 
 from jaxtp.hf.families import family as base
 
-_MLP = "model.layers.{layer}.mlp."
-
 DOTS1 = base.Family(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
@@ -13,11 +11,8 @@ DOTS1 = base.Family(
         *base.OUT_BIAS,
         *base.QK_NORMS,
         base.ROUTER,
-        base.Tensor("blocks.mlp.selection_bias", f"{_MLP}gate.e_score_correction_bias", float32=True),
-        *(
-            base.Tensor(f"blocks.mlp.shared.{ours}", f"{_MLP}shared_experts.{theirs}_proj.weight", transposed=True)
-            for ours, theirs in (("gate_up.kernels.0", "gate"), ("gate_up.kernels.1", "up"), ("down.kernel", "down"))
-        ),
+        base.SELECTION_BIAS,
+        *base.SHARED_EXPERTS,
         *base.separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
         *base.STACKED_EXPERTS,
     ),

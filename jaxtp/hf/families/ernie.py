@@ -1,16 +1,13 @@
 """Ernie 4.5, dense and with experts: Llama with interleaved rotation; Ernie 4.5 technical report, 2025."""
 
+from dataclasses import replace
+
 from jaxtp.hf.families import family as base
 
 _EXPERTS = "model.layers.{layer}.mlp."
-_SHARED = tuple(
-    base.Tensor(f"blocks.mlp.shared.{ours}", f"{_EXPERTS}shared_experts.{theirs}", transposed=theirs.endswith("weight"))
-    for ours, theirs in (
-        *((f"gate_up.kernels.{i}", f"{name}_proj.weight") for i, name in enumerate(("gate", "up"))),
-        *((f"gate_up.biases.{i}", f"{name}_proj.bias") for i, name in enumerate(("gate", "up"))),
-        ("down.kernel", "down_proj.weight"),
-        ("down.bias", "down_proj.bias"),
-    )
+_SHARED_BIASES = tuple(
+    base.Tensor(f"blocks.mlp.shared.{ours}", f"{_EXPERTS}shared_experts.{theirs}_proj.bias")
+    for ours, theirs in (("gate_up.biases.0", "gate"), ("gate_up.biases.1", "up"), ("down.bias", "down"))
 )
 
 ERNIE4_5 = base.Family(
@@ -35,10 +32,9 @@ ERNIE4_5_MOE = base.Family(
         *ERNIE4_5.tensors,
         base.Tensor("head.bias", "lm_head.bias"),
         base.ROUTER,
-        base.Tensor(
-            "blocks.mlp.selection_bias", f"{_EXPERTS}moe_statics.e_score_correction_bias", one_row=True, float32=True
-        ),
-        *_SHARED,
+        replace(base.SELECTION_BIAS, theirs=f"{_EXPERTS}moe_statics.e_score_correction_bias", one_row=True),
+        *base.SHARED_EXPERTS,
+        *_SHARED_BIASES,
         *base.separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
         *base.STACKED_EXPERTS,
     ),
@@ -50,7 +46,7 @@ ERNIE4_5_MOE = base.Family(
         base.Attribute("moe_k", ("experts_per_token",), int, 6, alias="num_experts_per_tok"),
         base.Attribute("moe_norm_min", ("normalize_floor",), float, 1e-12, can_be_zero=True),
     ),
-    layer_attributes=base.COMMON | {"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"},
+    layer_attributes=base.COMMON | base.EXPERT_RANGE,
     by_type={
         "experts": (
             base.Attribute("moe_intermediate_size", ("d_ff",), int, 1536),

@@ -104,6 +104,10 @@ NO_ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": {"kind": "none
 """Fields of layers that rotate nothing."""
 NEVER = 1 << 20
 """A `window_period` that no model reaches: every layer has a window."""
+EXPERT_RANGE = frozenset({"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"})
+"""Attributes that name the layers with experts."""
+NO_ROPE_LAYERS = frozenset({"no_rope_layers", "no_rope_layer_interval"})
+"""Attributes that name layers without a rotation."""
 SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
 """Attribute that, if true, divides the attention scores of layer i (from 1) by i."""
 COMMON = ROPE | {"head_dim"}
@@ -268,6 +272,17 @@ def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
 
 ATTENTION_BIAS = Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, False)
 """One switch for the biases of q, k, v and o."""
+SELECTION_BIAS = Tensor(
+    "blocks.mlp.selection_bias", "model.layers.{layer}.mlp.gate.e_score_correction_bias", float32=True
+)
+SHARED_EXPERTS = tuple(
+    Tensor(f"blocks.mlp.shared.{ours}", f"model.layers.{{layer}}.mlp.shared_experts.{theirs}.weight", transposed=True)
+    for ours, theirs in (
+        ("gate_up.kernels.0", "gate_proj"),
+        ("gate_up.kernels.1", "up_proj"),
+        ("down.kernel", "down_proj"),
+    )
+)
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",

@@ -35,13 +35,25 @@ GEMMA2 = base.Family(
     ignored_attributes=frozenset({"hidden_act", "sliding_window_size"}),
 )
 
+_SIZES = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+"""Defaults, which the published 4b relies on."""
 GEMMA3 = replace(
     GEMMA2,
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     tensors=GEMMA2.tensors + base.QK_NORMS,
     attributes=(
-        *(attribute for attribute in GEMMA2.attributes if not attribute.name.endswith("_softcapping")),
+        *(
+            replace(attribute, default=_SIZES.get(attribute.name, attribute.default))
+            for attribute in GEMMA2.attributes
+            if not attribute.name.endswith("_softcapping")
+        ),
         base.Attribute("final_logit_softcapping", ("logit_softcap",), float, can_be_null=True),
     ),
     layer_attributes=GEMMA2.layer_attributes | {"sliding_window_pattern", "rope_local_base_freq"},

@@ -1,4 +1,7 @@
-"""GLM-4 0414: norms before and after, interleaved rotation of half of each head, fused gate and up."""
+"""GLM-4 0414: norms before and after, interleaved rotation of half of each head, fused gate and up.
+
+GLM-4.5 and 4.6: experts with sigmoid scores, a bias for their choice and shared experts (arXiv 2508.06471).
+"""
 
 from dataclasses import replace
 
@@ -35,4 +38,47 @@ GLM4 = base.Family(
         "layers.*.mlp.gate_up_proj": "colwise_gather_output",
         "layers.*.mlp.down_proj": "rowwise_split_input",
     },
+)
+
+
+GLM4_MOE = base.Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    tensors=(
+        *base.BODY,
+        *base.QKV_BIASES,
+        *base.QK_NORMS,
+        base.ROUTER,
+        base.SELECTION_BIAS,
+        *base.SHARED_EXPERTS,
+        *base.separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        *base.STACKED_EXPERTS,
+    ),
+    attributes=(
+        *base.sizes(1e-5),
+        base.kv_heads(8),
+        base.Attribute("attention_bias", ("attention_bias",), bool, False),
+        base.Attribute("use_qk_norm", ("qk_norm",), {False: "none", True: "head"}, False),
+        base.Attribute("n_routed_experts", ("num_experts",), int, 128, alias="num_local_experts"),
+        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 8),
+        base.Attribute("norm_topk_prob", ("normalize_experts",), bool, True),
+        base.Attribute("routed_scaling_factor", ("experts_scale",), float, 1.0),
+        base.Attribute("n_group", ("expert_groups",), int, 1),
+        base.Attribute("topk_group", ("groups_per_token",), int, 1),
+    ),
+    layer_attributes=base.COMMON | {"first_k_dense_replace"},
+    default_dense_layers=1,
+    by_type={
+        "experts": (
+            base.Attribute("moe_intermediate_size", ("d_ff",), int, 1408),
+            base.Attribute("n_shared_experts", ("shared_experts",), int, 1, unit=("d_ff", 1), can_be_zero=True),
+        ),
+        "dense": (base.Attribute("intermediate_size", ("d_ff",), int),),
+    },
+    rope_attributes=(replace(base.PARTIAL_ROPE, default=0.5),),
+    later_layers=True,
+    always={"router_scores": "sigmoid", "selection_bias": True},
+    required=base.required(without=("partial_rotary_factor",), mlp_bias=False),
+    ignored_attributes=base.ROUTER_LOSS | {"num_nextn_predict_layers", "num_mtp_layers"},
+    tp_plan=base.TP_PLAN | base.EXPERTS_TP_PLAN,
 )

@@ -1,4 +1,9 @@
-"""OLMo 2: norms after attention and MLP, queries and keys normalized over all heads (arXiv 2501.00656)."""
+"""OLMo 2: norms after attention and MLP, queries and keys normalized over all heads (arXiv 2501.00656).
+
+OLMo 3 has windows in three of four layers, and scales the rotation of the others.
+"""
+
+from dataclasses import replace
 
 from jaxtp.hf.families import family as base
 
@@ -23,4 +28,14 @@ OLMO2 = base.Family(
         **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
         "layers.*.self_attn.o_proj": "rowwise_split_input",
     },
+)
+
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    layer_attributes=OLMO2.layer_attributes | base.WINDOW | {"layer_types"},
+    window_period=4,
+    rope_by_type=True,
+    rope_theta=500_000.0,
 )

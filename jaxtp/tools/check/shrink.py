@@ -187,11 +187,13 @@ def in_three_updates(config: TrainConfig) -> TrainConfig:
 
 
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
-    """Yields changes: `model.d_model 4096 -> 64`."""
+    """Yields changes: `model.d_model 4096 -> 64`; of listed blocks only the name."""
     for section in ("model", *(["data"] if config.data.batches is None else []), "train"):
         before, after = vars(getattr(config, section)), vars(getattr(small, section))
         changes = {name: (old, after[name]) for name, old in before.items() if old != after[name] and name != "steps"}
-        yield from (f"{section}.{name} {old} -> {new}" for name, (old, new) in changes.items())
+        for name, (old, new) in changes.items():
+            listed = name in ("first_blocks", "pattern")  # their sizes change like the model's
+            yield f"{section}.{name}" if listed else f"{section}.{name} {old} -> {new}"
 
 
 def _scaled_down(mesh: Mapping[str, int]) -> dict[str, int]:
