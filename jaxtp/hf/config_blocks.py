@@ -238,7 +238,7 @@ def _expanded(attributes: Attributes, family: Family) -> Attributes:
     """Returns attributes in which `layer_types` and `sliding_window` replace `attention_types`."""
     if _TYPES not in family.layer_attributes:
         return attributes
-    groups = attributes.get(_TYPES) or [[["global", "local"], 12]]
+    groups: Any = attributes.get(_TYPES) or [[["global", "local"], 12]]
     try:
         types = [_KINDS[kind] for kinds, times in groups for kind in kinds * min(times, _MAX_LAYERS)]
     except (KeyError, TypeError, ValueError):
