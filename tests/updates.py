@@ -17,14 +17,18 @@ def shifted(labels):
 
 
 def updated(folder, mesh, batches, eps):
-    """Returns the model after one update per batch at a constant rate, and the loss and gradient norm of each."""
+    """Returns the model after one update per batch at a constant rate, and the loss and gradient norm of each.
+
+    Nothing balances experts.
+    """
     settings = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0, eps=eps)
     with jax.set_mesh(mesh):
         model = jaxtp.load_hf(folder)
     blueprint = plan_state(model.config, optimizers.build(settings, 10), mesh)
     state = blueprint.create(0)
     state["model"] = nnx.state(model)
-    step = make_train_step(TrainConfig(optimizer=settings, train=LoopConfig(steps=len(batches))), blueprint)
+    loop = LoopConfig(steps=len(batches), balance_loss=0, selection_bias_rate=0)
+    step = make_train_step(TrainConfig(optimizer=settings, train=loop), blueprint)
     losses, norms = [], []
     with jax.set_mesh(mesh):
         for ids in batches:

@@ -1,4 +1,4 @@
-"""dots.llm1: experts chosen by sigmoid scores within groups, beside shared experts (arXiv 2506.05767)."""
+"""dots.llm1: experts chosen by sigmoid scores within groups, and shared experts (arXiv 2506.05767)."""
 
 from jaxtp.hf.families import family as base
 
