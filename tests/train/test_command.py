@@ -198,7 +198,6 @@ MISTAKES = {
         "--model.num-experts 4 --model.experts-per-token 5",
         "model.experts_per_token=5 is more than model.num_experts=4; at most 4 works",
     ),
-    "experts without gates": ("--model.num-experts 4 --model.mlp plain", "experts of model.num_experts are gated"),
 }
 
 
