@@ -63,6 +63,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     attributes = _expanded(attributes, family)
     kinds = _read_windows(attributes, family, count)
     window = whole("sliding_window", attributes.get("sliding_window", family.default_window)) if any(kinds) else None
+    not_null = family.window_can_be_null and attributes.get("sliding_window", family.default_window) is not None
     rotated = _read_rotated(attributes, family, kinds)
     sparse = _read_sparse(attributes, family, count)
     has_experts = [bool(fields.get("num_experts"))] * count if sparse is None else sparse
@@ -74,7 +75,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
         layer = {**common, "sliding_window": window if windowed else None, **ropes[windowed]}
         layer |= {} if rotates else {**NO_ROPE}
         layer |= {} if experts or sparse is None else {"num_experts": 0}
-        for kind in _types(windowed, rotates, experts, any_window=any(kinds)):
+        for kind in _types(windowed, rotates, experts, any_window=any(kinds) or not_null):
             for each in family.by_type.get(kind, ()):
                 # An override of single layers replaces the defaults of a type.
                 if name_in_file(each, attributes) in attributes or _OVERRIDES not in attributes:
@@ -109,6 +110,7 @@ def write_layers(config: ModelConfig, family: Family) -> dict[str, object]:
         **({"head_dim": config.head_dim} if "head_dim" in names else {}),
         **(_write_windows(layers, family) if names & {"sliding_window", _TYPES} else {}),
         **(_write_ropes(layers, family) if "rope_theta" in names else {}),
+        **({"layer_types": [family.only_layer_type] * len(layers)} if family.only_layer_type else {}),
         **_write_rotated(layers, family),
         **_write_sparse([bool(layer.num_experts) for layer in layers], family),
     }
@@ -212,7 +214,13 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
         "use_sliding_window", attributes.get("use_sliding_window", False)
     )
     can_be_null = family.window_can_be_null or "use_sliding_window" in names
+    types, only = attributes.get("layer_types"), family.only_layer_type
+    if only is not None and types not in ([only] * count, [_FULL] * count):
+        raise HFError(f"layer_types = {quote(types)}: only {only} is supported, for each of {count} layers")
     if not names & {"sliding_window", _TYPES} or not is_on or (can_be_null and window is None):
+        decides = "layer_types" in names and (family.window_can_be_null or not family.window_period)
+        if decides and isinstance(types, list) and _SLIDING in types:
+            raise HFError(f"layer_types has {_SLIDING}, and sliding_window or use_sliding_window says that none has it")
         return [False] * count
     if not names & {"layer_types", _TYPES}:
         if "max_window_layers" in names and (first := attributes.get("max_window_layers")):
@@ -222,14 +230,14 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
                 "window in all layers, or use_sliding_window to false for none"
             )
         return [window is not None] * count
-    if (types := attributes.get("layer_types")) is None:
+    if types is None:
         return _windows_by_index(attributes, family, count)
     if not isinstance(types, list) or len(types) != count or not set(map(str, types)) <= {_FULL, _SLIDING}:
         raise HFError(f"layer_types = {quote(types)}: should be {_FULL} or {_SLIDING} for each of {count} layers")
     kinds = [kind == _SLIDING for kind in types]
     kinds[-1] &= not family.last_is_global
     period = attributes.get("sliding_window_pattern")
-    if period is not None and kinds != _windows_by_index(attributes, family, count):
+    if period is not None and not family.pattern_is_default and kinds != _windows_by_index(attributes, family, count):
         raise HFError(f"layer_types and sliding_window_pattern = {quote(period)} contradict each other")
     return kinds
 
@@ -247,6 +255,8 @@ def _expanded(attributes: Attributes, family: Family) -> Attributes:
 
 
 def _windows_by_index(attributes: Attributes, family: Family, count: int) -> list[bool]:
+    if not family.window_period:
+        raise HFError("use_sliding_window = True without layer_types: add them, one for each layer")
     if "max_window_layers" in family.layer_attributes:
         first = attributes.get("max_window_layers", family.default_full_layers)
         if type(first) is not int or first < 0:
@@ -269,7 +279,8 @@ def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, o
         named = {theirs: kind for kind, theirs in _KINDS.items()}
         types = [named[_SLIDING if windowed else _FULL] for windowed in kinds]
         return {_TYPES: [[types, 1]], "window_size": window or family.default_window}
-    written: dict[str, object] = {"sliding_window": window}
+    can_be_null = family.window_can_be_null or "layer_types" not in names or "use_sliding_window" in names
+    written: dict[str, object] = {"sliding_window": window or (None if can_be_null else family.default_window)}
     if "use_sliding_window" in names:
         written |= {"use_sliding_window": window is not None}
     if "max_window_layers" in names:
@@ -278,7 +289,8 @@ def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, o
         period = kinds.index(False) + 1 if not all(kinds) else len(kinds) + 1
         if kinds == [(i + 1) % period != 0 for i in range(len(kinds))]:
             written |= {"sliding_window_pattern": period}
-    if "layer_types" in names and ("max_window_layers" not in names or len(set(kinds)) > 1):
+    by_index = "max_window_layers" in names and family.window_period > 0
+    if "layer_types" in names and not (by_index and len(set(kinds)) == 1):
         written |= {"layer_types": [_SLIDING if kind else _FULL for kind in kinds]}
     return written
 
@@ -369,10 +381,18 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
     default_theta, theta_name = family.rope_theta, family.rope_theta_name
     if not any(attributes.get(name) for name in ("rope_parameters", "rope_scaling", theta_name)):
         attributes = {**attributes, "rope_parameters": {**family.default_rope}}
+    elif family.default_rope and not any(attributes.get(name) for name in ("rope_parameters", "rope_scaling")):
+        raise HFError(f"{theta_name} without rope_parameters or rope_scaling: versions of transformers differ; add one")
     if family.rope_by_type:
         nested = attributes.get("rope_parameters") or {}
         if not isinstance(nested, dict) or not set(nested) <= {_FULL, _SLIDING}:
             raise HFError(f"rope_parameters = {quote(nested)}: should hold {_FULL} and {_SLIDING}")
+        one_base = "rope_local_base_freq" not in family.layer_attributes and not nested
+        if one_base and attributes.get(theta_name) not in (None, default_theta):
+            raise HFError(
+                f"{theta_name} = {quote(attributes[theta_name])} without rope_parameters: versions of transformers "
+                "differ in layers with a window; give the base of both types in rope_parameters"
+            )
         attributes = {**attributes, "rope_parameters": nested.get(_SLIDING if windowed else _FULL), _ORIGINAL: None}
         if windowed:
             attributes |= {"rope_scaling": None}
@@ -491,13 +511,16 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
     if scaling.kind == "longrope":  # before transformers 5, the factor was max / original positions
         written[_ORIGINAL] = scaling.original_length
     local = _scaling_parameters(sliding, family)
-    if not family.rope_by_type or (full == sliding and not parameters):
-        return written | max_positions
-    if not local and "rope_local_base_freq" in family.layer_attributes:
-        return written | max_positions | {"rope_local_base_freq": local_theta}
-    if not local and theta == local_theta and not family.rope_attributes:
-        return written | max_positions
     default = {"rope_type": "default"}
+    if family.default_rope and not parameters:
+        return written | {"rope_parameters": {**default, "rope_theta": theta}}
+    has_local = "rope_local_base_freq" in family.layer_attributes
+    if not family.rope_by_type or (full == sliding and not parameters and (has_local or theta == family.rope_theta)):
+        return written | max_positions
+    if not local and has_local:
+        return written | max_positions | {"rope_local_base_freq": local_theta}
+    if not local and theta == local_theta == family.rope_theta and not family.rope_attributes:
+        return written | max_positions
     nested = {
         name: {**default, **values, "rope_theta": base, **dict(write_fields(family.rope_attributes, vars(layer)))}
         for name, values, base, layer in ((_FULL, parameters, theta, full), (_SLIDING, local, local_theta, sliding))

@@ -150,6 +150,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
         "model_type": family.model_type,
         **dict(write_fields(family.attributes, vars(_common_settings(config)))),
         **{name: family.required[name] for name in _ALWAYS_WRITTEN if name in family.required},
+        **family.written,
         **write_layers(config, family),
         "torch_dtype": dtype,
     }
@@ -256,7 +257,7 @@ def _fields(attributes: Attributes, family: Family) -> Settings:
         fields |= dict.fromkeys(attribute.fields, read_attribute(attribute, attributes, fields))
     fields["head_dim"] = _head_dim(attributes, family, fields)
     num_experts, per_token = fields.get("num_experts"), fields.get("experts_per_token", 0)
-    if num_experts is not None and per_token > num_experts:
+    if num_experts and per_token > num_experts:
         raise HFError(
             f"{names['experts_per_token']} = {per_token}: should be at most {names['num_experts']} = {num_experts}"
         )

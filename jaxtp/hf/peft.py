@@ -139,7 +139,8 @@ def save_peft(
     if not config.lora.rank:
         raise HFError("the model has no adapters; write all of it by save_hf")
     family = choose_family(replace(config, lora=LoraConfig()), options.get("family"))
-    modules, parts = _modules(config, family), Counter(tensor.theirs for tensor in family.tensors)
+    modules, paths = _modules(config, family), {split_path(path)[1] for path in named_variables(nnx.state(model))}
+    parts = Counter(tensor.theirs for tensor in family.tensors if tensor.ours in paths)
     for (adapter, _, tensor), *_ in modules.values():
         if parts[tensor.theirs] > 1:
             raise HFError(

@@ -86,6 +86,13 @@ class StoredTensor:
             raise HFError(f"{self.file}: ends within the tensor {truncate(self.name)}; it changed while it was read")
         return data
 
+    def is_about(self, value: float) -> bool:
+        """Returns whether this is a scalar of this value, to two digits; raises as `blocks`."""
+        formats = DTYPES | {"F64": np.dtype(np.float64)}
+        if self.dtype not in formats or math.prod(self.shape) != 1:
+            return False
+        return math.isclose(self.data().view(formats[self.dtype])[0], value, rel_tol=0.02)
+
     def read(self) -> Block:
         """Returns a whole tensor; raises as `blocks`."""
         whole = np.empty(self.shape, DTYPES[self.dtype])
@@ -115,6 +122,22 @@ class ScaledTensor(StoredTensor):
     def data(self) -> Block:
         """Returns the scaled matrix."""
         return self.read()
+
+
+@dataclass(frozen=True)
+class Constant(StoredTensor):
+    """A scalar that is in no file."""
+
+    value: float
+
+    @classmethod
+    def of(cls, name: str, value: float, dtype: DType) -> "Constant":
+        """Returns the scalar in a dtype."""
+        return cls(Path(), name, FORMATS[dtype], (), 0, _ITEM_BYTES[FORMATS[dtype]], value)
+
+    def data(self) -> Block:
+        """Returns the scalar."""
+        return np.array(self.value, DTYPES[self.dtype])
 
 
 def with_scales(tensors: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, StoredTensor]:

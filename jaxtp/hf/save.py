@@ -30,7 +30,7 @@ from jaxtp.hf.families.family import Layout
 from jaxtp.hf.load import Progress
 from jaxtp.hf.model_folder import CONFIG, INDEX, WEIGHTS, Attributes, HFError, read_attributes, read_files
 from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, write_file
-from jaxtp.hf.tensor_map import TensorPart, group_by_tensor, tensor_parts
+from jaxtp.hf.tensor_map import TensorPart, constants, group_by_tensor, tensor_parts
 from jaxtp.hf.wrapper import text_attributes
 from jaxtp.layers.parameter import DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
@@ -122,7 +122,7 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
         attributes = changed_config(whole, dtype, more.get(MAX_POSITIONS))
     variables = named_variables(nnx.state(model))
     parts = tensor_parts(variables, config, family, options.get("experts", "separate"))
-    tensors: dict[str, Stored] = {**group_by_tensor(parts)}
+    tensors: dict[str, Stored] = {**group_by_tensor(parts), **constants(family, config.num_layers, dtype)}
     if whole is not None:
         tensors = {whole.name(name): stored for name, stored in tensors.items()} | dict(whole.others)
     files = _shards(tensors, dtype, options.get("max_shard_size", "5GB"))

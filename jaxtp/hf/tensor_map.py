@@ -12,12 +12,12 @@ from jaxtp.checkpoint.logical import Variable
 from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.hf.model_folder import HFError
-from jaxtp.hf.safetensors import DTYPES, ScaledTensor, StoredTensor
+from jaxtp.hf.safetensors import DTYPES, Constant, ScaledTensor, StoredTensor
 from jaxtp.hf.wrapper import HEAD as HEAD
 from jaxtp.hf.wrapper import TABLE as TABLE
 from jaxtp.hf.wrapper import full_names as full_names
 from jaxtp.hf.wrapper import name_of as name_of
-from jaxtp.layers.parameter import logical_shape
+from jaxtp.layers.parameter import DType, logical_shape
 from jaxtp.models.config import BLOCKS, BlockConfig, ModelConfig
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")
@@ -206,6 +206,7 @@ def match_tensors(
             for name, (tensor, part) in both.items()
             if tensor.shape != part.stored_shape
         ],
+        "not supported": list(_wrong_constants(stored, family)),
         "not float32, bfloat16 or float16": [
             f"{name} is {tensor.dtype}" for name, (tensor, _) in both.items() if tensor.dtype not in DTYPES
         ],
@@ -225,7 +226,21 @@ def match_tensors(
 
 
 def _is_ignored(name: str, family: Family) -> bool:
-    return _GENERAL.sub(f".{LAYER}.", name) in family.ignored_tensors
+    return _GENERAL.sub(f".{LAYER}.", name) in (*family.ignored_tensors, *family.constants)
+
+
+def constants(family: Family, num_layers: int, dtype: DType) -> dict[str, Constant]:
+    """Returns the tensors of an export that have one supported value."""
+    layers = range(num_layers)
+    values = {name.replace(LAYER, str(i)): value for name, value in family.constants.items() for i in layers}
+    return {name: Constant.of(name, value, dtype) for name, value in values.items()}
+
+
+def _wrong_constants(stored: Mapping[str, StoredTensor], family: Family) -> Iterator[str]:
+    for name, tensor in stored.items():
+        value = family.constants.get(_GENERAL.sub(f".{LAYER}.", name))
+        if value is not None and not tensor.is_about(value):
+            yield f"{name}, which should be the number {value}"
 
 
 def dims(shape: tuple[int, ...]) -> str:

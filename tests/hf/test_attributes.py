@@ -149,6 +149,12 @@ SIZES = (
 PHI3 = SMOLLM2 | {"model_type": "phi3", "architectures": None, "partial_rotary_factor": 1.0}
 
 
+SMALL = {name: SMOLLM2[name] for name in SIZES}
+SMOLLM3, QWEN2_MOE, EXAONE4, GRANITE4, OLMO3, APERTUS = (
+    SMALL | {"model_type": kind} for kind in ("smollm3", "qwen2_moe", "exaone4", "granitemoehybrid", "olmo3", "apertus")
+)
+
+
 def windows(config):
     return [block.sliding_window for block in config.layers()]
 
@@ -182,6 +188,34 @@ def test_what_transformers_assumes_of_layers():
     ernie = model_config({**sizes, "model_type": "ernie4_5_moe", "moe_layer_interval": 2}, "it")
     assert [layer.num_experts for layer in ernie.layers()] == [0, 64] * 15
     assert (ernie.rope_theta, ernie.tie_embeddings, ernie.normalize_floor) == (500_000, True, 1e-12)
+
+
+def test_layers_that_rotate():
+    """Of EXAONE 4: all if there is no window, else those with one; of SmolLM3: 1 stands for a rotation."""
+
+    def rotated(attributes):
+        return [
+            block.rope_theta is not None for block in model_config(attributes | {"num_hidden_layers": 4}, "it").layers()
+        ]
+
+    full = {"layer_types": ["full_attention"] * 4}
+    assert rotated(EXAONE4) == rotated(EXAONE4 | {"sliding_window_pattern": "LLLG"}) == [True, True, True, False]
+    assert rotated(EXAONE4 | full) == [False] * 4
+    assert rotated(EXAONE4 | full | {"sliding_window": None}) == [True] * 4
+    assert rotated(SMOLLM3) == [True, True, True, False]
+    assert rotated(SMOLLM3 | {"no_rope_layers": [0, 1, 1, 0]}) == [False, True, True, False]
+    attention = {"layer_types": ["attention"] * 4}
+    assert rotated(GRANITE4 | attention | {"position_embedding_type": "rope"}) == [True] * 4
+    assert rotated(GRANITE4 | attention) == [False] * 4
+
+
+def test_a_granite_without_experts():
+    """Its MLP has the width of the shared one."""
+    layers = {"layer_types": ["attention"] * 30, "num_local_experts": 0, "num_experts_per_tok": 0}
+    dense = model_config(GRANITE4 | layers | {"shared_intermediate_size": 70}, "it")
+    assert (dense.num_experts, dense.d_ff) == (0, 70)
+    sparse = model_config(GRANITE4 | {"layer_types": ["full_attention"] * 30}, "it")
+    assert (sparse.num_experts, sparse.d_ff, sparse.shared_experts) == (8, 1536, 1024)
 
 
 def test_layers_that_differ_are_few_stacks():
@@ -365,6 +399,18 @@ def test_the_published_gemma_3_of_4b():
             "attention_types = .*: should be lists of local and global",
         ),
         ({"model_type": "gemma3"}, "text_config = missing: a gemma3 describes its text model there"),
+        (SMOLLM3 | {"use_sliding_window": True, "sliding_window": 9}, "without layer_types: add them"),
+        (
+            SMOLLM3 | {"layer_types": ["sliding_attention"] * 30, "sliding_window": 9},
+            "layer_types has sliding_attention, and sliding_window or use_sliding_window says that none has it",
+        ),
+        (QWEN2_MOE | {"use_sliding_window": True}, "without layer_types: add them"),
+        (EXAONE4 | {"sliding_window": None, "layer_types": ["sliding_attention"] * 30}, "says that none has it"),
+        (GRANITE4, "layer_types = missing: only attention is supported, for each of 30 layers"),
+        (GRANITE4 | {"layer_types": ["attention", "mamba"] * 15}, "only attention is supported"),
+        (OLMO3 | {"rope_theta": 9.0}, "rope_theta = 9.0 without rope_parameters: versions of transformers differ"),
+        (APERTUS | {"rope_theta": 9.0}, "rope_theta without rope_parameters or rope_scaling: versions of transformers"),
+        (APERTUS | {"hidden_act": "silu"}, "hidden_act = 'silu' is not supported, only 'xielu'"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:40],
 )

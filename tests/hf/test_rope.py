@@ -98,7 +98,10 @@ def test_where_the_original_length_is_looked_for():
 def test_what_is_written_reads_back(family):
     """By every family that rotates positions; it is checked by writing."""
     attributes = {name: 64 if name == "hidden_size" else 2 for name in (*SIZES, "hidden_size", "num_key_value_heads")}
-    sizes = {"head_dim": 4} if "head_dim" in FAMILIES[family].layer_attributes else {}
+    more = {"head_dim": 4, "position_embedding_type": "rope", "layer_types": [FAMILIES[family].only_layer_type] * 2}
+    if more["layer_types"] == [None] * 2:
+        more.pop("layer_types")
+    sizes = {name: value for name, value in more.items() if name in FAMILIES[family].layer_attributes}
     base = model_config(attributes | sizes | {"model_type": family}, "it")
     pairs = range(int(base.head_dim * base.rotary_fraction) // 2)
     lists = {"short_factor": tuple(1.0 + i / 2 for i in pairs), "long_factor": tuple(2.0 + 29 * i for i in pairs)}

@@ -162,10 +162,13 @@ class Family:
     """Whether layers from num_hidden_layers on are prediction heads, among `others`."""
     ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     """Tensors in files that an import skips."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Scalar tensors of each layer with one supported value. A file may lack them; an export writes them."""
     default_window: int | None = 4096
     """Default of sliding_window."""
     window_period: int = 2
-    """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n."""
+    """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n. If 0, layer_types is
+    required."""
     default_full_layers: int = 28
     """Default of max_window_layers."""
     windows_from_last: bool = False
@@ -173,7 +176,11 @@ class Family:
     last_is_global: bool = False
     """Whether the last layer never has a window."""
     window_can_be_null: bool = False
-    """Whether a sliding_window of null means no windows, whatever layer_types has."""
+    """Whether a sliding_window of null means no windows, and layers are global only without it."""
+    pattern_is_default: bool = False
+    """Whether layer_types replaces another sliding_window_pattern."""
+    only_layer_type: str | None = None
+    """The one supported type in layer_types, in a family without windows; a file without layer_types has others."""
     default_dense_layers: int = 0
     """Default of first_k_dense_replace and moe_layer_start_index."""
     rope_theta: float = 10_000.0
@@ -198,6 +205,8 @@ class Family:
     """Fields of `ModelConfig` with a fixed value."""
     required: Mapping[str, object] = field(default_factory=dict)
     """Attributes with one supported value; others would change the model."""
+    written: Mapping[str, object] = field(default_factory=dict)
+    """Attributes that an export adds, without effect on the model."""
     ignored_attributes: frozenset[str] = frozenset()
     """Ignored in addition to `IGNORED_ATTRIBUTES`."""
     tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
@@ -235,6 +244,8 @@ GATE_UP = (
     Tensor("blocks.mlp.gate_up.kernels.0", "model.layers.{layer}.mlp.gate_proj.weight", transposed=True),
     Tensor("blocks.mlp.gate_up.kernels.1", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),
 )
+UP = (Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),)
+"""The first projection of a plain MLP."""
 DOWN = (Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.down_proj.weight", transposed=True),)
 PROJECTIONS = QKV + OUT + GATE_UP + DOWN
 BODY = OUTER + NORMS + PROJECTIONS
@@ -244,6 +255,7 @@ QKV_BIASES = (
     Tensor("blocks.attention.qkv.biases.2", "model.layers.{layer}.self_attn.v_proj.bias"),
 )
 OUT_BIAS = (Tensor("blocks.attention.out.bias", "model.layers.{layer}.self_attn.o_proj.bias"),)
+ATTENTION = QKV + QKV_BIASES + OUT + OUT_BIAS
 MLP_BIASES = (
     Tensor("blocks.mlp.gate_up.biases.0", "model.layers.{layer}.mlp.gate_proj.bias"),
     Tensor("blocks.mlp.gate_up.biases.1", "model.layers.{layer}.mlp.up_proj.bias"),
@@ -289,6 +301,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
 }

@@ -1,4 +1,9 @@
-"""Llama 1 to 3, and models of the same architecture: arXiv 2302.13971, 2307.09288, 2407.21783."""
+"""Llama 1 to 3, and models of the same architecture: arXiv 2302.13971, 2307.09288, 2407.21783.
+
+Seed-OSS: other defaults. Arcee AFM: a plain MLP. SmolLM3: layers without rotations.
+"""
+
+from dataclasses import replace
 
 from jaxtp.hf.families import family as base
 
@@ -13,4 +18,65 @@ LLAMA = base.Family(
         base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
     ),
     required=base.required(sliding_window=None),
+)
+
+SEED_OSS = replace(
+    LLAMA,
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    attributes=(
+        *base.sizes(),
+        base.kv_heads(8),
+        base.Attribute("attention_bias", ("attention_bias",), bool, True),
+        base.Attribute("attention_out_bias", ("attention_out_bias",), bool, False),
+        base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
+    ),
+    default_head_dim=128,
+    required=base.required(without=("attention_dropout",), sliding_window=None),
+    ignored_attributes=frozenset({"attention_dropout", "residual_dropout"}),  # 0.1 by default
+)
+
+ARCEE = replace(
+    LLAMA,
+    model_type="arcee",
+    architecture="ArceeForCausalLM",
+    tensors=base.OUTER
+    + base.NORMS
+    + base.ATTENTION
+    + base.UP
+    + base.DOWN
+    + (
+        base.Tensor("blocks.mlp.up.biases.0", "model.layers.{layer}.mlp.up_proj.bias"),
+        base.Tensor("blocks.mlp.down.bias", "model.layers.{layer}.mlp.down_proj.bias"),
+    ),
+    attributes=(
+        *base.sizes(1e-5),
+        base.kv_heads(),
+        base.ATTENTION_BIAS,
+        base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
+        base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "relu2"),
+    ),
+    always={"mlp": "plain"},
+    required=base.required(without=("hidden_act",), sliding_window=None),
+    tp_plan={module: style for module, style in base.TP_PLAN.items() if "gate" not in module},
+)
+
+SMOLLM3 = replace(
+    LLAMA,
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    attributes=(
+        *base.sizes(tied=True),
+        base.kv_heads(4),
+        base.ATTENTION_BIAS,
+        base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
+    ),
+    layer_attributes=base.COMMON
+    | base.WINDOW
+    | {"use_sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval"},
+    default_window=None,
+    window_period=0,
+    rope_theta=2_000_000.0,
+    required=base.required(),
+    ignored_attributes=frozenset({"max_window_layers"}),  # transformers does not read it
 )

@@ -1,4 +1,6 @@
-"""Qwen 2 and 2.5 (arXiv 2407.10671), Qwen 3 and Qwen3-MoE (arXiv 2505.09388)."""
+"""Qwen 2, 2.5 and Qwen2-MoE (arXiv 2407.10671), Qwen 3 and Qwen3-MoE (arXiv 2505.09388)."""
+
+from dataclasses import replace
 
 from jaxtp.hf.families import family as base
 
@@ -52,4 +54,42 @@ QWEN3_MOE = base.Family(
     required=base.required(mlp_bias=False),
     ignored_attributes=base.ROUTER_LOSS,
     tp_plan=base.TP_PLAN | base.REPLICATED | base.EXPERTS_TP_PLAN,
+)
+
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    tensors=(
+        *(tensor for tensor in QWEN3_MOE.tensors if tensor not in base.QK_NORMS + base.OUT_BIAS),
+        *(
+            base.Tensor(f"blocks.mlp.{ours}", f"model.layers.{{layer}}.mlp.{theirs}.weight", transposed=True)
+            for ours, theirs in (
+                ("shared.gate_up.kernels.0", "shared_expert.gate_proj"),
+                ("shared.gate_up.kernels.1", "shared_expert.up_proj"),
+                ("shared.down.kernel", "shared_expert.down_proj"),
+                ("shared_gate", "shared_expert_gate"),
+            )
+        ),
+    ),
+    attributes=(
+        *base.sizes(),
+        base.kv_heads(16),
+        base.Attribute("qkv_bias", ("attention_bias",), bool, True),
+        base.Attribute("num_experts", ("num_experts",), int, 60),
+        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 4),
+        base.Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
+    ),
+    layer_attributes=QWEN3_MOE.layer_attributes | {"layer_types"},
+    by_type={
+        "experts": (
+            base.Attribute("moe_intermediate_size", ("d_ff",), int, 1408),
+            base.Attribute("shared_expert_intermediate_size", ("shared_experts",), int, 5632),
+        ),
+        "dense": (base.Attribute("intermediate_size", ("d_ff",), int),),
+    },
+    always_by_type={"experts": {"shared_experts_gate": True}},
+    window_period=0,
+    always={},
+    tp_plan=base.TP_PLAN | base.EXPERTS_TP_PLAN,
 )
