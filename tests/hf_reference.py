@@ -4,6 +4,7 @@ Gradients are stored as sketches: fixed random signed sums of their elements in 
 difference of two sketches has the L2 norm of the gradients' difference, to a few per cent.
 """
 
+import json
 import zlib
 from pathlib import Path
 
@@ -17,6 +18,8 @@ MADE = ["mistral", "llama_linear", "llama_yarn", "qwen2_window", "qwen3_bias", *
 EXPERTS = ["mixtral", "qwen3_moe", "qwen3_moe_dense"]
 MADE += ["gpt2_scaled", "gpt2_unscaled", "phi3_long", *EXPERTS]
 """Models; those in `TRAINED` also have updates."""
+NEWER = sorted({path.parent.name for path in FOLDER.glob("*/config.json")} - {*COPIED, *MADE})
+"""Models whose rotary frequencies are float64."""
 LOGITS, LOSS, GRAD_NORM, GRADIENT = 5e-5, 5e-6, 2e-6, 1e-5
 """Tolerances: absolute for logits and loss, relative for the norm, relative L2 norm for each gradient."""
 
@@ -48,6 +51,12 @@ def sketched_errors(arrays, stored, prefix):
         name: np.linalg.norm(sketch(name, arrays[name], len(known)) - known) / stored[f"{prefix}_norm/{name}"]
         for name, known in sketches.items()
     }
+
+
+def model_types(name):
+    """Returns the model_type of a model, and that of its text model if it is multimodal."""
+    attributes = json.loads((FOLDER / name / "config.json").read_text())
+    return {each["model_type"] for each in (attributes, attributes.get("text_config", attributes))}
 
 
 def load(name):

@@ -82,9 +82,9 @@ def mixture(weights, x, counts, config, experts):
         y += config.experts_scale * shares[:, e : e + 1] * (activated(products, config) @ weights["down"][e])
     if config.shared_experts:
         names = ("shared.gate_up.kernels.0", "shared.gate_up.kernels.1", "shared.up.kernels.0")
-        products = [x @ weights[name] for name in names if name in weights]
+        products = [x @ weights[n] + weights.get(n.replace("kernels", "biases"), 0) for n in names if n in weights]
         gate = 1 / (1 + jnp.exp(-x @ weights["shared_gate"])) if config.shared_experts_gate else 1.0
-        y += gate * (activated(products, config) @ weights["shared.down.kernel"])
+        y += gate * (activated(products, config) @ weights["shared.down.kernel"] + weights.get("shared.down.bias", 0))
     sums = {
         "times_chosen": jnp.asarray(chosen, x.dtype),
         "scores": jnp.where(counts[:, None], of_all, 0.0),

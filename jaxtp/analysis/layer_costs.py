@@ -497,8 +497,9 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     in_float32 = replace(layer.precision, compute="float32")
     yield Weight(module=EXPERTS, size=layer.d_model * experts, tp=False, used_by_all_tp=split, precision=in_float32)
     size, active = experts * layer.d_model * config.d_ff, config.experts_per_token / experts
+    width = None if config.over_tp(work.tp) else PaddedDim((config.d_ff,))
     for _ in range(num_columns(config) + 1):
-        yield Weight(module=EXPERTS, size=size, active=active, precision=layer.precision)
+        yield Weight(module=EXPERTS, size=size, active=active, split=width, precision=layer.precision)
     if config.dense_mlp:
         scale = partial(Weight, module=EXPERTS, tp=False, used_by_all_tp=split)
         yield scale(size=layer.d_model, precision=layer.precision)
@@ -533,6 +534,11 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     local = dim.padded(work.tp) // work.tp
     weight = partial(Weight, module=EXPERTS, size=d_model * dim.size, split=dim, precision=layer.precision)
     yield from (*[weight()] * columns, weight(transposed=True))
+    if config.mlp_bias:
+        again = work.remat in REPROJECT_POLICIES
+        yield from [weight(size=dim.size, fsdp=False, again=again)] * columns
+        again = (read or config.shared_experts_gate) and work.remat != "none"
+        yield weight(size=d_model, split=None, tp=False, used_by_all_tp=True, again=again)
     gated = FLOAT32 * work.tokens * local if config.shared_experts_gate else 0
     yield from hidden_costs(columns, work, work.tokens * local * compute, gated)
     for name, inner, outer, recomputed in (

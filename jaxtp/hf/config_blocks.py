@@ -19,6 +19,8 @@ from jaxtp.models.config import BlockConfig, ModelConfig
 
 _ORIGINAL, _MAX_POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_TYPES, _KINDS = "attention_types", {"global": _FULL, "local": _SLIDING}
+"""An attribute that lists groups of layers, and its names of attention types."""
 _SCALINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -38,8 +40,8 @@ _COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", _PARTIAL, _MAX_POSITION
 _LOCAL_THETA = 10_000.0
 """Default of rope_local_base_freq."""
 _NO_ROPE_PERIOD, _OVERRIDES = "no_rope_layer_interval", "per_layer_config"
-_DEFAULT_LAYERS, _DEFAULT_NO_ROPE_PERIOD = 28, 4
-"""Defaults of transformers."""
+_DEFAULT_NO_ROPE_PERIOD = 4
+"""Default of transformers."""
 _DEFAULTS = {field.name: field.default for field in fields_of(BlockConfig)}
 _MAX_LAYERS = 1024
 
@@ -58,6 +60,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     ropes: Sequence[Settings] = ({}, {})
     if "rope_theta" in names:
         ropes = [_read_rope(attributes, family, fields, windowed=windowed) for windowed in (False, True)]
+    attributes = _expanded(attributes, family)
     kinds = _read_windows(attributes, family, count)
     window = whole("sliding_window", attributes.get("sliding_window", family.default_window)) if any(kinds) else None
     not_null = family.window_can_be_null and attributes.get("sliding_window", family.default_window) is not None
@@ -105,7 +108,7 @@ def write_layers(config: ModelConfig, family: Family) -> dict[str, object]:
     names, layers = family.layer_attributes, list(config.layers())
     written = {
         **({"head_dim": config.head_dim} if "head_dim" in names else {}),
-        **(_write_windows(layers, family) if "sliding_window" in names else {}),
+        **(_write_windows(layers, family) if names & {"sliding_window", _TYPES} else {}),
         **(_write_ropes(layers, family) if "rope_theta" in names else {}),
         **({"layer_types": [family.only_layer_type] * len(layers)} if family.only_layer_type else {}),
         **_write_rotated(layers, family),
@@ -216,12 +219,12 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
     types, only = attributes.get("layer_types"), family.only_layer_type
     if only is not None and types not in ([only] * count, [_FULL] * count):
         raise HFError(f"layer_types = {quote(types)}: only {only} is supported, for each of {count} layers")
-    if "sliding_window" not in names or not is_on or (can_be_null and window is None):
+    if not names & {"sliding_window", _TYPES} or not is_on or (can_be_null and window is None):
         decides = "layer_types" in names and (family.window_can_be_null or not family.window_period)
         if decides and isinstance(types, list) and _SLIDING in types:
             raise HFError(f"layer_types has {_SLIDING}, and sliding_window or use_sliding_window says that none has it")
         return [False] * count
-    if "layer_types" not in names:
+    if not names & {"layer_types", _TYPES}:
         if "max_window_layers" in names and (first := attributes.get("max_window_layers")):
             raise HFError(
                 f"max_window_layers = {quote(first)} and use_sliding_window = True: some versions of transformers have "
@@ -241,11 +244,23 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
     return kinds
 
 
+def _expanded(attributes: Attributes, family: Family) -> Attributes:
+    """Returns attributes in which `layer_types` and `sliding_window` replace `attention_types`."""
+    if _TYPES not in family.layer_attributes:
+        return attributes
+    groups: Any = attributes.get(_TYPES) or [[["global", "local"], 12]]
+    try:
+        types = [_KINDS[kind] for kinds, times in groups for kind in kinds * min(times, _MAX_LAYERS)]
+    except (KeyError, TypeError, ValueError):
+        raise HFError(f"{_TYPES} = {quote(groups)}: should be lists of local and global, each with a number") from None
+    return {**attributes, "layer_types": types, "sliding_window": attributes.get("window_size", family.default_window)}
+
+
 def _windows_by_index(attributes: Attributes, family: Family, count: int) -> list[bool]:
     if not family.window_period:
         raise HFError("use_sliding_window = True without layer_types: add them, one for each layer")
     if "max_window_layers" in family.layer_attributes:
-        first = attributes.get("max_window_layers", _DEFAULT_LAYERS)
+        first = attributes.get("max_window_layers", family.default_full_layers)
         if type(first) is not int or first < 0:
             raise HFError(f"max_window_layers = {quote(first)}: should be a whole number")
         return [i >= first for i in range(count)]
@@ -262,6 +277,10 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
 def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
     names, kinds = family.layer_attributes, [layer.sliding_window is not None for layer in layers]
     window = next((layer.sliding_window for layer in layers if layer.sliding_window is not None), None)
+    if _TYPES in names:
+        named = {theirs: kind for kind, theirs in _KINDS.items()}
+        types = [named[_SLIDING if windowed else _FULL] for windowed in kinds]
+        return {_TYPES: [[types, 1]], "window_size": window or family.default_window}
     can_be_null = family.window_can_be_null or "layer_types" not in names or "use_sliding_window" in names
     written: dict[str, object] = {"sliding_window": window or (None if can_be_null else family.default_window)}
     if "use_sliding_window" in names:

@@ -106,7 +106,7 @@ def tensor_parts(
             first, width, columns = places[tensor]
             shape = (*logical_shape(variable)[inside:-1], width)
             shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
-            heads = width // block.head_dim if tensor.by_head else None
+            heads = width // block.head_dim if tensor.by_head else 1 if tensor.one_row else None
             each: Iterable[int | None] = (None,)
             if EACH_HEAD in tensor.theirs:
                 each, shape = range(width // block.head_dim), (block.head_dim,)

@@ -5,7 +5,7 @@ every choice becomes a row, sorted by expert (`layers/kernels/grouped.py`). Kern
 over tp:
 
     experts over tp   if tp divides E: a device has E/tp whole experts and computes the rows that chose them.
-    experts inside    otherwise: a device has F/tp of every expert and computes its part of every row.
+    experts inside    otherwise: a device has F/tp of every expert, padded, and computes its part of every row.
 
 Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without all-to-all. The price
 is memory: each device has a row for every choice of its tp group, because all tokens may choose its experts. Shared
@@ -37,7 +37,7 @@ from jaxtp.collectives import (
     token_spec,
 )
 from jaxtp.config.affects import COST
-from jaxtp.config.hints import Problem, nearest_multiples, not_divisible
+from jaxtp.config.hints import Problem, not_divisible
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, NonNegative, Positive
 from jaxtp.layers.balance import Routing, SelectionBias
 from jaxtp.layers.branch import Padded, PositionwiseBranch, ShrinkSpec, smallest_congruent
@@ -86,7 +86,8 @@ class ExpertsConfig(MLPConfig):
     """Score of a group: the sum of its two highest scores (DeepSeek-V3), or its highest score (DeepSeek-V2)."""
 
     shared_experts: CountOrZero = 0
-    """Hidden width of a dense MLP whose output is added to the output of the experts; 0 for none."""
+    """Hidden width of a dense MLP whose output is added to the output of the experts; 0 for none. Only this MLP has
+    the biases of mlp_bias."""
 
     shared_experts_gate: bool = False
     """Multiply the output of shared_experts by the sigmoid of a projection of the input (Qwen2-MoE)."""
@@ -113,9 +114,9 @@ class ExpertsConfig(MLPConfig):
         yield from super().problems(sizes)
         if not self.num_experts:
             return
-        experts, tp = self.num_experts, sizes[TP]
+        experts = self.num_experts
         yield from self._group_problems()
-        if self.mlp_bias or self.activation == XIELU:
+        if (self.mlp_bias and not self.shared_experts) or self.activation == XIELU:
             what = f"model.activation={XIELU}" if self.activation == XIELU else "model.mlp_bias=true"
             yield Problem(
                 f"{what}: the {experts} experts of model.num_experts have neither biases nor learned activations; use "
@@ -123,13 +124,6 @@ class ExpertsConfig(MLPConfig):
             )
         if self.shared_experts_gate and not self.shared_experts:
             yield Problem("model.shared_experts_gate=true needs model.shared_experts, the width of its MLP")
-        if not self.over_tp(tp) and self.d_ff % tp:
-            sizes_of = {"model.num_experts": experts, "model.d_ff": self.d_ff}
-            yield Problem(
-                f"mesh.tp={tp} divides neither model.num_experts={experts} nor their width model.d_ff={self.d_ff}",
-                among={f"mesh.{TP}": experts * self.d_ff},
-                multiples={name: tuple(nearest_multiples(value, tp)) for name, value in sizes_of.items()},
-            )
 
     def _group_problems(self) -> Iterator[Problem]:
         experts, groups, k = self.num_experts, self.expert_groups, self.experts_per_token
@@ -157,8 +151,9 @@ class ExpertsConfig(MLPConfig):
             )
 
     def padding(self, tp: int) -> Iterator[Padded]:
-        """See `BranchConfig`; experts are never padded, shared experts are."""
-        yield from super(MLPConfig, self).padding(tp) if self.num_experts else super().padding(tp)
+        """See `BranchConfig`; the width of experts is padded only if it is split."""
+        whole = self.num_experts and self.over_tp(tp)
+        yield from super(MLPConfig, self).padding(tp) if whole else super().padding(tp)
         if self.num_experts and self.dense_mlp:
             yield "dense_mlp", self.dense_mlp, PaddedDim((self.dense_mlp,)).padded(tp)
         if self.num_experts and self.shared_experts:
@@ -199,16 +194,19 @@ class MixtureOfExperts(PositionwiseBranch):
         experts, features = config.num_experts, config.d_ff
         over, inside = (TP, None) if config.over_tp(axis_size(TP)) else (None, TP)
 
-        def kernel(name: str, shape: tuple[int, ...], spec: P) -> nnx.Param[Array]:
+        width = PaddedDim((features,))
+
+        def kernel(name: str, shape: tuple[int, ...], spec: P, width_dim: int | None = None) -> nnx.Param[Array]:
             value = default_kernel_init(rngs.params(), shape, self.precision.param)
-            param: nnx.Param[Array] = parameter(name, value, spec)
+            padding = () if width_dim is None or inside is None else ((width_dim, width),)
+            param: nnx.Param[Array] = parameter(name, value, spec, padding=padding)
             return param
 
         self.router = kernel("router", (d_model, experts), P(STORAGE, None))
         if config.mlp == "gated":
-            self.gate = kernel("gate", (experts, d_model, features), P(over, STORAGE, inside))
-        self.up = kernel("up", (experts, d_model, features), P(over, STORAGE, inside))
-        self.down = kernel("down", (experts, features, d_model), P(over, inside, STORAGE))
+            self.gate = kernel("gate", (experts, d_model, features), P(over, STORAGE, inside), -1)
+        self.up = kernel("up", (experts, d_model, features), P(over, STORAGE, inside), -1)
+        self.down = kernel("down", (experts, features, d_model), P(over, inside, STORAGE), -2)
         if config.shared_experts:  # only their parameters: `_shared` computes them
             self.shared = MLP(d_model, replace(config, d_ff=config.shared_experts), context, rngs=rngs)
         if config.shared_experts_gate:
@@ -352,12 +350,20 @@ class MixtureOfExperts(PositionwiseBranch):
 
     def _shared(self, x: Array, gate: Array, weights: Weights) -> Array:
         """Returns this device's summands of the dense MLP, times the gate `[b, T, 1]` if there is one."""
-        names = ("shared.gate_up.kernels.0", "shared.gate_up.kernels.1", "shared.up.kernels.0")
-        kernels = [self.precision.load(weights[name], 0) for name in names if name in weights]
-        products = [checkpoint_name(x @ kernel, PROJECTED) for kernel in kernels]
+        names = [f"shared.{layer}.{{}}.{i}" for layer, i in (("gate_up", 0), ("gate_up", 1), ("up", 0))]
+        names = [name for name in names if name.format("kernels") in weights]
+        products = [x @ self.precision.load(weights[name.format("kernels")], 0) for name in names]
+        if self.config.mlp_bias:
+            biases = [self.precision.load(weights[name.format("biases")], None) for name in names]
+            products = [product + bias for product, bias in zip(products, biases, strict=True)]
+        products = [checkpoint_name(product, PROJECTED) for product in products]
         hidden = hidden_features(ACTIVATIONS[self.config.activation], products)
         hidden = (hidden * gate).astype(hidden.dtype) if self.config.shared_experts_gate else hidden
-        return hidden @ self.precision.load(weights["shared.down.kernel"], 1)
+        y = hidden @ self.precision.load(weights["shared.down.kernel"], 1)
+        if self.config.mlp_bias:
+            bias = _on_first_device(self.precision.load(weights["shared.down.bias"], 0, used_by_all_tp=True))
+            y += (bias * gate).astype(y.dtype) if self.config.shared_experts_gate else bias
+        return y
 
     def _compute(self, rows: "Rows", x: Array, shares: Array, weights: Weights) -> Array:
         """Returns this device's summands, `[N, D] -> [N, D]`; shares are `[N * k]`."""
@@ -375,7 +381,7 @@ class MixtureOfExperts(PositionwiseBranch):
     def on_device(self, tp: int) -> tuple[int, int]:
         """Returns the experts on each of tp devices, and the width of each."""
         experts, features = self.config.num_experts, self.config.d_ff
-        return (experts // tp, features) if self.config.over_tp(tp) else (experts, features // tp)
+        return (experts // tp, features) if self.config.over_tp(tp) else (experts, PaddedDim((features,)).local(tp))
 
 
 class ExpertsBesideMLP(PositionwiseBranch):

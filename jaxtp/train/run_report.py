@@ -184,7 +184,7 @@ def _describe_experts(model: ModelConfig, tp: int) -> str | None:
     divided = dict.fromkeys(
         f"{block.num_experts // tp} of {block.num_experts} on each device, whole"
         if block.over_tp(tp)
-        else f"all {block.num_experts} on each device, {block.d_ff // tp} of the width {block.d_ff} of each"
+        else f"all {block.num_experts} on each device, {-(-block.d_ff // tp)} of the width {block.d_ff} of each"
         for block in blocks
     )
     return f"over tp {tp}: {' and '.join(divided)}" if divided else None

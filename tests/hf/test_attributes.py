@@ -185,6 +185,21 @@ def test_what_transformers_assumes():
     assert model_config({k: v for k, v in PHI3.items() if k != "rms_norm_eps"}, "it").norm_eps == 1e-5
 
 
+def test_what_transformers_assumes_of_layers():
+    sizes = {name: SMOLLM2[name] for name in SIZES}
+    assert windows(model_config({**sizes, "model_type": "ministral"}, "it")) == [4096] * 30
+    neo = {"model_type": "gpt_neo", "vocab_size": 9, "hidden_size": 64, "num_layers": 24, "num_heads": 4}
+    assert windows(model_config(neo, "it")) == [None, 256] * 12
+    assert model_config(neo, "it").query_scale == 1
+    dots = {**sizes, "model_type": "dots1", "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2}
+    found = model_config({**dots, "num_hidden_layers": 64, "first_k_dense_replace": 1}, "it")
+    assert windows(found) == [None] * 62 + [4096] * 2
+    assert [layer.shared_experts for layer in found.layers()][:2] == [0, 2 * 1408]
+    ernie = model_config({**sizes, "model_type": "ernie4_5_moe", "moe_layer_interval": 2}, "it")
+    assert [layer.num_experts for layer in ernie.layers()] == [0, 64] * 15
+    assert (ernie.rope_theta, ernie.tie_embeddings, ernie.normalize_floor) == (500_000, True, 1e-12)
+
+
 def test_layers_that_rotate():
     """Of EXAONE 4: all if there is no window, else those with one; of SmolLM3: 1 stands for a rotation."""
 
@@ -397,6 +412,12 @@ def test_the_published_gemma_3_of_4b():
             "rope_type = 'llama3' is not supported; a phi3 can have default,",
         ),
         (SMOLLM2 | {"rope_scaling": {"type": "su"}}, "rope_type = 'su' is not supported; a llama can have"),
+        (GPT2 | {"model_type": "gpt_bigcode", "multi_query": False}, "multi_query = False is not supported, only True"),
+        (
+            {"model_type": "gpt_neo", "vocab_size": 9, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
+            | {"attention_types": [["here", 2]]},
+            "attention_types = .*: should be lists of local and global",
+        ),
         ({"model_type": "gemma3"}, "text_config = missing: a gemma3 describes its text model there"),
         (SMOLLM3 | {"use_sliding_window": True, "sliding_window": 9}, "without layer_types: add them"),
         (

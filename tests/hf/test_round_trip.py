@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_reference import COPIED, FOLDER, MADE
+from hf_reference import COPIED, FOLDER, MADE, NEWER, model_types
 from support import sweep
 
 import jaxtp
 from jaxtp.hf.config_json import choose_family, family_of, write_attributes
-from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.families import FAMILIES, WRAPPERS
 from jaxtp.hf.model_folder import INDEX, open_folder, read_attributes
 from jaxtp.hf.safetensors import DTYPES, read_header, write_file
 from jaxtp.hf.tensor_map import _is_ignored, full_names
@@ -24,7 +24,8 @@ from jaxtp.layers.rope import RopeScaling
 SMALL = jaxtp.ModelConfig(vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=12)
 
 MESHES = [{}, {"cp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 4}, {"fsdp": 2, "cp": 2, "tp": 2}]
-CASES = list(zip(COPIED + MADE, itertools.cycle(MESHES), strict=False))
+READ = [name for name in NEWER if model_types(name) <= FAMILIES.keys() | WRAPPERS.keys()]
+CASES = list(zip(COPIED + MADE + READ, itertools.cycle(MESHES), strict=False))
 FIRST = [case for case in CASES if case[0] == "phi3"]
 
 
@@ -47,18 +48,22 @@ def in_dtype(source, target, dtype):
 @pytest.mark.parametrize("case", sweep(CASES, *FIRST), ids=str)
 def test_bit_by_bit(case, tmp_path):
     name, mesh = case
+    source = in_dtype(FOLDER / name, tmp_path / "source", "F32") if name in NEWER else FOLDER / name
     with jax.set_mesh(jaxtp.make_mesh(**mesh)):
-        model = jaxtp.load_hf(FOLDER / name)
-    family = family_of(read_attributes(FOLDER / name), name)
-    jaxtp.save_hf(model, tmp_path / "out", family=family.model_type, max_shard_size="50KB")
-    expected = {n: t for n, t in full_names(stored(FOLDER / name), family).items() if not _is_ignored(n, family)}
+        model = jaxtp.load_hf(source)
+    family = family_of(read_attributes(source), name)
+    whole = {"family": family.model_type} if family.wrapper is None else {"like": source}
+    jaxtp.save_hf(model, tmp_path / "out", **whole, max_shard_size="20KB")
+    expected = stored(source)
+    if family.wrapper is None:
+        expected = {n: t for n, t in full_names(expected, family).items() if not _is_ignored(n, family)}
     found = stored(tmp_path / "out")
-    assert {n: t for n, t in found.items() if not _is_ignored(n, family)} == expected
-    assert jaxtp.read_config(tmp_path / "out") == jaxtp.read_config(FOLDER / name)
+    assert {n: t for n, t in found.items() if n in expected or not _is_ignored(n, family)} == expected
+    assert jaxtp.read_config(tmp_path / "out") == jaxtp.read_config(source)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["weight_map"].keys() == found.keys()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"out", "source"}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +144,8 @@ GEMMA = {
     "embedding_scale": 8**0.5,
     "activation": "gelu_tanh",
 }
+BIASES = dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True)
+GPT = {**BIASES, "norm": "layer", "mlp": "plain", "rope_theta": None, "learned_positions": 9, "activation": "gelu_tanh"}
 MULTIPLIERS = {"embedding_scale": 12.0, "query_scale": 0.1, "residual_scale": 0.22, "logit_scale": 1 / 6}
 GEMMA4 = {
     **{"norm_placement": "both", "qk_norm": "head", "value_norm": True, "query_scale": 1.0, "layer_scale": True},
@@ -264,7 +271,18 @@ FAMILY_OF = {
         "first_blocks": ({"num_experts": 4, "experts_per_token": 3, "d_ff": 9},),
     },
 }
-NEVER_FIRST = {"gemma4_unified_text"}
+FAMILY_OF |= {
+    "ministral": {"pattern": ({"sliding_window": 4}, {})},
+    "gpt_neo": {**GPT, "num_kv_heads": 2, "attention_bias": False, "query_scale": 1.0},
+    "gpt_bigcode": GPT,
+    "starcoder2": {**BIASES, "norm": "layer", "mlp": "plain", "activation": "gelu_tanh", "sliding_window": 4},
+    "ernie4_5_moe": {"num_experts": 3, "selection_bias": True, "shared_experts": 24, "mlp_bias": False},
+    "dots1": {
+        **{"num_experts": 3, "selection_bias": True, "router_scores": "sigmoid", "qk_norm": "head"},
+        "pattern": ({}, {"sliding_window": 4}),
+    },
+}
+NEVER_FIRST = {"gemma4_unified_text", "ernie4_5"}
 """Families whose models another family can represent too."""
 assert FAMILY_OF.keys() | NEVER_FIRST == FAMILIES.keys()
 

@@ -6,26 +6,27 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hf_reference import FOLDER
+from hf_reference import FOLDER, model_types
 from runs import SMALL, TEXT, mesh
+from support import own_targets
+from updates import updated
 
 import jaxtp
-from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.config_json import family_of
+from jaxtp.hf.families import FAMILIES, WRAPPERS
+from jaxtp.hf.model_folder import open_folder, read_attributes
 from jaxtp.hf.peft import open_peft, with_peft
-from jaxtp.layers.lora import TARGETS, LoraConfig
-from jaxtp.models.config import adapter_targets
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main as train
 
 torch, transformers, peft = map(pytest.importorskip, ("torch", "transformers", "peft"))
 pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]  # of libraries that are not ours
-SOURCES = sorted(path.parent for path in FOLDER.glob("*/config.json"))
-FUSED = {
-    "phi3": TARGETS[3:4] + TARGETS[6:],
-    "gpt2": ("o_proj", "up_proj", "down_proj"),
-    "granitemoehybrid": TARGETS[:4] + TARGETS[6:],
-}
-"""Targets that are a tensor of their own in the file, where not all are."""
+READ = FAMILIES.keys() | WRAPPERS.keys()
+SOURCES = sorted(path.parent for path in FOLDER.glob("*/config.json") if model_types(path.parent.name) <= READ)
+UPDATED = [
+    name for name in ("cohere2", "gemma4_31b", "glm4_moe", "gpt_neox", "ernie4_5_moe") if FOLDER / name in SOURCES
+]
 PLAIN = jaxtp.ModelConfig(vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)
 FULL = "model.layers.{}.self_attn.{}_proj"
@@ -40,7 +41,9 @@ KINDS = {
 
 
 def loaded(folder):
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    is_multimodal = json.loads((folder / "config.json").read_text())["model_type"] in WRAPPERS
+    auto = transformers.AutoModelForImageTextToText if is_multimodal else transformers.AutoModelForCausalLM
+    model, info = auto.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(info[amiss] for amiss in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -62,29 +65,68 @@ def ours(model, ids):
 
 
 def test_every_family_is_a_reference():
-    assert {json.loads((source / "config.json").read_text())["model_type"] for source in SOURCES} == FAMILIES.keys()
+    assert set().union(*(model_types(source.name) for source in SOURCES)) == READ
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_what_we_export(source, tmp_path):
     """The model, and it with adapters: merged, and beside it in peft; experts in both layouts."""
-    family = json.loads((source / "config.json").read_text())["model_type"]
+    family = family_of(read_attributes(source), source.name)
+    name = family.model_type if family.wrapper is None else family.wrapper.model_type
+    whole = {"family": name} if family.wrapper is None else {"like": source}
     with np.load(source / "reference.npz") as reference:
         ids = reference["input_ids"].astype(np.int32)
     with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
         model = jaxtp.load_hf(source)
-        targets = FUSED.get(family, TARGETS)
-        can = adapter_targets(jaxtp.ModelConfig(**{**vars(model.config), "lora": LoraConfig(targets=targets)}))
-        adapted = jaxtp.add_adapters(model, LoraConfig(rank=2, rslora=True, targets=can))
+        targets = own_targets(model.config, family)
+        adapted = jaxtp.add_adapters(model, LoraConfig(rank=2, rslora=True, targets=targets))
         nnx.update(adapted, jax.tree.map(lambda array: array + 0.02, nnx.state(adapted, nnx.LoRAParam)))
-        for layout in ("separate", "stacked") if model.config.most_experts else ("separate",):
-            jaxtp.save_hf(model, tmp_path / layout, family=family, experts=layout)
+        for layout in ("separate", "stacked") if model.config.most_experts and not family.wrapper else ("separate",):
+            jaxtp.save_hf(model, tmp_path / layout, **whole, experts=layout)
             np.testing.assert_allclose(theirs(tmp_path / layout, ids), ours(model, ids), atol=1e-4)
-        jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", family=family)
-        jaxtp.save_peft(adapted, tmp_path / "adapters", family=family)
+        jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", **whole)
+        jaxtp.save_peft(adapted, tmp_path / "adapters", family=name)
         expected = ours(adapted, ids)
+    if family.wrapper is not None:
+        kept, written = (others(folder, family.wrapper) for folder in (source, tmp_path / "merged"))
+        assert kept
+        assert written == kept
     np.testing.assert_allclose(theirs(tmp_path / "merged", ids), expected, atol=1e-4)
     np.testing.assert_allclose(theirs(tmp_path / "separate", ids, tmp_path / "adapters"), expected, atol=1e-4)
+
+
+def others(folder, wrapper):
+    """The tensors outside of the text model: dtype, shape and bytes."""
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.read().tobytes())
+        for name, tensor in open_folder(folder).tensors.items()
+        if name.removeprefix("model.").startswith(wrapper.others)
+    }
+
+
+@pytest.mark.parametrize("name", UPDATED)
+def test_twenty_updates(name):
+    """With AdamW of torch, which decays what has two dims."""
+    batches = np.random.default_rng(0).integers(0, 71, (20, 4, 24))
+    model, losses, norms = updated(FOLDER / name, jaxtp.make_mesh(1, 2, 2), batches, eps=1e-5)
+    copy, found = loaded(FOLDER / name), []
+    matrices = [
+        [each for each in copy.parameters() if (each.ndim >= 2) == many and each.requires_grad]
+        for many in (True, False)
+    ]
+    groups = [{"params": each, "weight_decay": decay} for each, decay in zip(matrices, (0.1, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-5)
+    for ids in map(torch.from_numpy, batches):
+        loss = copy(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        found.append((loss.item(), torch.nn.utils.clip_grad_norm_(copy.parameters(), 1.0).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    np.testing.assert_allclose(losses, [loss for loss, _ in found], atol=1e-4)
+    np.testing.assert_allclose(norms, [norm for _, norm in found], rtol=1e-3)
+    with torch.no_grad():
+        after = copy(torch.from_numpy(batches[0]), use_cache=False).logits.numpy()
+    np.testing.assert_allclose(ours(model, batches[0].astype(np.int32)), after, atol=2e-3)
 
 
 def by_peft(base, folder, **settings):

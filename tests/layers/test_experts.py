@@ -53,6 +53,8 @@ CONFIGS = {
     "ernie": dataclasses.replace(BASE, selection_bias=True, normalize_floor=0.6, shared_experts=10),
     "qwen2": dataclasses.replace(BASE, normalize_experts=False, shared_experts=9, shared_experts_gate=True),
     "sigmoid, not normalized": dataclasses.replace(BASE, router_scores="sigmoid", normalize_experts=False),
+    "uneven": dataclasses.replace(BASE, d_ff=7, shared_experts=10, mlp_bias=True),
+    "uneven, gated": dataclasses.replace(BASE, d_ff=5, shared_experts=5, mlp_bias=True, shared_experts_gate=True),
     "plain": dataclasses.replace(BASE, mlp="plain", activation="relu2", shared_experts=5, shared_experts_gate=True),
 }
 
@@ -149,7 +151,8 @@ MESHES = [
 
 DEFAULT = [("biased", (1, 2, 2, 2), None), ("deepseek v3", (1, 1, 1, 8), None)]
 """Whole experts, and a part of each."""
-OTHERS = [("one, of weight 1", (1, 1, 1, 1), None), ("all", (1, 1, 1, 3), False)]
+OTHERS = [*((name, (1, 1, 1, tp), None) for name in ("uneven", "uneven, gated") for tp in (2, 4, 5, 8))]
+OTHERS += [("one, of weight 1", (1, 1, 1, 1), None), ("all", (1, 1, 1, 3), False)]
 
 
 NAMES = list(CONFIGS)
@@ -307,7 +310,6 @@ def multiplications(dot):
 
 
 MIXTURE = jaxtp.ModelConfig(d_model=16, num_experts=E, d_ff=F)
-DIVIDES_NEITHER = "mesh.tp=5 divides neither model.num_experts=6 nor their width model.d_ff=8; tp can be 1, 2, 3, 4"
 TOO_MANY = "model.experts_per_token=7 is more than model.num_experts=6; at most 6 works"
 NEITHER = "the 6 experts of model.num_experts have neither biases nor learned activations; use model.mlp_bias=false"
 ADAPTED = (
@@ -326,7 +328,6 @@ CANNOT_BE = {
         {"num_layers": 2, "pattern": ({"num_experts": 0}, {"experts_per_token": 7})},
         f"model.pattern[1]: {TOO_MANY}",
     ),
-    "neither divides": ({"tp": 5}, {"num_heads": 5, "num_kv_heads": 5}, DIVIDES_NEITHER),
     "learned": ({}, {"activation": "xielu"}, f"model.activation=xielu: {NEITHER}"),
     "biases": ({}, {"mlp_bias": True}, f"model.mlp_bias=true: {NEITHER}"),
     "more groups": (

@@ -153,6 +153,9 @@ EXACT = {
 EXACT["learned activations"] = dataclasses.replace(PLAIN, d_ff=94, mlp="plain", activation="xielu")
 EXACT["experts"] = dataclasses.replace(PLAIN, num_experts=4, experts_per_token=2)
 EXACT["experts inside"] = dataclasses.replace(PLAIN, num_experts=6, experts_per_token=3, sequence_parallel=False)
+EXACT["experts padded"] = dataclasses.replace(
+    BIASED, d_ff=93, num_experts=3, shared_experts=61, shared_experts_gate=True, activation="silu"
+)
 EXACT["rings"] = dataclasses.replace(BIASED, num_kv_heads=2, overlap="ring")
 LOW = jaxtp.Precision(compute="bfloat16", reduce="bfloat16")
 EXACT["large vocabulary"] = dataclasses.replace(PLAIN, vocab_size=509, precision=LOW)

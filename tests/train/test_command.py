@@ -198,11 +198,6 @@ MISTAKES = {
         "--model.num-experts 4 --model.experts-per-token 5",
         "model.experts_per_token=5 is more than model.num_experts=4; at most 4 works",
     ),
-    "experts that no split fits": (
-        "--model.num-experts 6 --model.d-ff 30",
-        "mesh.tp=4 divides neither model.num_experts=6 nor their width model.d_ff=30; tp can be",
-    ),
-    "experts without gates": ("--model.num-experts 4 --model.mlp plain", "experts of model.num_experts are gated"),
 }
 
 

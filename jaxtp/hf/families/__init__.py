@@ -4,18 +4,20 @@ from collections.abc import Mapping
 
 from jaxtp.hf.families.apertus import APERTUS
 from jaxtp.hf.families.cohere import COHERE, COHERE2
+from jaxtp.hf.families.dots import DOTS1
+from jaxtp.hf.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jaxtp.hf.families.exaone4 import EXAONE4
 from jaxtp.hf.families.family import Family, Wrapper
 from jaxtp.hf.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, VAULTGEMMA
 from jaxtp.hf.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WRAPPER, GEMMA4_WRAPPER
 from jaxtp.hf.families.glm import GLM, GLM4, GLM4_MOE
 from jaxtp.hf.families.gpt2 import GPT2
-from jaxtp.hf.families.gpt_neox import GPT_NEOX
+from jaxtp.hf.families.gpt_neox import GPT_NEO, GPT_NEOX
 from jaxtp.hf.families.granite import GRANITE, GRANITEMOE, GRANITEMOEHYBRID
 from jaxtp.hf.families.hunyuan import HUNYUAN
 from jaxtp.hf.families.llama import ARCEE, LLAMA, SEED_OSS, SMOLLM3
 from jaxtp.hf.families.minimax import MINIMAX_M2
-from jaxtp.hf.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MIXTRAL
+from jaxtp.hf.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MIXTRAL
 from jaxtp.hf.families.muse_glimmer import MUSE_GLIMMER, MUSE_GLIMMER_WRAPPER
 from jaxtp.hf.families.nemotron import NEMOTRON
 from jaxtp.hf.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
@@ -23,16 +25,18 @@ from jaxtp.hf.families.phi import PHI
 from jaxtp.hf.families.phi3 import PHI3
 from jaxtp.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from jaxtp.hf.families.stablelm import STABLELM
+from jaxtp.hf.families.starcoder import GPT_BIGCODE, STARCODER2
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT2, MIXTRAL, QWEN3_MOE),
-        *(MINISTRAL3, GPT_NEOX, GLM4, GLM4_MOE, COHERE),
+        *(MINISTRAL, MINISTRAL3, GPT_NEOX, GLM4, GLM4_MOE, COHERE),
         *(OLMO, OLMO3, OLMOE, FLEX_OLMO, SMOLLM3, SEED_OSS, ARCEE, APERTUS, EXAONE4, QWEN2_MOE),
         *(GRANITE, GRANITEMOE, GRANITEMOEHYBRID),
         *(PHI, GLM, MINIMAX_M2, COHERE2, NEMOTRON, HUNYUAN, STABLELM),
         *(GEMMA, VAULTGEMMA, GEMMA4, GEMMA4_UNIFIED, MUSE_GLIMMER),
+        *(GPT_NEO, GPT_BIGCODE, STARCODER2, ERNIE4_5, ERNIE4_5_MOE, DOTS1),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""

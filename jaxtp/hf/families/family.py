@@ -37,6 +37,8 @@ class Tensor:
     with num_kv_heads the queries of a group, its key and its value in turn, with d_ff parts that alternate."""
     by_head: bool = False
     """The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`."""
+    one_row: bool = False
+    """The file has `[1, N]`, jaxtp `[N]`."""
     float32: bool = False
     """Always float32 in the file, whatever the dtype of the others."""
 
@@ -107,6 +109,8 @@ DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step"})
 """Attributes that name dense layers; the others have experts."""
 NO_ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
 """Fields of layers that rotate nothing."""
+NEVER = 1 << 20
+"""A `window_period` that no model reaches: every layer has a window."""
 EXPERT_RANGE = frozenset({"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"})
 """Attributes that name the layers with experts."""
 NO_ROPE_LAYERS = frozenset({"no_rope_layers", "no_rope_layer_interval"})
@@ -177,6 +181,8 @@ class Family:
     window_period: int = 2
     """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n. If 0, layer_types is
     required."""
+    default_full_layers: int = 28
+    """Default of max_window_layers."""
     windows_from_last: bool = False
     """Whether these layers are counted from the last, which has no window."""
     last_is_global: bool = False

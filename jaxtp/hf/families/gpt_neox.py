@@ -1,6 +1,12 @@
-"""GPT-NeoX and Pythia: a parallel block with two LayerNorms, biases, partly rotated heads (arXiv 2204.06745)."""
+"""GPT-NeoX and Pythia: a parallel block with two LayerNorms, biases, partly rotated heads (arXiv 2204.06745).
+
+GPT-Neo: GPT-2 with windows and without a scale of attention scores (github.com/EleutherAI/gpt-neo).
+"""
+
+from dataclasses import replace
 
 from jaxtp.hf.families import family as base
+from jaxtp.hf.families.gpt2 import GPT2
 
 _LAYER = "gpt_neox.layers.{layer}."
 _NORMS = (
@@ -67,4 +73,48 @@ GPT_NEOX = base.Family(
         "layers.*.mlp.dense_4h_to_h": "rowwise",
         "embed_out": "colwise_gather_output",
     },
+)
+
+GPT_NEO = replace(
+    GPT2,
+    model_type="gpt_neo",
+    architecture="GPTNeoForCausalLM",
+    tensors=(
+        *(
+            replace(
+                tensor,
+                theirs=tensor.theirs.replace("attn.c_proj", "attn.attention.out_proj"),
+                transposed=".h." in tensor.theirs and ".kernel" in tensor.ours,
+            )
+            for tensor in GPT2.tensors
+            if ".c_attn." not in tensor.theirs
+        ),
+        *(
+            base.Tensor(
+                f"blocks.attention.qkv.kernels.{i}",
+                f"transformer.h.{{layer}}.attn.attention.{name}_proj.weight",
+                transposed=True,
+            )
+            for i, name in enumerate("qkv")
+        ),
+    ),
+    attributes=(
+        base.Attribute("vocab_size", ("vocab_size",), int),
+        base.Attribute("max_position_embeddings", ("learned_positions",), int, 2048),
+        base.Attribute("hidden_size", ("d_model",), int),
+        base.Attribute("intermediate_size", ("d_ff",), int, default_from="d_model", times=4),
+        base.Attribute("num_layers", ("num_layers",), int, alias="num_hidden_layers"),
+        base.Attribute("num_heads", ("num_heads", "num_kv_heads"), int, alias="num_attention_heads"),
+        base.Attribute("layer_norm_epsilon", ("norm_eps",), float, 1e-5),
+        base.Attribute("tie_word_embeddings", ("tie_embeddings",), bool, True),
+        base.Attribute("activation_function", ("activation",), base.ACTIVATIONS, "gelu_new"),
+    ),
+    ignored_tensors=tuple(f"transformer.h.{{layer}}.attn.attention.{name}" for name in ("bias", "masked_bias")),
+    layer_attributes=frozenset({"attention_types", "window_size"}),
+    default_window=256,
+    always={**GPT2.always, "attention_bias": False, "query_scale": 1.0},
+    required=base.required(without=("hidden_act", "attention_dropout")),
+    ignored_attributes=GPT2.ignored_attributes
+    | {"attention_layers", "attention_dropout", "resid_dropout", "embed_dropout", "classifier_dropout"}
+    | {"num_key_value_heads", "summary_proj_to_labels"},
 )

@@ -1,6 +1,6 @@
 """Mistral: Llama with a sliding window (arXiv 2310.06825); Mixtral: with experts in every layer (arXiv 2401.04088).
 
-Ministral 3: Mistral whose queries grow with their position.
+Ministral: Mistral with a window in some layers. Ministral 3: Mistral whose queries grow with their position.
 """
 
 from dataclasses import replace
@@ -42,6 +42,15 @@ MIXTRAL = base.Family(
     required=base.required(attention_bias=False, mlp_bias=False, router_jitter_noise=0.0),
     ignored_attributes=base.ROUTER_LOSS,
     tp_plan={module: style for module, style in base.TP_PLAN.items() if ".mlp." not in module} | base.EXPERTS_TP_PLAN,
+)
+
+MINISTRAL = replace(
+    MISTRAL,
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    layer_attributes=MISTRAL.layer_attributes | {"layer_types"},
+    window_period=base.NEVER,
+    window_can_be_null=True,
 )
 
 MINISTRAL3 = replace(

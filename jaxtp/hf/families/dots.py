@@ -1,0 +1,50 @@
+"""dots.llm1: experts chosen by sigmoid scores within groups, and shared experts (arXiv 2506.05767)."""
+
+from jaxtp.hf.families import family as base
+
+DOTS1 = base.Family(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    tensors=(
+        *base.BODY,
+        *base.QKV_BIASES,
+        *base.OUT_BIAS,
+        *base.QK_NORMS,
+        base.ROUTER,
+        base.SELECTION_BIAS,
+        *base.SHARED_EXPERTS,
+        *base.separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        *base.STACKED_EXPERTS,
+    ),
+    attributes=(
+        *base.sizes(),
+        base.kv_heads(32),
+        base.ATTENTION_BIAS,
+        base.Attribute("n_routed_experts", ("num_experts",), int, alias="num_local_experts"),
+        base.Attribute("num_experts_per_tok", ("experts_per_token",), int),
+        base.Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
+        base.Attribute("routed_scaling_factor", ("experts_scale",), float, 1.0),
+        base.Attribute("n_group", ("expert_groups",), int, 1),
+        base.Attribute("topk_group", ("groups_per_token",), int, 1),
+    ),
+    layer_attributes=base.COMMON | base.WINDOW | {"layer_types", "max_window_layers", "first_k_dense_replace"},
+    by_type={
+        "experts": (
+            base.Attribute("moe_intermediate_size", ("d_ff",), int, 1408),
+            base.Attribute("n_shared_experts", ("shared_experts",), int, unit=("d_ff", 1), can_be_zero=True),
+        ),
+        "dense": (base.Attribute("intermediate_size", ("d_ff",), int),),
+    },
+    window_can_be_null=True,
+    default_full_layers=62,
+    always={"qk_norm": "head", "router_scores": "sigmoid", "selection_bias": True},
+    required=base.required(mlp_bias=False, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
+    ignored_attributes=base.ROUTER_LOSS | {"aux_loss_alpha", "seq_aux", "ep_size", "use_sliding_window"},
+    tp_plan={
+        **base.TP_PLAN,
+        **base.REPLICATED,
+        **base.EXPERTS_TP_PLAN,
+        **{f"layers.*.mlp.shared_experts.{name}_proj": "colwise" for name in ("gate", "up")},
+        "layers.*.mlp.shared_experts.down_proj": "rowwise",
+    },
+)
