@@ -6,6 +6,7 @@ input, but repeats the beginning of a conversation.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from jaxtp.data.chat_template import (
 )
 from jaxtp.data.documents import Tokens
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import Fields, Turn, shorten, too_large
+from jaxtp.data.prepare.readers import MEDIA, BadInputError, Fields, Turn, shorten, too_large
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
 
@@ -35,6 +36,8 @@ _ROLES = {
     "system": "system",
 }
 """ShareGPT's values of `from`."""
+_MEDIUM = re.compile("image|audio|video")
+_MEDIA = re.compile(f"<({_MEDIUM.pattern})>")
 _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 
 
@@ -49,7 +52,7 @@ class Conversations:
         self._dtype = tokenizer.info.dtype
         self._rendered = rendered_tokenizer(tokenizer)
         self._tokens = SpecialTokens(self._rendered.tokens, keep=config.special_tokens)
-        self._max_bytes = config.max_document_bytes
+        self._max_bytes, self._media_as_text = config.max_document_bytes, config.media_as_text
         if isinstance(tokenizer, HuggingFaceTokenizer):
             info = tokenizer.info
             ((first, last), *_) = self.encode(self.turns(_PROBE))
@@ -60,7 +63,7 @@ class Conversations:
 
     def turns(self, messages: object) -> tuple[Turn, ...]:
         """Returns a conversation's answers; raises `ChatError` or `BadInputError`."""
-        escaped: list[Message] = self._tokens.escape(_checked(messages))
+        escaped: list[Message] = self._tokens.escape(_checked(messages, self._media_as_text))
         answers = [index for index, message in enumerate(escaped) if message["role"] == ASSISTANT]
         if not answers:
             roles = ", ".join(dict.fromkeys(message["role"] for message in escaped))
@@ -148,8 +151,8 @@ def _messages(row: Mapping[str, object], fields: Fields) -> object:
     return messages
 
 
-def _checked(messages: object) -> list[Message]:
-    """Returns messages with role and content, converted from ShareGPT's keys."""
+def _checked(messages: object, media_as_text: bool) -> list[Message]:
+    """Returns messages with role and content, converted from ShareGPT's keys and from lists of parts."""
     if not isinstance(messages, list) or not messages:
         raise ChatError(f"not a list of messages, but {shorten(messages)}")
     checked: list[Message] = []
@@ -165,7 +168,30 @@ def _checked(messages: object) -> list[Message]:
             if key not in message:
                 names = ", ".join(shorten(name) for name in list(message)[:4]) or "none"
                 raise ChatError(f"message {number} has no {key!r}; there are {names}; rename them to role and content")
+        message = {**message, "content": _joined(message["content"])}
+        for key in ("role", "content"):
             if not isinstance(message[key], str):
                 raise ChatError(f"message {number}: {key!r} is not a string, but {shorten(message[key])}")
+        if (found := _MEDIA.search(message["content"])) and not media_as_text:
+            raise BadInputError(
+                MEDIA,
+                f"message {number} has {found[0]}, and only text is read; --media-as-text keeps that word as text",
+            )
         checked.append(message)
     return checked
+
+
+def _joined(content: object) -> object:
+    # Joins parts such as {"type": "text", "text": ...} and {"type": "image_url", ...}.
+    if not isinstance(content, list):
+        return content
+    texts: list[str] = []
+    for part in content:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if isinstance(kind, str) and (medium := _MEDIUM.search(kind)):
+            texts.append(f"<{medium[0]}>")
+        elif isinstance(text, str):
+            texts.append(text)
+        else:
+            return content
+    return "".join(texts)

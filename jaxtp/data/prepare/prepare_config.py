@@ -83,6 +83,10 @@ class PrepareConfig:
     """Chat template for --messages, in Jinja; by default the one next to the tokenizer (chat_template.jinja, or in
     tokenizer_config.json)."""
 
+    media_as_text: Switch = False
+    """Read conversations with images, audio or video as text, with words such as <image> in their places; by default
+    they are unreadable input."""
+
     include: Patterns = ()
     """Files to read in folders, such as '*.py'; by default all. Matches the name, or the path in the folder if the
     pattern has a /. Can be repeated."""

@@ -27,7 +27,7 @@ GZIP, ZSTD = ".gz", ".zst"
 EMPTY_FILE, EMPTY_DOCUMENT, BINARY_FILE, DUPLICATE = "empty file", "empty document", "binary file", "duplicate"
 UNREADABLE, BROKEN_FILE, NOT_UTF8 = "unreadable file", "broken file", "not UTF-8"
 NOT_JSON, NO_FIELD, NOT_A_STRING = "not JSON", "no such field", "not a string"
-NO_CONVERSATION, TOO_LARGE = "no conversation", "too large"
+NO_CONVERSATION, TOO_LARGE, MEDIA = "no conversation", "too large", "image, audio or video"
 """Kinds of problems, as `dataset.json` counts them."""
 
 END = -1

@@ -60,6 +60,19 @@ def spelled(ids):
     return LIBRARY.decode(ids, skip_special_tokens=False)
 
 
+def test_images_are_refused_counted_or_read_as_words(folder, capsys):
+    parts = [{"type": "text", "text": "What is "}, {"type": "image_url", "image_url": {"url": "x.png"}}]
+    jsonl(folder / "b.jsonl", [ROWS[0], said(parts, "a cat"), said("<audio> and?", "no"), said(parts[:1], "this")])
+    command = [folder / "b.jsonl", "--tokenizer", folder / "t", "--messages", "messages", "--held-out", 0]
+    assert "line 2: message 1 has <image>, and only text is read" in refused(capsys, *command, "--out", folder / "d")
+    assert make(folder, "--on-error", "skip", "--held-out", 0, rows="b.jsonl").splits["train"].num_documents == 3
+    assert "2 x image, audio or video" in capsys.readouterr().out
+    dataset = make(folder, "--media-as-text", "--held-out", 0, "--overwrite", rows="b.jsonl")
+    texts = [spelled(prompt) for prompt, _ in documents(dataset)]
+    assert ["What is <image>" in text for text in texts] == [False, False, True, False, False]
+    assert sum("<audio> and?" in text for text in texts) == 1
+
+
 @pytest.mark.parametrize("write", [jsonl, parquet])
 def test_each_answer_is_a_document_after_what_comes_before_it(folder, write):
     write(folder / f"b.{write.__name__}", ROWS)
