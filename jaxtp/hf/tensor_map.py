@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")
 """The number of an expert in a tensor's name."""
 _GENERAL = re.compile(r"\.\d+\.")
 _LISTED = 3
+_MOST_COLUMNS = 2**24
 
 
 Columns = NDArray[np.int64]
@@ -110,7 +110,7 @@ def tensor_parts(
             each: Iterable[int | None] = (None,)
             if EACH_HEAD in tensor.theirs:
                 each, shape = range(width // block.head_dim), (block.head_dim,)
-            for expert, head in product(experts, each):
+            for expert, head in ((expert, head) for expert in experts for head in each):
                 theirs = tensor.theirs.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
                 theirs = theirs.replace(EACH_HEAD, str(head))
                 part = TensorPart(path, theirs, index, tensor.transposed, shape, first, expert)
@@ -135,8 +135,13 @@ class Place(NamedTuple):
 def place(tensor: Tensor, part: int, widths: Sequence[int], family: Family, block: BlockConfig) -> Place:
     """Returns the place of a part with a kernel's or bias's output dim; `widths` are of all parts of its tensor."""
     first, width, own = sum(widths[:part]), sum(widths), widths[part]
+    rotates = family.interleaved_rope and _ROTATED.fullmatch(tensor.ours) is not None
+    if not rotates and tensor.chunks is None:
+        return Place(first, width, None)
+    if own > _MOST_COLUMNS:  # config.json is not trusted
+        raise HFError(f"{truncate(tensor.theirs)} has {own:,} output dims; at most {_MOST_COLUMNS:,} are supported")
     columns = np.arange(own)
-    if rotates := family.interleaved_rope and _ROTATED.fullmatch(tensor.ours) is not None:
+    if rotates:
         rotated = int(block.head_dim * block.rotary_fraction)
         heads = columns.reshape(-1, block.head_dim)
         heads[:, :rotated] = np.concatenate([heads[:, :rotated:2], heads[:, 1:rotated:2]], axis=1)
@@ -144,7 +149,7 @@ def place(tensor: Tensor, part: int, widths: Sequence[int], family: Family, bloc
         chunks = getattr(block, tensor.chunks)
         chunk, size = np.divmod(columns, own // chunks)
         return Place(first, width, (chunk * width + first) // chunks + size)
-    return Place(first, width, first + columns if rotates else None)
+    return Place(first, width, first + columns)
 
 
 def _choose(tensors: Sequence[Tensor], layer: str, layout: Layout, stored: Mapping[str, str]) -> Tensor:
