@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf_reference import FOLDER
+from support import sweep_of
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -161,6 +162,7 @@ def test_interleaved_pairs_become_halves():
     assert place(Tensor("blocks.attention.qkv.biases.2", "v"), 0, (24,), FAMILIES["glm4"], BLOCK).columns is None
 
 
+MIXED = {"fsdp": 2, "tp": 4}
 SMALL = {
     "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4, "rotary_pct": 0.5},
     "glm4": {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
@@ -174,8 +176,9 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("family", SMALL)
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tp": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "mesh"), sweep_of([list(SMALL), [{}, MIXED]], ("stablelm", MIXED), ("gpt_neox", MIXED)), ids=str
+)
 def test_rows_are_read_on_any_mesh_as_they_were_written(family, mesh, tmp_path):
     attributes = {"model_type": family, "vocab_size": 11, "intermediate_size": 12, "num_hidden_layers": 2}
     config = jaxtp.hf.config_json.model_config(attributes | SMALL[family], "it")

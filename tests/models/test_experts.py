@@ -111,7 +111,7 @@ CONFIGS = {
 }
 """Rows are packed: documents cross chunks, the last row is padding alone, and one from its middle on."""
 
-FIRST = [("mixture", (1, 2, 2, 2)), ("deepseek v3", (2, 1, 1, 4))]
+FIRST = [("mixture", (1, 2, 2, 2))]
 """Experts over tp; what is divided inside is in the tests of the layer."""
 
 TRIED = [
