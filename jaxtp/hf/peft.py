@@ -151,7 +151,9 @@ def save_peft(
     nonzero = {adapter: _nonzero_layers(variables[f"{adapter.lora}.a"][...]) for adapter in adapters(config)}
     adapted = {m: each for m, each in modules.items() if each[0].stack_index in nonzero[each[0].adapter]} or modules
     files = {WEIGHTS: group_by_tensor(_tensor_parts(adapted, variables, config, family))}
-    others = {CONFIG: json_bytes(_peft_config(config.lora, adapted, len(adapted) == len(modules), base))}
+    # A vision tower has modules of the same short names.
+    are_short = len(adapted) == len(modules) and family.wrapper is None
+    others = {CONFIG: json_bytes(_peft_config(config.lora, adapted, are_short, base))}
     write_folder(Path(path), variables, files, others, options.get("dtype") or config.lora.dtype, options)
 
 
@@ -163,7 +165,7 @@ def _nonzero_layers(stacked: Array) -> list[int]:
     return indices
 
 
-def _peft_config(lora: LoraConfig, modules: _Modules, all_layers: bool, base: str | Path | None) -> dict[str, object]:
+def _peft_config(lora: LoraConfig, modules: _Modules, are_short: bool, base: str | Path | None) -> dict[str, object]:
     targets = {module: projections[0].adapter.target for module, projections in modules.items()}
     short = [target if module.endswith(f".{target}") else _name_in_layer(module) for module, target in targets.items()]
     return {
@@ -174,7 +176,7 @@ def _peft_config(lora: LoraConfig, modules: _Modules, all_layers: bool, base: st
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
-        "target_modules": list(dict.fromkeys(short) if all_layers else modules),
+        "target_modules": list(dict.fromkeys(short) if are_short else modules),
         "bias": "none",
         "fan_in_fan_out": not all(each.tensor.transposed for projections in modules.values() for each in projections),
         "inference_mode": True,
