@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from dataclasses import fields as fields_of
-from itertools import groupby
+from itertools import chain, groupby, islice
 from typing import Any
 
 from jaxtp.config.reading import truncate
@@ -180,7 +180,8 @@ def _read_overrides(attributes: Attributes, family: Family, fields: Settings) ->
     if _OVERRIDES not in family.layer_attributes or (listed := attributes.get(_OVERRIDES)) is None:
         return {}
     count = fields["num_layers"]
-    known = {each.name: each for each in (*family.attributes, Attribute("head_dim", ("head_dim",), int))}
+    every = (*family.attributes, *chain(*family.by_type.values()), Attribute("head_dim", ("head_dim",), int))
+    known = {each.name: each for each in every if set(each.fields) & {"head_dim", "num_kv_heads"}}
     wrong = HFError(f"{_OVERRIDES} = {quote(listed)}: should map numbers of layers to attributes")
     if not isinstance(listed, dict) or not all(isinstance(changes, dict) for changes in listed.values()):
         raise wrong
@@ -250,7 +251,8 @@ def _expanded(attributes: Attributes, family: Family) -> Attributes:
         return attributes
     groups: Any = attributes.get(_TYPES) or [[["global", "local"], 12]]
     try:
-        types = [_KINDS[kind] for kinds, times in groups for kind in kinds * min(times, _MAX_LAYERS)]
+        every = (_KINDS[kind] for kinds, times in groups for _ in range(min(times, _MAX_LAYERS)) for kind in kinds)
+        types = list(islice(every, _MAX_LAYERS + 1))
     except (KeyError, TypeError, ValueError):
         raise HFError(f"{_TYPES} = {quote(groups)}: should be lists of local and global, each with a number") from None
     return {**attributes, "layer_types": types, "sliding_window": attributes.get("window_size", family.default_window)}
@@ -423,13 +425,14 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
     others = _read_rope_attributes(family, parameters, attributes, fields)
     if "proportional" in family.rope_kinds and kind != "proportional":
         others |= {"rotary_fraction": 1.0}  # as transformers does
+    if (fraction := others.get("rotary_fraction", 1.0)) > 1:
+        raise HFError(f"the rotated part of a head is {fraction}; it should be at most 1")
     (theta,), head_dim = thetas, fields.get("head_dim", 2)
     if kind == "dynamic":
         if not (alpha := parameters.get("alpha")):
             raise HFError("rope_type = 'dynamic' without alpha depends on the length of a text, which is not supported")
         kind, theta = "default", theta * _power("alpha", positive("alpha", alpha), head_dim / max(head_dim - 2, 1))
     scaling = _read_scaling(kind, parameters, {_ORIGINAL: family.original_length, **attributes})
-    fraction = others.get("rotary_fraction", 1.0)
     for problem in rope_problems(head_dim, theta, scaling, fraction) if fields and head_dim % 2 == 0 else ():
         raise HFError(f"the rotary embedding {kind!r} is invalid: {problem}")
     changed = {name: v for name, v in asdict(scaling).items() if name == "kind" or v != getattr(UNSCALED, name)}

@@ -21,6 +21,7 @@ from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
 from jaxtp.hf.safetensors import Block, StoredTensor
 from jaxtp.hf.tensor_map import HEAD, TABLE, Columns, TensorPart, match_tensors, name_of, split_path
+from jaxtp.hf.wrapper import require_prediction_heads
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, validate_model
@@ -88,6 +89,7 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
     with prefix_errors(folder.path):
         validate_model(config, mesh_sizes(mesh), fixed=True)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
+        require_prediction_heads(folder, family, config.num_layers)
         graph, abstract = abstract_decoder(config)
         stored, needed = match_tensors(folder.tensors, named_variables(abstract), config, family)
         copies = {name_of(TABLE, family): stored.get(name_of(HEAD, family))} if config.tie_embeddings else {}

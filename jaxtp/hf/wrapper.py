@@ -55,7 +55,30 @@ def full_names(stored: Tensors, family: Family, num_layers: int | None = None) -
         names = {name: _unwrapped(name, before, before_head, family) for name in stored}
     elif table not in stored and table.removeprefix(family.prefix) in stored:
         names = {name: name if name == head else family.prefix + name for name in stored}
-    return {names[n]: tensor for n, tensor in stored.items() if not _is_other(n, names[n], family, num_layers)}
+    full: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        if _is_other(name, names[name], family, num_layers):
+            continue
+        other = full.setdefault(names[name], tensor)
+        is_bare = family.wrapper is not None and name == names[name] and name.startswith(family.prefix)
+        if other is not tensor or is_bare:
+            both = " and ".join(truncate(each) for each in sorted({other.name, name}))
+            raise HFError(f"{both}: the names of text tensors begin in two ways")
+    return full
+
+
+def require_prediction_heads(folder: Folder, family: Family, num_layers: int) -> None:
+    """Raises `HFError` for layers past the text model's that are not its prediction heads."""
+    if not family.later_layers:
+        return
+    heads = folder.attributes.get("num_nextn_predict_layers", 1)
+    last = num_layers + (heads if type(heads) is int else 0)
+    layers = {int(found[1]): name for name in folder.tensors if (found := re.search(r"\.layers\.(\d{1,9})\.", name))}
+    if layers and (most := max(layers)) >= last:
+        raise HFError(
+            f"num_hidden_layers = {num_layers} and num_nextn_predict_layers = {quote(heads)}, and the file has "
+            f"{truncate(layers[most])}"
+        )
 
 
 def name_of(ours: str, family: Family) -> str:

@@ -418,6 +418,13 @@ def test_the_published_gemma_3_of_4b():
             | {"attention_types": [["here", 2]]},
             "attention_types = .*: should be lists of local and global",
         ),
+        (
+            {"model_type": "gpt_neo", "vocab_size": 9, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
+            | {"attention_types": [[["global"] * 9_000, 1024]]},
+            "for each of 2 layers",
+        ),
+        (GEMMA4 | {"per_layer_config": {"2": {"rms_norm_eps": 0.5}}}, "should map numbers of layers to attributes"),
+        (PHI3 | {"partial_rotary_factor": 1e308}, "the rotated part of a head is 1e.308; it should be at most 1"),
         ({"model_type": "gemma3"}, "text_config = missing: a gemma3 describes its text model there"),
         (SMOLLM3 | {"use_sliding_window": True, "sliding_window": 9}, "without layer_types: add them"),
         (

@@ -92,8 +92,9 @@ LEFT = "language_model.model.layers.0.more.weight"
         (lambda t: t | {LEFT: ("F32", np.ones(3))}, "unexpected: model.layers.0.more.weight$"),
         (lambda t: t | {"audio_tower.weight": ("F32", np.ones(3))}, "unexpected: audio_tower.weight$"),
         (lambda t: {n.removeprefix("language_model."): v for n, v in t.items()}, "no tensor's name begins with"),
+        (lambda t: t | {"model.norm.weight": t[f"{PREFIX}norm.weight"]}, "begin in two ways"),
     ],
-    ids=["mixed", "missing", "left over", "other", "no prefix"],
+    ids=["mixed", "missing", "left over", "other", "no prefix", "twice"],
 )
 def test_no_tensor_is_made_up_or_passed_over(change, message, tmp_path):
     with pytest.raises(jaxtp.HFError, match=message):
@@ -114,6 +115,11 @@ def test_prediction_heads_are_copied(tmp_path):
     jaxtp.save_hf(jaxtp.load_hf(tmp_path / "source"), tmp_path / "out", like=tmp_path / "source")
     assert contents(tmp_path / "out") == contents(tmp_path / "source")
     assert json.loads((tmp_path / "out/config.json").read_text()) == attributes | sizes
+    write_tensors(tmp_path / "source", stored | {"model.layers.3.eh_proj.weight": ("BF16", np.ones((4, 2)))})
+    with pytest.raises(
+        jaxtp.HFError, match=r"num_nextn_predict_layers = 1, and the file has model\.layers\.3"
+    ):
+        jaxtp.load_hf(tmp_path / "source")
 
 
 def test_an_export_needs_the_folder_that_its_run_came_from(tmp_path, capsys):
