@@ -89,14 +89,14 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "lines": 40_880,
+    "lines": 40_920,
     "files": 222,
     "files under 80 lines, families aside": 6,
     "rooms": 14,
     "arrows between rooms": 71,
     "files that training imports": 79,
     "lines that training imports": 15_165,
-    "words of docstrings": 37_710,
+    "words of docstrings": 37_720,
     "functions of more than 6 parameters": 4,
     "Any": 575,
     "file names used more than twice": 0,

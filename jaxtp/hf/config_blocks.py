@@ -182,7 +182,7 @@ def _read_overrides(attributes: Attributes, family: Family, fields: Settings) ->
     count = fields["num_layers"]
     every = (*family.attributes, *chain(*family.by_type.values()), Attribute("head_dim", ("head_dim",), int))
     known = {each.name: each for each in every if set(each.fields) & {"head_dim", "num_kv_heads"}}
-    wrong = HFError(f"{_OVERRIDES} = {quote(listed)}: should map numbers of layers to attributes")
+    wrong = HFError(f"{_OVERRIDES} = {quote(listed)}: should map numbers of layers to {' and '.join(known)}")
     if not isinstance(listed, dict) or not all(isinstance(changes, dict) for changes in listed.values()):
         raise wrong
     overrides: dict[int, Settings] = {}

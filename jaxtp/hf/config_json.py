@@ -238,7 +238,7 @@ def _misfits(attributes: Attributes, family: Family, ignored: Collection[str]) -
         elif not (name in known or name in ignored or is_ignorable(name, value, family)):
             yield (
                 name,
-                f"the attribute {truncate(name)} = {quote(value)} of a {family.model_type} is unknown and may "
+                f"the attribute {truncate(name)} = {quote(value, 'null')} of a {family.model_type} is unknown and may "
                 "change the model; if you know that it does not, ignore it by --ignore-config "
                 f"{shlex.quote(truncate(name))}",
             )

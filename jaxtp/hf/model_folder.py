@@ -193,6 +193,6 @@ READ = {int: whole, float: positive, bool: switch}
 """Functions that check and return a value, by its type."""
 
 
-def quote(value: object) -> str:
+def quote(value: object, none: str = "missing") -> str:
     """Quotes a value in a message."""
-    return "missing" if value is None else truncate(repr(value))
+    return none if value is None else truncate(repr(value))

@@ -423,7 +423,10 @@ def test_the_published_gemma_3_of_4b():
             | {"attention_types": [[["global"] * 9_000, 1024]]},
             "for each of 2 layers",
         ),
-        (GEMMA4 | {"per_layer_config": {"2": {"rms_norm_eps": 0.5}}}, "should map numbers of layers to attributes"),
+        (
+            GEMMA4 | {"per_layer_config": {"2": {"rms_norm_eps": 0.5}}},
+            "should map numbers of layers to num_key_value_heads",
+        ),
         (PHI3 | {"partial_rotary_factor": 1e308}, "the rotated part of a head is 1e.308; it should be at most 1"),
         ({"model_type": "gemma3"}, "text_config = missing: a gemma3 describes its text model there"),
         (SMOLLM3 | {"use_sliding_window": True, "sliding_window": 9}, "without layer_types: add them"),

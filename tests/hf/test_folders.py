@@ -116,9 +116,7 @@ def test_prediction_heads_are_copied(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "source")
     assert json.loads((tmp_path / "out/config.json").read_text()) == attributes | sizes
     write_tensors(tmp_path / "source", stored | {"model.layers.3.eh_proj.weight": ("BF16", np.ones((4, 2)))})
-    with pytest.raises(
-        jaxtp.HFError, match=r"num_nextn_predict_layers = 1, and the file has model\.layers\.3"
-    ):
+    with pytest.raises(jaxtp.HFError, match=r"num_nextn_predict_layers = 1, and the file has model\.layers\.3"):
         jaxtp.load_hf(tmp_path / "source")
 
 

@@ -64,7 +64,15 @@ GPT_NEOX = base.Family(
     always={"norm": "layer", "mlp": "plain", "mlp_bias": True},
     required=base.required(without=("hidden_act", "partial_rotary_factor", "attention_dropout")),
     ignored_attributes=frozenset(
-        {"hidden_dropout", "attention_dropout", "classifier_dropout", "gradient_checkpointing", "num_key_value_heads"}
+        {
+            "hidden_dropout",
+            "attention_dropout",
+            "classifier_dropout",
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+            "gradient_checkpointing",
+            "num_key_value_heads",
+        }
     ),
     tp_plan={
         "layers.*.attention.query_key_value": "colwise",

@@ -262,7 +262,8 @@ def export_run(command: Export) -> str:
 
 def _origin(command: Export, source: StoredModel) -> Path | None:
     """Returns the folder of a model that is more than a text model; raises `HFError` if it is gone."""
-    if command.text_only or command.family is not None:
+    multimodal = command.family in WRAPPERS
+    if command.text_only or (command.family is not None and not multimodal):
         return command.like
     if source.opened is not None:
         whole = family_of(source.opened.attributes, str(command.run))
@@ -271,6 +272,10 @@ def _origin(command: Export, source: StoredModel) -> Path | None:
         raise HFError(
             f"{like}: no such folder; {source.folder} has only the text model of the model there. Name the folder by "
             "--like DIR, or export the text model by --text-only"
+        )
+    if like is None and multimodal:
+        raise HFError(
+            f"--family {command.family} has more than a text model; name a folder with the rest by --like DIR"
         )
     return like
 
