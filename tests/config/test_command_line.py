@@ -318,6 +318,7 @@ def test_none_is_no_value_where_a_setting_may_have_none(tmp_path):
     assert TRAIN.load(flags)[0].data.path.name == "none", "which is a name like others"
 
 
+@pytest.mark.wide
 def test_own_flags_are_spelled_either_way(capsys):
     assert printed(TRAIN, "--print_config", capsys=capsys) == printed(TRAIN, "--print-config", capsys=capsys)
     assert printed(TRAIN, "--help_all", capsys=capsys) == printed(TRAIN, "--help-all", capsys=capsys)
@@ -417,7 +418,7 @@ def test_golden_output(flags, terminal, capsys):
     assert text == golden.read_text()
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", *(pytest.param(name, marks=pytest.mark.wide) for name in ("zsh", "fish"))])
 def test_completion_knows_commands_and_flags(shell):
     script = completion("jaxtp", {"train": TRAIN, "convert": CONVERT, "check": CHECK}, shell)
     for word in ("train", "convert", "export", "--model.lora.rank", "--mesh", "--config", "--merged"):
@@ -426,6 +427,7 @@ def test_completion_knows_commands_and_flags(shell):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+@pytest.mark.wide
 def test_completion_offers_what_a_command_takes():
     script = completion("jaxtp", {"bench": BENCH, "check": CHECK, "estimate": ESTIMATE}, "bash")
     assert " comm" in script

@@ -149,7 +149,7 @@ MESHES = [
 ]
 """Whole experts where tp is 2 or 3, and a part of each where it is 4 or 8."""
 
-DEFAULT = [("biased", (1, 2, 2, 2), None), ("deepseek v3", (1, 1, 1, 8), None)]
+DEFAULT = [("biased", (1, 2, 2, 2), None)]
 """Whole experts, and a part of each."""
 OTHERS = [*((name, (1, 1, 1, tp), None) for name in ("uneven", "uneven, gated") for tp in (2, 4, 5, 8))]
 OTHERS += [("one, of weight 1", (1, 1, 1, 1), None), ("all", (1, 1, 1, 3), False)]

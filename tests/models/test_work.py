@@ -28,7 +28,7 @@ SHAPE = {"batch_size": B, "sequence_length": T}
     [
         pytest.param((1, 2, 4), "none", 1, "xla", marks=pytest.mark.wide),
         pytest.param((1, 1, 8), "save_dots", 2, "xla", marks=pytest.mark.wide),
-        ((1, 1, 8), "save_dots", 2, "blockwise"),
+        pytest.param((1, 1, 8), "save_dots", 2, "blockwise", marks=pytest.mark.wide),
         pytest.param((2, 2, 2), "save_gathered", 1, "xla", marks=pytest.mark.wide),
         pytest.param((1, 4, 1), "full", 2, "xla", marks=pytest.mark.wide),
         pytest.param((1, 4, 1), "full", 2, "blockwise", marks=pytest.mark.wide),
