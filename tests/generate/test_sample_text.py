@@ -27,7 +27,7 @@ def run(tmp_path, mesh, callbacks):
     return records(tmp_path / "run", "param_norm")
 
 
-@pytest.mark.parametrize("mesh", sweep(["tp=2", "fsdp=2,cp=2", "dp=2,fsdp=2,tp=2"], "fsdp=2,cp=2"))
+@pytest.mark.parametrize("mesh", sweep(["tp=2", "fsdp=2,cp=2", "dp=2,fsdp=2,tp=2"]))
 def test_texts_are_those_of_the_checkpoints(mesh, tmp_path, capsys):
     (tmp_path / "silent").mkdir()
     sampled = run(tmp_path, mesh, [jaxtp.sample_text(PROMPTS, every=2, settings=SETTINGS)])

@@ -145,6 +145,7 @@ def settings_of(*words, **settings):
 NUMBERS = ("loss", "grad_norm", "param_norm", "second")
 
 
+@pytest.mark.wide
 def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, capsys, example):
     (tmp_path / "whole").mkdir()
     constant = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 1}

@@ -91,6 +91,7 @@ def test_bytes_and_flops_are_those_of_explain_on_six_meshes(file, capsys):
     assert order == sorted(order), "all fit, so the fastest is first"
 
 
+@pytest.mark.wide
 def test_every_mesh_is_tried_and_those_without_a_plan_for_them_are_refused(file, capsys):
     record = estimated(file, "--propose", "--optimizer", f"{file}:SGD")
     assert len(record["meshes"]) + len(record["refused"]) == 20
