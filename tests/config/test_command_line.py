@@ -420,7 +420,8 @@ def test_golden_output(flags, terminal, capsys):
     assert text == golden.read_text()
 
 
-@pytest.mark.parametrize("shell", ["bash", *(pytest.param(name, marks=pytest.mark.wide) for name in ("zsh", "fish"))])
+@pytest.mark.wide
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_knows_commands_and_flags(shell):
     script = completion("jaxtp", {"train": TRAIN, "convert": CONVERT, "check": CHECK}, shell)
     for word in ("train", "convert", "export", "--model.lora.rank", "--mesh", "--config", "--merged"):

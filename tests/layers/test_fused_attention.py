@@ -93,6 +93,7 @@ ROW = st.tuples(st.lists(st.integers(0, 99), max_size=4), st.booleans())
 
 @given(st.sampled_from(sorted(STRUCTURES)), st.lists(ROW, min_size=ROWS, max_size=ROWS), st.integers(1, 50))
 @settings(max_examples=10)
+@pytest.mark.wide
 def test_documents_and_windows(name, rows, window):
     tokens, *sizes, _, blocks = STRUCTURES[name]
     segments = np.stack([documents(tokens, *row) for row in rows]).astype(np.int32)

@@ -106,6 +106,7 @@ def outcome_of_tokenizer(content):
     )
 
 
+@pytest.mark.wide
 def test_damaged_datasets(tmp_path):
     rows = [{"p": text[:3], "c": text} for text in TEXTS]
     command = [jsonl(tmp_path / "a.jsonl", rows), "--prompt-field", "p", "--completion-field", "c", "--train-bpe", 300]

@@ -68,6 +68,7 @@ def estimated(file, *flags):
     return json.loads(record.read_text())
 
 
+@pytest.mark.wide
 def test_bytes_and_flops_are_those_of_explain_on_six_meshes(file, capsys):
     record = estimated(file, "--plan", f"{file}:PLAN", "--mesh", *MESHES)
     assert len(record["meshes"]) == len(MESHES)

@@ -49,6 +49,7 @@ def run(tmp_path, request):
 WIDE = [pytest.param(name, marks=pytest.mark.wide) for name in ("vit", "recurrent", "encoder_decoder")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("run", ["mixer", *WIDE], indirect=True)
 def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run, capsys):
     flags = ["--mesh", *(",".join(f"{axis}={size}" for axis, size in mesh.items()) for mesh in MESHES)]
