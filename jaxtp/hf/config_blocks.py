@@ -385,28 +385,8 @@ def _write_sparse(has_experts: Sequence[bool], family: Family) -> dict[str, obje
 
 def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, windowed: bool) -> Settings:
     """Returns `rope_theta`, `rope_scaling` and the family's `rope_attributes` of blocks with or without a window."""
-    default_theta, theta_name = family.rope_theta, family.rope_theta_name
-    if not any(attributes.get(name) for name in ("rope_parameters", "rope_scaling", theta_name)):
-        attributes = {**attributes, "rope_parameters": {**family.default_rope}}
-    elif family.default_rope and not any(attributes.get(name) for name in ("rope_parameters", "rope_scaling")):
-        raise HFError(f"{theta_name} without rope_parameters or rope_scaling: versions of transformers differ; add one")
-    if family.rope_by_type:
-        nested = attributes.get("rope_parameters") or {}
-        if not isinstance(nested, dict) or not set(nested) <= {_FULL, _SLIDING}:
-            raise HFError(f"rope_parameters = {quote(nested)}: should hold {_FULL} and {_SLIDING}")
-        one_base = "rope_local_base_freq" not in family.layer_attributes and not nested
-        if one_base and attributes.get(theta_name) not in (None, default_theta):
-            raise HFError(
-                f"{theta_name} = {quote(attributes[theta_name])} without rope_parameters: versions of transformers "
-                "differ in layers with a window; give the base of both types in rope_parameters"
-            )
-        attributes = {**attributes, "rope_parameters": nested.get(_SLIDING if windowed else _FULL), _ORIGINAL: None}
-        if windowed:
-            attributes |= {"rope_scaling": None}
-        if windowed and "rope_local_base_freq" in family.layer_attributes:
-            default_theta = _LOCAL_THETA
-            attributes |= {"rope_theta": attributes.get("rope_local_base_freq")}
-    parameters = _rope_parameters(attributes)
+    attributes, default_theta = _rope_of_type(attributes, family, windowed=windowed)
+    theta_name, parameters = family.rope_theta_name, _rope_parameters(attributes)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     kind = family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in family.rope_kinds:
@@ -437,6 +417,32 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
         raise HFError(f"the rotary embedding {kind!r} is invalid: {problem}")
     changed = {name: v for name, v in asdict(scaling).items() if name == "kind" or v != getattr(UNSCALED, name)}
     return {"rope_theta": theta, "rope_scaling": changed, **others}
+
+
+def _rope_of_type(attributes: Attributes, family: Family, *, windowed: bool) -> tuple[Attributes, float]:
+    # Selects the attributes of one attention type; also returns the default of its base.
+    default_theta, theta_name = family.rope_theta, family.rope_theta_name
+    if not any(attributes.get(name) for name in ("rope_parameters", "rope_scaling", theta_name)):
+        attributes = {**attributes, "rope_parameters": {**family.default_rope}}
+    elif family.default_rope and not any(attributes.get(name) for name in ("rope_parameters", "rope_scaling")):
+        raise HFError(f"{theta_name} without rope_parameters or rope_scaling: versions of transformers differ; add one")
+    if family.rope_by_type:
+        nested = attributes.get("rope_parameters") or {}
+        if not isinstance(nested, dict) or not set(nested) <= {_FULL, _SLIDING}:
+            raise HFError(f"rope_parameters = {quote(nested)}: should hold {_FULL} and {_SLIDING}")
+        one_base = "rope_local_base_freq" not in family.layer_attributes and not nested
+        if one_base and attributes.get(theta_name) not in (None, default_theta):
+            raise HFError(
+                f"{theta_name} = {quote(attributes[theta_name])} without rope_parameters: versions of transformers "
+                "differ in layers with a window; give the base of both types in rope_parameters"
+            )
+        attributes = {**attributes, "rope_parameters": nested.get(_SLIDING if windowed else _FULL), _ORIGINAL: None}
+        if windowed:
+            attributes |= {"rope_scaling": None}
+        if windowed and "rope_local_base_freq" in family.layer_attributes:
+            default_theta = _LOCAL_THETA
+            attributes |= {"rope_theta": attributes.get("rope_local_base_freq")}
+    return attributes, default_theta
 
 
 def _read_rope_attributes(

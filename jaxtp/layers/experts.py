@@ -297,14 +297,7 @@ class MixtureOfExperts(PositionwiseBranch):
         # Saved under every remat policy: recomputed scores could round differently and choose other experts.
         choice = checkpoint_name(choice[..., :k], CHOSEN)
         experts = choice if replayed is None else replayed
-        # Scores over their sum are a softmax of their logarithms, so the gradient of the other logits is exactly zero.
-        # Rounding noise there would become full steps in Adafactor, different on each mesh.
-        of_choices = partial(jnp.take_along_axis, indices=experts, axis=-1)
-        shares = jax.nn.softmax(of_choices(log_scores)) if config.normalize_experts else of_choices(scores)
-        if config.normalize_experts and config.normalize_floor:
-            shares *= jnp.minimum(jnp.sum(of_choices(scores), axis=-1, keepdims=True) / config.normalize_floor, 1)
-        if config.experts_scale != 1:
-            shares *= config.experts_scale
+        shares = self._shares(experts, scores, log_scores)
         if config.dense_mlp:
             shares *= jnp.take(load_scale(weights["expert_scale"], None), experts)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
@@ -326,6 +319,16 @@ class MixtureOfExperts(PositionwiseBranch):
             margin = margin if group_margin is None else jnp.minimum(margin, group_margin)
             routing = replace(routing, experts=choice, margin=margin)
         return jnp.where(not_padding[..., None], experts, config.num_experts), shares, routing
+
+    def _shares(self, experts: Array, scores: Array, log_scores: Array) -> Array:
+        """Returns the weights of each token's experts, `[b, t, k]`."""
+        config, of_choices = self.config, partial(jnp.take_along_axis, indices=experts, axis=-1)
+        # Scores over their sum are a softmax of their logarithms, so the gradient of the other logits is exactly zero.
+        # Rounding noise there would become full steps in Adafactor, different on each mesh.
+        shares = jax.nn.softmax(of_choices(log_scores)) if config.normalize_experts else of_choices(scores)
+        if config.normalize_experts and config.normalize_floor:
+            shares *= jnp.minimum(jnp.sum(of_choices(scores), axis=-1, keepdims=True) / config.normalize_floor, 1)
+        return shares if config.experts_scale == 1 else shares * config.experts_scale
 
     def _project(self, x: Array, kernel: Array, sequence: int | None) -> Array:
         """Returns the product, in float32, of this device's tokens with a kernel `[D, n]` that all devices have."""

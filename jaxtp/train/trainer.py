@@ -147,10 +147,7 @@ class Trainer:
 
             self._verifier = verify.Verifier(config, run.blueprint, run.checkpoints, run.verified)
         self._in_flight: tuple[int, Batch, Scalars, list[jax.Array]] | None = None
-        self._last: tuple[int, dict[str, float]] = (
-            0,
-            {},
-        )  # the last finished step and its metrics, with those of its evaluation
+        self._last: tuple[int, dict[str, float]] = 0, {}  # a finished step, with its training and evaluation metrics
         self._saved_at = run.step if run.checkpoints.steps() else None
         self._first = run.step + 1
         self._steps = self._train()

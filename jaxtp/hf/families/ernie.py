@@ -31,12 +31,10 @@ ERNIE4_5_MOE = base.Family(
     tensors=(
         *ERNIE4_5.tensors,
         base.Tensor("head.bias", "lm_head.bias"),
-        base.ROUTER,
+        *base.EXPERTS,
         replace(base.SELECTION_BIAS, theirs=f"{_EXPERTS}moe_statics.e_score_correction_bias", one_row=True),
         *base.SHARED_EXPERTS,
         *_SHARED_BIASES,
-        *base.separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-        *base.STACKED_EXPERTS,
     ),
     attributes=(
         *base.sizes(1e-5, tied=True),
@@ -61,10 +59,5 @@ ERNIE4_5_MOE = base.Family(
     always={"selection_bias": True},
     required=base.required(moe_gate="topk", moe_use_aux_free=True),
     ignored_attributes=base.ROUTER_LOSS | {"moe_capacity", "num_nextn_predict_layers", "num_mtp_layers"},
-    tp_plan={
-        **base.TP_PLAN,
-        **base.EXPERTS_TP_PLAN,
-        **{f"layers.*.mlp.shared_experts.{name}_proj": "colwise" for name in ("gate", "up")},
-        "layers.*.mlp.shared_experts.down_proj": "rowwise",
-    },
+    tp_plan=base.TP_PLAN | base.EXPERTS_TP_PLAN | base.SHARED_TP_PLAN,
 )

@@ -128,6 +128,7 @@ TP_PLAN: dict[str, str] = {
     "layers.*.mlp.down_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
+ATTENTION_TP_PLAN = {module: style for module, style in TP_PLAN.items() if ".mlp." not in module}
 EXPERTS_TP_PLAN = {
     "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     "layers.*.mlp.experts.down_proj": "rowwise",
@@ -294,6 +295,9 @@ def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
     )
 
 
+EXPERTS = (ROUTER, *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"), *STACKED_EXPERTS)
+
+
 def with_biases(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns the tensors of norms' scales and of kernels, each followed by its bias."""
 
@@ -306,6 +310,7 @@ def with_biases(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 ATTENTION_BIAS = Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, False)
 """One switch for the biases of q, k, v and o."""
+MLP_BIAS = Attribute("mlp_bias", ("mlp_bias",), bool, False)
 SELECTION_BIAS = Tensor(
     "blocks.mlp.selection_bias", "model.layers.{layer}.mlp.gate.e_score_correction_bias", float32=True
 )
@@ -343,6 +348,20 @@ def with_defaults(attributes: Collection[Attribute], **defaults: object) -> tupl
 def kv_heads(default: int | None = None) -> Attribute:
     """Returns num_key_value_heads; by default equal to num_attention_heads."""
     return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, default_from="num_heads")
+
+
+def grouped_experts(
+    count: int | None = None, per_token: int | None = None, *, normalize: bool
+) -> tuple[Attribute, ...]:
+    """Returns DeepSeek-V3's router attributes."""
+    return (
+        Attribute("n_routed_experts", ("num_experts",), int, count, alias="num_local_experts"),
+        Attribute("num_experts_per_tok", ("experts_per_token",), int, per_token),
+        Attribute("norm_topk_prob", ("normalize_experts",), bool, normalize),
+        Attribute("routed_scaling_factor", ("experts_scale",), float, 1.0),
+        Attribute("n_group", ("expert_groups",), int, 1),
+        Attribute("topk_group", ("groups_per_token",), int, 1),
+    )
 
 
 PARTIAL_ROPE = Attribute("partial_rotary_factor", ("rotary_fraction",), float, 1.0)

@@ -42,7 +42,7 @@ GRANITE = base.Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
     tensors=base.BODY + base.QKV_BIASES + base.OUT_BIAS + base.MLP_BIASES,
-    attributes=(*_COMMON, base.Attribute("mlp_bias", ("mlp_bias",), bool, False)),
+    attributes=(*_COMMON, base.MLP_BIAS),
     required=base.required(without=_DROPOUT),
     ignored_attributes=_DROPOUT,
 )

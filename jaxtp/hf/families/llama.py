@@ -15,7 +15,7 @@ LLAMA = base.Family(
         *base.sizes(),
         base.kv_heads(),
         base.ATTENTION_BIAS,
-        base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
+        base.MLP_BIAS,
     ),
     required=base.required(sliding_window=None),
 )
@@ -29,7 +29,7 @@ SEED_OSS = replace(
         base.kv_heads(8),
         base.Attribute("attention_bias", ("attention_bias",), bool, True),
         base.Attribute("attention_out_bias", ("attention_out_bias",), bool, False),
-        base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
+        base.MLP_BIAS,
     ),
     default_head_dim=128,
     required=base.required(without=("attention_dropout",), sliding_window=None),
@@ -53,7 +53,7 @@ ARCEE = replace(
         *base.sizes(1e-5),
         base.kv_heads(),
         base.ATTENTION_BIAS,
-        base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
+        base.MLP_BIAS,
         base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "relu2"),
     ),
     always={"mlp": "plain"},
@@ -69,7 +69,7 @@ SMOLLM3 = replace(
         *base.sizes(tied=True),
         base.kv_heads(4),
         base.ATTENTION_BIAS,
-        base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
+        base.MLP_BIAS,
     ),
     layer_attributes=base.COMMON
     | base.WINDOW

@@ -41,7 +41,7 @@ MIXTRAL = base.Family(
     rope_theta=1e6,
     required=base.required(attention_bias=False, mlp_bias=False, router_jitter_noise=0.0),
     ignored_attributes=base.ROUTER_LOSS,
-    tp_plan={module: style for module, style in base.TP_PLAN.items() if ".mlp." not in module} | base.EXPERTS_TP_PLAN,
+    tp_plan=base.ATTENTION_TP_PLAN | base.EXPERTS_TP_PLAN,
 )
 
 MINISTRAL = replace(

@@ -20,7 +20,7 @@ NEMOTRON = base.Family(
         *base.sizes(1e-5, eps_name="norm_eps"),
         base.kv_heads(),
         base.ATTENTION_BIAS,
-        base.Attribute("mlp_bias", ("mlp_bias",), bool, False),
+        base.MLP_BIAS,
         base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "relu2"),
     ),
     rope_attributes=(replace(base.PARTIAL_ROPE, default=0.5),),

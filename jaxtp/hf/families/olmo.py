@@ -8,11 +8,6 @@ from dataclasses import replace
 from jaxtp.hf.families import family as base
 
 _CLIP = base.Attribute("clip_qkv", ("clip_qkv",), float, can_be_null=True)
-_EXPERTS = (
-    base.ROUTER,
-    *base.separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    *base.STACKED_EXPERTS,
-)
 _TP_PLAN = {
     **base.TP_PLAN,
     # transformers gathers q and k to normalize them; jaxtp sums the squares over tp.
@@ -75,7 +70,7 @@ OLMO3 = replace(
 OLMOE = base.Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    tensors=base.OUTER + base.NORMS + base.ATTENTION + base.QK_NORMS + _EXPERTS,
+    tensors=base.OUTER + base.NORMS + base.ATTENTION + base.QK_NORMS + base.EXPERTS,
     attributes=(*base.sizes(1e-5), base.kv_heads(), base.ATTENTION_BIAS, _CLIP, *_num_experts(64, 8)),
     layer_attributes=base.ROPE,  # its norms need a head_dim of hidden_size / num_attention_heads
     always={"qk_norm": "projection"},
@@ -88,7 +83,7 @@ FLEX_OLMO = replace(
     OLMO2,
     model_type="flex_olmo",
     architecture="FlexOlmoForCausalLM",
-    tensors=tuple(tensor for tensor in OLMO2.tensors if ".mlp." not in tensor.ours) + _EXPERTS,
+    tensors=tuple(tensor for tensor in OLMO2.tensors if ".mlp." not in tensor.ours) + base.EXPERTS,
     attributes=(*base.sizes(), base.kv_heads(), base.ATTENTION_BIAS, *_num_experts(7, 5)),
     rope_theta=500_000.0,
     ignored_attributes=base.ROUTER_LOSS,

@@ -33,9 +33,7 @@ QWEN3_MOE = base.Family(
     architecture="Qwen3MoeForCausalLM",
     tensors=(
         *QWEN3.tensors,
-        base.ROUTER,
-        *base.separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-        *base.STACKED_EXPERTS,
+        *base.EXPERTS,
     ),
     attributes=(
         *base.sizes(),

@@ -47,7 +47,7 @@ STARCODER2 = base.Family(
     ignored_attributes=_FP32
     | {"attention_dropout", "embedding_dropout", "residual_dropout", "activation_function", "layer_norm_epsilon"},
     tp_plan={
-        **{module: style for module, style in base.TP_PLAN.items() if ".mlp." not in module},
+        **base.ATTENTION_TP_PLAN,
         "layers.*.mlp.c_fc": "colwise",
         "layers.*.mlp.c_proj": "rowwise",
     },
