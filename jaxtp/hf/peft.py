@@ -90,8 +90,7 @@ def _modules(config: ModelConfig, family: Family) -> _Modules:
 
 
 def _in_memory(module: str, family: Family) -> str:
-    """Returns a module's name in the memory of transformers 5; multimodal files have other names, and so did older
-    versions."""
+    # The name in transformers' memory. Multimodal files have other names, and so did older versions.
     before = family.prefix if family.wrapper is None else MODULES
     known = (*(form for form, _ in TEXT_PREFIXES), family.prefix) if family.wrapper is not None else (before,)
     beginning = next((form for form in known if module.startswith(form)), "")

@@ -7,6 +7,7 @@ the folder that the model came from is still there.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jaxtp.config.reading import truncate
@@ -68,7 +69,7 @@ def full_names(stored: Tensors, family: Family, num_layers: int | None = None) -
 
 
 def require_prediction_heads(folder: Folder, family: Family, num_layers: int) -> None:
-    """Raises `HFError` for layers past the text model's that are not its prediction heads."""
+    """Raises `HFError` for layers past the last prediction head."""
     if not family.later_layers:
         return
     heads = folder.attributes.get("num_nextn_predict_layers", 1)
@@ -129,10 +130,14 @@ class Whole:
         """Returns the name in this folder of a tensor in the family's table."""
         if self.family.wrapper is None:
             return theirs
-        before, before_head = _prefixes(self.folder.tensors, self.family)
+        before, before_head = self._forms
         if theirs.startswith(self.family.prefix):
             return before + theirs.removeprefix(self.family.prefix)
         return before_head + theirs
+
+    @cached_property
+    def _forms(self) -> tuple[str, str]:
+        return _prefixes(self.folder.tensors, self.family)
 
     def attributes(self, changes: Attributes) -> dict[str, Any]:
         """Returns config.json with changes of the text model's attributes."""

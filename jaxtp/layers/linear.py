@@ -62,6 +62,11 @@ class LayerContext:
 default_kernel_init = nnx.initializers.normal(stddev=0.02)
 
 
+def fixed_in_part(bias: Array, period: int, count: int) -> Array:
+    """Stops the gradient of feature i unless `i % period < count`."""
+    return jnp.where(jnp.arange(bias.size) % period < count, bias, jax.lax.stop_gradient(bias))
+
+
 class ColumnParallelLinear(nnx.Module):
     """Projects one input to one or several outputs, split by columns over tp: `y_i = x @ kernels[i] + biases[i]`.
 
@@ -79,7 +84,7 @@ class ColumnParallelLinear(nnx.Module):
     """
 
     fixed_bias: tuple[int, int, int] | None = None
-    """(output, period, count): feature i of this output's bias gets a gradient only if `i % period < count`."""
+    """(output, period, count): the output whose bias is `fixed_in_part`."""
 
     def __init__(
         self,
@@ -128,8 +133,7 @@ class ColumnParallelLinear(nnx.Module):
         for i, f in enumerate(self.features if self.biases else ()):
             bias = self._load(weights[f"biases.{i}"], None, f)
             if self.fixed_bias is not None and self.fixed_bias[0] == i:
-                _, period, count = self.fixed_bias
-                bias = jnp.where(jnp.arange(bias.size) % period < count, bias, jax.lax.stop_gradient(bias))
+                bias = fixed_in_part(bias, *self.fixed_bias[1:])
             outputs[i] += bias
         for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=True)):
             small = checkpoint_name(inner[at], PROJECTED)  # [B/(dp*fsdp), T/cp, rank]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, axis_size, device_view
 from jaxtp.config.schema import Positive
-from jaxtp.layers.linear import LayerContext
+from jaxtp.layers.linear import LayerContext, fixed_in_part
 from jaxtp.layers.parameter import DType, PaddedDim, Precision, Weights, check_sizes, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import STORAGE, TP
@@ -115,8 +115,7 @@ class QKNorm(nnx.Module):
     The factor is 1 + scale with a plus_one `norm` (Gemma 3).
     """
 
-    fixed_bias: tuple[int, int] | None = None
-    """(period, count): feature i of the bias gets a gradient only if `i % period < count`."""
+    fixed_bias: tuple[int, int] | None = None  # (period, count), if the bias is `fixed_in_part`
 
     def __init__(self, kind: QKNormKind, heads: PaddedDim, norm: NormConfig, precision: Precision = Precision()):
         self.kind, self.heads, self.precision = kind, heads, precision
@@ -146,7 +145,6 @@ class QKNorm(nnx.Module):
         if bias_shard is not None:
             bias = self.precision.load(bias_shard, None, used_by_all_tp=True)
             if self.fixed_bias is not None:
-                period, count = self.fixed_bias
-                bias = jnp.where(jnp.arange(bias.size) % period < count, bias, jax.lax.stop_gradient(bias))
+                bias = fixed_in_part(bias, *self.fixed_bias)
             y += bias
         return y.astype(x.dtype)
