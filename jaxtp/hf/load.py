@@ -210,7 +210,7 @@ class _Buffers:
             columns, bounds = None, (begin + part.first, end + part.first)
             if part.columns is not None:
                 columns = part.columns[begin:end]
-                bounds = (columns.min(initial=part.columns.max()), columns.max(initial=-1) + 1)
+                bounds = (int(columns.min(initial=part.columns.max())), int(columns.max(initial=-1)) + 1)
             if part.transposed:
                 yield block.swapaxes(-2, -1), (*before[:-1], bounds, before[-1]), columns
             else:
