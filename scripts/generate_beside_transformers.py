@@ -1,4 +1,4 @@
-"""Compares the generation speed of jaxtp and transformers on the same CPU cores.
+"""Compares the generation speed of jaxtp and transformers on the same CPU cores, or on a GPU that both see.
 
     python scripts/generate_beside_transformers.py --model DIR --transformers-python PATH
 
@@ -47,12 +47,13 @@ def of_transformers(folder: str, dtype: str) -> Generate:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(os.cpu_count() or 1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
     model.generation_config.eos_token_id = None
 
     @torch.no_grad()
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=device)
         mask = torch.ones_like(ids)
         found = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
         return [row[len(prompts[0]) :].tolist() for row in found]
@@ -88,6 +89,12 @@ class Worker:
         print(json.dumps([prompts, tokens]), file=self._process.stdin, flush=True)
         seconds, ids = self._answer()
         return seconds, ids
+
+    def end(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
     def _answer(self) -> list:
         assert self._process.stdout is not None

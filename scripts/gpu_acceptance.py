@@ -4,8 +4,9 @@
 
 Each part runs in its own process, so a failure affects no other part. `results.json` has the results, which are also
 printed as a table; each part writes a log. A part that has passed on these devices and versions is skipped; `--only`
-selects parts, and `--again` ignores earlier results. On CPUs all parts run at a small size, which tests the script and
-not the speed. The script names and omits parts that this machine cannot run (no second GPU, no torch).
+selects parts, and `--again` ignores earlier results. Parts in `--together` run first, at the same time, which affects
+their speed. On CPUs all parts run at a small size, which tests the script and not the speed. The script names and omits
+parts that this machine cannot run (no second GPU, no torch).
 """
 
 import argparse
@@ -16,14 +17,17 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +35,11 @@ from typing import Any
 import yaml
 
 from jaxtp.config.files import write_atomically
+from jaxtp.layers.kernels.select import KERNELS, Kernel, Use
 
 Result = dict[str, Any]
 SEQUENCE, SECONDS_PER_PART = 4096, 900
+STEPS_TOLD, SCORES_FIT = 5, 4096  # longer sequences are not timed in kernels that store all scores
 PARTS_OF_A_STEP = ("attention", "mlp", "norm", "embedding", "cross_entropy", "optimizer", "grad_norm", "param_norm")
 ONE_B = {"vocab_size": 128256, "d_model": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
 ONE_B |= {"d_ff": 8192, "tie_embeddings": True}
@@ -41,6 +47,16 @@ EIGHT_B = {"vocab_size": 128256, "d_model": 4096, "num_heads": 32, "num_kv_heads
 TINY = {"vocab_size": 256, "d_model": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 TINY |= {"d_ff": 128}
 
+ON_DEVICE = ("devices", "attention", "attention-speed", "experts", "ceiling")
+"""Parts that use the device in their own process. The others start processes, which need all of its memory."""
+
+PEERS, PEER_ROWS = ("jaxtp", "transformers"), 2
+KINDS = {
+    "attention": "attention|fmha|flash|sdpa",
+    "product": "gemm|nvjet|cutlass|xmma|dot|cublas",
+    "copy": "(?i)mem(cpy|set)",
+}
+"""Kinds of kernels in a profile, by patterns of their names."""
 
 SMALL = ": everything runs small, and says nothing about speed"
 
@@ -92,12 +108,16 @@ def run(command: list[str], log: Path, *, codes: tuple[int, ...] = (0,), **envir
     Raises:
       RuntimeError: the exit code is not in `codes`.
     """
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    printed = log.with_suffix(".stdout.txt")  # what a process that is killed has printed
+    with log.open("a") as told, printed.open("w") as output:
+        print("$", *command, file=told, flush=True)
+        done = subprocess.run(command, stdout=output, stderr=told, env={**os.environ, **environment})
+    errors, text = log.read_text().strip(), printed.read_text()
     with log.open("a") as file:
-        file.write(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}\n")
+        file.write(f"{text}\n")
     if done.returncode not in codes:
-        raise RuntimeError(f"{' '.join(command[:4])} ... ended with {done.returncode}: {done.stderr.strip()[-500:]}")
-    return done.stdout
+        raise RuntimeError(f"{' '.join(command[:4])} ... ended with {done.returncode}: {errors[-500:]}")
+    return text
 
 
 def train(out: Path, name: str, settings: Result, log: Path, **environment: str) -> list[Result]:
@@ -164,26 +184,23 @@ def allocators(machine: Machine, out: Path, log: Path) -> Result:
     return {"right": off < 1e-2, "loss_off": off, **found}
 
 
-def attention(machine: Machine, out: Path, log: Path) -> Result:
-    """Compares each attention kernel that runs here with plain float32 attention, and times it."""
+def attention_cases(machine: Machine) -> Iterator[tuple[Kernel, Use, tuple[int, int]]]:
+    """Yields kernels, uses that they support, and numbers of query and kv heads."""
     import jax
 
-    from jaxtp.layers.kernels.select import KERNELS, Use
-    from jaxtp.mesh import platform_of
-    from jaxtp.tools.bench.__main__ import medians
-    from jaxtp.train.self_check import TOLERANCE, problem, relative_errors, results
+    from jaxtp.layers.kernels.select import architecture_of
 
-    found: Result = {}
     length = 64 if machine.is_small else 1024
-    dtypes, heads = (("float32", "bfloat16"), ((64, 4, 1), (128, 8, 2)))
+    heads = ((64, 4, 1), (128, 8, 2))
+    shapes = [("float32", heads[0])] if machine.is_small else [("float32", heads[0]), *(("bfloat16", h) for h in heads)]
     masks = (
         (False, None, None, False),
+        (False, length // 5, None, False),
         (True, None, None, False),
         (True, length // 5, 30.0, False),
         (True, None, None, True),
     )
-    cases = itertools.product(dtypes[: 1 if machine.is_small else 2], heads[: 1 if machine.is_small else 2], masks)
-    for dtype, (head_dim, queries, keys), (packed, window, softcap, part) in cases:
+    for (dtype, (head_dim, *numbers)), (packed, window, softcap, part) in itertools.product(shapes, masks):
         use = Use(
             head_dim=head_dim,
             window=window,
@@ -192,17 +209,77 @@ def attention(machine: Machine, out: Path, log: Path) -> Result:
             length=length,
             packed=packed,
             part=part,
-            platform=platform_of(jax.devices()[0]),
+            platform=architecture_of(jax.devices()[0]),
         )
-        for kernel in (kernel for kernel in KERNELS.values() if not any(kernel.problems(use))):
-            errors = relative_errors(kernel.run, use, queries, keys)
-            arrays, settings = problem(use, queries, keys)
-            program = partial(jax.jit(partial(results, kernel.run, settings)), *arrays)
-            what = f"{'packed' if packed else 'one text'} {window}{' part' if part else ''}"
-            key = f"{kernel.name} {dtype} {queries}x{head_dim} {what}"
-            seconds = medians({key: program}, 3)[key]
-            found[key] = {"errors": errors, "right": max(errors) <= TOLERANCE[dtype], "milliseconds": 1e3 * seconds}
-    return {"right": all(one["right"] for one in found.values()), "kernels": found}
+        for kernel in KERNELS.values():
+            if not any(kernel.problems(use)):
+                yield kernel, use, (numbers[0], numbers[1])
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:500]
+
+
+def compare_attention(case: tuple[Kernel, Use, tuple[int, int]]) -> tuple[str, Result]:
+    """Returns a name for the case, and the errors of its output and gradients."""
+    from jaxtp.train.self_check import TOLERANCE, relative_errors
+
+    kernel, use, heads = case
+    what = f"{'packed' if use.packed else 'one text'} {use.window} {use.softcap}{' part' if use.part else ''}"
+    name = f"{kernel.name} {use.dtype} {heads[0]}x{use.head_dim} {what}"
+    try:
+        errors = relative_errors(kernel.run, use, *heads)
+    except Exception as error:
+        return name, {"failed": first_line(error), "right": False}
+    return name, {"errors": errors, "right": max(errors) <= TOLERANCE[str(use.dtype)]}
+
+
+def attention(machine: Machine, out: Path, log: Path) -> Result:
+    """Compares each attention kernel that runs here with plain float32 attention; threads compile at the same time."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = dict(pool.map(compare_attention, attention_cases(machine)))
+    wrong = [name for name, one in found.items() if not one["right"]]
+    return {"right": not wrong, "cases": len(found), "wrong": ", ".join(wrong) or "none", "kernels": found}
+
+
+def attention_speed(machine: Machine, out: Path, log: Path) -> Result:
+    """Times attention, forward and backward, in two rows with the heads of 8B and 1B models."""
+    import jax
+
+    from jaxtp.layers.kernels.select import architecture_of
+    from jaxtp.tools.bench.__main__ import medians
+    from jaxtp.train.self_check import problem, results
+
+    most = ceiling(machine, out, log)["flops_per_second"]
+    found: Result = {}
+    shapes = itertools.product((128, 64), (64,) if machine.is_small else (2048, 8192), (False, True))
+    for head_dim, length, packed in shapes:
+        dtype, platform = "float32" if machine.is_small else "bfloat16", architecture_of(jax.devices()[0])
+        use = Use(head_dim=head_dim, dtype=dtype, length=length, packed=packed, platform=platform)
+        kernels = [kernel for kernel in KERNELS.values() if not any(kernel.problems(use))]
+        if length > SCORES_FIT:
+            kernels = [kernel for kernel in kernels if not kernel.stores_scores]
+        arrays, settings = problem(use, 32, 8, most=length)
+        flops = 7 * 2 * 32 * length**2 * head_dim  # 2 products forward and 5 backward, of half of the scores
+
+        def timed(kernel: Kernel, arrays: Any = arrays, settings: Any = settings, flops: int = flops) -> Result:
+            try:
+                program = jax.jit(partial(results, kernel.run, settings))
+                seconds = medians({"": partial(program, *arrays)}, 5, calls=5)[""]
+            except Exception as error:
+                return {"failed": first_line(error)}
+            return {
+                "milliseconds": 1e3 * seconds,
+                "tflops": flops / seconds / 1e12,
+                "of_product": flops / seconds / most,
+            }
+
+        for kernel in kernels:
+            name = f"{kernel.name} 32/8 heads of {head_dim}, {length} tokens{', packed' * packed}"
+            found[name] = timed(kernel)
+            print(name, found[name], file=sys.stderr, flush=True)
+    shown = {name: one["milliseconds"] for name, one in found.items() if "milliseconds" in one}
+    return {"kernels": found, "ceiling_tflops": most / 1e12, "milliseconds": shown}
 
 
 def experts(machine: Machine, out: Path, log: Path) -> Result:
@@ -279,6 +356,7 @@ def step(machine: Machine, out: Path, log: Path, name: str, model: Mapping[str, 
     estimated = json.loads(said.read_text())["meshes"][0]
     return {
         **measured,
+        "losses": [record["loss"] for record in records[:STEPS_TOLD]],
         "estimated_tokens_per_second": estimated["tokens_per_second_range"],
         "estimated_bytes": estimated["bytes_per_device"]["total"],
         "layers": settings["model"]["num_layers"],
@@ -328,27 +406,50 @@ def ceiling(machine: Machine, out: Path, log: Path) -> Result:
     return {"flops_per_second": 2 * size**3 / seconds, "size": size, "dtype": dtype}
 
 
-def peer(machine: Machine, out: Path, log: Path) -> Result:
-    """Times the 1B model in compiled transformers, alternating with jaxtp."""
+def need_torch() -> None:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise LeftOutError(f"{' and '.join(missing)} not installed")
-    rounds = []
-    for turn in range(1 if machine.is_small else 2):
-        ours = step(machine, out, log, f"peer-ours-{turn}", ONE_B)["tokens_per_second"]
-        asked = [TINY, 64] if machine.is_small else [ONE_B, SEQUENCE]
-        said = run([sys.executable, __file__, "--torch", json.dumps(asked)], log)
-        theirs = json.loads(said.splitlines()[-1])["tokens_per_second"]
-        rounds.append({"ours": ours, "transformers": theirs, "ratio": ours / theirs})
-    return {"rounds": rounds, "ratio": sorted(r["ratio"] for r in rounds)[len(rounds) // 2]}
 
 
-def torch_step(model: Mapping[str, Any], length: int, rows: int = 4) -> Result:
-    """Returns the tokens per second of training the model in transformers, AdamW included."""
+def peer(machine: Machine, out: Path, log: Path) -> Result:
+    """Times the 1B model in two remat policies, alternating with compiled transformers in two settings."""
+    need_torch()
+    found: Result = {}
+
+    def attempted(name: str, tokens_per_second: Callable[[], float]) -> None:
+        try:
+            found[name] = tokens_per_second()
+        except RuntimeError as error:
+            found[f"{name} failed"] = str(error)[-300:]
+        print(name, found, file=sys.stderr, flush=True)
+
+    def ours(remat: str) -> float:
+        settings = step_settings(machine, ONE_B, PEER_ROWS)
+        settings["model"]["remat"], settings["data"]["packing"] = remat, "concatenated"
+        records = train(out, f"peer-{remat}", settings, log)
+        return statistics.median(record["tokens_per_second"] for record in records[len(records) // 2 :])
+
+    def theirs(checkpointing: bool) -> float:
+        model, length = (TINY, 64) if machine.is_small else (ONE_B, SEQUENCE)
+        said = run([sys.executable, __file__, "--torch", json.dumps([model, length, PEER_ROWS, checkpointing])], log)
+        return json.loads(said.splitlines()[-1])["tokens_per_second"]
+
+    for remat, checkpointing in (("save_dots", False), ("none", True)):
+        attempted(f"jaxtp {remat}", partial(ours, remat))
+        attempted(
+            f"transformers {'with' if checkpointing else 'without'} checkpointing", partial(theirs, checkpointing)
+        )
+    speeds = {who: [v for k, v in found.items() if k.startswith(who) and isinstance(v, float)] for who in PEERS}
+    ratio = {"ratio of the fastest": max(speeds[PEERS[0]]) / max(speeds[PEERS[1]])} if all(speeds.values()) else {}
+    return found | ratio
+
+
+def llama(model: Mapping[str, Any]) -> Any:
+    """Returns the model in transformers, with random weights, on the device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     config = LlamaConfig(
         vocab_size=model["vocab_size"],
         hidden_size=model["d_model"],
@@ -360,14 +461,27 @@ def torch_step(model: Mapping[str, Any], length: int, rows: int = 4) -> Result:
         tie_word_embeddings=model.get("tie_embeddings", False),
         attn_implementation="sdpa",
     )
-    network = LlamaForCausalLM(config).to(device)
-    network.gradient_checkpointing_enable({"use_reentrant": False})
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return LlamaForCausalLM(config)
+
+
+def torch_step(model: Mapping[str, Any], length: int, rows: int, checkpointing: bool) -> Result:
+    """Returns the tokens per second of training the model in transformers, AdamW included."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    network = llama(model).train()
+    if checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     optimizer = torch.optim.AdamW(network.parameters(), fused=device == "cuda")
     compiled = torch.compile(network) if device == "cuda" else network
     ids = torch.randint(0, model["vocab_size"], (rows, length), device=device)
 
     def update() -> None:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16), sdpa_kernel(backends, set_priority=True):
             loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -384,21 +498,101 @@ def torch_step(model: Mapping[str, Any], length: int, rows: int = 4) -> Result:
     return {"tokens_per_second": rows * length / sorted(times)[len(times) // 2]}
 
 
+def generate(machine: Machine, out: Path, log: Path) -> Result:
+    """Compares prefill and decode of the 1B model with transformers, in bfloat16 with random weights."""
+    need_torch()
+    from generate_beside_transformers import Worker, compare
+    from tokenizers import Tokenizer, models
+
+    found: Result = {}
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # both libraries are on the device
+    with tempfile.TemporaryDirectory() as folder:
+        model = (TINY | {"vocab_size": 2048}) if machine.is_small else ONE_B
+        run([sys.executable, __file__, "--save", json.dumps([model, folder])], log)
+        words = {str(i): i for i in range(model["vocab_size"])}
+        Tokenizer(models.WordLevel(words, unk_token="0")).save(f"{folder}/tokenizer.json")
+        workers = {name: Worker(sys.executable, name, folder, "bfloat16") for name in PEERS}
+        for rows in (1, 8):
+            length, tokens = (16, 8) if machine.is_small else (512, 128)
+            rates = compare(workers, rows, length, tokens, 3)
+            for (who, speeds), (i, what) in itertools.product(rates.items(), enumerate(("prefill", "decode"))):
+                found[f"{who} {what} {rows} x {length}, tokens/s"] = speeds[i]
+            print(found, file=sys.stderr, flush=True)
+        for worker in workers.values():
+            worker.end()
+    return found
+
+
+def save(model: Mapping[str, Any], folder: str) -> None:
+    """Writes random weights of the model in bfloat16, as transformers does."""
+    import torch
+
+    llama(model).to(torch.bfloat16).save_pretrained(folder)
+
+
 def profile(machine: Machine, out: Path, log: Path) -> Result:
-    """Profiles two steps of the 1B model, and sums the time of operations by module."""
+    """Profiles two steps of the 1B model, and sums the time of operations by module and by kind of kernel."""
     settings = step_settings(machine, ONE_B, 4) | {"profile": {"start": 3, "steps": 2}}
-    train(out, "profile", settings, log)
+    settings["train"]["steps"] = 5
+    programs = f"--xla_dump_to={out / 'profile-programs'} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*step.*"
+    by_kernel = "" if machine.is_small else " --xla_gpu_enable_command_buffer="  # kernels of a CUDA graph have no names
+    environment = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {programs}{by_kernel}"}
+    train(out, "profile", settings, log, **environment)
     (trace,) = (out / "profile" / "profile").rglob("perfetto_trace.json.gz")
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    busy: Counter[str] = Counter()
+    shutil.copy(trace, out / "profile-trace.json.gz")
+    return summed(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"], operation_names(out))
+
+
+def operation_names(out: Path) -> dict[str, str]:
+    """Returns the name that JAX gave to each operation of the compiled step; of a fusion, its operations' names."""
+    files = list((out / "profile-programs").glob("*after_optimizations.txt"))
+    text = max((file.read_text() for file in files), key=len, default="")
+    names: dict[str, str] = {}
+    inside: dict[str, str] = {}
+    for computation in re.split(r"\n\n", text):
+        title = re.match(r"\s*(?:ENTRY )?%?([\w.-]+)", computation)
+        inside[title[1] if title else ""] = " ".join(re.findall(r'op_name="([^"]*)"', computation))
+    for line in text.splitlines():
+        found = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line)
+        called = re.search(r"calls=%?([\w.-]+)", line)
+        if found:
+            own = " ".join(re.findall(r'op_name="([^"]*)"', line))
+            names[found[1]] = own or (inside.get(called[1], "") if called else "")
+    return names
+
+
+def summed(events: list[Result], names: Mapping[str, str]) -> Result:
+    """Returns a trace's time by module and by kind of kernel, and the share of time without any."""
+    labels: dict[tuple[Any, ...], str] = {}
     for event in events:
+        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name"):
+            whose = (event["pid"],) if event["name"] == "process_name" else (event["pid"], event.get("tid"))
+            labels[whose] = event["args"]["name"]
+
+    def is_stream(event: Result) -> bool:
+        thread = labels.get((event["pid"], event.get("tid")), "")
+        return "Stream" in thread and "/device:GPU" in labels.get((event["pid"],), "")
+
+    timed = [event for event in events if event.get("ph") == "X"]
+    chosen = [event for event in timed if is_stream(event)]  # a GPU; operations of CPUs run in threads of the host
+    chosen = chosen or [event for event in timed if "hlo_op" in (event.get("args") or {})]
+    modules, kinds = Counter[str](), Counter[str]()
+    for event in chosen:
         about = event.get("args") or {}
-        if event.get("ph") != "X" or not ("hlo_op" in about or "hlo_module" in about):
-            continue
-        path = f"{about.get('name', '')} {about.get('tf_op', '')} {about.get('long_name', '')} {event['name']}"
-        busy[next((part for part in PARTS_OF_A_STEP if part in path), "other")] += event.get("dur", 0)
-    total = sum(busy.values()) or 1
-    return {"microseconds": dict(busy), "shares": {name: spent / total for name, spent in busy.most_common()}}
+        operations = str(about.get("hlo_op", "")).split("/")
+        told = [about.get(key, "") for key in ("name", "tf_op", "long_name")] + [names.get(op, "") for op in operations]
+        path, spent = f"{told} {event['name']}", event.get("dur", 0)
+        modules[next((part for part in PARTS_OF_A_STEP if part in path), "other")] += spent
+        kinds[next((kind for kind, name in KINDS.items() if re.search(name, event["name"])), "other")] += spent
+    total = sum(modules.values()) or 1
+    ends = [(event["ts"], event["ts"] + event.get("dur", 0)) for event in chosen]
+    span = max(end for _, end in ends) - min(start for start, _ in ends) if ends else 1
+    return {
+        "microseconds": dict(modules),
+        "shares": {name: spent / total for name, spent in modules.most_common()},
+        "kernels": {name: spent / total for name, spent in kinds.most_common()},
+        "busy": total / span,
+    }
 
 
 def several(machine: Machine, out: Path, log: Path) -> Result:
@@ -420,6 +614,7 @@ def several(machine: Machine, out: Path, log: Path) -> Result:
 PARTS: dict[str, Callable[[Machine, Path, Path], Result]] = {
     "devices": devices,
     "attention": attention,
+    "attention-speed": attention_speed,
     "experts": experts,
     "numbers": numbers,
     "allocators": allocators,
@@ -427,24 +622,29 @@ PARTS: dict[str, Callable[[Machine, Path, Path], Result]] = {
     "step-8b": eight_b,
     "ceiling": ceiling,
     "peer": peer,
+    "generate": generate,
     "profile": profile,
     "several": several,
 }
 
 
-def attempt(name: str, out: Path) -> Result:
-    """Runs a part in its own process, and returns its result."""
+def attempt(name: str, out: Path, machine: Result, most: int, **environment: str) -> Result:
+    """Runs a part in its own process for at most `most` seconds, and returns its result."""
     started, log = time.perf_counter(), out / f"{name}.log"
     log.write_text("")
     command = [sys.executable, __file__, "--out", str(out), "--part", name]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command += ["--machine", json.dumps(machine)]
+    pipes: Result = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {**os.environ, **environment}}
     with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
         try:
-            printed, errors = process.communicate(timeout=SECONDS_PER_PART)
+            printed, errors = process.communicate(timeout=most)
         except BaseException as ended:
             os.killpg(process.pid, signal.SIGKILL)  # also kills its children, which would occupy the GPU
             if isinstance(ended, subprocess.TimeoutExpired):
-                return {"failed": f"it took more than {SECONDS_PER_PART} s"}
+                printed, errors = process.communicate()
+                with log.open("a") as file:
+                    file.write(printed + errors)
+                return {"failed": f"it took more than {most} s"}
             raise
     with log.open("a") as file:
         file.write(printed + errors)
@@ -455,22 +655,38 @@ def attempt(name: str, out: Path) -> Result:
     return {**found, "seconds": time.perf_counter() - started}
 
 
-def part(name: str, out: Path) -> Result:
+def part(name: str, out: Path, machine: Machine) -> Result:
     """Runs a part in this process, and returns its result."""
+    import jax
+
+    if name not in ON_DEVICE:
+        jax.config.update("jax_platforms", "cpu")
     try:
-        return PARTS[name](look(), out, out / f"{name}.log")
+        return PARTS[name](machine, out, out / f"{name}.log")
     except LeftOutError as reason:
         return {"left_out": str(reason)}
+
+
+def attempts(names: list[str], together: list[str], run_part: Callable[..., Result]) -> Iterator[tuple[str, Result]]:
+    """Yields the result of each part as it ends; those in `together` run first, at the same time."""
+    first = [name for name in names if name in together]
+    with ThreadPoolExecutor(len(first) or 1) as pool:
+        running = {pool.submit(run_part, name, XLA_PYTHON_CLIENT_PREALLOCATE="false"): name for name in first}
+        for future in as_completed(running):
+            yield running[future], future.result()
+    for name in names:
+        if name not in first:
+            yield name, run_part(name)
 
 
 def row(name: str, result: Result) -> str:
     for key, verdict in (("left_out", "left out"), ("failed", "FAILED")):
         if key in result:
-            return f"{name:<12}{verdict:<10}{result[key]}"
+            return f"{name:<16}{verdict:<10}{result[key]}"
     shown = {key: value for key, value in result.items() if isinstance(value, int | float | str) and key != "right"}
-    shown |= {**result.get("relative_error", {}), **result.get("shares", {})}
+    shown |= {**result.get("relative_error", {}), **result.get("shares", {}), **result.get("milliseconds", {})}
     told = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items())
-    return f"{name:<12}{'WRONG' if result.get('right') is False else 'ok':<10}{', '.join(told)}"
+    return f"{name:<16}{'WRONG' if result.get('right') is False else 'ok':<10}{', '.join(told)}"
 
 
 def earlier(file: Path, machine: Result) -> dict[str, Result]:
@@ -498,6 +714,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), help="folder of results and logs")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
     parser.add_argument("--again", action="store_true", help="also run parts that have a result")
+    parser.add_argument("--together", nargs="+", choices=list(PARTS), default=[], help="parts to run at the same time")
+    parser.add_argument("--seconds", type=int, default=SECONDS_PER_PART, help="longest time of a part")
+    parser.add_argument("--machine", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--save", help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--torch", help=argparse.SUPPRESS)
     parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
@@ -506,11 +726,14 @@ def main() -> int:
     if given.torch:
         print(json.dumps(torch_step(*json.loads(given.torch))))
         return 0
+    if given.save:
+        save(*json.loads(given.save))
+        return 0
     if given.look:
         print(json.dumps(dataclasses.asdict(look())))
         return 0
     if given.part:
-        print(json.dumps(part(given.part, given.out)))
+        print(json.dumps(part(given.part, given.out, Machine(**given.machine))))
         return 0
     machine = json.loads(run([sys.executable, __file__, "--out", str(given.out), "--look"], given.out / "look.log"))
     print(
@@ -518,11 +741,16 @@ def main() -> int:
     )
     file = given.out / "results.json"
     results = {} if given.again and given.only == list(PARTS) else earlier(file, machine)
+    wanted = [name for name in given.only if given.again or not has_passed(results.get(name))]
+    for name, result in attempts(
+        wanted, given.together, partial(attempt, out=given.out, machine=machine, most=given.seconds)
+    ):
+        results[name] = result
+        write_atomically(file, json.dumps({"machine": machine, "parts": results}, indent=1).encode())
+        print(row(name, result), flush=True)
     for name in given.only:
-        if given.again or not has_passed(results.get(name)):
-            results[name] = attempt(name, given.out)
-            write_atomically(file, json.dumps({"machine": machine, "parts": results}, indent=1).encode())
-        print(row(name, results[name]), flush=True)
+        if name not in wanted:
+            print(row(name, results[name]))
     bad = [name for name, result in results.items() if "failed" in result or result.get("right") is False]
     return 1 if bad else 0
 
