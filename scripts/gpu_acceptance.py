@@ -735,6 +735,7 @@ def main() -> int:
     if given.part:
         print(json.dumps(part(given.part, given.out, Machine(**given.machine))))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the processes of a part too
     machine = json.loads(run([sys.executable, __file__, "--out", str(given.out), "--look"], given.out / "look.log"))
     print(
         f"{machine['count']} x {machine['kind']}, {machine['versions']}{SMALL if machine['platform'] == 'cpu' else ''}"
