@@ -59,6 +59,8 @@ KINDS = {
 """Kinds of kernels in a profile, by patterns of their names."""
 
 SMALL = ": everything runs small, and says nothing about speed"
+MOST_LAYERS = 8
+"""Of the 8B model: a run saves its last state, which takes longer than its steps."""
 
 
 class LeftOutError(Exception):
@@ -135,7 +137,7 @@ def train(out: Path, name: str, settings: Result, log: Path, **environment: str)
 
 def step_settings(machine: Machine, model: Mapping[str, Any], rows: int, **mesh: int) -> Result:
     """Returns the settings of a run of a few steps."""
-    steps, length = (6, 64) if machine.is_small else (30, SEQUENCE)
+    steps, length = (6, 64) if machine.is_small else (16, SEQUENCE)
     return {
         "model": {
             **(TINY if machine.is_small else model),
@@ -383,7 +385,7 @@ def layers_that_fit(machine: Machine) -> int:
     if machine.is_small:
         return 2
     fits = 1
-    for layers in range(1, 33):
+    for layers in range(1, MOST_LAYERS + 1):
         settings = step_settings(machine, {**EIGHT_B, "num_layers": layers}, 2)
         config = validate(TrainConfig, settings, source="the step")
         if memory_per_device(config, mesh_shape(), platform="cuda").total > 0.85 * machine.memory:

@@ -335,7 +335,7 @@ def test_every_command_of_the_pages_is_one_that_is_followed():
 def test_the_readme_is_short_and_says_first_what_has_not_been_run():
     lines = README.read_text().splitlines()
     assert len(lines) <= 220
-    assert "Nothing here has run on a GPU yet." in " ".join(lines[:30])
+    assert "Nothing has run on several GPUs" in " ".join(lines[:30])
 
 
 def test_the_commands_and_the_guides_are_listed():
