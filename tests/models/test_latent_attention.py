@@ -1,6 +1,7 @@
 """Latent attention against plain mathematics in float64, on every mesh: loss, logits and every gradient."""
 
 import dataclasses
+from contextlib import nullcontext
 from functools import cache
 
 import jax
@@ -9,9 +10,22 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from support import TOLERANCE, by_name, random_weights, relative_error, sizes_of, state_on_mesh, sweep_of
+from support import (
+    TOLERANCE,
+    assert_close,
+    by_name,
+    cached_and_whole,
+    random_weights,
+    relative_error,
+    sizes_of,
+    state_on_mesh,
+    sweep,
+    sweep_of,
+    without_mesh,
+)
 
 import jaxtp
+from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import mesh_of
@@ -198,3 +212,57 @@ def test_every_policy(name, remat):
 @pytest.mark.parametrize("name", ["queries from a latent", "adapters, queries from the input"])
 def test_other_programs(name, changes):
     check(name, (1, 1, 1, 4), **changes)
+
+
+SPOKEN = dataclasses.replace(CONFIG, vocab_size=259, pattern=({"sliding_window": 9}, {}))
+PROMPTS = ["a", "tensor", "forty characters, which are several chunks", "several"]
+TOKENS = 10
+
+
+@cache
+def spoken(lora):
+    config = dataclasses.replace(SPOKEN, lora=LoraConfig(rank=3) if lora else LoraConfig())
+    make = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    return make, random_weights(make)
+
+
+def model_on(mesh, lora=False):
+    make, weights = spoken(lora)
+    return without_mesh(make, weights) if mesh is None else state_on_mesh(make, weights, jaxtp.make_mesh(*mesh))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "lora"),
+    sweep_of([[None, (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 2)], [False, True]], ((1, 1, 4), True)),
+    ids=str,
+)
+def test_the_cache_of_latents_equals_the_whole(mesh, lora):
+    """Tokens with the up-projections absorbed, several at a time."""
+    ids = np.random.default_rng(1).integers(0, 259, (4, 12), np.int32)
+    on = nullcontext() if mesh is None else jax.set_mesh(jaxtp.make_mesh(*mesh))
+    with on:
+        cached, whole = cached_and_whole(*model_on(mesh, lora), ids, 7)
+    assert_close({"hidden": cached}, {"hidden": whole})
+
+
+@cache
+def likeliest(prompt):
+    graph, state = model_on(None)
+    logits = jax.jit(lambda ids: nnx.merge(graph, state)(ids[None])[0])
+    ids = list(prompt.encode())
+    for _ in range(TOKENS):
+        padded = np.zeros(64, np.int32)
+        padded[: len(ids)] = ids
+        ids.append(int(np.argmax(logits(padded)[len(ids) - 1, :256])))
+    return tuple(ids[-TOKENS:])
+
+
+@pytest.mark.parametrize("mesh", sweep([None, (1, 1, 2), (1, 1, 4), (2, 2, 2)], (1, 1, 2)), ids=str)
+def test_texts_after_packed_prompts_in_chunks(mesh):
+    generator = jaxtp.Generator(nnx.merge(*model_on(mesh)), ByteTokenizer())
+    generator._chunk = 16
+    results = generator.generate(PROMPTS, jaxtp.GenerationSettings(max_tokens=TOKENS))
+    assert [result.ids for result in results] == [likeliest(prompt) for prompt in PROMPTS]
+    slots, tp = generator._cache.arrays[0]["attention"][0].shape[2], 1 if mesh is None else mesh[2]
+    rows = generator._cache.arrays[0]["attention"][0].shape[0] // (1 if mesh is None else mesh[0] * mesh[1])
+    assert generator.speed.cache_bytes == 4 * CONFIG.num_layers * rows * slots * (16 + 4), tp
