@@ -41,7 +41,7 @@ CONFIG = jaxtp.ModelConfig(
     query_rank=8,
     head_dim=12,
     rope_head_dim=4,
-    value_head_dim=12,
+    value_head_dim=10,
     d_ff=24,
     norm_eps=1e-3,
     rope_theta=20.0,
@@ -248,12 +248,12 @@ def test_the_cache_of_latents_equals_the_whole(mesh, lora):
 @cache
 def likeliest(prompt):
     graph, state = model_on(None)
-    logits = jax.jit(lambda ids: nnx.merge(graph, state)(ids[None])[0])
+    logits = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids[None])[0])
     ids = list(prompt.encode())
     for _ in range(TOKENS):
         padded = np.zeros(64, np.int32)
         padded[: len(ids)] = ids
-        ids.append(int(np.argmax(logits(padded)[len(ids) - 1, :256])))
+        ids.append(int(np.argmax(logits(state, padded)[len(ids) - 1, :256])))
     return tuple(ids[-TOKENS:])
 
 
