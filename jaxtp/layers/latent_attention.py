@@ -191,9 +191,8 @@ class LatentAttention(CausalSelfAttention):
         if new.rows is not None:
             tokens = jnp.concatenate([new.before(earlier), tokens], axis=1) if new.continued else tokens
             kv, shared = tokens[:, :, 0, : config.kv_rank] @ up, tokens[..., config.kv_rank :]
-            return self._merge_heads(self._attend_packed(q, *self._keys_and_values(kv, shared), new, num_slots)), (
-                slots,
-            )
+            y = self._attend_packed((q, *self._keys_and_values(kv, shared)), new, num_slots)
+            return self._merge_heads(y), (slots,)
         # The up-projection of keys moves to the queries, that of values to the result: no slot is projected.
         up = up.reshape(config.kv_rank, -1, nope + config.value_head_dim)
         q = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope]), q[..., nope:]], axis=-1)
