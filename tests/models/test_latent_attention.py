@@ -175,11 +175,12 @@ TRIED += [(name, mesh, split) for name in CONFIGS for mesh in SOME for split in 
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "sequence_parallel"),
-    sweep(list(dict.fromkeys(TRIED)), ("queries from a latent", (1, 2, 1, 2), True), ("adapters", (1, 1, 1, 4), False)),
+    "case",
+    sweep([*dict.fromkeys(TRIED)], ("queries from a latent", (1, 2, 1, 2), True), ("adapters", (1, 1, 1, 4), False)),
     ids=str,
 )
-def test_on_every_mesh(name, mesh, sequence_parallel):
+def test_on_every_mesh(case):
+    name, mesh, sequence_parallel = case
     check(name, mesh, sequence_parallel=sequence_parallel)
 
 
@@ -187,10 +188,9 @@ TRIED_OVER_CP = [("windows", mesh, method) for mesh in CP_MESHES for method in (
 TRIED_OVER_CP += [(name, (1, 1, 2, 2), "gather") for name in CONFIGS if name != "windows"]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "method"), sweep(TRIED_OVER_CP, ("queries from a latent", (1, 1, 2, 2), "gather")), ids=str
-)
-def test_over_cp(name, mesh, method):
+@pytest.mark.parametrize("case", sweep(TRIED_OVER_CP, ("queries from a latent", (1, 1, 2, 2), "gather")), ids=str)
+def test_over_cp(case):
+    name, mesh, method = case
     if method == "ulysses" and CONFIG.heads.on_device(mesh[-1])[0] % mesh[2]:
         pytest.skip("cp does not divide the heads of a device")
     check(name, mesh, method)
