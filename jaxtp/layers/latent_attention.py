@@ -76,7 +76,7 @@ class LatentAttentionConfig(AttentionConfig):
             return
         if self.rope_head_dim % 2 or not 0 < self.rope_head_dim < self.head_dim:
             text = f"model.rope_head_dim={self.rope_head_dim} is not an even number from 2 to below model.head_dim"
-            yield Problem(f"{text}={self.head_dim}; a third or a half is usual with model.kv_rank")
+            yield Problem(f"{text}={self.head_dim}, which model.kv_rank needs; {self.head_dim // 4 * 2} works")
         if not self.value_head_dim:
             usual = self.head_dim - self.rope_head_dim
             yield Problem(f"model.value_head_dim=0, but latent attention needs a width; {usual} is usual")
