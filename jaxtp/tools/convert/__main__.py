@@ -354,7 +354,7 @@ def _style(tensor: Tensor, declared: PartitionSpec) -> str:
         return "replicated"
     if tensor.ours == TABLE:
         return "embedding_rowwise"
-    if tensor.layout is not None and split == [0]:
+    if ".experts." in tensor.theirs and split == [0]:
         return "grouped_gemm"
     outputs = 0 if tensor.ours == HEAD else len(dims) - 1
     return "colwise" if split == [outputs] else "rowwise"
