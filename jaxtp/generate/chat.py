@@ -26,7 +26,7 @@ with suppress(ImportError):
 
 COMMANDS = ("/reset", "/quit", "/exit")
 _FINAL = "<|channel|>final<|message|>"
-"""What gpt-oss writes between its reasoning, which later turns do not read, and its answer."""
+"""In an answer of gpt-oss, the end of its reasoning, which later turns do not read."""
 GREETING = "(/reset starts again, Ctrl-C stops an answer, /quit or Ctrl-D ends the chat)"
 
 

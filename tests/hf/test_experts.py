@@ -144,6 +144,10 @@ def test_the_plan_tells_how_experts_are_split(capsys):
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[3:]}
     assert rows["layers.*.mlp.experts.gate_up_proj"] == ["packed_colwise", "grouped_gemm", "differs"]
     assert rows["layers.*.mlp.gate"] == ["-", "replicated"]
+    assert main(["plan", str(FOLDER / "gpt_oss_mxfp4")]) == 0
+    rows = {line.split()[0]: line.split()[1:3] for line in capsys.readouterr().out.splitlines()[3:]}
+    assert rows["layers.*.mlp.experts.gate_up_proj"] == ["-", "grouped_gemm"]
+    assert rows["layers.*.self_attn.sinks"] == ["-", "colwise"]
 
 
 FIRST = separate("mixtral", 0, 0, 0)

@@ -341,7 +341,7 @@ def _our_plan(parameters: nnx.State, family: Family) -> dict[str, str]:
     plan: dict[str, str] = {}
     for path, variable in named_variables(parameters).items():
         tensor = tensors[split_path(path)[1]]
-        if not tensor.theirs.endswith(".bias"):
+        if not tensor.theirs.endswith((".bias", "proj_bias")):
             module = tensor.theirs.removeprefix(family.prefix).removesuffix(".weight")
             plan[module.replace(LAYER, "*")] = _style(tensor, spec_of(variable))
     return plan
