@@ -13,6 +13,7 @@ from jaxtp.hf.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WRAP
 from jaxtp.hf.families.glm import GLM, GLM4, GLM4_MOE
 from jaxtp.hf.families.gpt2 import GPT2
 from jaxtp.hf.families.gpt_neox import GPT_NEO, GPT_NEOX
+from jaxtp.hf.families.gpt_oss import GPT_OSS
 from jaxtp.hf.families.granite import GRANITE, GRANITEMOE, GRANITEMOEHYBRID
 from jaxtp.hf.families.hunyuan import HUNYUAN
 from jaxtp.hf.families.llama import ARCEE, LLAMA, SEED_OSS, SMOLLM3
@@ -37,6 +38,7 @@ FAMILIES: Mapping[str, Family] = {
         *(PHI, GLM, MINIMAX_M2, COHERE2, NEMOTRON, HUNYUAN, STABLELM),
         *(GEMMA, VAULTGEMMA, GEMMA4, GEMMA4_UNIFIED, MUSE_GLIMMER),
         *(GPT_NEO, GPT_BIGCODE, STARCODER2, ERNIE4_5, ERNIE4_5_MOE, DOTS1),
+        GPT_OSS,
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
@@ -51,7 +53,6 @@ WRAPPERS: Mapping[str, Wrapper] = {
 """Multimodal models by `model_type`."""
 
 REFUSED: Mapping[str, str] = {
-    "gpt_oss": "attention sinks",
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "kimi_k2", "mistral4", "glm4_moe_lite"), "multi-head latent attention"
     ),
