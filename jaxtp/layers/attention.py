@@ -366,15 +366,17 @@ class CausalSelfAttention(Branch):
         if new.rows is None:
             y = masked_attention(q, keys, values, visible(new.positions, num_slots, use.window), **use.scores)
             return self._merge_heads(y, *qkv[3:]), (keys, values)
-        part = None
         if new.continued:  # earlier tokens of the first row, then all new tokens
             k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
-            part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0)
-        architecture = architecture_of(current_device())
-        use = replace(use, length=k.shape[1], packed=True, part=new.continued, platform=architecture)
+        return self._merge_heads(self._attend_packed(q, k, v, new, num_slots), *qkv[3:]), (keys, values)
+
+    def _attend_packed(self, q: Array, k: Array, v: Array, new: NewTokens, num_slots: int) -> Array:
+        """Attends from packed tokens to keys, which are those of all slots and the new ones if `new.continued`."""
+        part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0) if new.continued else None
+        known = {"dtype": self.precision.compute, "platform": architecture_of(current_device())}
+        use = self.config.use(length=k.shape[1], packed=True, part=new.continued, **known)
         kernel, _ = pick_kernel("auto", use)  # the kernel configured for training may not support this use
-        y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores)
-        return self._merge_heads(y, *qkv[3:]), (keys, values)
+        return kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores)
 
     def _normalise_and_rotate(
         self, weights: Weights, qkv: Heads, positions: Array, length: int

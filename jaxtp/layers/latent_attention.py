@@ -23,14 +23,16 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import PROJECTED, device_view, enter_parallel, token_spec
+from jaxtp.collectives import PROJECTED, axis_size, constrain, device_view, enter_parallel, token_spec
 from jaxtp.config.hints import Problem, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import CountOrZero
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention, Heads, PaddedHeads
-from jaxtp.layers.branch import ShrinkSpec, smallest_congruent
+from jaxtp.layers.branch import KVCache, ShrinkSpec, smallest_congruent
+from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
+from jaxtp.layers.kernels.select import masked_attention
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear, default_kernel_init
 from jaxtp.layers.lora import Lora, Target
-from jaxtp.layers.norm import Norm, NormConfig
+from jaxtp.layers.norm import ATTEND, Norm, NormConfig
 from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.rope import apply_rope
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
@@ -160,6 +162,42 @@ class LatentAttention(CausalSelfAttention):
         outputs, bias = PaddedDim((count, values)), config.attention_out_bias
         self.out = RowParallelLinear(outputs, d_model, context, use_bias=bias, target="o_proj", rngs=rngs)
 
+    def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
+        """Returns an empty cache of latents with their rotated keys: one kv head, which every device stores."""
+        shape = (num_rows, axis_size(TP), num_slots, self.config.kv_rank + self.config.rope_head_dim)
+        return (constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC),)
+
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
+        """See `Branch`."""
+        heads, (weights, specs) = self._latents(x_BTD), params_and_specs(self.latent_up)
+        in_specs = (specs, (token_spec(TP),) * len(heads), (LAYER_SPEC,), new.specs)
+        attend = device_view(self._attend_cached, ATTEND, in_specs, (token_spec(TP), (LAYER_SPEC,)))
+        y, cache = attend(weights, heads, cache, new)
+        return self.output(y, x_BTD), cache
+
+    def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
+        q, latent, shared = qkv
+        config, (slots,), num_slots = self.config, cache, cache[0].shape[2]
+        nope, use = config.head_dim - config.rope_head_dim, config.use(dtype=self.precision.compute)
+        q = self._queries(q, new.positions, num_slots)
+        shared = self._rotate(shared[:, :, None], new.positions, num_slots)
+        tokens = jnp.concatenate([latent[:, :, None], shared], axis=-1)  # [b, T, 1, kv_rank + rope]
+        slots, earlier = new.write(slots, tokens), slots
+        up = self.latent_up.merged(weights)
+        if new.rows is not None:
+            tokens = jnp.concatenate([new.before(earlier), tokens], axis=1) if new.continued else tokens
+            kv, shared = tokens[:, :, 0, : config.kv_rank] @ up, tokens[..., config.kv_rank :]
+            return self._merge_heads(self._attend_packed(q, *self._keys_and_values(kv, shared), new, num_slots)), (
+                slots,
+            )
+        # The up-projection of keys moves to the queries, that of values to the result: no slot is projected.
+        up = up.reshape(config.kv_rank, -1, nope + config.value_head_dim)
+        q = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope]), q[..., nope:]], axis=-1)
+        # The keys serve as values: a slice of the cache would be copied for each token.
+        y = masked_attention(q, slots, slots, visible(new.positions, num_slots, use.window), **use.scores)
+        y = jnp.einsum("btnr,rnh->btnh", y[..., : config.kv_rank], up[..., nope:])
+        return self._merge_heads(y), (slots,)
+
     def project(self, x_BTD: Array) -> Heads:
         """Returns queries, keys with values, and the shared key."""
         queries, latent, shared = self._latents(x_BTD)
@@ -186,12 +224,15 @@ class LatentAttention(CausalSelfAttention):
         self, weights: Weights, qkv: Heads, positions: Array, length: int
     ) -> tuple[Array, Array, Array]:
         q, kv, shared = qkv
+        shared = self._rotate(shared[:, :, None], positions, length)
+        return self._queries(q, positions, length), *self._keys_and_values(kv, shared)
+
+    def _keys_and_values(self, kv: Array, shared: Array) -> tuple[Array, Array]:
+        """Returns each head's keys and values, from their projection and the shared key `[b, S, 1, rope]`."""
         nope = self.config.head_dim - self.config.rope_head_dim
         kv = kv.reshape(*kv.shape[:2], -1, nope + self.config.value_head_dim)
-        shared = self._rotate(shared[:, :, None], positions, length)
         shared = jnp.broadcast_to(shared, (*kv.shape[:3], shared.shape[-1]))
-        k = jnp.concatenate([kv[..., :nope], shared], axis=-1)
-        return self._queries(q, positions, length), k, kv[..., nope:]
+        return jnp.concatenate([kv[..., :nope], shared], axis=-1), kv[..., nope:]
 
     def _queries(self, q: Array, positions: Array, length: int) -> Array:
         q, nope = q.reshape(*q.shape[:2], -1, self.config.head_dim), self.config.head_dim - self.config.rope_head_dim
