@@ -145,7 +145,7 @@ class LatentAttention(CausalSelfAttention):
     ):
         del norm  # the block's, which latents do not follow
         self.config, self.precision, self.sequence_parallel = config, context.precision, context.sequence_parallel
-        self.qk_norms = nnx.List([])
+        self.qk_norms, self.sinks = nnx.List([]), None
         count, rope, values = config.num_heads, config.rope_head_dim, config.value_head_dim
         down, inside = partial(DownProjection, d_model, context=context, rngs=rngs), replace(context, joined=True)
         up = partial(ColumnParallelLinear, rngs=rngs)
@@ -194,7 +194,7 @@ class LatentAttention(CausalSelfAttention):
         up = up.reshape(config.kv_rank, -1, nope + config.value_head_dim)
         q = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope]), q[..., nope:]], axis=-1)
         # The keys serve as values: a slice of the cache would be copied for each token.
-        y = masked_attention(q, slots, slots, visible(new.positions, num_slots, use.window), **use.scores)
+        y = masked_attention(q, (slots, slots), visible(new.positions, num_slots, use.window), **use.scores)
         y = jnp.einsum("btnr,rnh->btnh", y[..., : config.kv_rank], up[..., nope:])
         return self._merge_heads(y), (slots,)
 
