@@ -14,9 +14,11 @@ from jaxtp.layers.balance import balance
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.experts import MixtureOfExperts
 from jaxtp.layers.linear import LayerContext
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of
 
 B, T, D, E, F = 8, 8, 16, 6, 8
+LORA = LoraConfig(rank=3, alpha=5.0)
 NOT_TIED = 1e-5
 """Minimum gap between the last chosen score and the next, relative to it, unless they are equal."""
 
@@ -61,14 +63,28 @@ def is_near_tie(scores, k):
 
 
 def activated(products, config):
-    first = products[0]
-    first = jnp.maximum(first, 0) ** 2 if config.activation == "relu2" else first / (1 + jnp.exp(-first))
-    return first * products[1] if config.mlp == "gated" else first
+    first, *others = products
+    if config.swiglu_limit is not None:
+        first, others = (
+            jnp.minimum(first, config.swiglu_limit),
+            [jnp.clip(others[0], -config.swiglu_limit, config.swiglu_limit) + 1],
+        )
+    slope = 1.702 if config.activation == "quick_gelu" else 1.0
+    first = jnp.maximum(first, 0) ** 2 if config.activation == "relu2" else first / (1 + jnp.exp(-slope * first))
+    return first * others[0] if config.mlp == "gated" else first
+
+
+def projected(x, weights, kernel, bias, lora, expert=...):
+    """Returns a projection with its bias and its adapter, if it has them."""
+    y = x @ weights[kernel][expert]
+    if f"{lora}.a" in weights:
+        y += LORA.scale * (x @ weights[f"{lora}.a"][expert] @ weights[f"{lora}.b"][expert])
+    return y + weights[bias][expert] if bias in weights else y
 
 
 def mixture(weights, x, counts, config, experts):
     """Returns outputs for tokens `x [N, D]`, and per-token terms of the sums; `counts` is False for padding."""
-    logits = x @ weights["router"]
+    logits = x @ weights["router"] + weights.get("router_bias", 0)
     normaliser = jnp.log(jnp.sum(jnp.exp(logits), axis=1))
     scores, of_all = scores_of(logits, config)
     chosen = (np.asarray(experts)[:, :, None] == np.arange(config.num_experts)).any(axis=1) & counts[:, None]
@@ -78,13 +94,16 @@ def mixture(weights, x, counts, config, experts):
         shares = shares / jnp.where(counts, divisor, 1.0)[:, None]
     y = jnp.zeros_like(x)
     for e in range(config.num_experts):
-        products = [x @ weights[name][e] for name in ("gate", "up") if name in weights]
-        y += config.experts_scale * shares[:, e : e + 1] * (activated(products, config) @ weights["down"][e])
+        one = lambda x, name, e=e: projected(x, weights, name, f"{name}_bias", f"{name}_lora", e)
+        products = [one(x, name) for name in ("gate", "up") if name in weights]
+        y += config.experts_scale * shares[:, e : e + 1] * one(activated(products, config), "down")
     if config.shared_experts:
-        names = ("shared.gate_up.kernels.0", "shared.gate_up.kernels.1", "shared.up.kernels.0")
-        products = [x @ weights[n] + weights.get(n.replace("kernels", "biases"), 0) for n in names if n in weights]
+        names = ("shared.gate_up.{}.0", "shared.gate_up.{}.1", "shared.up.{}.0")
+        parts = ("kernels", "biases", "loras")
+        products = [projected(x, weights, *map(n.format, parts)) for n in names if n.format("kernels") in weights]
         gate = 1 / (1 + jnp.exp(-x @ weights["shared_gate"])) if config.shared_experts_gate else 1.0
-        y += gate * (activated(products, config) @ weights["shared.down.kernel"] + weights.get("shared.down.bias", 0))
+        down = ("shared.down.kernel", "shared.down.bias", "shared.down.loras.0")
+        y += gate * projected(activated(products, config), weights, *down)
     sums = {
         "times_chosen": jnp.asarray(chosen, x.dtype),
         "scores": jnp.where(counts[:, None], of_all, 0.0),
@@ -109,7 +128,7 @@ def expected(weights, x, counts, config):
     with jax.enable_x64(True):
         weights = {name: jnp.asarray(np.asarray(array), jnp.float64) for name, array in weights.items()}
         flat, counts = jnp.asarray(np.asarray(x), jnp.float64).reshape(-1, D), np.asarray(counts).reshape(-1)
-        scores, _ = scores_of(flat @ weights["router"], config)
+        scores, _ = scores_of(flat @ weights["router"] + weights.get("router_bias", 0), config)
         preferred = np.asarray(scores) + np.asarray(weights.get("selection_bias", 0.0))
         limited, of_groups = in_groups(preferred, config)
         experts = choose(limited, config.experts_per_token)
@@ -128,15 +147,16 @@ def expected(weights, x, counts, config):
 
 
 # The layer.
-def build(config, sequence_parallel=None):
-    return MixtureOfExperts(D, config, LayerContext(sequence_parallel=sequence_parallel), rngs=nnx.Rngs(0))
+def build(config, sequence_parallel=None, lora=LoraConfig()):
+    context = LayerContext(sequence_parallel=sequence_parallel, lora=lora)
+    return MixtureOfExperts(D, config, context, rngs=nnx.Rngs(0))
 
 
 @cache
-def program(config, mesh, sequence_parallel, packed):
+def program(config, mesh, sequence_parallel, packed, lora=LoraConfig()):
     """Returns a function of weights, inputs and segments that runs the layer on a mesh."""
     on = mesh_of(sizes_of(mesh))
-    make = lambda: build(config, sequence_parallel)
+    make = lambda: build(config, sequence_parallel, lora)
 
     @jax.jit
     def run(graph, state, x, segments):

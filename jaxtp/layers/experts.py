@@ -13,7 +13,7 @@ experts are a dense MLP, split over tp like any other, which uses the same gathe
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -38,20 +38,23 @@ from jaxtp.collectives import (
 )
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem, not_divisible
-from jaxtp.config.schema import ConfigError, Count, CountOrZero, NonNegative, Positive
+from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive
 from jaxtp.layers.balance import Routing, SelectionBias
 from jaxtp.layers.branch import Padded, PositionwiseBranch, ShrinkSpec, smallest_congruent
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.grouped import Implementation, grouped_matmul, pick_method
 from jaxtp.layers.linear import LayerContext, default_kernel_init
-from jaxtp.layers.mlp import ACTIVATIONS, MIN_FEATURES, MLP, MLP_TARGETS, XIELU, MLPConfig, hidden_features
+from jaxtp.layers.lora import Lora, Target
+from jaxtp.layers.mlp import ACTIVATIONS, MIN_FEATURES, MLP, XIELU, MLPConfig, hidden_features
 from jaxtp.layers.norm import Norm, NormConfig
-from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
+from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"
 _SMALL_EXPERTS, _SMALL_CHOICES = 4, 2
+_PLAIN = {"up": "EDF", "down": "EFD"}
+_TARGETS: Mapping[str, Target] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,12 @@ class ExpertsConfig(MLPConfig):
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of experts: a softmax over all of them, or the sigmoid of each (DeepSeek-V3)."""
 
+    router_bias: bool = False
+    """Add a learned bias to the router's logits (gpt-oss)."""
+
+    experts_bias: bool = False
+    """Biases on the projections of experts (gpt-oss)."""
+
     expert_groups: Count = 1
     """Number of groups of equally many consecutive experts; each token chooses in groups_per_token of them."""
 
@@ -86,8 +95,8 @@ class ExpertsConfig(MLPConfig):
     """Score of a group: the sum of its two highest scores (DeepSeek-V3), or its highest score (DeepSeek-V2)."""
 
     shared_experts: CountOrZero = 0
-    """Hidden width of a dense MLP whose output is added to the output of the experts; 0 for none. Only this MLP has
-    the biases of mlp_bias."""
+    """Hidden width of a dense MLP whose output is added to the output of the experts; 0 for none. mlp_bias gives biases
+    to this MLP, not to the experts."""
 
     shared_experts_gate: bool = False
     """Multiply the output of shared_experts by the sigmoid of a projection of the input (Qwen2-MoE)."""
@@ -109,6 +118,10 @@ class ExpertsConfig(MLPConfig):
         """Returns whether each device has whole experts."""
         return self.num_experts % tp == 0
 
+    def projections(self) -> dict[str, str]:
+        """Returns the kernels of experts and their dims: E experts, D features of the model, F of an expert."""
+        return {"gate": "EDF", **_PLAIN} if self.mlp == "gated" else _PLAIN
+
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """See `BranchConfig`."""
         yield from super().problems(sizes)
@@ -116,11 +129,15 @@ class ExpertsConfig(MLPConfig):
             return
         experts = self.num_experts
         yield from self._group_problems()
-        if (self.mlp_bias and not self.shared_experts) or self.activation == XIELU:
-            what = f"model.activation={XIELU}" if self.activation == XIELU else "model.mlp_bias=true"
+        if self.mlp_bias and not self.shared_experts:
             yield Problem(
-                f"{what}: the {experts} experts of model.num_experts have neither biases nor learned activations; use "
-                "model.mlp_bias=false and, for example, model.activation=silu"
+                f"model.mlp_bias=true: the {experts} experts of model.num_experts have their biases by "
+                "model.experts_bias; use it, and model.mlp_bias=false"
+            )
+        if self.activation == XIELU:
+            yield Problem(
+                f"model.activation={XIELU}: the {experts} experts of model.num_experts have no learned activations; "
+                "use, for example, model.activation=silu"
             )
         if self.shared_experts_gate and not self.shared_experts:
             yield Problem("model.shared_experts_gate=true needs model.shared_experts, the width of its MLP")
@@ -139,16 +156,6 @@ class ExpertsConfig(MLPConfig):
             reached = f"the experts in {self.groups_per_token} of model.expert_groups={groups}"
             reached = f"model.num_experts={experts}" if groups == 1 else reached
             yield Problem(f"model.experts_per_token={k} is more than {reached}; at most {most} works")
-
-    def adapter_problems(self, targets: Collection[str]) -> Iterator[Problem]:
-        """See `BranchConfig`."""
-        yield from super().adapter_problems(targets)
-        if self.num_experts and (experts := [target for target in targets if target in MLP_TARGETS]):
-            others = " ".join(target for target in targets if target not in MLP_TARGETS) or "q_proj v_proj"
-            yield Problem(
-                f"model.lora.targets: {', '.join(experts)} are projections of {self.num_experts} experts, which have "
-                f"no adapters; use --model.lora.targets {others}"
-            )
 
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`; the width of experts is padded only if it is split."""
@@ -179,40 +186,54 @@ class ExpertsConfig(MLPConfig):
 
 
 class MixtureOfExperts(PositionwiseBranch):
-    """Experts in place of an MLP, without adapters and overlap.
+    """Experts in place of an MLP, without overlap.
 
-    Shapes: `[B, T, D] -> [B, T, D]`, and the `Routing`. `router` is `[D, E]`, `gate` (unless plain) and `up`
-    `[E, D, F]`, `down` `[E, F, D]`, `selection_bias` `[E]`, `shared_gate` `[D, 1]`. With `dense_mlp` the
+    Shapes: `[B, T, D] -> [B, T, D]`, and the `Routing`. `router` is `[D, E]` and `router_bias` `[E]`; `gate` (unless
+    plain) and `up` are `[E, D, F]`, `down` `[E, F, D]`, their biases `[E, F]` and `[E, D]`, their adapters' A
+    `[E, in, rank]` and B `[E, rank, out]`; `selection_bias` is `[E]`, `shared_gate` `[D, 1]`. With `dense_mlp` the
     input is normalised without a scale; `input_scale` and `router_scale` are `[D]`, `expert_scale` `[E]`.
     """
 
     def __init__(self, d_model: int, config: ExpertsConfig, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
-        if context.lora.adapted(*MLP_TARGETS):
-            raise ConfigError("experts have no adapters; choose targets of attention")
         self.d_model, self.config = d_model, config
         self.sequence_parallel, self.precision = context.sequence_parallel, context.precision
-        experts, features = config.num_experts, config.d_ff
-        over, inside = (TP, None) if config.over_tp(axis_size(TP)) else (None, TP)
+        experts, dtype, over_tp = config.num_experts, self.precision.param, config.over_tp(axis_size(TP))
+        features = ExactDim((config.d_ff,)) if over_tp else PaddedDim((config.d_ff,))
+        dims = {"E": ExactDim((experts,)), "D": ExactDim((d_model,)), "F": features}
+        axes = {"E": TP if over_tp else None, "D": STORAGE, "F": None if over_tp else TP}
 
-        width = PaddedDim((features,))
+        def spec(names: str) -> P:
+            return P(*(axes.get(name) for name in names))
 
-        def kernel(name: str, shape: tuple[int, ...], spec: P, width_dim: int | None = None) -> nnx.Param[Array]:
-            value = default_kernel_init(rngs.params(), shape, self.precision.param)
-            padding = () if width_dim is None or inside is None else ((width_dim, width),)
-            param: nnx.Param[Array] = parameter(name, value, spec, padding=padding)
+        def stacked(name: str, names: str, initial: Callable[[tuple[int, ...]], Array]) -> nnx.Param[Array]:
+            value = initial(tuple(dims[dim].size for dim in names))
+            padding = tuple((i - len(names), dims[dim]) for i, dim in enumerate(names))
+            param: nnx.Param[Array] = parameter(name, value, spec(names), padding=padding)
             return param
 
+        def kernel(name: str, shape: tuple[int, ...], spec: P) -> nnx.Param[Array]:
+            param: nnx.Param[Array] = parameter(name, default_kernel_init(rngs.params(), shape, dtype), spec)
+            return param
+
+        zeros = partial(jnp.zeros, dtype=dtype)
         self.router = kernel("router", (d_model, experts), P(STORAGE, None))
-        if config.mlp == "gated":
-            self.gate = kernel("gate", (experts, d_model, features), P(over, STORAGE, inside), -1)
-        self.up = kernel("up", (experts, d_model, features), P(over, STORAGE, inside), -1)
-        self.down = kernel("down", (experts, features, d_model), P(over, inside, STORAGE), -2)
+        if config.router_bias:
+            self.router_bias = parameter("router bias", zeros(experts), P(None))
+        for name, names in config.projections().items():
+            setattr(self, name, stacked(name, names, partial(default_kernel_init, rngs.params(), dtype=dtype)))
+            if config.experts_bias:
+                setattr(self, f"{name}_bias", stacked(f"{name} bias", names[0] + names[2], zeros))
+        for name, names in config.projections().items():
+            if context.lora.adapted(_TARGETS[name]):
+                specs = spec(f"{names[:2]}r"), spec(f"Er{names[2]}")
+                adapter = Lora((dims[names[1]], dims[names[2]]), context.lora, specs, stack=(experts,), rngs=rngs)
+                setattr(self, f"{name}_lora", adapter)
         if config.shared_experts:  # only their parameters: `_shared` computes them
             self.shared = MLP(d_model, replace(config, d_ff=config.shared_experts), context, rngs=rngs)
         if config.shared_experts_gate:
             self.shared_gate = kernel("shared gate", (d_model, 1), P(STORAGE, None))
         if config.dense_mlp:
-            ones = partial(jnp.ones, dtype=self.precision.param)
+            ones = partial(jnp.ones, dtype=dtype)
             self.input_scale, self.router_scale = (
                 parameter(f"{name} scale", ones(d_model), P(STORAGE)) for name in ("input", "router")
             )
@@ -265,6 +286,10 @@ class MixtureOfExperts(PositionwiseBranch):
         is_here = (local >= 0) & (local < count)
         rows = Rows.of(jnp.where(is_here, local, count).reshape(-1, k), count)
         y = self._compute(rows, x.reshape(-1, x.shape[-1]), shares.reshape(-1), weights)
+        if config.experts_bias:
+            bias = self._load(weights["down_bias"], "ED")
+            by_expert = jnp.sum(jax.nn.one_hot(local, count) * shares[..., None], axis=2).astype(bias.dtype)
+            y += (by_expert @ (bias if over_tp else _on_first_device(bias))).reshape(y.shape)
         if config.shared_experts:
             y += self._shared(x, gate, weights).reshape(y.shape)
         computed = jnp.sum(is_here, axis=(1, 2), dtype=jnp.float32)
@@ -285,6 +310,8 @@ class MixtureOfExperts(PositionwiseBranch):
         if config.dense_mlp:
             x = x.astype(jnp.float32) * load_scale(weights["router_scale"], 0) * self.d_model**-0.5
         logits = self._project(x, weights["router"], sequence)
+        if config.router_bias:
+            logits += load_scale(weights["router_bias"], None)
         softmax = config.router_scores == "softmax"
         log_scores = logits if softmax else jax.nn.log_sigmoid(logits)  # up to a term that is equal for all experts
         probabilities = jax.nn.softmax(log_scores)  # scores over their sum
@@ -353,33 +380,65 @@ class MixtureOfExperts(PositionwiseBranch):
 
     def _shared(self, x: Array, gate: Array, weights: Weights) -> Array:
         """Returns this device's summands of the dense MLP, times the gate `[b, T, 1]` if there is one."""
-        names = [f"shared.{layer}.{{}}.{i}" for layer, i in (("gate_up", 0), ("gate_up", 1), ("up", 0))]
-        names = [name for name in names if name.format("kernels") in weights]
-        products = [x @ self.precision.load(weights[name.format("kernels")], 0) for name in names]
-        if self.config.mlp_bias:
-            biases = [self.precision.load(weights[name.format("biases")], None) for name in names]
-            products = [product + bias for product, bias in zip(products, biases, strict=True)]
+        config, load, down = self.config, self.precision.load, self.shared.down
+        name, columns = ("up", self.shared.up) if config.mlp == "plain" else ("gate_up", self.shared.gate_up)
+        weights = {path.removeprefix("shared."): weight for path, weight in weights.items()}
+
+        def adapted(x: Array, path: str, lora: Lora) -> Array:
+            of_down = path.startswith("down")
+            a = load(weights[f"{path}.a"], None if of_down else 0, used_by_all_tp=not of_down)
+            b = load(weights[f"{path}.b"], 1 if of_down else None, used_by_all_tp=of_down)
+            return lora.scale * (checkpoint_name(x @ a, PROJECTED) @ b)
+
+        products = [x @ load(weights[f"{name}.kernels.{i}"], 0) for i in range(len(columns.features))]
+        if config.mlp_bias:
+            products = [y + load(weights[f"{name}.biases.{i}"], None) for i, y in enumerate(products)]
+        for at, (i, lora) in enumerate(zip(columns.adapted, columns.loras, strict=True)):
+            products[i] += adapted(x, f"{name}.loras.{at}", lora)
         products = [checkpoint_name(product, PROJECTED) for product in products]
-        hidden = hidden_features(ACTIVATIONS[self.config.activation], products)
-        hidden = (hidden * gate).astype(hidden.dtype) if self.config.shared_experts_gate else hidden
-        y = hidden @ self.precision.load(weights["shared.down.kernel"], 1)
-        if self.config.mlp_bias:
-            bias = _on_first_device(self.precision.load(weights["shared.down.bias"], 0, used_by_all_tp=True))
-            y += (bias * gate).astype(y.dtype) if self.config.shared_experts_gate else bias
+        hidden = hidden_features(ACTIVATIONS[config.activation], products, config.swiglu_limit)
+        hidden = (hidden * gate).astype(hidden.dtype) if config.shared_experts_gate else hidden
+        y = hidden @ load(weights["down.kernel"], 1)
+        for lora in down.loras:
+            y += adapted(hidden, "down.loras.0", lora)
+        if config.mlp_bias:
+            bias = _on_first_device(load(weights["down.bias"], 0, used_by_all_tp=True))
+            y += (bias * gate).astype(y.dtype) if config.shared_experts_gate else bias
         return y
 
     def _compute(self, rows: "Rows", x: Array, shares: Array, weights: Weights) -> Array:
-        """Returns this device's summands, `[N, D] -> [N, D]`; shares are `[N * k]`."""
-        kernels = [self.precision.load(weights[name], 1) for name in ("gate", "up") if name in weights]
-        down = self.precision.load(weights["down"], 2)
-        inputs = rows.spread(x)
+        """Returns this device's summands without down_bias, `[N, D] -> [N, D]`; shares are `[N * k]`."""
         method, _ = pick_method(self.config.grouped, current_platform())
         multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
-        products = [checkpoint_name(multiply(inputs, kernel), PROJECTED) for kernel in kernels]
-        hidden = hidden_features(ACTIVATIONS[self.config.activation], products)
+
+        def project(x: Array, name: str) -> Array:
+            dims = self.config.projections()[name]
+            y = multiply(x, self._load(weights[name], dims))
+            if f"{name}_lora.a" in weights:
+                a, b = (weights[f"{name}_lora.{factor}"] for factor in "ab")
+                inner = checkpoint_name(multiply(x, self._load(a, f"{dims[:2]}r")), PROJECTED)
+                y += getattr(self, f"{name}_lora").scale * multiply(inner, self._load(b, f"Er{dims[2]}"))
+            return y
+
+        def hidden(x: Array, name: str) -> Array:
+            y = project(x, name)
+            bias = f"{name}_bias"
+            y = y + rows.of_experts(self._load(weights[bias], "EF")) if bias in weights else y
+            return checkpoint_name(y, PROJECTED)
+
+        inputs = rows.spread(x)
+        *columns, down = self.config.projections()
+        products = [hidden(inputs, name) for name in columns]
+        features = hidden_features(ACTIVATIONS[self.config.activation], products, self.config.swiglu_limit)
         # Weighted before the last product, so that the backward pass does not need that product's result.
-        weighed = (hidden * rows.of_choices(shares)[:, None]).astype(hidden.dtype)
-        return rows.collect(multiply(weighed, down))
+        weighed = (features * rows.of_choices(shares)[:, None]).astype(features.dtype)
+        return rows.collect(project(weighed, down))
+
+    def _load(self, shard: Array, dims: str) -> Array:
+        """Loads an array with a dim E; other dims are D and F, or a rank."""
+        at = dims.find("D")
+        used_by_all_tp = "F" not in dims and not self.config.over_tp(axis_size(TP))
+        return self.precision.load(shard, None if at < 0 else at, used_by_all_tp=used_by_all_tp)
 
     def on_device(self, tp: int) -> tuple[int, int]:
         """Returns the experts on each of tp devices, and the width of each."""
@@ -443,6 +502,11 @@ class Rows:
         """Sums each token's rows in float32: `[N * k, D] -> [N, D]`."""
         return _collect(rows, self.row_of_choice, self.choice_of_row)
 
+    def of_experts(self, values: Array) -> Array:
+        """Copies values of experts to their rows: `[experts, F] -> [N * k, F]`."""
+        row = jnp.arange(self.choice_of_row.size)
+        return _of_experts(values, jnp.sum(row[:, None] >= jnp.cumsum(self.sizes), axis=1), self.sizes)
+
     def of_choices(self, values: Array) -> Array:
         """Copies values of choices to their rows: `[N * k] -> [N * k]`."""
         return _spread(values[:, None], self.row_of_choice.reshape(-1, 1), self.choice_of_row)[:, 0]
@@ -460,6 +524,20 @@ def _collect(rows: Array, row_of_choice: Array, choice_of_row: Array) -> Array:
     return jnp.sum(taken, axis=1).astype(rows.dtype)
 
 
+@jax.custom_vjp
+def _of_experts(values: Array, expert_of_row: Array, sizes_E: Array) -> Array:
+    """Gathers rows. The hand-written transpose is a product; JAX's would scatter-add row by row."""
+    return jnp.take(values, expert_of_row, axis=0, mode="fill", fill_value=0)
+
+
+def _sum_by_expert(indices: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
+    expert_of_row, sizes_E = indices
+    is_of = jax.nn.one_hot(expert_of_row, len(sizes_E), dtype=grad.dtype)
+    sums = jnp.einsum("me,mf->ef", is_of, grad, preferred_element_type=jnp.float32)
+    return sums.astype(grad.dtype), None, None
+
+
+_of_experts.defvjp(lambda values, *indices: (_of_experts(values, *indices), indices), _sum_by_expert)
 _spread.defvjp(
     lambda x, *indices: (_spread(x, *indices), indices),
     lambda residuals, grad: (_collect(grad, *residuals), None, None),

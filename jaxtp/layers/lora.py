@@ -84,7 +84,7 @@ def _freeze_param(param: nnx.Param[Any]) -> nnx.Variable[Any]:
 
 
 class Lora(nnx.Module):
-    """One adapter: `features` in and out, specs of A and B. Its layer applies it."""
+    """One adapter: `features` in and out, specs of A and B, of each of a `stack` of kernels. Its layer applies it."""
 
     def __init__(
         self,
@@ -92,12 +92,13 @@ class Lora(nnx.Module):
         config: LoraConfig,
         specs: tuple[PartitionSpec, PartitionSpec],
         *,
+        stack: tuple[int, ...] = (),
         rngs: nnx.Rngs,
     ):
         inner, outer = features
         self.rank, self.scale = config.rank, config.scale
         bound = inner.size**-0.5  # PEFT's initial values, the default of PyTorch's linear layers
-        a = jax.random.uniform(rngs.params(), (inner.size, config.rank), config.dtype, -bound, bound)
-        b = jnp.zeros((config.rank, outer.size), config.dtype)
+        a = jax.random.uniform(rngs.params(), (*stack, inner.size, config.rank), config.dtype, -bound, bound)
+        b = jnp.zeros((*stack, config.rank, outer.size), config.dtype)
         self.a = parameter("lora_a", a, specs[0], kind=nnx.LoRAParam, padding=((-2, inner),))
         self.b = parameter("lora_b", b, specs[1], kind=nnx.LoRAParam, padding=((-1, outer),))

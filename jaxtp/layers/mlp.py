@@ -12,7 +12,8 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import device_view, token_spec
-from jaxtp.config.schema import Count
+from jaxtp.config.hints import Problem
+from jaxtp.config.schema import Count, Positive
 from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -26,12 +27,13 @@ MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")  # proje
 XIELU = "xielu"
 _BETA, _EPS = 0.5, -1e-6  # of xielu
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
 # Each maps 0 to 0, so padded features get no gradients.
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
@@ -48,11 +50,21 @@ class MLPConfig(BranchConfig):
     """Kind of MLP: gated is down(activation(gate(x)) * up(x)), plain down(activation(up(x)))."""
 
     activation: Activation = "silu"
-    """Activation function. gelu_tanh is the approximation by tanh, relu2 the square of relu (arXiv 2109.08668); xielu
-    has two learned scalars in each layer (arXiv 2411.13010)."""
+    """Activation function. gelu_tanh is the approximation by tanh, quick_gelu x * sigmoid(1.702 x), relu2 the square of
+    relu (arXiv 2109.08668); xielu has two learned scalars in each layer (arXiv 2411.13010)."""
+
+    swiglu_limit: Positive | None = None
+    """Limits a gated MLP: gate(x) is at most this, up(x) between minus this and this, and 1 is added to up(x)
+    (gpt-oss)."""
 
     mlp_bias: bool = False
     """Biases on the MLP's projections."""
+
+    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """See `BranchConfig`."""
+        yield from super().problems(sizes)
+        if self.swiglu_limit is not None and self.mlp != "gated":
+            yield Problem(f"model.swiglu_limit={self.swiglu_limit} needs model.mlp=gated, or leave it out")
 
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`."""
@@ -88,7 +100,7 @@ class MLP(PositionwiseBranch):
         """See `Branch`."""
         products_BTF = [*(self.up(x_BTD) if self.config.mlp == "plain" else self.gate_up(x_BTD))]
         activate = self._xielu if self.config.activation == XIELU else ACTIVATIONS[self.config.activation]
-        return self.down(hidden_features(activate, products_BTF))
+        return self.down(hidden_features(activate, products_BTF, self.config.swiglu_limit))
 
     def _xielu(self, x_BTF: Array) -> Array:
         in_float32, alphas = replace(self.precision, compute="float32"), (self.alpha_p, self.alpha_n)
@@ -102,10 +114,17 @@ class MLP(PositionwiseBranch):
         return result
 
 
-def hidden_features(activate: Callable[[Array], Array], products: Sequence[Array]) -> Array:
-    """Returns activation(gate) * up of a gated MLP's two products, or activation(up) of a plain one's."""
-    first = activate(products[0])
-    return first if len(products) == 1 else first * products[1]
+def hidden_features(activate: Callable[[Array], Array], products: Sequence[Array], limit: float | None = None) -> Array:
+    """Returns activation(gate) * up of a gated MLP's two products, or activation(up) of a plain one's.
+
+    `limit` is `MLPConfig.swiglu_limit`. Padded features stay 0, as activation(0) is 0.
+    """
+    if len(products) == 1:
+        return activate(products[0])
+    gate, up = products
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit) + 1
+    return activate(gate) * up
 
 
 def xielu(x: Array, alpha_p: Array, alpha_n: Array) -> Array:

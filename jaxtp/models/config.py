@@ -417,7 +417,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
             f"{first + pattern} works"
         )
         return
-    for name in ("selection_bias", "shared_experts") if not config.most_experts else ():
+    for name in ("selection_bias", "shared_experts", "router_bias", "experts_bias") if not config.most_experts else ():
         if value := getattr(config, name):
             text = f"model.{name}={str(value).lower()} needs experts; add --model.num-experts, or leave it out"
             yield Problem(text)

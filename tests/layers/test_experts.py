@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixtures import B, D, E, F, T, build, choose, expected, in_groups, mixture, program, scores_of, work
+from mixtures import LORA, B, D, E, F, T, build, choose, expected, in_groups, mixture, program, scores_of, work
 from support import assert_close, random_weights, sizes_of, state_on_mesh, sweep, without_mesh
 
 import jaxtp
@@ -56,12 +56,26 @@ CONFIGS = {
     "uneven": dataclasses.replace(BASE, d_ff=7, shared_experts=10, mlp_bias=True),
     "uneven, gated": dataclasses.replace(BASE, d_ff=5, shared_experts=5, mlp_bias=True, shared_experts_gate=True),
     "plain": dataclasses.replace(BASE, mlp="plain", activation="relu2", shared_experts=5, shared_experts_gate=True),
+    "gpt-oss": dataclasses.replace(
+        BASE,
+        d_ff=5,
+        experts_per_token=3,
+        router_bias=True,
+        experts_bias=True,
+        activation="quick_gelu",
+        swiglu_limit=0.7,
+        shared_experts=9,
+        mlp_bias=True,
+    ),
 }
+ADAPTED = ("gpt-oss", "qwen2", "plain")
+"""With adapters on all projections."""
 
 
 @cache
 def weights_of(name):
-    return random_weights(lambda: build(CONFIGS[name]), scale=0.3)
+    lora = LORA if name in ADAPTED else LoraConfig()
+    return random_weights(lambda: build(CONFIGS[name], lora=lora), scale=0.3)
 
 
 @cache
@@ -80,7 +94,8 @@ def segments():
 def router(weights, change):
     array = np.array(weights["router"])
     change(array)
-    return {**weights, "router": array}
+    unbiased = {"router_bias": np.zeros(E, np.float32)} if "router_bias" in weights else {}
+    return {**weights, "router": array, **unbiased}
 
 
 def steer(experts):
@@ -121,7 +136,7 @@ DATA = {
 def check_everything(name, mesh, sequence_parallel, packed=True):
     """One program of a configuration, for all that its weights and inputs may be."""
     config = CONFIGS[name]
-    layer = program(config, mesh, sequence_parallel, packed)
+    layer = program(config, mesh, sequence_parallel, packed, LORA if name in ADAPTED else LoraConfig())
     x = np.array(inputs())
     x[:, :, 0] = 1.0
     for kind, (change, make) in DATA.items():
@@ -139,7 +154,7 @@ def check_everything(name, mesh, sequence_parallel, packed=True):
         if kind == "empty experts" and config.experts_per_token <= 2 and free:
             assert not chosen[[0, 1, 3, 4]].any()
         for e in np.flatnonzero(chosen == 0):
-            for part in {"gate", "up", "down"} & found.keys():
+            for part in (part for part in found if part.partition("_")[0] in ("gate", "up", "down")):
                 assert not np.asarray(found[part])[e].any(), "an expert that nobody chose has no gradient"
 
 
@@ -151,7 +166,9 @@ MESHES = [
 
 DEFAULT = [("biased", (1, 2, 2, 2), None)]
 """Whole experts, and a part of each."""
-OTHERS = [*((name, (1, 1, 1, tp), None) for name in ("uneven", "uneven, gated") for tp in (2, 4, 5, 8))]
+OTHERS = [("gpt-oss", mesh, None) for mesh in ((1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (2, 2, 1, 2), (1, 1, 2, 4))]
+OTHERS += [("gpt-oss", mesh, False) for mesh in ((1, 1, 1, 3), (1, 2, 1, 8))]
+OTHERS += [*((name, (1, 1, 1, tp), None) for name in ("uneven", "uneven, gated") for tp in (2, 4, 5, 8))]
 OTHERS += [("one, of weight 1", (1, 1, 1, 1), None), ("all", (1, 1, 1, 3), False)]
 
 
@@ -311,11 +328,7 @@ def multiplications(dot):
 
 MIXTURE = jaxtp.ModelConfig(d_model=16, num_experts=E, d_ff=F)
 TOO_MANY = "model.experts_per_token=7 is more than model.num_experts=6; at most 6 works"
-NEITHER = "the 6 experts of model.num_experts have neither biases nor learned activations; use model.mlp_bias=false"
-ADAPTED = (
-    "model.lora.targets: gate_proj, down_proj are projections of 6 experts, which have no adapters; "
-    "use --model.lora.targets "
-)
+OF_EXPERTS = "the 6 experts of model.num_experts have"
 CANNOT_BE = {
     "no experts": (
         {},
@@ -328,8 +341,14 @@ CANNOT_BE = {
         {"num_layers": 2, "pattern": ({"num_experts": 0}, {"experts_per_token": 7})},
         f"model.pattern[1]: {TOO_MANY}",
     ),
-    "learned": ({}, {"activation": "xielu"}, f"model.activation=xielu: {NEITHER}"),
-    "biases": ({}, {"mlp_bias": True}, f"model.mlp_bias=true: {NEITHER}"),
+    "learned": ({}, {"activation": "xielu"}, f"model.activation=xielu: {OF_EXPERTS} no learned activations"),
+    "biases": ({}, {"mlp_bias": True}, f"model.mlp_bias=true: {OF_EXPERTS} their biases by model.experts_bias; use it"),
+    "a limit of nothing": (
+        {},
+        {"mlp": "plain", "swiglu_limit": 7.0},
+        "model.swiglu_limit=7.0 needs model.mlp=gated, or leave it out",
+    ),
+    "biases of nothing": ({}, {"num_experts": 0, "experts_bias": True}, "model.experts_bias=true needs experts; add"),
     "more groups": (
         {},
         {"expert_groups": 2, "groups_per_token": 3},
@@ -350,16 +369,6 @@ CANNOT_BE = {
         {"shared_experts_gate": True},
         "model.shared_experts_gate=true needs model.shared_experts, the width of its MLP",
     ),
-    "adapters": (
-        {},
-        {"lora": LoraConfig(rank=2, targets=("gate_proj", "o_proj", "down_proj"))},
-        f"{ADAPTED}o_proj",
-    ),
-    "adapters of experts alone": (
-        {},
-        {"lora": LoraConfig(rank=2, targets=("gate_proj", "down_proj"))},
-        f"{ADAPTED}q_proj v_proj",
-    ),
 }
 
 
@@ -372,5 +381,4 @@ def test_what_cannot_be_is_one_message_with_the_nearest_that_works(mesh, changes
 def test_what_fits():
     for tp in (1, 2, 3, 4, 6, 8):
         assert not list(violations(dataclasses.replace(MIXTURE, num_heads=24, num_kv_heads=24), mesh_shape(tp=tp)))
-    on_attention = LoraConfig(rank=2, targets=("q_proj", "v_proj"))
-    assert not list(violations(dataclasses.replace(MIXTURE, lora=on_attention), mesh_shape(tp=2)))
+    assert not list(violations(dataclasses.replace(MIXTURE, lora=LORA), mesh_shape(tp=2)))

@@ -11,8 +11,7 @@ from support import assert_close, random_weights, without_mesh
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.config.schema import ConfigError
-from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.lora import TARGETS, LoraConfig
 
 CONFIG = jaxtp.ModelConfig(vocab_size=19, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
 ADAPTED = dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0))
@@ -94,9 +93,3 @@ def test_a_keyword_that_no_layer_takes_is_an_error(layer):
         layer(8, 8, presicion=jaxtp.Precision(), rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'rngs'"):
         layer(8, 8)
-
-
-def test_experts_refuse_adapters():
-    config = jaxtp.ModelConfig(num_experts=4, experts_per_token=2)
-    with pytest.raises(ConfigError, match="experts have no adapters"):
-        jaxtp.MixtureOfExperts(8, config, jaxtp.LayerContext(lora=LoraConfig(rank=2)), rngs=nnx.Rngs(0))
