@@ -345,7 +345,11 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
     if "enable_moe_block" in names:
         return [switch("enable_moe_block", attributes.get("enable_moe_block", False))] * count
     if "first_k_dense_replace" in names:
-        first = _layer_number("first_k_dense_replace", attributes.get("first_k_dense_replace", first))
+        usual, first = first, _layer_number("first_k_dense_replace", attributes.get("first_k_dense_replace", first))
+        if "mlp_layer_types" in names and first != usual:
+            raise HFError(
+                f"first_k_dense_replace = {first}, which transformers does not read here; add mlp_layer_types"
+            )
         return [i >= first for i in range(count)]
     if "moe_layer_start_index" in names:
         first = _layer_number("moe_layer_start_index", attributes.get("moe_layer_start_index", first))

@@ -59,7 +59,10 @@ def _remote_code(version: str) -> tuple[str, ...]:
     return tuple(f"modeling_deepseek.Deepseek{version}{kind}" for kind in ("Model", "ForCausalLM"))
 
 
-_WITHOUT_BIASES = base.required(attention_bias=False, mlp_bias=False, moe_layer_freq=1)
+_WITHOUT_BIASES = base.required(attention_bias=False, mlp_bias=False)
+_ROUTER_V2 = {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1}
+_ROUTER_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+"""Attributes that other programs than transformers read."""
 
 
 def _limit(name: str, field: str) -> base.Attribute:
@@ -86,7 +89,8 @@ DEEPSEEK_V2 = base.Family(
     scaled_scores=True,
     remote_code=_remote_code("V2"),
     always={"normalize_experts": False},
-    required={**_WITHOUT_BIASES, "norm_topk_prob": False, "scoring_func": "softmax"},
+    required=_WITHOUT_BIASES | _ROUTER_V2,
+    written=_ROUTER_V2,
     ignored_attributes=base.ROUTER_LOSS | IGNORED,
     tp_plan={**ATTENTION_TP_PLAN, "layers.*.self_attn.q_proj": "colwise", **_MLP_TP_PLAN, **base.SHARED_TP_PLAN},
 )
@@ -112,7 +116,8 @@ DEEPSEEK_V3 = replace(
     later_layers=True,
     remote_code=_remote_code("V3"),
     always={"router_scores": "sigmoid", "selection_bias": True},
-    required={**_WITHOUT_BIASES, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    required=_WITHOUT_BIASES | _ROUTER_V3,
+    written={**_ROUTER_V3, "num_nextn_predict_layers": 0},
     ignored_attributes=DEEPSEEK_V2.ignored_attributes | {"num_nextn_predict_layers", "num_mtp_layers"},
     tp_plan=_MLP_TP_PLAN | base.SHARED_TP_PLAN,
 )

@@ -91,10 +91,8 @@ GLM4_MOE_LITE = replace(
         v_head_dim=256,
         routed_scaling_factor=1.8,
     ),
-    layer_attributes=base.ROPE | {"mlp_layer_types"},
+    layer_attributes=base.ROPE | {"mlp_layer_types", "first_k_dense_replace"},
     by_type=base.first_dense(1536, 1),
-    # transformers does not read it: without mlp_layer_types, its first layer is dense.
-    required={**deepseek.DEEPSEEK_V3.required, "first_k_dense_replace": 1},
     default_dense_layers=1,
     remote_code=(),
     tp_plan=base.TP_PLAN | deepseek.ATTENTION_TP_PLAN | base.EXPERTS_TP_PLAN,

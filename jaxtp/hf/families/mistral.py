@@ -100,8 +100,9 @@ MISTRAL4 = replace(
     default_dense_layers=0,
     later_layers=False,
     always={},
-    required=base.required(attention_bias=False, mlp_bias=False, moe_layer_freq=1),
-    ignored_attributes=base.ROUTER_LOSS | deepseek.IGNORED,
+    required=base.required(attention_bias=False, mlp_bias=False, sliding_window=None),
+    written={},
+    ignored_attributes=deepseek.DEEPSEEK_V2.ignored_attributes,
     remote_code=(),
 )
 
