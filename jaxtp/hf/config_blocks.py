@@ -405,9 +405,9 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
         if key not in {*_SCALINGS[kind], *_COMMON_PARAMETERS, *(_ATTENTION_SCALES if kind == "yarn" else ()), *more}:
             raise HFError(f"{truncate(key)} of the rotary embedding {kind!r} is unknown; it may change the model")
     width = fields.get("rope_head_dim") or fields.get("head_dim", 2)
-    part = width / fields.get("head_dim", width)
-    if _PARTIAL not in more and parameters.get(_PARTIAL, 1.0) not in (1.0, part):
-        raise HFError(f"{_PARTIAL} = {quote(parameters[_PARTIAL])}: only 1.0 is supported")
+    part = width / fields.get("head_dim", width) if family.rope_in_head else 1.0
+    if _PARTIAL not in more and parameters.get(_PARTIAL, part) != part:
+        raise HFError(f"{_PARTIAL} = {quote(parameters[_PARTIAL])}: only {part} is supported")
     found = [parameters.get("rope_theta"), attributes.get("rope_theta"), attributes.get(theta_name)]
     thetas = sorted({positive("rope_theta", value) for value in found if value is not None}) or [default_theta]
     if len(thetas) > 1:
@@ -542,6 +542,9 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
         max_positions = {_MAX_POSITIONS: math.ceil(scaling.original_length * scaling.factor)}
     if scaling.kind == "longrope":  # before transformers 5, the factor was max / original positions
         written[_ORIGINAL] = scaling.original_length
+    if family.rope_in_head and parameters:  # transformers does not complete the older format
+        part = {"rope_theta": theta, _PARTIAL: full.rope_head_dim / full.head_dim}
+        return max_positions | {"rope_parameters": parameters | part}
     local = _scaling_parameters(sliding, family)
     default = {"rope_type": "default"}
     if family.default_rope and not parameters:

@@ -175,6 +175,8 @@ class Family:
     interleaved_rope: bool = False
     """The file has rotated pairs of query and key dims next to each other, jaxtp half of the rotated dims apart;
     rope_interleave may switch it off."""
+    rope_in_head: bool = False
+    """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part of a head."""
     scaled_scores: bool = False
     """Whether mscale_all_dim of yarn also scales the attention scores."""
     remote_code: tuple[str, ...] = ()

@@ -90,6 +90,7 @@ MISTRAL4 = replace(
     ),
     rope_attributes=MINISTRAL3.rope_attributes,
     rope_kinds=frozenset({"yarn"}),
+    rope_in_head=True,
     default_rope={
         **MINISTRAL3.default_rope,
         "rope_theta": 1e4,
