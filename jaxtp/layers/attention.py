@@ -402,17 +402,16 @@ class CausalSelfAttention(Branch):
             return self._merge_heads(y, *qkv[3:]), (keys, values)
         if new.continued:  # earlier tokens of the first row, then all new tokens
             k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
-        return self._merge_heads(self._attend_packed(q, k, v, new, num_slots, sinks), *qkv[3:]), (keys, values)
+        y = self._attend_packed((q, k, v), new, num_slots, sinks)
+        return self._merge_heads(y, *qkv[3:]), (keys, values)
 
-    def _attend_packed(
-        self, q: Array, k: Array, v: Array, new: NewTokens, num_slots: int, sinks: Array | None = None
-    ) -> Array:
-        """Attends from packed tokens to keys, which are those of all slots and the new ones if `new.continued`."""
-        part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0) if new.continued else None
+    def _attend_packed(self, qkv: Heads, new: NewTokens, num_slots: int, sinks: Array | None = None) -> Array:
+        """Attends from packed tokens; keys and values of a row that continues are those of all its slots, then new."""
+        part = Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0) if new.continued else None
         known = {"dtype": self.precision.compute, "platform": architecture_of(current_device())}
-        use = self.config.use(length=k.shape[1], packed=True, part=new.continued, **known)
+        use = self.config.use(length=qkv[1].shape[1], packed=True, part=new.continued, **known)
         kernel, _ = pick_kernel("auto", use)  # the kernel configured for training may not support this use
-        return kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores, sinks=sinks)
+        return kernel.run(*qkv, new.segments(num_slots), part=part, window=use.window, **use.scores, sinks=sinks)
 
     def _normalise_and_rotate(
         self, weights: Weights, qkv: Heads, positions: Array, length: int
