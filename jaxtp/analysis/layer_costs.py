@@ -369,6 +369,9 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
     yield from column_costs(layer.qkv, work, "q, k, v")
     for norm in layer.qk_norms:
         yield from qk_norm_costs(norm, work)
+    if config.attention_sinks:
+        in_float32, split = replace(layer.precision, compute="float32"), config.heads.sinks
+        yield Weight(module=ATTEND, size=split.size, split=split, fsdp=False, precision=in_float32)
 
     attention = config.context_attention(work.tp)
     method, _ = attention.method(work)

@@ -124,8 +124,8 @@ def _forward(
             weighted.at[i].set(weighted[i] * shrink[..., None] + added),
         )
 
+    empty = jnp.zeros_like(queries, pairs.wide, shape=(*queries.shape[:-1], v.shape[3]))
     each = jnp.zeros_like(queries[..., 0], pairs.wide)
-    empty = jnp.zeros_like(queries, pairs.wide, shape=(*each.shape, v.shape[3]))
     first = (each + _NO_SCORE, each) if sinks is None else (each + pairs.of_heads(sinks), each + 1)
     highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (*first, empty))
     total = jnp.where(total == 0, 1, total)  # for queries that see nothing

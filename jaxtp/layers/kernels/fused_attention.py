@@ -255,10 +255,9 @@ def _forward_kernel(settings: _Settings, *refs: Any) -> None:
         p, rescale = jnp.exp2(s - higher[:, None]), jnp.exp2(highest - higher)
         return rescale[:, None] * o + triton.dot(p.astype(v.dtype), v), higher, rescale * total + jnp.sum(p, axis=1)
 
-    zeros = jnp.zeros(first.shape, jnp.float32)
+    zeros, o = jnp.zeros(first.shape, jnp.float32), jnp.zeros(o_ref.shape, jnp.float32)
     highest, total = (zeros + sink_ref[0][...] * _LOG2_E, zeros + 1) if sink_ref else (zeros + _NOTHING_SEEN, zeros)
-    carry = (jnp.zeros(o_ref.shape, jnp.float32), highest, total)
-    o, highest, total = lax.fori_loop(*_visited(first, last, size), visit, carry)
+    o, highest, total = lax.fori_loop(*_visited(first, last, size), visit, (o, highest, total))
     total = jnp.where(total > 0, total, 1)  # a row that sees nothing outputs 0
     o_ref[...] = (o / total[:, None]).astype(o_ref.dtype)
     lse_ref[...] = (highest + jnp.log2(total)) / _LOG2_E

@@ -266,7 +266,9 @@ def masked_attention(
         shares = jax.nn.softmax(scores)
     else:
         sinks = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
-        shares = jnp.exp(scores - jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1, keepdims=True), sinks))
+        highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+        shares = jnp.exp(scores - highest)
+        shares /= shares.sum(-1, keepdims=True) + jnp.exp(sinks - highest)
     # The output dims follow the operands' order; otherwise XLA for CPUs transposes the values.
     y = jnp.einsum("bkgts,bksh->bkgth", shares.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
     return jnp.moveaxis(y, 3, 1).astype(q_BTNH.dtype).reshape(rows, length, heads, -1)
