@@ -250,7 +250,7 @@ def has_formulas(branch: Branch) -> bool:
     """Returns whether `branch_costs` supports the branch, whose computation may be inherited but not replaced."""
     kind = type(branch)
     registered = next((base for base in kind.__mro__ if base in branch_costs.registry), object)
-    same = (getattr(kind, name, None) is getattr(registered, name, None) for name in ("__call__", "output"))
+    same = (getattr(kind, name, None) is getattr(registered, name, None) for name in ("__call__", "project", "output"))
     return registered is not object and all(same)
 
 

@@ -117,8 +117,15 @@ class AttentionConfig(BranchConfig):
         if sizes[TP] > 2 * self.num_heads:
             text = f"mesh.tp={sizes[TP]} is more than twice model.num_heads={self.num_heads}: most devices get no head"
             yield Problem(text, among={f"mesh.{TP}": self.num_heads})
-        yield from map(Problem, rope_problems(self.head_dim, self.rope_theta, self.rope_scaling, self.rotary_fraction))
+        yield from map(
+            Problem, rope_problems(self.rope_width, self.rope_theta, self.rope_scaling, self.rotary_fraction)
+        )
         yield from map(Problem, unsupported(self.attention, self.use()))
+
+    @property
+    def rope_width(self) -> int:
+        """Width of the part of a head that has positions."""
+        return self.head_dim
 
     @property
     def heads(self) -> "PaddedHeads":
@@ -296,6 +303,11 @@ class CausalSelfAttention(Branch):
         segments_spec = None if segments_BT is None else batch_spec(None)
         return self.output(self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP)), x_BTD)
 
+    def project(self, x_BTD: Array) -> Heads:
+        """Returns the projections `[B, T, F]` of the input, split over tp."""
+        q, k, *rest = self.qkv(x_BTD)
+        return (q, k, k, *rest) if self.config.value_is_key else (q, k, *rest)
+
     def output(self, heads_BTF: Array, x_BTD: Array) -> Array:
         """Projects the heads' results `[B, T, N * H]`, split over tp; a subclass may gate them by the input."""
         return self.out(heads_BTF)
@@ -316,10 +328,9 @@ class CausalSelfAttention(Branch):
     def _on_heads(
         self, body: Callable[..., Any], x_BTD: Array, others: tuple[Any, ...], specs: tuple[Any, ...], out_specs: Any
     ) -> Any:
-        """Returns `body(weights, (q, k, v, *gate), *others)`, run on each device's heads."""
+        """Returns `body(weights, project(x_BTD), *others)`, run on each device's heads."""
         weights, weight_specs = params_and_specs(self.qk_norms)
-        q, k, *rest = self.qkv(x_BTD)
-        heads = (q, k, k, *rest) if self.config.value_is_key else (q, k, *rest)
+        heads = self.project(x_BTD)
         in_specs = (weight_specs, (token_spec(TP),) * len(heads), *specs)
         return device_view(body, ATTEND, in_specs, out_specs)(weights, heads, *others)
 
@@ -355,15 +366,17 @@ class CausalSelfAttention(Branch):
         if new.rows is None:
             y = masked_attention(q, keys, values, visible(new.positions, num_slots, use.window), **use.scores)
             return self._merge_heads(y, *qkv[3:]), (keys, values)
-        part = None
         if new.continued:  # earlier tokens of the first row, then all new tokens
             k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
-            part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0)
-        architecture = architecture_of(current_device())
-        use = replace(use, length=k.shape[1], packed=True, part=new.continued, platform=architecture)
+        return self._merge_heads(self._attend_packed(q, k, v, new, num_slots), *qkv[3:]), (keys, values)
+
+    def _attend_packed(self, q: Array, k: Array, v: Array, new: NewTokens, num_slots: int) -> Array:
+        """Attends from packed tokens to keys, which are those of all slots and the new ones if `new.continued`."""
+        part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0) if new.continued else None
+        known = {"dtype": self.precision.compute, "platform": architecture_of(current_device())}
+        use = self.config.use(length=k.shape[1], packed=True, part=new.continued, **known)
         kernel, _ = pick_kernel("auto", use)  # the kernel configured for training may not support this use
-        y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores)
-        return self._merge_heads(y, *qkv[3:]), (keys, values)
+        return kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores)
 
     def _normalise_and_rotate(
         self, weights: Weights, qkv: Heads, positions: Array, length: int
@@ -381,10 +394,13 @@ class CausalSelfAttention(Branch):
             q, k = (apply_rope(x, positions, theta, scaling, length, config.rotary_fraction) for x in (q, k))
         if config.qk_norm_after_rope:
             q, k = self._normalise(weights, q, k)
-        if config.query_temperature:
-            times = positions // scaling.original_length
-            q *= (1 + config.query_temperature * jnp.log1p(times))[..., None, None].astype(q.dtype)
-        return q, k, v
+        return self._with_temperature(q, positions), k, v
+
+    def _with_temperature(self, q: Array, positions: Array) -> Array:
+        if not (temperature := self.config.query_temperature):
+            return q
+        times = positions // self.config.rope_scaling.original_length
+        return q * (1 + temperature * jnp.log1p(times))[..., None, None].astype(q.dtype)
 
     def _normalise(self, weights: Weights, *heads: Array) -> Sequence[Array]:
         norms = enumerate(zip(self.qk_norms, heads, strict=False))

@@ -1,0 +1,200 @@
+"""Latent attention against plain mathematics in float64, on every mesh: loss, logits and every gradient."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+from support import TOLERANCE, by_name, random_weights, relative_error, sizes_of, state_on_mesh, sweep_of
+
+import jaxtp
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.rope import RopeScaling
+from jaxtp.mesh import mesh_of
+
+B, T, V, D = 4, 48, 19, 24
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=V,
+    d_model=D,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=6,
+    kv_rank=16,
+    query_rank=8,
+    head_dim=12,
+    rope_head_dim=4,
+    value_head_dim=12,
+    d_ff=24,
+    norm_eps=1e-3,
+    rope_theta=20.0,
+    loss_chunk=8,
+)
+CONFIGS = {
+    "queries from a latent": CONFIG,
+    "queries from the input": dataclasses.replace(CONFIG, query_rank=0, query_scale=0.4),
+    "windows": dataclasses.replace(
+        CONFIG,
+        pattern=({"sliding_window": 5, "query_temperature": 0.5}, {}),
+        rope_scaling=RopeScaling(original_length=3),
+    ),
+    "adapters": dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0)),
+    "adapters, queries from the input": dataclasses.replace(CONFIG, query_rank=0, lora=LoraConfig(rank=3)),
+}
+MESHES = [(1, 1, 1, n) for n in (1, 2, 3, 4, 8)] + [(1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 2)]
+CP_MESHES = [(1, 1, 2, 2), (1, 1, 4, 1), (1, 1, 4, 2), (1, 2, 2, 2)]
+
+
+@cache
+def batch():
+    random = np.random.default_rng(0)
+    ids, labels = random.integers(0, V, (2, B, T), np.int32)
+    breaks = np.sort(random.integers(1, T, (B, 3)), axis=1)
+    segments = 1 + (np.arange(T) >= breaks[:, :, None]).sum(axis=1).astype(np.int32)
+    segments[0, 40:] = 0
+    return ids, np.where(segments > 0, labels, -100), segments
+
+
+def effective(weights, module, scale):
+    """Returns a kernel with its adapter."""
+    kernel = weights.get(f"{module}.kernel", weights.get(f"{module}.kernels.0"))
+    return kernel + scale * weights[f"{module}.loras.0.a"] @ weights[f"{module}.loras.0.b"] if scale else kernel
+
+
+def attention(x, segments, w, config, scale):
+    """Multi-head latent attention, head by head."""
+    nope, values = config.head_dim - config.rope_head_dim, config.value_head_dim
+    kernel = lambda name: effective(w, name, scale)
+    place = np.stack([np.concatenate([np.arange((row == s).sum()) for s in dict.fromkeys(row)]) for row in segments])
+    angle = place[..., None] * config.rope_theta ** (-np.arange(config.rope_head_dim // 2) * 2 / config.rope_head_dim)
+
+    def rotate(x):
+        half = x.shape[-1] // 2
+        turned = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angle)
+        return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+    down = x @ kernel("latent_down")
+    kv = reference.rms_norm(down[..., : config.kv_rank], w["latent_norm.scale"], 1e-6) @ kernel("latent_up")
+    shared = rotate(down[..., config.kv_rank :])
+    if config.query_rank:
+        x = reference.rms_norm(x @ kernel("query_down"), w["query_norm.scale"], 1e-6)
+    q = x @ kernel("query_up")
+    q *= (1 + config.query_temperature * np.log1p(place // config.rope_scaling.original_length))[..., None]
+    distance = np.arange(T)[:, None] - np.arange(T)
+    seen = (distance >= 0) & (distance < (config.sliding_window or T)) & (segments[:, :, None] == segments[:, None])
+    outputs = []
+    for head in range(config.num_heads):
+        query = q[..., head * config.head_dim :][..., : config.head_dim]
+        of_head = kv[..., head * (nope + values) :][..., : nope + values]
+        scores = query[..., :nope] @ of_head[..., :nope].swapaxes(1, 2) + rotate(query[..., nope:]) @ shared.swapaxes(
+            1, 2
+        )
+        scores *= config.query_scale or config.head_dim**-0.5
+        outputs.append(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1) @ of_head[..., nope:])
+    return jnp.concatenate(outputs, axis=-1) @ kernel("out")
+
+
+def logits_of(weights, config):
+    ids, _, segments = batch()
+    scale = config.lora.rank and config.lora.scale
+    norm = lambda x, scale: reference.rms_norm(x, scale, config.norm_eps)
+    x = weights["embedding.embedding"][ids]
+    for layer, block in enumerate(config.layers()):
+        path = f"blocks.{layer}." if config.pattern else "blocks."
+        w = {name.removeprefix(path): a[0 if config.pattern else layer] for name, a in weights.items() if path in name}
+        inner = {name.removeprefix("attention."): array for name, array in w.items()}
+        x = x + attention(norm(x, w["attention_norm.scale"]), segments, inner, block, scale)
+        gate, up = (
+            w[f"mlp.gate_up.kernels.{i}"]
+            + (scale * w[f"mlp.gate_up.loras.{i}.a"] @ w[f"mlp.gate_up.loras.{i}.b"] if scale else 0)
+            for i in (0, 1)
+        )
+        mlp = {"gate": gate, "up": up, "down": effective(w, "mlp.down", scale)}
+        x = x + reference.swiglu(norm(x, w["mlp_norm.scale"]), mlp)
+    return norm(x, weights["norm.scale"]) @ weights["head.kernel"].T
+
+
+@cache
+def expected(name):
+    """Returns weights in float32; and loss, logits and gradients in float64."""
+    config = CONFIGS[name]
+    weights = random_weights(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+    with jax.enable_x64(True):
+
+        def loss(wide):
+            logits = logits_of(wide, config)
+            return reference.cross_entropy(logits, batch()[1])[0], logits
+
+        wide = {name: jnp.asarray(np.asarray(array, np.float64)) for name, array in weights.items()}
+        (total, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(wide)
+        return weights, total, np.asarray(logits), {name: np.asarray(grad) for name, grad in grads.items()}
+
+
+def errors(name, mesh, context="auto", **changes):
+    """Returns the relative errors of loss, logits and gradients."""
+    ids, labels, segments = batch()
+    weights, expected_loss, expected_logits, expected_grads = expected(name)
+    config, on = dataclasses.replace(CONFIGS[name], **changes), mesh_of(sizes_of(mesh))
+    graph, state = state_on_mesh(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), weights, on)
+    trained = nnx.LoRAParam if config.lora.rank else nnx.Param
+
+    def loss(params, others):
+        model = nnx.merge(graph, params, others, copy=True)
+        total, _ = model.loss(ids, labels, segments_BT=segments, context=context)
+        return total, model(ids, segments, context=context)
+
+    with jax.set_mesh(on):
+        (total, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(*nnx.split_state(state, trained, ...))
+        found = by_name(grads, on)
+    used = segments > 0
+    return {
+        "loss": abs(float(total) / float(expected_loss) - 1),
+        "logits": relative_error(np.asarray(logits)[used], expected_logits[used]),
+        **{name: relative_error(grad, expected_grads[name]) for name, grad in found.items()},
+    }
+
+
+def check(*args, **changes):
+    worst = {name: error for name, error in errors(*args, **changes).items() if not error < TOLERANCE}
+    assert not worst, worst
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "sequence_parallel"),
+    sweep_of(
+        [CONFIGS, MESHES, [True, False]],
+        ("queries from a latent", (2, 2, 1, 2), True),
+        ("adapters", (1, 1, 1, 4), False),
+    ),
+    ids=str,
+)
+def test_on_every_mesh(name, mesh, sequence_parallel):
+    check(name, mesh, sequence_parallel=sequence_parallel and mesh[-1] > 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "method"),
+    sweep_of([CONFIGS, CP_MESHES, ["ulysses", "gather"]], ("windows", (1, 1, 2, 2), "gather")),
+    ids=str,
+)
+def test_over_cp(name, mesh, method):
+    if method == "ulysses" and CONFIG.heads.on_device(mesh[-1])[0] % mesh[2]:
+        pytest.skip("cp does not divide the heads of a device")
+    check(name, mesh, method)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("remat", ["none", "save_dots", "save_gathered", "save_reduced", "full"])
+@pytest.mark.parametrize("name", ["windows", "adapters", "adapters, queries from the input"])
+def test_every_policy(name, remat):
+    check(name, (1, 2, 1, 2), remat=remat)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("changes", [{"scan_layers": False}, {"overlap": "ring"}, {"attention": "blockwise"}], ids=str)
+@pytest.mark.parametrize("name", ["queries from a latent", "adapters, queries from the input"])
+def test_other_programs(name, changes):
+    check(name, (1, 1, 1, 4), **changes)
