@@ -48,24 +48,34 @@ class TensorPart:
     transposed: bool
     """The last two dims are swapped in the file."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor in the file, without a dim of heads."""
+    """Shape of the whole tensor in the file, before dims are split or joined as in `stored`."""
     first: int = 0
     """Start of the part along the last dim in jaxtp's order."""
     expert: int | None = None
     """Index of the expert; None if the tensor holds all experts, or the parameter has none."""
     columns: Columns | None = field(default=None, compare=False)
     """Indices of the part's columns in the tensor's output dim, in jaxtp's order; None: consecutive, from `first`."""
-    heads: int | None = None
-    """Number of heads that the only dim is split into in the file."""
+    stored: tuple[int, ...] | None = None
+    """Shape in the file, if it splits a dim into heads, or joins the dims of experts and ranks."""
     head: int | None = None
     """Number of the only head in the tensor; None if it holds all heads, or the parameter has none."""
     float32: bool = False
     """Always float32 in the file."""
+    inner: int = 0
+    """Start of the part along the second to last dim in jaxtp's order."""
+    reversed: bool = False
+    """All dims are in the opposite order in the file."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor in the file."""
-        return self.shape if self.heads is None else (self.heads, self.shape[0] // self.heads)
+        return self.shape if self.stored is None else self.stored
+
+    @property
+    def ordered_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor, with dims in jaxtp's order."""
+        swapped = (*self.shape[:-2], *self.shape[:-3:-1]) if self.transposed else self.shape
+        return self.shape[::-1] if self.reversed else swapped
 
     @property
     def target(self) -> tuple[str, int | None]:
@@ -110,7 +120,8 @@ def tensor_parts(
             first, width, columns = places[tensor]
             shape = (*logical_shape(variable)[inside:-1], width)
             shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
-            heads = width // block.head_dim if tensor.by_head else 1 if tensor.one_row else None
+            rows = width // block.head_dim if tensor.by_head else 1
+            split = (rows, width // rows) if tensor.by_head or tensor.one_row else None
             each: Iterable[int | None] = (None,)
             if EACH_HEAD in tensor.theirs:
                 each, shape = range(width // block.head_dim), (block.head_dim,)
@@ -118,7 +129,7 @@ def tensor_parts(
                 theirs = tensor.theirs.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
                 theirs = theirs.replace(EACH_HEAD, str(head))
                 part = TensorPart(path, theirs, index, tensor.transposed, shape, first, expert)
-                yield replace(part, columns=columns, heads=heads, head=head, float32=tensor.float32)
+                yield replace(part, columns=columns, stored=split, head=head, float32=tensor.float32)
 
 
 def alternatives(general: str, family: Family, block: BlockConfig) -> list[Tensor]:
