@@ -104,6 +104,15 @@ def family_of(attributes: Attributes, source: str) -> Family:
     return replace(family, wrapper=wrapper, required={**family.required, **more}, interleaved_rope=interleaved)
 
 
+def check_adaptable(attributes: Attributes) -> None:
+    """Raises `HFError` for a layout of heads that PEFT's adapters of the `model_type` do not have."""
+    if text_attributes(attributes).get("rope_interleave") is False:
+        raise HFError(
+            "rope_interleave = False: adapters need the usual layout; write the model in it by `jaxtp convert import "
+            "FOLDER RUN` and `jaxtp convert export RUN NEW --text-only`"
+        )
+
+
 def _nearest(attributes: Attributes) -> str:
     """Returns the family that lacks the fewest attributes of an unsupported model, and these."""
     inner = attributes.get(TEXT)

@@ -180,7 +180,7 @@ class Family:
     scaled_scores: bool = False
     """Whether mscale_all_dim of yarn also scales the attention scores."""
     remote_code: tuple[str, ...] = ()
-    """Classes in auto_map that compute the same as those of transformers."""
+    """Classes in auto_map that transformers has too."""
     others: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are not read, but copied by an export, such as prediction heads."""
     later_layers: bool = False
