@@ -45,7 +45,7 @@ from jaxtp.data.tokenizer_files import (
 from jaxtp.distributed.devices import build_mesh, request_virtual_devices
 from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.hf import peft
-from jaxtp.hf.config_json import dtype_of, stored_dtype
+from jaxtp.hf.config_json import check_adaptable, dtype_of, stored_dtype
 from jaxtp.hf.load import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import CONFIG, Folder, open_folder
 from jaxtp.hf.peft import PeftFolder, open_peft
@@ -228,6 +228,8 @@ def open_stored(path: Path, options: SourceConfig) -> StoredModel:
         opened = open_folder(path)
         folder, config = path, import_config(opened, None, {}, options.ignore_config)
         dtype, family = dtype_of(opened), str(opened.attributes["model_type"])
+        if options.adapters is not None:
+            check_adaptable(opened.attributes)
     else:
         if options.ignore_config:
             raise SourceError(f"--ignore-config is for models in Hugging Face's format, and {path} is a run")

@@ -17,17 +17,23 @@ from jaxtp.mesh import current_mesh
 from jaxtp.models.config import BlockConfig, ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder, create_decoder
 
-_KERNELS: Mapping[Target, str] = {
-    "q_proj": "attention.qkv.kernels.0",
-    "k_proj": "attention.qkv.kernels.1",
-    "v_proj": "attention.qkv.kernels.2",
-    "o_proj": "attention.out.kernel",
-    "gate_proj": "mlp.gate_up.kernels.0",
-    "up_proj": "mlp.gate_up.kernels.1",
-    "down_proj": "mlp.down.kernel",
+_Kernels = Mapping[Target, str]
+_ATTENTION: _Kernels = {
+    "q_proj": "qkv.kernels.0",
+    "k_proj": "qkv.kernels.1",
+    "v_proj": "qkv.kernels.2",
+    "o_proj": "out.kernel",
 }
-_PLAIN: Mapping[Target, str | None] = {"gate_proj": None, "up_proj": "mlp.up.kernels.0"}
-"""Replacements for `_KERNELS` in an MLP without a gate."""
+_LATENT: _Kernels = {
+    "kv_a_proj_with_mqa": "latent_down.kernel",
+    "kv_b_proj": "latent_up.kernels.0",
+    "o_proj": "out.kernel",
+}
+_QUERIES: _Kernels = {"q_proj": "query_up.kernels.0"}
+_LOW_RANK_QUERIES: _Kernels = {"q_a_proj": "query_down.kernel", "q_b_proj": "query_up.kernels.0"}
+_GATED: _Kernels = {"gate_proj": "gate_up.kernels.0", "up_proj": "gate_up.kernels.1", "down_proj": "down.kernel"}
+_PLAIN: _Kernels = {"up_proj": "up.kernels.0", "down_proj": "down.kernel"}
+_EXPERTS: _Kernels = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Adapter:
     target: Target
     kernel: str
     lora: str
-    """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`."""
+    """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`; of experts `[L, E, in, rank]` and `[L, E, rank, out]`."""
     layers: range
 
 
@@ -47,8 +53,10 @@ def adapters(config: ModelConfig) -> Iterator[Adapter]:
     for target in filter(config.lora.adapted, TARGETS):
         for stack, layers, block in config.kinds():
             for kernel in _kernels(target, block):
-                module = f"{stack}.{kernel.partition('.kernel')[0]}"
-                yield Adapter(target, f"{stack}.{kernel}", f"{module}.loras.{counts[module]}", layers)
+                path = f"{stack}.{kernel}"
+                module, is_linear, _ = path.partition(".kernel")
+                lora = f"{module}.loras.{counts[module]}" if is_linear else f"{module}_lora"
+                yield Adapter(target, path, lora, layers)
                 counts[module] += 1
 
 
@@ -56,9 +64,17 @@ def _kernels(target: Target, block: BlockConfig) -> Iterator[str]:
     """Yields the kernels of a target; attention and MLP may both have a gate_proj."""
     if target == "gate_proj" and block.attention_gate:
         yield f"attention.qkv.kernels.{2 if block.value_is_key else 3}"
-    kernel = {**_KERNELS, **(_PLAIN if block.mlp == "plain" else {})}[target]
-    if kernel is not None and not (target == "v_proj" and block.value_is_key):
-        yield kernel
+    if target == "v_proj" and block.value_is_key:
+        return
+    dense = _GATED if block.mlp == "gated" else _PLAIN
+    experts = {target: kernel for target, kernel in _EXPERTS.items() if target in dense}
+    latent = {**(_LOW_RANK_QUERIES if block.query_rank else _QUERIES), **_LATENT}
+    modules = {"attention": latent if block.kv_rank else _ATTENTION, "mlp": experts if block.num_experts else dense}
+    if block.num_experts and block.shared_experts:
+        modules["mlp.shared"] = dense
+    if block.dense_mlp:
+        modules |= {"mlp": {}, "mlp.mlp": dense, "mlp.experts": experts}
+    yield from (f"{module}.{kernels[target]}" for module, kernels in modules.items() if target in kernels)
 
 
 def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
@@ -106,5 +122,8 @@ def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
 
 
 def _sum(scale: float, kernel: Array, a: Array, b: Array, dtype: DType) -> Array:
-    added = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
-    return (kernel.astype(jnp.float32) + scale * added).astype(dtype)
+    def of_layer(layer: tuple[Array, Array, Array]) -> Array:
+        kernel, a, b = (array.astype(jnp.float32) for array in layer)
+        return (kernel + scale * jnp.matmul(a, b, precision="highest")).astype(dtype)
+
+    return jax.lax.map(of_layer, (kernel, a, b))  # float32 of one layer at a time

@@ -207,11 +207,15 @@ class _Buffers:
                 yield block.reshape(1), ((0, 1),), None
                 continue
             (begin, end), before = where[-1], where[:-1]
+            if part.inner:
+                before = (*before[:-1], (before[-1][0] + part.inner, before[-1][1] + part.inner))
             columns, bounds = None, (begin + part.first, end + part.first)
             if part.columns is not None:
                 columns = part.columns[begin:end]
                 bounds = (int(columns.min(initial=part.columns.max())), int(columns.max(initial=-1)) + 1)
-            if part.transposed:
+            if part.reversed:
+                yield block.T, (bounds, *before[::-1]), columns
+            elif part.transposed:
                 yield block.swapaxes(-2, -1), (*before[:-1], bounds, before[-1]), columns
             else:
                 yield block, (*before, bounds), columns
@@ -222,7 +226,7 @@ class _Buffers:
             if low >= high:
                 continue
             source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in others))]
-            output_dim = block.ndim - (2 if part.transposed else 1)
+            output_dim = 0 if part.reversed else block.ndim - (2 if part.transposed else 1)
             if columns is None:
                 _copy(block[low - start : high - start], source)
             elif output_dim:

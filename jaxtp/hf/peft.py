@@ -1,16 +1,22 @@
 """Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 The format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Tensor names decide which modules have
-adapters. A list in `target_modules` must agree; a regular expression is not evaluated, since a hostile one may never
-end. A layer without an adapter gets zeros, which training does not change (`jaxtp/layers/lora.py`).
+adapters. The lists in `target_modules` and `target_parameters` must agree; a regular expression is not evaluated, since
+a hostile one may never end. A layer or expert without an adapter gets zeros, which training does not change
+(`jaxtp/layers/lora.py`).
+
+PEFT has one A and one B for a kernel of several projections (Phi-3's qkv_proj), and for all experts that are stacked
+in one parameter: `[E * r, in]` and `[out, r * E]`. jaxtp has an adapter for each projection. An import copies A; an
+export of n projections with different As writes rank n * r, with a block-diagonal B, which an import takes apart.
 """
 
+import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Unpack
+from typing import TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +24,14 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
 from jaxtp.hf.config_json import choose_family
-from jaxtp.hf.families.family import LAYER, TEXT_PREFIXES, Family, Tensor
+from jaxtp.hf.families.family import TEXT_PREFIXES, Family, Layout
 from jaxtp.hf.load import load_tensors
 from jaxtp.hf.model_folder import (
     Attributes,
@@ -40,8 +47,9 @@ from jaxtp.hf.model_folder import (
 )
 from jaxtp.hf.safetensors import DTYPES, StoredTensor, read_header
 from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
-from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, place, split_path
+from jaxtp.hf.tensor_map import TensorPart, dims, group_by_tensor, tensor_parts
 from jaxtp.layers.lora import TARGETS, LoraConfig, freeze_state
+from jaxtp.layers.mlp import MLP_TARGETS
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig, adapter_targets
@@ -55,37 +63,32 @@ _KNOWN = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "bias", "target_modules", "exclude_modules"),
         *("layers_to_transform", "layers_pattern", "init_lora_weights", "fan_in_fan_out", "task_type"),
+        *("target_parameters", "rank_pattern", "alpha_pattern"),
         # No effect on outputs, or only together with another attribute, which is refused:
         *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "megatron_core"),
         *("qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying"),
     }
 )
+_VERSION = "0.19.0"
+"""PEFT's first version with today's A and B of stacked experts; older ones exchange them."""
+_EXPERT = re.compile(r"\.experts\.\d")
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
 
-class _LayerAdapter(NamedTuple):
-    adapter: Adapter
-    stack_index: int
-    """Index in the stack of layers."""
-    tensor: Tensor
-    """The adapted kernel in the model's file."""
+_Modules = Mapping[str, list[tuple[Adapter, TensorPart]]]
+"""The adapters of each adapted tensor, by its name in transformers' memory, and their kernels' parts of it."""
 
 
-_Modules = Mapping[str, list[_LayerAdapter]]
-"""The adapters of each module in PEFT, by the module's name: several if the file fuses projections."""
-
-
-def _modules(config: ModelConfig, family: Family) -> _Modules:
-    tensors = {tensor.ours: tensor for tensor in family.tensors}
-    modules: dict[str, list[_LayerAdapter]] = {}
+def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
+    parameters = named_variables(nnx.filter_state(abstract_decoder(replace(config, lora=LoraConfig()))[1], nnx.Param))
+    by_kernel: dict[str, list[TensorPart]] = {}
+    for part in tensor_parts(parameters, config, family, layout):
+        by_kernel.setdefault(part.ours, []).append(part)
+    modules: dict[str, list[tuple[Adapter, TensorPart]]] = {}
     for adapter in adapters(config):
-        if (kernel := split_path(adapter.kernel)[1]) not in tensors:
-            raise HFError(f"a {family.model_type} has no {kernel}")
-        tensor = tensors[kernel]
-        for index, layer in enumerate(adapter.layers):
-            module = _in_memory(tensor.theirs.removesuffix(".weight").replace(LAYER, str(layer)), family)
-            modules.setdefault(module, []).append(_LayerAdapter(adapter, index, tensor))
+        for part in by_kernel[adapter.kernel]:
+            modules.setdefault(_in_memory(part.theirs, family), []).append((adapter, part))
     return modules
 
 
@@ -97,24 +100,48 @@ def _in_memory(module: str, family: Family) -> str:
     return before + module.removeprefix(beginning) if beginning else module
 
 
-def _tensor_parts(
-    modules: _Modules, variables: Mapping[str, Variable], config: ModelConfig, family: Family
-) -> Iterator[TensorPart]:
-    """Yields A and B of each module; fused projections share A, and their Bs are fused like their kernels."""
-    blocks = {stack: block for stack, _, block in config.kinds()}
-    for module, projections in modules.items():
-        a, b = (f"{PREFIX}{module}.lora_{factor}.weight" for factor in "AB")
-        outputs = [logical_shape(variables[f"{projection.adapter.lora}.b"])[-1] for projection in projections]
-        for i, (adapter, index, tensor) in enumerate(projections):
-            _, inputs, rank = logical_shape(variables[f"{adapter.lora}.a"])
-            yield TensorPart(f"{adapter.lora}.a", a, index, transposed=True, shape=(rank, inputs))
-            first, width, columns = place(tensor, i, outputs, family, blocks[str(split_path(adapter.kernel)[0])])
-            part = TensorPart(f"{adapter.lora}.b", b, index, transposed=True, shape=(width, rank), first=first)
-            yield replace(part, columns=columns)
+def _is_stacked(part: TensorPart) -> bool:
+    """Returns whether a tensor holds all experts of a layer."""
+    return part.expert is None and len(part.shape) == 3
 
 
-def _name_in_layer(module: str) -> str:
-    return re.split(r"\.\d+\.", module, maxsplit=1)[-1]
+def _stems(names: Iterable[str]) -> dict[str, str]:
+    """Returns the module with the adapter of each tensor; PEFT wraps a module once for each adapted parameter."""
+    stems: dict[str, str] = {}
+    wrapped: Counter[str] = Counter()
+    for name in reversed([*names]):
+        module = name.rpartition(".")[0]
+        stems[name] = module + ".base_layer" * wrapped[module]
+        wrapped[module] += 1
+    return dict(reversed(stems.items()))
+
+
+def _tensor_name(stem: str, factor: str) -> str:
+    return f"{PREFIX}{stem}.lora_{factor}.weight"
+
+
+def _factors(adapted: _Modules, variables: Mapping[str, Variable], *, diagonal: bool) -> Iterator[TensorPart]:
+    """Yields the parts of each A, then of each B, which is block-diagonal if `diagonal` and it has several parts."""
+    stems = _stems(adapted)
+    for factor in "AB":
+        for name, projections in adapted.items():
+            for i, (adapter, part) in enumerate(projections):
+                *experts, inputs, rank = logical_shape(variables[f"{adapter.lora}.a"])[1:]
+                stacked = experts if part.expert is None else []
+                joined, first = math.prod(stacked), 0
+                if diagonal:
+                    first, rank = i * rank, len(projections) * rank
+                where = TensorPart(
+                    f"{adapter.lora}.{factor.lower()}", _tensor_name(stems[name], factor), part.index, False, ()
+                )
+                where = replace(where, expert=part.expert)
+                if factor == "A":
+                    shape = (*stacked, rank, inputs)
+                    yield replace(where, transposed=True, shape=shape, first=first, stored=(joined * rank, inputs))
+                else:
+                    width = part.ordered_shape[-1]
+                    where = replace(where, reversed=True, shape=(width, rank, *stacked), stored=(width, rank * joined))
+                    yield replace(where, first=part.first, columns=part.columns, inner=first)
 
 
 def save_peft(
@@ -134,52 +161,76 @@ def save_peft(
       HFError: the model has no adapters, no family can represent it, or the folder is not writable.
     """
     check_options(options, SaveOptions)
-    config = model.config
+    config, layout = model.config, options.get("experts", "stacked")
     if not config.lora.rank:
         raise HFError("the model has no adapters; write all of it by save_hf")
     family = choose_family(replace(config, lora=LoraConfig()), options.get("family"))
-    modules, paths = _modules(config, family), {split_path(path)[1] for path in named_variables(nnx.state(model))}
-    parts = Counter(tensor.theirs for tensor in family.tensors if tensor.ours in paths)
-    for (adapter, _, tensor), *_ in modules.values():
-        if parts[tensor.theirs] > 1:
-            raise HFError(
-                f"{adapter.target} of a {family.model_type} is a part of {tensor.theirs}, which has one adapter in "
-                "PEFT; merge the adapters and export the model: --merged, or save_hf(merge_adapters(model))"
-            )
+    modules = _modules(config, family, layout)
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
-    nonzero = {adapter: _nonzero_layers(variables[f"{adapter.lora}.a"][...]) for adapter in adapters(config)}
-    adapted = {m: each for m, each in modules.items() if each[0].stack_index in nonzero[each[0].adapter]} or modules
-    files = {WEIGHTS: group_by_tensor(_tensor_parts(adapted, variables, config, family))}
-    # A vision tower has modules of the same short names.
-    are_short = len(adapted) == len(modules) and family.wrapper is None
-    others = {CONFIG: json_bytes(_peft_config(config.lora, adapted, are_short, base))}
+    arrays = {adapter.lora: variables[f"{adapter.lora}.a"][...] for adapter in adapters(config)}
+    nonzero = {lora: _on_host(_nonzero_layers, a) for lora, a in arrays.items()}
+    is_used = {name: any(nonzero[each.lora][part.index] for each, part in parts) for name, parts in modules.items()}
+    adapted = {name: parts for name, parts in modules.items() if is_used[name]} or modules
+    pairs = {(first.lora, other.lora) for (first, _), *others in modules.values() for other, _ in others}
+    diagonal = not all(_on_host(jnp.array_equal, *(arrays[lora] for lora in pair)) for pair in pairs)
+    files = {WEIGHTS: group_by_tensor(_factors(adapted, variables, diagonal=diagonal))}
+    are_short = len(adapted) == len(modules) and family.wrapper is None  # a vision tower has modules of the same names
+    described = _peft_config(config, adapted, layout, are_short=are_short, diagonal=diagonal)
+    others = {CONFIG: json_bytes({**described, "base_model_name_or_path": None if base is None else str(base)})}
     write_folder(Path(path), variables, files, others, options.get("dtype") or config.lora.dtype, options)
 
 
-def _nonzero_layers(stacked: Array) -> list[int]:
-    sharding = stacked.sharding
+def _nonzero_layers(stacked: Array) -> Array:
+    return jnp.any(stacked != 0, axis=range(1, stacked.ndim))
+
+
+def _on_host(function: Callable[..., Array], *arrays: Array) -> NDArray[np.bool_]:
+    """Computes on the arrays' mesh, for every process."""
+    sharding = arrays[0].sharding
     replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    nonzero = jax.jit(lambda a: jnp.any(a != 0, axis=(1, 2)), out_shardings=replicated)(stacked)
-    indices: list[int] = np.flatnonzero(nonzero).tolist()
-    return indices
+    return np.asarray(jax.jit(function, out_shardings=replicated)(*arrays))
 
 
-def _peft_config(lora: LoraConfig, modules: _Modules, are_short: bool, base: str | Path | None) -> dict[str, object]:
-    targets = {module: projections[0].adapter.target for module, projections in modules.items()}
-    short = [target if module.endswith(f".{target}") else _name_in_layer(module) for module, target in targets.items()]
-    return {
+def _peft_config(
+    config: ModelConfig, adapted: _Modules, layout: Layout, *, are_short: bool, diagonal: bool
+) -> dict[str, object]:
+    lora = config.lora
+    modules: list[str] = []
+    parameters: list[str] = []
+    counts: dict[str, int] = {}
+    for name, ((adapter, part), *others) in adapted.items():
+        # In a model with stacked experts, PEFT takes modules of these names for experts, from version 0.19 on.
+        ambiguous = layout == "stacked" and config.most_experts and adapter.target in MLP_TARGETS
+        is_parameter = _is_stacked(part) or ambiguous
+        full = name if is_parameter else name.removesuffix(".weight")
+        end = re.split(r"\.\d+\.", full)[-1]
+        short = adapter.target if end.endswith(f".{adapter.target}") else end
+        (parameters if is_parameter else modules).append(short if are_short else full)
+        if others and diagonal:
+            counts[end] = 1 + len(others)
+    attributes: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None if base is None else str(base),
         "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_alpha": _number(lora.alpha),
         "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
-        "target_modules": list(dict.fromkeys(short) if are_short else modules),
+        "target_modules": list(dict.fromkeys(modules)),
         "bias": "none",
-        "fan_in_fan_out": not all(each.tensor.transposed for projections in modules.values() for each in projections),
+        "fan_in_fan_out": any(not (part.transposed or _is_stacked(part)) for (_, part), *_ in adapted.values()),
         "inference_mode": True,
     }
+    if parameters:
+        attributes |= {"target_parameters": list(dict.fromkeys(parameters)), "peft_version": _VERSION}
+    if counts:
+        factors = {end: math.sqrt(count) if lora.rslora else count for end, count in counts.items()}
+        attributes["rank_pattern"] = {end: count * lora.rank for end, count in counts.items()}
+        attributes["alpha_pattern"] = {end: _number(factor * lora.alpha) for end, factor in factors.items()}
+    return attributes
+
+
+def _number(value: float) -> float:
+    return int(value) if value.is_integer() else value
 
 
 @dataclass(frozen=True)
@@ -191,15 +242,6 @@ class PeftFolder:
     tensors: Mapping[str, StoredTensor]
     parts: Mapping[str, list[TensorPart]]  # parts of each tensor, by the tensor's name
     notes: tuple[str, ...]  # messages to print before training
-    untrainable: str | None  # why the adapters can only be merged, not trained; None if they can be trained
-
-    def check_trainable(self) -> None:
-        """Raises `HFError` if the adapters cannot be trained."""
-        if self.untrainable is not None:
-            raise HFError(
-                f"{self.path}: {self.untrainable}; merge them by `jaxtp convert export MODEL OUT "
-                f"--adapters {self.path}`, and train OUT"
-            )
 
 
 def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) -> Decoder:
@@ -210,12 +252,11 @@ def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) ->
       family: `model_type`; by default the first that can represent this model.
 
     Raises:
-      HFError: the folder is refused, or its adapters cannot be trained.
+      HFError: the folder is refused.
     """
     if model.config.lora.rank:
         raise HFError("the model has adapters already; add them to their kernels by merge_adapters first")
     folder = open_peft(Path(path), model.config, family)
-    folder.check_trainable()
     return with_peft(model, folder, None if current_mesh() is None else jax.sharding.get_mesh())
 
 
@@ -264,40 +305,37 @@ def _check_attributes(attributes: Attributes) -> None:
 
 def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family: Family) -> PeftFolder:
     """Compares the names and shapes in a folder with a model's; raises `HFError` if they differ."""
-    rank, alpha = whole("r", attributes.get("r")), positive("lora_alpha", attributes.get("lora_alpha"))
-    rslora = switch("use_rslora", attributes.get("use_rslora") or False)
     base = attributes.get("base_model_name_or_path")
     made_for = f"; they were made for {truncate(base, 200)} (base_model_name_or_path)" if base else ""
-    lora = LoraConfig(rank=rank, alpha=alpha, rslora=rslora, targets=adapter_targets(config))
-    possible = _modules(replace(config, lora=lora), family)
-    tensors = _read_factors(path, rank, possible, config, family, made_for)
-    adapted = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
-    _check_names(attributes, adapted, possible, made_for)
-    targets = {projection.adapter.target for module in adapted for projection in possible[module]}
-    lora = replace(lora, targets=tuple(target for target in TARGETS if target in targets))
+    stored, targets = _read_tensors(path, family), _names("target_parameters", attributes)
+    layout: Layout = "stacked" if targets and not any(map(_EXPERT.search, stored)) else "separate"
+    every = _modules(replace(config, lora=LoraConfig(rank=1, targets=adapter_targets(config))), family, layout)
+    possible = {
+        name: parts for name, parts in every.items() if not _is_stacked(parts[0][1]) or _suffixes(name) & targets
+    }
+    stems = _stems(possible)
+    _check_tensors(stored, {stem: name for name, stem in stems.items()}, config, family, made_for)
+    adapted = {name: parts for name, parts in possible.items() if _tensor_name(stems[name], "A") in stored}
+    _check_names(attributes, stems, adapted, made_for)
+    factors = {name: tuple(stored[_tensor_name(stems[name], factor)] for factor in "AB") for name in adapted}
+    lora, diagonal = _lora_config(attributes, adapted, factors, made_for)
+    used = {adapter.target for parts in adapted.values() for adapter, _ in parts}
+    lora = replace(lora, targets=tuple(target for target in TARGETS if target in used))
     config = replace(config, lora=lora)
-    modules = _modules(config, family)
+    modules = _modules(config, family, layout)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
-    used = {module: projections for module, projections in modules.items() if module in adapted}
-    parts = group_by_tensor(_tensor_parts(used, variables, config, family))
-    for name, (part, *_) in parts.items():
-        if tensors[name].shape != part.shape:
-            shapes = f"{dims(tensors[name].shape)}, and this model needs {dims(part.shape)}"
-            raise HFError(f"{name} is {shapes}{made_for}")
-    notes, untrainable = [], None
+    ordered = {name: modules[name] for name in possible if name in adapted}
+    parts = group_by_tensor(_factors(ordered, variables, diagonal=diagonal))
+    tensors = {name: replace(stored[name], shape=part.shape) for name, (part, *_) in parts.items()}
+    notes = []
     if dropout := attributes.get("lora_dropout"):
         notes.append(f"lora_dropout = {quote(dropout)} is not applied")
-    if len(used) < len(modules):
-        notes.append(f"{len(used)} of {len(modules)} modules have an adapter; the others are not trained")
-    if fused := [module for module, projections in used.items() if len(projections) > 1]:
-        untrainable = f"{fused[0]} fuses several projections with one adapter, and jaxtp trains one for each"
-    return PeftFolder(path, lora, tensors, parts, tuple(notes), untrainable)
+    if len(adapted) < len(modules):
+        notes.append(f"{len(adapted)} of {len(modules)} modules have an adapter; the others are not trained")
+    return PeftFolder(path, lora, tensors, parts, tuple(notes))
 
 
-def _read_factors(
-    path: Path, rank: int, possible: _Modules, config: ModelConfig, family: Family, made_for: str
-) -> dict[str, StoredTensor]:
-    """Returns A and B of each adapted module by name."""
+def _read_tensors(path: Path, family: Family) -> dict[str, StoredTensor]:
     try:
         weights = reading.inside(path, WEIGHTS)
     except OSError as error:
@@ -306,11 +344,17 @@ def _read_factors(
         raise HFError(explain_pickle(path, "peft") or f"no {WEIGHTS} is there")
     if not (stored := read_header(weights)):
         raise HFError(f"{WEIGHTS} holds no adapters")
-    tensors = {
+    return {
         PREFIX * name.startswith(PREFIX) + _in_memory(name.removeprefix(PREFIX), family): stored[name]
         for name in stored
     }
-    kinds = ", ".join(dict.fromkeys(map(_name_in_layer, possible)))
+
+
+def _check_tensors(
+    tensors: Mapping[str, StoredTensor], possible: Mapping[str, str], config: ModelConfig, family: Family, made_for: str
+) -> None:
+    """Checks that tensors are float factors of `possible` modules, in pairs."""
+    kinds = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", stem).partition(".*.")[2] for stem in possible))
     for name, tensor in tensors.items():
         if (match := _TENSOR.fullmatch(name)) is None:
             raise HFError(f"{truncate(name, 200)} is not supported, only adapters of {kinds}")
@@ -325,39 +369,116 @@ def _read_factors(
             )
         if tensor.dtype not in DTYPES:
             raise HFError(f"{truncate(name, 200)} is {tensor.dtype}, not float32, bfloat16 or float16")
-        if factor == "A" and tensor.shape[:1] != (rank,):
-            raise HFError(f"{truncate(name, 200)} has the shape {dims(tensor.shape)}, and r = {rank}")
-        other = f"{PREFIX}{module}.lora_{'B' if factor == 'A' else 'A'}.weight"
-        if other not in tensors:
+        if (other := _tensor_name(module, "B" if factor == "A" else "A")) not in tensors:
             raise HFError(f"missing: {other}")
-    return tensors
 
 
-def _check_names(attributes: Attributes, adapted: Collection[str], possible: _Modules, made_for: str) -> None:
+def _lora_config(
+    attributes: Attributes, adapted: _Modules, factors: Mapping[str, tuple[StoredTensor, ...]], made_for: str
+) -> tuple[LoraConfig, bool]:
+    """Returns the settings, and whether the B of several projections is block-diagonal; checks all shapes."""
+    rslora = switch("use_rslora", attributes.get("use_rslora") or False)
+    rank_of = _pattern(attributes, "rank_pattern", whole("r", attributes.get("r")), whole)
+    alpha_of = _pattern(attributes, "alpha_pattern", positive("lora_alpha", attributes.get("lora_alpha")), positive)
+    targets = _names("target_parameters", attributes)
+    found: dict[str, LoraConfig] = {}
+    for name, parts in adapted.items():
+        target = name if _suffixes(name) & targets else name.removesuffix(".weight")
+        found[name] = LoraConfig(rank=rank_of(target), alpha=alpha_of(target), rslora=rslora)
+        _check_shapes(found[name].rank, parts[0][1], factors[name], made_for)
+    base = LoraConfig(rank=rank_of(""), alpha=alpha_of(""), rslora=rslora)
+    joined = {name: parts for name, parts in adapted.items() if len(parts) > 1}
+    diagonal = bool(joined) and all(
+        found[name].rank == len(parts) * base.rank and _is_block_diagonal(factors[name][1], parts)
+        for name, parts in joined.items()
+    )
+    first, one = ("r", base) if diagonal else next(iter(found.items()))
+    for name, lora in found.items():
+        count = len(adapted[name]) if diagonal else 1
+        if lora.rank != count * one.rank or not math.isclose(lora.scale, one.scale, rel_tol=1e-6):
+            raise HFError(
+                f"{name} has rank {lora.rank} and scale {lora.scale:.4g}, unlike {first} with {one.rank} and "
+                f"{one.scale:.4g}; jaxtp has one rank and one scale for all adapters. PEFT can merge them "
+                "into the model: merge_and_unload()"
+            )
+    return one, diagonal
+
+
+_Value = TypeVar("_Value")
+
+
+def _pattern(
+    attributes: Attributes, name: str, default: _Value, check: Callable[[str, object], _Value]
+) -> Callable[[str], _Value]:
+    """Returns the function from a module's or parameter's name to the value of a pattern in the configuration."""
+    patterns = attributes.get(name) or {}
+    if not isinstance(patterns, dict):
+        raise HFError(f"{name} = {quote(patterns)}: should be an object")
+    values = {
+        re.sub(r"\\\.", ".", pattern.removeprefix(r".*\.")): check(name, patterns[pattern]) for pattern in patterns
+    }
+    if wrong := [pattern for pattern in values if not re.fullmatch(r"[\w.]+", pattern)]:
+        raise HFError(f"{name}: {quote(wrong[0])} is not evaluated, only names of modules and parameters")
+    return lambda target: next((values[end] for end in values if end in _suffixes(target)), default)
+
+
+def _check_shapes(rank: int, part: TensorPart, factors: Sequence[StoredTensor], made_for: str) -> None:
+    a, b = factors
+    experts = part.shape[0] if _is_stacked(part) else 1
+    *_, inputs, outputs = part.ordered_shape
+    if a.shape[:1] != (rank * experts,):
+        times = f" for each of {experts} experts" if _is_stacked(part) else ""
+        raise HFError(f"{truncate(a.name, 200)} has the shape {dims(a.shape)}, and r = {rank}{times}")
+    for tensor, shape in ((a, (rank * experts, inputs)), (b, (outputs, rank * experts))):
+        if tensor.shape != shape:
+            raise HFError(f"{tensor.name} is {dims(tensor.shape)}, and this model needs {dims(shape)}{made_for}")
+
+
+def _is_block_diagonal(b: StoredTensor, parts: Sequence[tuple[Adapter, TensorPart]]) -> bool:
+    """Returns whether the output dims of each part use only its ranks; reads the tensor."""
+    owners = np.zeros(b.shape[0], np.int64)
+    for i, (_, part) in enumerate(parts):
+        owners[slice(part.first, None) if part.columns is None else part.columns] = i
+    for row, block in b.blocks():
+        by_part = block.reshape(len(block), len(parts), -1)
+        by_part[np.arange(len(block)), owners[row : row + len(block)]] = 0
+        if (by_part != 0).any():
+            return False
+    return True
+
+
+def _names(name: str, attributes: Attributes) -> set[str]:
+    """Returns a list of names in the configuration as a set."""
+    value = attributes.get(name)
+    if value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        return set(value or ())
+    raise HFError(f"{name} = {quote(value)}: should be a list of names, or an expression")
+
+
+def _check_names(attributes: Attributes, stems: Mapping[str, str], adapted: _Modules, made_for: str) -> None:
     """Compares the adapted modules with the lists in the configuration, unless a regular expression chooses them."""
-    lists = {name: attributes.get(name) for name in ("target_modules", "exclude_modules")}
-    if any(isinstance(value, str) for value in lists.values()) or attributes.get("layers_pattern"):
-        return
-    for name, value in lists.items():
-        if not (value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))):
-            raise HFError(f"{name} = {quote(value)}: should be a list of names, or an expression")
-    layers = attributes.get("layers_to_transform")
-    layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
-    if not all(type(layer) is int for layer in layers):
-        raise HFError(f"layers_to_transform = {quote(layers)}: should be layer numbers")
-    wanted, excluded = (set(value) if isinstance(value, list) else set() for value in lists.values())
-    expected = [
-        module
-        for module, ((adapter, index, _), *_) in possible.items()
-        if (not layers or adapter.layers[index] in layers)
-        and _suffixes(module) & wanted
-        and not _suffixes(module) & excluded
-    ]
-    for module in expected:
-        if module not in adapted:
-            raise HFError(f"missing: {PREFIX}{module}.lora_A.weight, which target_modules require{made_for}")
-    for module in sorted({*adapted} - {*expected}):
-        raise HFError(f"unexpected: {PREFIX}{module}.lora_A.weight, which target_modules do not name")
+    parameters = _names("target_parameters", attributes)
+    expected = {name: "target_parameters" for name in stems if _suffixes(name) & parameters}
+    if unknown := sorted(parameters.difference(*map(_suffixes, stems))):
+        raise HFError(f"target_parameters name {truncate(unknown[0], 200)}, which is no parameter here{made_for}")
+    lists = ("target_modules", "exclude_modules")
+    is_open = any(isinstance(attributes.get(name), str) for name in lists) or bool(attributes.get("layers_pattern"))
+    if not is_open:
+        wanted, excluded = (_names(name, attributes) for name in lists)
+        layers = attributes.get("layers_to_transform")
+        layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
+        if not all(type(layer) is int for layer in layers):
+            raise HFError(f"layers_to_transform = {quote(layers)}: should be layer numbers")
+        for name, module in stems.items():
+            suffixes, number = _suffixes(module), re.search(r"\.(\d+)\.", module)
+            in_layers = not layers or (number is not None and int(number[1]) in layers)
+            if suffixes & wanted and not suffixes & excluded and in_layers and name.endswith(".weight"):
+                expected.setdefault(name, "target_modules")
+    for name, which in expected.items():
+        if name not in adapted:
+            raise HFError(f"missing: {_tensor_name(stems[name], 'A')}, which {which} require{made_for}")
+    for name in () if is_open else sorted({*adapted} - {*expected}):
+        raise HFError(f"unexpected: {_tensor_name(stems[name], 'A')}, which target_modules do not name")
 
 
 def _suffixes(module: str) -> set[str]:

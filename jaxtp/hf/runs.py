@@ -23,7 +23,7 @@ from jaxtp.checkpoint.storage import newest_checkpoint, open_checkpoint, read_in
 from jaxtp.config.schema import expand, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
-from jaxtp.hf.config_json import family_of
+from jaxtp.hf.config_json import check_adaptable, family_of
 from jaxtp.hf.load import load_folder
 from jaxtp.hf.model_folder import CONFIG, open_folder, read_attributes, read_files, read_json
 from jaxtp.hf.peft import PeftFolder, with_peft
@@ -148,7 +148,10 @@ def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, P
     whole = replace(config, lora=LoraConfig())
     if all_gather_json((path / CONFIG).is_file())[0]:
         with jax.set_mesh(mesh), raise_everywhere():
-            return nnx.state(load_folder(open_folder(path), whole, mesh)), path
+            hf_folder = open_folder(path)
+            if config.lora.rank:
+                check_adaptable(hf_folder.attributes)
+            return nnx.state(load_folder(hf_folder, whole, mesh)), path
     folder, info = read_info_on_all(path, lambda: newest_checkpoint(path))
     if _has_adapters(info):
         raise CheckpointError(

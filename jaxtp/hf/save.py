@@ -60,6 +60,9 @@ class SaveOptions(TypedDict, total=False):
     """Source of tokenizer files and special token ids; without it, stderr reports that no tokenizer is written."""
     dtype: DType | None
     """Dtype of the tensors; by default the parameters' dtype, which is lossless."""
+    experts: Layout
+    """"separate" (default for models) writes a tensor per expert, as on the Hub; "stacked" (default for adapters) one
+    per layer, as in transformers 5."""
     allow_non_finite: bool
     """Write weights even if they are not finite."""
     progress: Progress | None
@@ -74,8 +77,6 @@ class ModelOptions(SaveOptions, total=False):
 
     attributes: Attributes | None
     """Additional config.json attributes. max_position_embeddings overrides the value from `tokenizer_from`."""
-    experts: Layout
-    """"separate" (default) writes a tensor per expert, as on the Hub; "stacked" one per layer, as in transformers 5."""
     max_shard_size: int | str
     """Bytes per file, or a string like "5GB" (default); never splits a tensor."""
 
@@ -199,14 +200,17 @@ def gather_tensors(
         return np.atleast_1d(whole if part.expert is None else whole[part.expert])
 
     def tensor_on_host(parts: Sequence[TensorPart]) -> Block:
-        hosts, part = [part_on_host(part) for part in parts], parts[0]
-        host = hosts[0] if len(hosts) == 1 else np.concatenate(hosts, axis=-1)
-        if any(part.columns is not None for part in parts):
-            # Each column of the tensor, as an index of the concatenated parts.
-            ranges = [np.arange(x.shape[-1]) + part.first for part, x in zip(parts, hosts, strict=True)]
-            columns = [each if p.columns is None else p.columns for p, each in zip(parts, ranges, strict=True)]
-            host = host[..., np.argsort(np.concatenate(columns))]
-        return host.swapaxes(-2, -1) if part.transposed else host.reshape(part.stored_shape)
+        part = parts[0]
+        host = part_on_host(part)
+        if len(parts) > 1 or part.columns is not None or host.shape != part.ordered_shape:
+            host = np.zeros(part.ordered_shape, host.dtype)
+            for each in parts:
+                filled = part_on_host(each)
+                places = slice(each.first, each.first + filled.shape[-1]) if each.columns is None else each.columns
+                rows = (slice(each.inner, each.inner + filled.shape[-2]),) if filled.ndim > 1 else ()
+                host[(..., *rows, places)] = filled
+        host = host.T if part.reversed else host.swapaxes(-2, -1) if part.transposed else host
+        return host.reshape(part.stored_shape)
 
     for parts in tensors.values():
         done += num_bytes(parts, dtype)

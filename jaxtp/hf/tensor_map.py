@@ -29,7 +29,11 @@ _MOST_COLUMNS = 2**24
 
 
 Columns = NDArray[np.int64]
-_ROTATED = re.compile(r"blocks\.attention\.(qkv\.(kernels|biases)\.[01]|qk_norms\.[01]\.(scale|bias))")
+_SHARED_KEY = "blocks.attention.latent_down.kernel"
+_ROTATED = re.compile(
+    r"blocks\.attention\.(qkv\.(kernels|biases)\.[01]|qk_norms\.[01]\.(scale|bias)|query_up\.kernels\.0"
+    r"|latent_down\.kernel)"
+)
 """Parameters whose columns are dims of rotated heads."""
 
 
@@ -44,24 +48,34 @@ class TensorPart:
     transposed: bool
     """The last two dims are swapped in the file."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor in the file, without a dim of heads."""
+    """Shape of the whole tensor in the file, before dims are split or joined as in `stored`."""
     first: int = 0
     """Start of the part along the last dim in jaxtp's order."""
     expert: int | None = None
     """Index of the expert; None if the tensor holds all experts, or the parameter has none."""
     columns: Columns | None = field(default=None, compare=False)
     """Indices of the part's columns in the tensor's output dim, in jaxtp's order; None: consecutive, from `first`."""
-    heads: int | None = None
-    """Number of heads that the only dim is split into in the file."""
+    stored: tuple[int, ...] | None = None
+    """Shape in the file, if it splits a dim into heads, or joins the dims of experts and ranks."""
     head: int | None = None
     """Number of the only head in the tensor; None if it holds all heads, or the parameter has none."""
     float32: bool = False
     """Always float32 in the file."""
+    inner: int = 0
+    """Start of the part along the second to last dim in jaxtp's order."""
+    reversed: bool = False
+    """All dims are in the opposite order in the file."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor in the file."""
-        return self.shape if self.heads is None else (self.heads, self.shape[0] // self.heads)
+        return self.shape if self.stored is None else self.stored
+
+    @property
+    def ordered_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor, with dims in jaxtp's order."""
+        swapped = (*self.shape[:-2], *self.shape[:-3:-1]) if self.transposed else self.shape
+        return self.shape[::-1] if self.reversed else swapped
 
     @property
     def target(self) -> tuple[str, int | None]:
@@ -89,9 +103,9 @@ def tensor_parts(
     layers = {stack: (numbers, block) for stack, numbers, block in config.kinds()}
     for path, variable in parameters.items():
         stack, general = split_path(path)
-        if not (tensors := [tensor for tensor in family.tensors if tensor.ours == general]):
-            raise HFError(f"a {family.model_type} has no {general}")
         numbers, block = layers[stack] if stack else ((), config.block())
+        if not (tensors := alternatives(general, family, block)):
+            raise HFError(f"a {family.model_type} has no {general}")
         places: dict[Tensor, Place] = {}
         for index, layer in enumerate(numbers) if stack else [(None, "")]:
             tensor = _choose(tensors, str(layer), layout, stored or {})
@@ -106,7 +120,8 @@ def tensor_parts(
             first, width, columns = places[tensor]
             shape = (*logical_shape(variable)[inside:-1], width)
             shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
-            heads = width // block.head_dim if tensor.by_head else 1 if tensor.one_row else None
+            rows = width // block.head_dim if tensor.by_head else 1
+            split = (rows, width // rows) if tensor.by_head or tensor.one_row else None
             each: Iterable[int | None] = (None,)
             if EACH_HEAD in tensor.theirs:
                 each, shape = range(width // block.head_dim), (block.head_dim,)
@@ -114,7 +129,13 @@ def tensor_parts(
                 theirs = tensor.theirs.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
                 theirs = theirs.replace(EACH_HEAD, str(head))
                 part = TensorPart(path, theirs, index, tensor.transposed, shape, first, expert)
-                yield replace(part, columns=columns, heads=heads, head=head, float32=tensor.float32)
+                yield replace(part, columns=columns, stored=split, head=head, float32=tensor.float32)
+
+
+def alternatives(general: str, family: Family, block: BlockConfig) -> list[Tensor]:
+    """Returns the tensors that may hold a parameter of a block."""
+    named = (tensor for tensor in family.tensors if tensor.ours == general)
+    return [tensor for tensor in named if tensor.unless is None or not getattr(block, tensor.unless)]
 
 
 def split_path(path: str) -> tuple[str | None, str]:
@@ -142,9 +163,10 @@ def place(tensor: Tensor, part: int, widths: Sequence[int], family: Family, bloc
         raise HFError(f"{truncate(tensor.theirs)} has {own:,} output dims; at most {_MOST_COLUMNS:,} are supported")
     columns = np.arange(own)
     if rotates:
-        rotated = int(block.head_dim * block.rotary_fraction)
-        heads = columns.reshape(-1, block.head_dim)
-        heads[:, :rotated] = np.concatenate([heads[:, :rotated:2], heads[:, 1:rotated:2]], axis=1)
+        heads = columns.reshape(-1, own if tensor.ours == _SHARED_KEY else block.head_dim)
+        first_dims = int(block.head_dim * block.rotary_fraction)
+        rotated = heads[:, -block.rope_head_dim :] if block.kv_rank else heads[:, :first_dims]
+        rotated[:] = np.concatenate([rotated[:, ::2], rotated[:, 1::2]], axis=1)
     if tensor.chunks is not None:
         chunks = getattr(block, tensor.chunks)
         chunk, size = np.divmod(columns, own // chunks)

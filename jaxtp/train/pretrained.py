@@ -127,12 +127,10 @@ class Pretrained(InitSource):
         """Returns the adapters of `model.lora.from`, checked against the model.
 
         Raises:
-          HFError: unreadable or untrainable adapters, or another model's.
+          HFError: unreadable adapters, or another model's.
         """
         family = self.attributes.get("model_type")
-        found = open_peft(Path(str(config.model.lora.from_peft)), self.model or config.model, family)
-        found.check_trainable()
-        return found
+        return open_peft(Path(str(config.model.lora.from_peft)), self.model or config.model, family)
 
     def create_state(self, config: TrainConfig, blueprint: Blueprint, restored: Restored | None = None) -> InitialState:
         """Loads the weights, unless a checkpoint has all of them."""

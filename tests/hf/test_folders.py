@@ -1,5 +1,6 @@
 """Folders that hold more than a text model, fused and interleaved rows, float8 blocks: read, and written back."""
 
+import dataclasses
 import json
 import shutil
 
@@ -13,12 +14,15 @@ from support import sweep_of
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.hf.config_json import changed_config, open_whole
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.families.family import Tensor
 from jaxtp.hf.model_folder import open_folder
+from jaxtp.hf.runs import load_base
 from jaxtp.hf.safetensors import DTYPES, read_header, write_file
 from jaxtp.hf.save import gather_tensors
 from jaxtp.hf.tensor_map import group_by_tensor, place, tensor_parts
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.models.config import BlockConfig
 from jaxtp.tools.convert.__main__ import main as convert
 
@@ -164,6 +168,37 @@ def test_interleaved_pairs_become_halves():
     columns = place(tensor, 0, (24,), FAMILIES["glm4"], BLOCK).columns
     assert columns[:12].tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
     assert place(Tensor("blocks.attention.qkv.biases.2", "v"), 0, (24,), FAMILIES["glm4"], BLOCK).columns is None
+
+
+def test_interleaved_pairs_of_latent_attention():
+    """The last dims of each query head, and of the key that heads share."""
+    block = BlockConfig(head_dim=6, num_heads=2, num_kv_heads=2, kv_rank=5, rope_head_dim=4, value_head_dim=3)
+    for name, width, expected in (
+        ("query_up.kernels.0", 12, [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]),
+        ("latent_down.kernel", 9, [0, 1, 2, 3, 4, 5, 7, 6, 8]),
+    ):
+        found = place(Tensor(f"blocks.attention.{name}", "q"), 0, (width,), FAMILIES["deepseek_v3"], block)
+        assert found.columns.tolist() == expected
+    other = place(Tensor("blocks.attention.latent_up.kernels.0", "kv"), 0, (10,), FAMILIES["deepseek_v3"], block)
+    assert other.columns is None
+
+
+def test_a_kimi_is_written_as_what_it_is(tmp_path):
+    """transformers has no kimi_k2, and an export has no Python files."""
+    shutil.copytree(FOLDER / "deepseek_v3", tmp_path / "kimi")
+    attributes = json.loads((FOLDER / "deepseek_v3/config_v4.json").read_text())
+    (tmp_path / "kimi/config.json").write_text(json.dumps(attributes | {"model_type": "kimi_k2"}))
+    whole = open_whole(tmp_path / "kimi", jaxtp.read_config(FOLDER / "deepseek_v3"))
+    assert changed_config(whole, "float32", None) == {
+        name: value for name, value in attributes.items() if name != "auto_map"
+    }
+
+
+def test_adapters_need_pairs_next_to_each_other():
+    """PEFT's files do not tell the layout of the model."""
+    config = dataclasses.replace(jaxtp.read_config(FOLDER / "deepseek_v3_yarn"), lora=LoraConfig(rank=2))
+    with pytest.raises(jaxtp.HFError, match="rope_interleave = False: adapters need the usual layout"):
+        load_base(FOLDER / "deepseek_v3_yarn", config, jaxtp.make_mesh())
 
 
 MIXED = {"fsdp": 2, "tp": 4}

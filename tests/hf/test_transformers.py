@@ -27,7 +27,9 @@ pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]  # of libr
 READ = FAMILIES.keys() | WRAPPERS.keys()
 SOURCES = sorted(path.parent for path in FOLDER.glob("*/config.json") if model_types(path.parent.name) <= READ)
 UPDATED = [
-    name for name in ("cohere2", "gemma4_31b", "glm4_moe", "gpt_neox", "ernie4_5_moe") if FOLDER / name in SOURCES
+    name
+    for name in ("cohere2", "deepseek_v3_yarn", "gemma4_31b", "glm4_moe", "gpt_neox", "ernie4_5_moe")
+    if FOLDER / name in SOURCES
 ]
 PLAIN = jaxtp.ModelConfig(vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)
@@ -44,11 +46,9 @@ KINDS = {
 
 def loaded(folder):
     attributes = json.loads((folder / "config.json").read_text())
-    auto = transformers.AutoModelForCausalLM
-    if attributes["model_type"] in WRAPPERS:
-        auto = transformers.AutoModelForImageTextToText
+    (architecture,) = attributes["architectures"]  # no AutoModel has them all
     dequantized = {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
-    model, info = auto.from_pretrained(
+    model, info = getattr(transformers, architecture).from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",

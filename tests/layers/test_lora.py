@@ -11,8 +11,7 @@ from support import assert_close, random_weights, without_mesh
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.config.schema import ConfigError
-from jaxtp.layers.lora import TARGETS, LoraConfig
+from jaxtp.layers.lora import LoraConfig
 
 CONFIG = jaxtp.ModelConfig(vocab_size=19, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
 ADAPTED = dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0))

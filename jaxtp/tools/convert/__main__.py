@@ -70,7 +70,7 @@ _EQUIVALENT = {
     "rowwise": {"rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "packed_rowwise"},
     "embedding_rowwise": {"embedding_rowwise", "rowwise", "rowwise_rep"},
     "grouped_gemm": {"grouped_gemm"},
-    "replicated": {"replicated", "replicated_with_grad_allreduce", "sequence_parallel", "local"},
+    "replicated": {"replicated", "replicated_with_grad_allreduce", "sequence_parallel", "local", "mla_kv_a_proj"},
 }
 """Styles of transformers that split as jaxtp's style does; they may differ in gathering the output."""
 
@@ -139,9 +139,9 @@ class Export:
     dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
     """Dtype of the written tensors: by default the dtype of an imported model's files, and for other runs the dtype of
     the parameters (model.precision.param)."""
-    experts: Layout = "separate"
-    """Tensors of a mixture of experts: separate has one for each expert, as on the Hub; stacked has one for all experts
-    of a layer, as in the memory of transformers 5."""
+    experts: Annotated[Layout | None, tyro.conf.arg(metavar="{separate,stacked}")] = None
+    """Tensors of a mixture of experts: separate has one for each expert, as on the Hub, the default for models; stacked
+    has one for all experts of a layer, as in the memory of transformers 5, the default for adapters."""
     max_shard_size: str = "5GB"
     """Maximum size of a file; a tensor is never split."""
     allow_non_finite: Switch = False
@@ -237,8 +237,6 @@ def export_run(command: Export) -> str:
         raise HFError(f"{name} is in Hugging Face format already; --adapters DIR adds adapters to it")
     if not stored.lora.rank and (command.base is not None or (command.merged and source.adapters is None)):
         raise HFError(f"{name} has no adapters; leave {'--base' if command.base is not None else '--merged'} out")
-    if only_adapters and command.experts != "separate":
-        raise HFError(f"--experts {command.experts} is for a whole model, and adapters are exported; add --merged")
     attributes, tokenizer = _run_files(source) if source.is_run else (copied_attributes(command.run), command.run)
     options: SaveOptions = {
         "family": command.family or (None if command.text_only else source.family),
@@ -246,6 +244,8 @@ def export_run(command: Export) -> str:
         "dtype": command.dtype,
         "allow_non_finite": command.allow_non_finite,
     }
+    if command.experts is not None:
+        options["experts"] = command.experts
     if only_adapters:
         return _export_adapters(command, source, mesh, options)
     like = _origin(command, source)
@@ -254,9 +254,9 @@ def export_run(command: Export) -> str:
     config = replace(stored, lora=LoraConfig(), precision=replace(stored.precision, param=dtype))
     with nullcontext() if source.is_run else _progress("read") as progress:
         model = source.load(config, mesh, progress)
-    layout, size, options["dtype"] = command.experts, command.max_shard_size, dtype
+    size, options["dtype"] = command.max_shard_size, dtype
     with _progress("written") as options["progress"]:
-        save_hf(model, command.out, attributes=attributes, like=like, experts=layout, max_shard_size=size, **options)
+        save_hf(model, command.out, attributes=attributes, like=like, max_shard_size=size, **options)
     return f"{name}{'' if source.adapters is None else f' with {source.adapters.path}'} is in {command.out}"
 
 
