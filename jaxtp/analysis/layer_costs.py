@@ -22,6 +22,7 @@ block, again for the backward pass. Gradients are reduced in the reduction dtype
 once per step. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO stage 3 (arXiv 1910.02054).
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
@@ -282,11 +283,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     outputs = tokens * sum(local) * compute
     saved = {"none": saved_input, "save_gathered": saved_input, "save_dots": outputs}
     yield Bytes("saved", saved.get(work.remat, 0))
-    for i, lora in zip(layer.adapted, layer.loras, strict=True):
-        f = layer.features[i]
-        a = weight(size=layer.in_features * lora.rank, tp=False, used_by_all_tp=True)
-        b = weight(size=lora.rank * f.size, split=f, fsdp=False, group=f.shared_by(work.tp))
-        yield from lora_costs(lora, work, (layer.in_features, local[i]), (a, b), recomputed=recomputed)
+    yield from column_lora_costs(layer, work, COLUMN)
 
 
 def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool) -> Iterator[Cost]:
@@ -312,10 +309,28 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     yield Product.of(name, (work.tokens // chunks, local, layer.features), compute, count)
     if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
         yield Bytes("saved", work.between(layer.sequence_parallel) * layer.features * compute)
+    yield from row_lora_costs(layer, work, ROW, recomputed=recomputed)
+
+
+def column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) -> Iterator[Cost]:
+    """Yields the costs of a column layer's adapters."""
+    weight = partial(Weight, module=module, precision=layer.precision)
+    for i, lora in zip(layer.adapted, layer.loras, strict=True):
+        f = layer.features[i]
+        a = weight(size=layer.in_features * lora.rank, tp=False, used_by_all_tp=True)
+        b = weight(size=lora.rank * f.size, split=f, fsdp=False, group=f.shared_by(work.tp))
+        features = layer.in_features, f.local(work.tp)
+        yield from lora_costs(lora, work, features, (a, b), recomputed=work.remat in REPROJECT_POLICIES)
+
+
+def row_lora_costs(layer: RowParallelLinear, work: Workload, module: str, *, recomputed: bool) -> Iterator[Cost]:
+    """Yields the costs of a row layer's adapters."""
+    weight, rows = partial(Weight, module=module, precision=layer.precision), layer.in_features
     for lora in layer.loras:
         a = weight(size=rows.size * lora.rank, split=rows, fsdp=False)
         b = weight(size=lora.rank * layer.features, tp=False, used_by_all_tp=True)
-        yield from lora_costs(lora, work, (local, layer.features), (a, b), recomputed=recomputed)
+        features = rows.local(work.tp), layer.features
+        yield from lora_costs(lora, work, features, (a, b), recomputed=recomputed)
 
 
 def lora_costs(
@@ -369,6 +384,9 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
     yield from column_costs(layer.qkv, work, "q, k, v")
     for norm in layer.qk_norms:
         yield from qk_norm_costs(norm, work)
+    if config.attention_sinks:
+        in_float32, split = replace(layer.precision, compute="float32"), config.heads.sinks
+        yield Weight(module=ATTEND, size=split.size, split=split, fsdp=False, precision=in_float32)
 
     attention = config.context_attention(work.tp)
     method, _ = attention.method(work)
@@ -496,10 +514,19 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     split = work.is_split(layer.sequence_parallel)
     in_float32 = replace(layer.precision, compute="float32")
     yield Weight(module=EXPERTS, size=layer.d_model * experts, tp=False, used_by_all_tp=split, precision=in_float32)
-    size, active = experts * layer.d_model * config.d_ff, config.experts_per_token / experts
-    width = None if config.over_tp(work.tp) else PaddedDim((config.d_ff,))
-    for _ in range(num_columns(config) + 1):
-        yield Weight(module=EXPERTS, size=size, active=active, split=width, precision=layer.precision)
+    if config.router_bias:
+        again = work.remat in RECOMPUTE_POLICIES
+        yield Weight(
+            module=EXPERTS, size=experts, tp=False, fsdp=False, used_by_all_tp=split, again=again, precision=in_float32
+        )
+    for name, dims in config.projections().items():
+        yield _of_experts(layer, work, dims)
+        if config.experts_bias:
+            again = dims[2] == "D" or work.remat in REPROJECT_POLICIES  # the weights of experts have a gradient
+            yield _of_experts(layer, work, dims[0] + dims[2], again=again)
+        if lora := _lora(layer, name):
+            for factor in (f"{dims[:2]}r", f"Er{dims[2]}"):
+                yield _of_experts(layer, work, factor, rank=lora.rank, adapter=True)
     if config.dense_mlp:
         scale = partial(Weight, module=EXPERTS, tp=False, used_by_all_tp=split)
         yield scale(size=layer.d_model, precision=layer.precision)
@@ -514,6 +541,29 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
     yield from _expert_work(layer, work, read=read)
     yield from _shared_costs(layer, work, read=read)
+
+
+def _of_experts(layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int = 1, **changes: bool) -> Weight:
+    """Returns a parameter with dims E, D, F and r, the rank; see `ExpertsConfig.projections`."""
+    config, over_tp = layer.config, layer.config.over_tp(work.tp)
+    by_expert = config.stored_by_expert(work.tp, parts(work.sizes, STORAGE))
+    sizes = {"E": config.num_experts, "D": layer.d_model, "F": config.d_ff, "r": rank}
+    is_split = over_tp or "F" in dims
+    return Weight(
+        module=EXPERTS,
+        size=math.prod(sizes[dim] for dim in dims),
+        precision=layer.precision,
+        split=PaddedDim((config.d_ff,)) if "F" in dims and not over_tp else None,
+        tp=is_split,
+        fsdp=by_expert or "D" in dims,
+        used_by_all_tp=not is_split,
+        active=config.experts_per_token / config.num_experts,
+        **changes,
+    )
+
+
+def _lora(layer: MixtureOfExperts, name: str) -> Lora | None:
+    return getattr(layer, f"{name}_lora", None)
 
 
 @branch_costs.register
@@ -549,6 +599,9 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield Product.of(name, (work.tokens, inner, outer), compute, count)
     if work.remat == "save_dots":
         yield Bytes("saved", work.tokens * columns * local * compute)
+    shared, again = layer.shared, read and work.remat in REREDUCE_POLICIES
+    yield from column_lora_costs(shared.up if config.mlp == "plain" else shared.gate_up, work, EXPERTS)
+    yield from row_lora_costs(shared.down, work, EXPERTS, recomputed=again)
     if config.shared_experts_gate:
         if work.remat in ("none", "save_gathered"):
             yield Bytes("saved", FLOAT32 * work.tokens)
@@ -569,16 +622,31 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
     all_rows = is_dense(method, work.platform)
     routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
     yield Product.of("router", (tokens, d_model, config.num_experts), FLOAT32, routed)
-    for name, inner, outer, recomputed in (
-        ("experts' gate, up", d_model, columns * width, work.remat in REPROJECT_POLICIES),
-        ("experts' down", width, d_model, read and work.remat in REREDUCE_POLICIES),
-    ):
-        count, multiplied = work.num_evals(recomputed, work.num_gradients), local * choices if all_rows else rows
+    projected, reduced = work.remat in REPROJECT_POLICIES, read and work.remat in REREDUCE_POLICIES
+    products = [
+        ("experts' gate, up", d_model, columns * width, projected, work.num_gradients),
+        ("experts' down", width, d_model, reduced, work.num_gradients),
+    ]
+    for name, dims in config.projections().items():
+        if lora := _lora(layer, name):
+            inner, outer = ({"D": d_model, "F": width}[dim] for dim in dims[1:])
+            products.append((f"A of experts' {name}", inner, lora.rank, projected, 2))
+            products.append((f"B of experts' {name}", lora.rank, outer, reduced if name == "down" else projected, 2))
+            if work.remat in ("none", "save_dots"):
+                yield Bytes("saved", choices * lora.rank * compute)
+    for name, inner, outer, recomputed, backward in products:
+        count, multiplied = work.num_evals(recomputed, backward), local * choices if all_rows else rows
         moved = (multiplied * inner + choices * outer + local * inner * outer) * compute
         in_kernel = not all_rows and method == "pallas"
         yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied, in_kernel=in_kernel)
+    if config.experts_bias:
+        count = work.num_evals(reduced, work.num_gradients)
+        yield Product.of("experts' biases", (work.tokens, local, d_model), compute, count)
+        if work.training and not work.frozen:  # gradients: sums over the rows of each expert
+            yield Product.of("gradients of experts' biases", (local, choices, columns * width), compute, 1)
     yield Bytes("elementwise", compute * ((columns + 1) * choices * width + 2 * (choices + rows) * d_model))
-    if parts(work.sizes, STORAGE) > 1:  # reorders gathered kernels
+    shards = parts(work.sizes, STORAGE)
+    if shards > 1 and not config.stored_by_expert(work.tp, shards):  # reorders gathered kernels
         yield Bytes("elementwise", compute * 2 * (columns + 1) * local * d_model * width)
 
     hidden = work.tokens * d_model * compute

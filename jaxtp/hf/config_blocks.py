@@ -33,8 +33,9 @@ _SCALINGS: Mapping[str, tuple[str, ...]] = {
 """Parameters of each kind of rotary embedding."""
 _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _LISTS = ("short_factor", "long_factor")
-_ATTENTION_SCALES = ("mscale", "mscale_all_dim")
-"""Parameters of YaRN that an export never writes."""
+_ALL_DIM = "mscale_all_dim"
+_ATTENTION_SCALES = ("mscale", _ALL_DIM)
+"""Parameters of YaRN that an export writes only if they scale the scores; others follow attention_factor."""
 _PARTIAL = "partial_rotary_factor"
 _COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", _PARTIAL, _MAX_POSITIONS}
 _LOCAL_THETA = 10_000.0
@@ -140,16 +141,17 @@ def read_attribute(attribute: Attribute, attributes: Attributes, fields: Setting
     """Returns the value of the attribute's fields; `fields` come from earlier attributes."""
     name = name_in_file(attribute, attributes)
     value = attributes.get(name, attribute.default)
-    if attribute.only_if is not None and not fields[attribute.only_if]:
+    if attribute.only_if is not None and attributes.get(attribute.only_if[0]) != attribute.only_if[1]:
         value = None
     if value is None and attribute.default_from is not None:
         value = fields[attribute.default_from] * attribute.times
     if isinstance(attribute.kind, Mapping):
         return choice(name, value, attribute.kind)
-    is_zero = attribute.can_be_zero and type(value) in (int, float) and not value
-    if is_zero or (value is None and attribute.can_be_null):
+    if value is None and attribute.can_be_null:
+        return attribute.off
+    if attribute.can_be_zero and type(value) in (int, float) and not value:
         return value
-    number = READ[attribute.kind](name, value)
+    number = READ[attribute.kind](name, value) + (0 if attribute.plus is None else fields[attribute.plus])
     number = number if attribute.power == 1 else _power(name, number, attribute.power)
     return number if attribute.unit is None else number * attribute.scale(fields)
 
@@ -171,8 +173,10 @@ def write_fields(attributes: Sequence[Attribute], fields: Settings) -> Iterator[
         elif value and (attribute.power != 1 or attribute.unit is not None):
             number = round((value / attribute.scale(fields)) ** (1 / attribute.power), 6)
             yield attribute.name, int(number) if float(number).is_integer() else number
+        elif attribute.plus is not None:
+            yield attribute.name, value - fields[attribute.plus]
         elif value is not None or attribute.can_be_null:
-            yield attribute.name, value
+            yield attribute.name, None if value == attribute.off else value
 
 
 def _read_overrides(attributes: Attributes, family: Family, fields: Settings) -> dict[int, Settings]:
@@ -341,7 +345,11 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
     if "enable_moe_block" in names:
         return [switch("enable_moe_block", attributes.get("enable_moe_block", False))] * count
     if "first_k_dense_replace" in names:
-        first = _layer_number("first_k_dense_replace", attributes.get("first_k_dense_replace", first))
+        usual, first = first, _layer_number("first_k_dense_replace", attributes.get("first_k_dense_replace", first))
+        if "mlp_layer_types" in names and first != usual:
+            raise HFError(
+                f"first_k_dense_replace = {first}, which transformers does not read here; add mlp_layer_types"
+            )
         return [i >= first for i in range(count)]
     if "moe_layer_start_index" in names:
         first = _layer_number("moe_layer_start_index", attributes.get("moe_layer_start_index", first))
@@ -396,8 +404,10 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
     for key in parameters:
         if key not in {*_SCALINGS[kind], *_COMMON_PARAMETERS, *(_ATTENTION_SCALES if kind == "yarn" else ()), *more}:
             raise HFError(f"{truncate(key)} of the rotary embedding {kind!r} is unknown; it may change the model")
-    if _PARTIAL not in more and parameters.get(_PARTIAL, 1.0) != 1.0:
-        raise HFError(f"{_PARTIAL} = {quote(parameters[_PARTIAL])}: only 1.0 is supported")
+    width = fields.get("rope_head_dim") or fields.get("head_dim", 2)
+    part = width / fields.get("head_dim", width) if family.rope_in_head else 1.0
+    if _PARTIAL not in more and parameters.get(_PARTIAL, part) != part:
+        raise HFError(f"{_PARTIAL} = {quote(parameters[_PARTIAL])}: only {part} is supported")
     found = [parameters.get("rope_theta"), attributes.get("rope_theta"), attributes.get(theta_name)]
     thetas = sorted({positive("rope_theta", value) for value in found if value is not None}) or [default_theta]
     if len(thetas) > 1:
@@ -407,15 +417,17 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
         others |= {"rotary_fraction": 1.0}  # as transformers does
     if (fraction := others.get("rotary_fraction", 1.0)) > 1:
         raise HFError(f"the rotated part of a head is {fraction}; it should be at most 1")
-    (theta,), head_dim = thetas, fields.get("head_dim", 2)
+    (theta,) = thetas
     if kind == "dynamic":
         if not (alpha := parameters.get("alpha")):
             raise HFError("rope_type = 'dynamic' without alpha depends on the length of a text, which is not supported")
-        kind, theta = "default", theta * _power("alpha", positive("alpha", alpha), head_dim / max(head_dim - 2, 1))
+        kind, theta = "default", theta * _power("alpha", positive("alpha", alpha), width / max(width - 2, 1))
     scaling = _read_scaling(kind, parameters, {_ORIGINAL: family.original_length, **attributes})
-    for problem in rope_problems(head_dim, theta, scaling, fraction) if fields and head_dim % 2 == 0 else ():
+    for problem in rope_problems(width, theta, scaling, fraction) if fields and width % 2 == 0 else ():
         raise HFError(f"the rotary embedding {kind!r} is invalid: {problem}")
     changed = {name: v for name, v in asdict(scaling).items() if name == "kind" or v != getattr(UNSCALED, name)}
+    if family.scaled_scores and kind == "yarn" and fields and (all_dim := parameters.get(_ALL_DIM)):
+        others |= {"query_scale": fields["head_dim"] ** -0.5 * _mscale(_ALL_DIM, all_dim, scaling.factor) ** 2}
     return {"rope_theta": theta, "rope_scaling": changed, **others}
 
 
@@ -505,8 +517,12 @@ def _attention_factor(parameters: Attributes, factor: float) -> float | None:
     scales = [parameters.get(name) for name in _ATTENTION_SCALES]
     if not all(scales):
         return None
-    plain, all_dim = (0.1 * positive("mscale", scale) * math.log(factor) + 1 if factor > 1 else 1.0 for scale in scales)
+    plain, all_dim = (_mscale("mscale", scale, factor) for scale in scales)
     return positive("the attention factor from mscale and mscale_all_dim", plain / all_dim)
+
+
+def _mscale(name: str, scale: object, factor: float) -> float:
+    return 0.1 * positive(name, scale) * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
@@ -526,6 +542,9 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
         max_positions = {_MAX_POSITIONS: math.ceil(scaling.original_length * scaling.factor)}
     if scaling.kind == "longrope":  # before transformers 5, the factor was max / original positions
         written[_ORIGINAL] = scaling.original_length
+    if family.rope_in_head and parameters:  # transformers does not complete the older format
+        part = {"rope_theta": theta, _PARTIAL: full.rope_head_dim / full.head_dim}
+        return max_positions | {"rope_parameters": parameters | part}
     local = _scaling_parameters(sliding, family)
     default = {"rope_type": "default"}
     if family.default_rope and not parameters:
@@ -556,5 +575,11 @@ def _scaling_parameters(layer: BlockConfig, family: Family) -> dict[str, object]
     fields = {name: "original_length" if name == _ORIGINAL else name for name in _SCALINGS[scaling.kind]}
     values = {name: getattr(scaling, field) for name, field in fields.items()}
     written = {name: list(value) if name in _LISTS else value for name, value in values.items() if value is not None}
+    if family.scaled_scores and scaling.kind == "yarn" and layer.query_scale and scaling.factor > 1:
+        # The inverse of reading. Some programs read these two, others attention_factor.
+        unit = 0.1 * math.log(scaling.factor)
+        scale = math.sqrt(layer.query_scale * layer.head_dim**0.5)
+        factor = unit + 1 if scaling.attention_factor is None else scaling.attention_factor
+        written |= {"mscale": round((factor * scale - 1) / unit, 6), _ALL_DIM: round((scale - 1) / unit, 6)}
     inside = [each for each in family.rope_attributes if not _is_outside(each)]
     return {"rope_type": scaling.kind, **written, **dict(write_fields(inside, vars(layer)))}

@@ -12,7 +12,7 @@ from jaxtp.config import schema as configuration
 from jaxtp.config.reading import truncate
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.config_blocks import Settings, name_in_file, read_attribute, read_layers, write_fields, write_layers
-from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
+from jaxtp.hf.families import ALIASES, FAMILIES, REFUSED, WRAPPERS
 from jaxtp.hf.families.family import Family, is_ignorable
 from jaxtp.hf.model_folder import (
     CONFIG,
@@ -86,11 +86,13 @@ def family_of(attributes: Attributes, source: str) -> Family:
     """Returns the family of a `model_type`, or of the text model in a multimodal one."""
     model_type = attributes.get("model_type")
     with prefix_errors(source):
-        text_type = text_attributes(attributes).get("model_type")
+        text = text_attributes(attributes)
+    text_type = text.get("model_type")
     wrapper = WRAPPERS.get(str(model_type))
     if wrapper is not None and text_type not in wrapper.text_types:
         known = " and ".join(wrapper.text_types)
         raise HFError(f"{source}: a {model_type} with text of {quote(text_type)} is not supported, only {known}")
+    text_type = ALIASES.get(text_type, text_type) if isinstance(text_type, str) else text_type
     if not isinstance(text_type, str) or text_type not in FAMILIES:
         wrong = f"model_type = {quote(model_type)} is not supported" if model_type else "model_type is missing"
         why = f", because of {REFUSED[str(model_type)]}" if str(model_type) in REFUSED else ""
@@ -98,7 +100,8 @@ def family_of(attributes: Attributes, source: str) -> Family:
         raise HFError(f"{source}: {wrong}{why}; supported are {', '.join((*FAMILIES, *WRAPPERS))}{near}")
     family = FAMILIES[text_type]
     more = {} if wrapper is None else wrapper.required
-    return replace(family, wrapper=wrapper, required={**family.required, **more})
+    interleaved = family.interleaved_rope and text.get("rope_interleave", True) is not False
+    return replace(family, wrapper=wrapper, required={**family.required, **more}, interleaved_rope=interleaved)
 
 
 def _nearest(attributes: Attributes) -> str:
@@ -142,6 +145,8 @@ def changed_config(whole: Whole, dtype: DType, longest: object) -> dict[str, Any
         changes["torch_dtype" if "torch_dtype" in text else "dtype"] = dtype
     if longest is not None and longest != text.get(MAX_POSITIONS):
         changes[MAX_POSITIONS] = longest
+    if text["model_type"] in ALIASES:
+        changes["model_type"] = whole.family.model_type
     return whole.attributes(changes)
 
 
@@ -268,6 +273,8 @@ def _fields(attributes: Attributes, family: Family) -> Settings:
 
 def _head_dim(attributes: Attributes, family: Family, fields: Settings) -> int:
     original = attributes.get("head_dim") if "head_dim" in family.layer_attributes else None
+    if "head_dim" in fields:
+        return int(fields["head_dim"])
     if original is not None or family.default_head_dim is not None:
         return whole("head_dim", family.default_head_dim if original is None else original)
     if fields["d_model"] % fields["num_heads"]:

@@ -29,7 +29,11 @@ _MOST_COLUMNS = 2**24
 
 
 Columns = NDArray[np.int64]
-_ROTATED = re.compile(r"blocks\.attention\.(qkv\.(kernels|biases)\.[01]|qk_norms\.[01]\.(scale|bias))")
+_SHARED_KEY = "blocks.attention.latent_down.kernel"
+_ROTATED = re.compile(
+    r"blocks\.attention\.(qkv\.(kernels|biases)\.[01]|qk_norms\.[01]\.(scale|bias)|query_up\.kernels\.0"
+    r"|latent_down\.kernel)"
+)
 """Parameters whose columns are dims of rotated heads."""
 
 
@@ -99,9 +103,9 @@ def tensor_parts(
     layers = {stack: (numbers, block) for stack, numbers, block in config.kinds()}
     for path, variable in parameters.items():
         stack, general = split_path(path)
-        if not (tensors := [tensor for tensor in family.tensors if tensor.ours == general]):
-            raise HFError(f"a {family.model_type} has no {general}")
         numbers, block = layers[stack] if stack else ((), config.block())
+        if not (tensors := alternatives(general, family, block)):
+            raise HFError(f"a {family.model_type} has no {general}")
         places: dict[Tensor, Place] = {}
         for index, layer in enumerate(numbers) if stack else [(None, "")]:
             tensor = _choose(tensors, str(layer), layout, stored or {})
@@ -126,6 +130,12 @@ def tensor_parts(
                 theirs = theirs.replace(EACH_HEAD, str(head))
                 part = TensorPart(path, theirs, index, tensor.transposed, shape, first, expert)
                 yield replace(part, columns=columns, stored=split, head=head, float32=tensor.float32)
+
+
+def alternatives(general: str, family: Family, block: BlockConfig) -> list[Tensor]:
+    """Returns the tensors that may hold a parameter of a block."""
+    named = (tensor for tensor in family.tensors if tensor.ours == general)
+    return [tensor for tensor in named if tensor.unless is None or not getattr(block, tensor.unless)]
 
 
 def split_path(path: str) -> tuple[str | None, str]:
@@ -153,9 +163,10 @@ def place(tensor: Tensor, part: int, widths: Sequence[int], family: Family, bloc
         raise HFError(f"{truncate(tensor.theirs)} has {own:,} output dims; at most {_MOST_COLUMNS:,} are supported")
     columns = np.arange(own)
     if rotates:
-        rotated = int(block.head_dim * block.rotary_fraction)
-        heads = columns.reshape(-1, block.head_dim)
-        heads[:, :rotated] = np.concatenate([heads[:, :rotated:2], heads[:, 1:rotated:2]], axis=1)
+        heads = columns.reshape(-1, own if tensor.ours == _SHARED_KEY else block.head_dim)
+        first_dims = int(block.head_dim * block.rotary_fraction)
+        rotated = heads[:, -block.rope_head_dim :] if block.kv_rank else heads[:, :first_dims]
+        rotated[:] = np.concatenate([rotated[:, ::2], rotated[:, 1::2]], axis=1)
     if tensor.chunks is not None:
         chunks = getattr(block, tensor.chunks)
         chunk, size = np.divmod(columns, own // chunks)

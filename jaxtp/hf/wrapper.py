@@ -141,7 +141,8 @@ class Whole:
 
     def attributes(self, changes: Attributes) -> dict[str, Any]:
         """Returns config.json with changes of the text model's attributes."""
-        kept = {name: value for name, value in self.folder.attributes.items() if name != "quantization_config"}
+        gone = ("quantization_config", "auto_map")  # an export has no Python files
+        kept = {name: value for name, value in self.folder.attributes.items() if name not in gone}
         if self.family.wrapper is None:
             return {**kept, **changes}
         text = dict[str, Any](kept[TEXT])  # type: ignore[call-overload]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.affects import COST
@@ -20,12 +21,12 @@ from jaxtp.config.hints import Problem
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive
 from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
-from jaxtp.layers.context import ContextAttention, Sequences
+from jaxtp.layers.context import ContextAttention, Sequences, of_heads
 from jaxtp.layers.kernels.select import KernelChoice, Use, architecture_of, masked_attention, pick_kernel, unsupported
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind, rms_normalise
-from jaxtp.layers.parameter import PaddedDim, Weights, params_and_specs
+from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems, rotated_dims
 from jaxtp.layers.sequence_parallel import LocalShape, Part, segment_positions
 from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
@@ -91,6 +92,9 @@ class AttentionConfig(BranchConfig):
     attention_softcap: Positive | None = None
     """Caps attention scores: c * tanh(score / c)."""
 
+    attention_sinks: bool = False
+    """A learned score of each query head that joins the softmax without a value (gpt-oss)."""
+
     attention_gate: bool = False
     """Multiplies the heads' results by the sigmoid of another projection of the input (Muse Glimmer)."""
 
@@ -140,7 +144,8 @@ class AttentionConfig(BranchConfig):
     def use(self, **known: Any) -> Use:
         """Returns the `Use` of a kernel; `known` are its fields that are not settings."""
         window, softcap, scale = self.sliding_window, self.attention_softcap, self.query_scale
-        return Use(head_dim=self.head_dim, window=window, softcap=softcap, scale=scale, **known)
+        sinks = self.attention_sinks
+        return Use(head_dim=self.head_dim, window=window, softcap=softcap, scale=scale, sinks=sinks, **known)
 
     def context_attention(self, tp: int) -> ContextAttention:
         """Returns a device's heads and window, for context parallelism."""
@@ -202,6 +207,12 @@ class PaddedHeads(PaddedDim):
     """
 
     @property
+    def sinks(self) -> "PaddedSinks":
+        """The division of one number per query head."""
+        kv_heads, group, width = self.factors
+        return PaddedSinks((kv_heads, group), width)
+
+    @property
     def keys(self) -> "PaddedKVHeads":
         """The division of kv heads over tp."""
         kv_heads, group, width = self.factors
@@ -215,6 +226,18 @@ class PaddedHeads(PaddedDim):
         """Returns each device's query heads and kv heads."""
         kv_heads, group, _ = self.stored(tp)
         return kv_heads * group // tp, max(1, kv_heads // tp)
+
+
+@dataclass(frozen=True)
+class PaddedSinks(PaddedDim):
+    """Splits one number per query head over tp, like the heads; factors: kv heads K, query heads per kv head G."""
+
+    width: int  # of the heads
+
+    def stored(self, tp: int) -> tuple[int, ...]:
+        """See `PaddedDim`."""
+        kv_heads, group = self.factors
+        return _padded_heads(kv_heads, group, self.width, tp)[:2]
 
 
 @dataclass(frozen=True)
@@ -282,7 +305,12 @@ class CausalSelfAttention(Branch):
         )
         period, count = rotated_dims(config.head_dim, config.rope_scaling, config.rotary_fraction)
         count = 0 if config.rope_theta is None else count
-        linear = config.attention_softcap is None and config.clip_qkv is None
+        self.sinks = None
+        if config.attention_sinks:
+            dim = queries.sinks
+            sinks = jnp.zeros(dim.size, self.precision.param)
+            self.sinks = parameter("sinks", sinks, P(TP), padding=((-1, dim),))
+        linear = config.attention_softcap is None and config.clip_qkv is None and self.sinks is None
         # In a dim without rope, a key bias adds the same to all scores of a query, which the softmax cancels. Its
         # gradient is rounding noise, and Adam would turn it into updates.
         unnormalised = config.qk_norm == "none" and not config.value_is_key
@@ -330,6 +358,8 @@ class CausalSelfAttention(Branch):
     ) -> Any:
         """Returns `body(weights, project(x_BTD), *others)`, run on each device's heads."""
         weights, weight_specs = params_and_specs(self.qk_norms)
+        if self.sinks is not None:
+            weights["sinks"], weight_specs["sinks"] = jnp.asarray(self.sinks[...]), spec_of(self.sinks)
         heads = self.project(x_BTD)
         in_specs = (weight_specs, (token_spec(TP),) * len(heads), *specs)
         return device_view(body, ATTEND, in_specs, out_specs)(weights, heads, *others)
@@ -356,27 +386,32 @@ class CausalSelfAttention(Branch):
         for problem in unsupported(config.attention, use):
             raise ConfigError(problem)
         kernel, _ = pick_kernel(config.attention, use)
-        run = partial(kernel.run, **use.scores, window=use.window)
+        sinks = self._load_sinks(weights)
+        sinks = None if sinks is None else of_heads(sinks, method)
+        run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
         return self._merge_heads(sequences.attend(run, method, use.window, q, k, v), *qkv[3:])
 
     def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         use, num_slots = self.config.use(dtype=self.precision.compute), cache[0].shape[2]
         q, k, v = self._normalise_and_rotate(weights, qkv, new.positions, num_slots)
         keys, values = new.write(cache[0], k), new.write(cache[1], v)
+        sinks = self._load_sinks(weights)
         if new.rows is None:
-            y = masked_attention(q, keys, values, visible(new.positions, num_slots, use.window), **use.scores)
+            seen = visible(new.positions, num_slots, use.window)
+            y = masked_attention(q, (keys, values), seen, **use.scores, sinks=sinks)
             return self._merge_heads(y, *qkv[3:]), (keys, values)
         if new.continued:  # earlier tokens of the first row, then all new tokens
             k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
-        return self._merge_heads(self._attend_packed(q, k, v, new, num_slots), *qkv[3:]), (keys, values)
+        y = self._attend_packed((q, k, v), new, num_slots, sinks)
+        return self._merge_heads(y, *qkv[3:]), (keys, values)
 
-    def _attend_packed(self, q: Array, k: Array, v: Array, new: NewTokens, num_slots: int) -> Array:
-        """Attends from packed tokens to keys, which are those of all slots and the new ones if `new.continued`."""
-        part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0) if new.continued else None
+    def _attend_packed(self, qkv: Heads, new: NewTokens, num_slots: int, sinks: Array | None = None) -> Array:
+        """Attends from packed tokens; keys and values of a row that continues are those of all its slots, then new."""
+        part = Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0) if new.continued else None
         known = {"dtype": self.precision.compute, "platform": architecture_of(current_device())}
-        use = self.config.use(length=k.shape[1], packed=True, part=new.continued, **known)
+        use = self.config.use(length=qkv[1].shape[1], packed=True, part=new.continued, **known)
         kernel, _ = pick_kernel("auto", use)  # the kernel configured for training may not support this use
-        return kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores)
+        return kernel.run(*qkv, new.segments(num_slots), part=part, window=use.window, **use.scores, sinks=sinks)
 
     def _normalise_and_rotate(
         self, weights: Weights, qkv: Heads, positions: Array, length: int
@@ -401,6 +436,10 @@ class CausalSelfAttention(Branch):
             return q
         times = positions // self.config.rope_scaling.original_length
         return q * (1 + temperature * jnp.log1p(times))[..., None, None].astype(q.dtype)
+
+    def _load_sinks(self, weights: Weights) -> Array | None:
+        in_float32 = replace(self.precision, compute="float32")
+        return None if self.sinks is None else in_float32.load(weights["sinks"], None)
 
     def _normalise(self, weights: Weights, *heads: Array) -> Sequence[Array]:
         norms = enumerate(zip(self.qk_norms, heads, strict=False))

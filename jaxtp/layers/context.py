@@ -95,7 +95,8 @@ class Sequences:
     ) -> Array:
         """Attends from this device's tokens to all that they see, inside `device_view`.
 
-        `run(q, k, v, segments, part=)` is a kernel. `q` is `[b, T/cp, N/tp, H]`; `q` and `k` are rotated.
+        `run(q, k, v, segments, part=)` is a kernel; it has sinks from `of_heads`. `q` is `[b, T/cp, N/tp, H]`; `q` and
+        `k` are rotated.
         """
         cp = axis_size(CP)
         if cp == 1:
@@ -112,13 +113,21 @@ class Sequences:
             # The transpose sums gradients over cp in the compute dtype, like gradients of activations over tp.
             k, v = (self.natural(all_gather(x, *CONTEXT, dim=1)) for x in (k, v))  # [b, T, K/tp, H]
             return run(q, k, v, self.segments, part=Part(self.local_positions(length), 0))
-        seen = with_halo(jnp.concatenate([k, v], axis=2), reach, len(chunks))
+        seen = with_halo(jnp.concatenate([k, v], axis=3), reach, len(chunks))
         results = []
         for number, ((start, size), kv) in enumerate(zip(chunks, seen, strict=True)):
             queries = q[:, number * size : (number + 1) * size]
             part = Part(start + jnp.arange(size), start - reach)
-            results.append(run(queries, *jnp.split(kv, 2, axis=2), self.segments, part=part))
+            results.append(run(queries, *jnp.split(kv, [k.shape[3]], axis=3), self.segments, part=part))
         return jnp.concatenate(results, axis=1)
+
+
+def of_heads(x: Array, method: Method) -> Array:
+    """Returns the part of `x`, `[N/tp]`, for the query heads with which this device attends by `method`."""
+    cp = axis_size(CP)
+    if method == "gather" or cp == 1:
+        return x
+    return lax.dynamic_slice_in_dim(x, axis_index(CP) * (x.size // cp), x.size // cp)
 
 
 def to_natural(x: Any, cp: int, dim: int) -> Any:

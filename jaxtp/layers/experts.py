@@ -118,6 +118,10 @@ class ExpertsConfig(MLPConfig):
         """Returns whether each device has whole experts."""
         return self.num_experts % tp == 0
 
+    def stored_by_expert(self, tp: int, shards: int) -> bool:
+        """Returns whether each shard of the storage has experts of its own, not a part of each."""
+        return self.num_experts % (shards * (tp if self.over_tp(tp) else 1)) == 0
+
     def projections(self) -> dict[str, str]:
         """Returns the kernels of experts and their dims: E experts, D features of the model, F of an expert."""
         return {"gate": "EDF", **_PLAIN} if self.mlp == "gated" else _PLAIN
@@ -200,10 +204,11 @@ class MixtureOfExperts(PositionwiseBranch):
         experts, dtype, over_tp = config.num_experts, self.precision.param, config.over_tp(axis_size(TP))
         features = ExactDim((config.d_ff,)) if over_tp else PaddedDim((config.d_ff,))
         dims = {"E": ExactDim((experts,)), "D": ExactDim((d_model,)), "F": features}
-        axes = {"E": TP if over_tp else None, "D": STORAGE, "F": None if over_tp else TP}
+        axes: dict[str, tuple[str, ...]] = {"E": (TP,) if over_tp else (), "D": (), "F": () if over_tp else (TP,)}
+        axes["E" if config.stored_by_expert(axis_size(TP), axis_size(*STORAGE)) else "D"] += STORAGE
 
         def spec(names: str) -> P:
-            return P(*(axes.get(name) for name in names))
+            return P(*(axes.get(name) or None for name in names))
 
         def stacked(name: str, names: str, initial: Callable[[tuple[int, ...]], Array]) -> nnx.Param[Array]:
             value = initial(tuple(dims[dim].size for dim in names))
@@ -436,7 +441,8 @@ class MixtureOfExperts(PositionwiseBranch):
 
     def _load(self, shard: Array, dims: str) -> Array:
         """Loads an array with a dim E; other dims are D and F, or a rank."""
-        at = dims.find("D")
+        by_expert = self.config.stored_by_expert(axis_size(TP), axis_size(*STORAGE))
+        at = dims.find("E" if by_expert else "D")
         used_by_all_tp = "F" not in dims and not self.config.over_tp(axis_size(TP))
         return self.precision.load(shard, None if at < 0 else at, used_by_all_tp=used_by_all_tp)
 

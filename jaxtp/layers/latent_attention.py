@@ -29,7 +29,7 @@ from jaxtp.config.schema import CountOrZero
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention, Heads, PaddedHeads
 from jaxtp.layers.branch import KVCache, ShrinkSpec, smallest_congruent
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
-from jaxtp.layers.kernels.select import masked_attention
+from jaxtp.layers.kernels.select import Use, masked_attention
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear, default_kernel_init
 from jaxtp.layers.lora import Lora, Target
 from jaxtp.layers.norm import ATTEND, Norm, NormConfig
@@ -45,7 +45,7 @@ LATENT_NORM = NormConfig(norm="rms", norm_eps=1e-6)
 
 _MEANINGLESS = (
     *("rotary_fraction", "qk_norm", "qk_norm_after_rope", "value_norm", "value_is_key", "clip_qkv"),
-    *("attention_gate", "attention_bias"),
+    *("attention_gate", "attention_bias", "attention_sinks"),
 )
 _SMALL_WIDTH, _SMALL_RANK = 8, 16
 
@@ -76,7 +76,7 @@ class LatentAttentionConfig(AttentionConfig):
             return
         if self.rope_head_dim % 2 or not 0 < self.rope_head_dim < self.head_dim:
             text = f"model.rope_head_dim={self.rope_head_dim} is not an even number from 2 to below model.head_dim"
-            yield Problem(f"{text}={self.head_dim}; a third or a half is usual with model.kv_rank")
+            yield Problem(f"{text}={self.head_dim}, which model.kv_rank needs; {self.head_dim // 4 * 2} works")
         if not self.value_head_dim:
             usual = self.head_dim - self.rope_head_dim
             yield Problem(f"model.value_head_dim=0, but latent attention needs a width; {usual} is usual")
@@ -101,6 +101,10 @@ class LatentAttentionConfig(AttentionConfig):
     def heads(self) -> PaddedHeads:
         """See `AttentionConfig`."""
         return LatentHeads((self.num_heads, 1, self.head_dim)) if self.kv_rank else super().heads
+
+    def use(self, **known: Any) -> Use:
+        """See `AttentionConfig`."""
+        return super().use(**known, value_head_dim=self.value_head_dim) if self.kv_rank else super().use(**known)
 
     def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
         """See `BranchConfig`."""
@@ -145,7 +149,7 @@ class LatentAttention(CausalSelfAttention):
     ):
         del norm  # the block's, which latents do not follow
         self.config, self.precision, self.sequence_parallel = config, context.precision, context.sequence_parallel
-        self.qk_norms = nnx.List([])
+        self.qk_norms, self.sinks = nnx.List([]), None
         count, rope, values = config.num_heads, config.rope_head_dim, config.value_head_dim
         down, inside = partial(DownProjection, d_model, context=context, rngs=rngs), replace(context, joined=True)
         up = partial(ColumnParallelLinear, rngs=rngs)
@@ -187,14 +191,13 @@ class LatentAttention(CausalSelfAttention):
         if new.rows is not None:
             tokens = jnp.concatenate([new.before(earlier), tokens], axis=1) if new.continued else tokens
             kv, shared = tokens[:, :, 0, : config.kv_rank] @ up, tokens[..., config.kv_rank :]
-            return self._merge_heads(self._attend_packed(q, *self._keys_and_values(kv, shared), new, num_slots)), (
-                slots,
-            )
+            y = self._attend_packed((q, *self._keys_and_values(kv, shared)), new, num_slots)
+            return self._merge_heads(y), (slots,)
         # The up-projection of keys moves to the queries, that of values to the result: no slot is projected.
         up = up.reshape(config.kv_rank, -1, nope + config.value_head_dim)
         q = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope]), q[..., nope:]], axis=-1)
         # The keys serve as values: a slice of the cache would be copied for each token.
-        y = masked_attention(q, slots, slots, visible(new.positions, num_slots, use.window), **use.scores)
+        y = masked_attention(q, (slots, slots), visible(new.positions, num_slots, use.window), **use.scores)
         y = jnp.einsum("btnr,rnh->btnh", y[..., : config.kv_rank], up[..., nope:])
         return self._merge_heads(y), (slots,)
 

@@ -16,7 +16,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.train.config import GroupConfig, OptimizerConfig
 from jaxtp.train.sharded_optimizer import OnPaddedArrays
 
-_VECTORS = {"scale", "bias", "biases", "alpha_p", "alpha_n"}
+_VECTORS = {"scale", "bias", "biases", "alpha_p", "alpha_n", "sinks"}
 _TABLES = {"embedding", "head"}
 
 

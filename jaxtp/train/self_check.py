@@ -5,6 +5,7 @@ program. Both results are compared with float64 on the host. Then each collectiv
 each mesh axis.
 """
 
+import math
 import time
 import timeit
 from collections.abc import Callable, Mapping, Sequence
@@ -217,7 +218,7 @@ SPAN = 16
 CHUNKS, HALO = 7, 5
 """Chunks of a sequence, and number of keys before it, in the problem for context parallelism."""
 
-_RESULTS = ("its output", "its gradient of the queries", "its gradient of the keys", "its gradient of the values")
+_RESULTS = ("its output", *(f"its gradient of the {of}" for of in ("queries", "keys", "values", "sinks")))
 
 Times = Sequence[Mapping[str, float]]
 """Seconds by kernel, for each use of attention; empty if only one kernel works."""
@@ -283,7 +284,7 @@ def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
         return f"the kernel {kernel.name} does not run on {where}: {str(reason).partition(chr(10))[0]}"
     most = TOLERANCE[str(use.dtype)]
-    for what, error in zip(_RESULTS, errors, strict=True):
+    for what, error in zip(_RESULTS, errors, strict=False):  # a run may have no sinks
         if not error <= most:  # also NaN
             return (
                 f"the kernel {kernel.name} is wrong on {where}: {what} is off by {error:.1e} of its norm, and "
@@ -310,14 +311,16 @@ def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_k
     with jax.default_matmul_precision("highest"):
         plain = partial(results, KERNELS["xla"].run, settings)
         right = jax.jit(plain)(*(array.astype(jnp.float32) for array in arrays))
-    return [_error(f.astype(jnp.float32), r, arrays[-1]) for f, r in zip(found, right, strict=True)]
+    return [_error(f.astype(jnp.float32), r, arrays[3]) for f, r in zip(found, right, strict=True)]
 
 
 def _error(found: Array, right: Array, dy: Array) -> float:
-    # Arrays are `[b, T, N, H]`. Relative to at least a tenth of the norm of `dy`, because some gradients nearly cancel.
+    # Arrays are `[b, T, N, H]`, or `[N]` for sinks. Relative to at least a tenth of the norm of `dy`, because some
+    # gradients nearly cancel.
     least = jnp.sqrt(jnp.mean(jnp.square(dy.astype(jnp.float32)))) / 10
 
     def norms(x: Array) -> Array:  # root mean square of each span
+        x = x if x.ndim == 4 else x[None, :, None, None]
         rows, length = x.shape[:2]
         squares = jnp.pad(jnp.mean(jnp.square(x), axis=(2, 3)), ((0, 0), (0, -length % SPAN)))
         return jnp.sqrt(squares.reshape(rows, -1, SPAN).mean(-1))
@@ -329,11 +332,11 @@ def _error(found: Array, right: Array, dy: Array) -> float:
 
 
 def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) -> tuple[list[Array], dict[str, Any]]:
-    """Returns queries, keys, values, a gradient of the output, and a kernel's keyword arguments.
+    """Returns queries, keys, values, a gradient of the output, perhaps sinks, and a kernel's keyword arguments.
 
     Two rows differ in packing: unaligned documents, one of three tokens, and padding. The window is shorter than most
-    documents; scores are large enough for a softcap to matter. With context parallelism, queries are every other chunk,
-    and keys begin before the sequence.
+    documents; scores are large enough for a softcap to matter, and sinks for their share. With context parallelism,
+    queries are every other chunk, and keys begin before the sequence.
     """
     length = max(16, min(int(use.length or most), most))
     queries, keys, part = length, length, None
@@ -343,8 +346,10 @@ def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) 
         queries, keys = part.queries.size, HALO + length
     shapes = [(queries, num_queries), (keys, num_keys), (keys, num_keys), (queries, num_queries)]
     randoms = jax.random.split(jax.random.key(0), len(shapes))
+    widths = [use.head_dim] * 2 + [use.value_head_dim or use.head_dim] * 2
     arrays = [
-        jax.random.normal(key, (2, *shape, use.head_dim), use.dtype) for key, shape in zip(randoms, shapes, strict=True)
+        jax.random.normal(key, (2, *shape, width), use.dtype)
+        for key, shape, width in zip(randoms, shapes, widths, strict=True)
     ]
     spread = 1.0 if use.softcap is None else min(8.0, use.softcap)  # standard deviation of the scores
     arrays[0] = (arrays[0] * (spread / (use.factor * use.head_dim**0.5))).astype(arrays[0].dtype)
@@ -353,18 +358,25 @@ def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) 
     )
     segments = jnp.sum(jnp.arange(length) >= ends[:, :, None], axis=1) + 1
     segments = segments.at[1].set(jnp.where(segments[1] > ends.shape[1], 0, segments[1])).astype(jnp.int32)
+    window = use.window and max(1, min(use.window, length // 8))
+    if use.sinks:
+        arrays.append(jnp.linspace(-1, 1, num_queries) + math.log(window or length / 4))
     return arrays, {
         "segments_BT": segments if use.packed else None,
         "scale": use.factor,
-        "window": use.window and max(1, min(use.window, length // 8)),
+        "window": window,
         "softcap": use.softcap,
         "part": part,
     }
 
 
 def results(
-    run: Callable[..., Array], settings: Mapping[str, Any], q: Array, k: Array, v: Array, dy: Array
+    run: Callable[..., Array], settings: Mapping[str, Any], q: Array, k: Array, v: Array, dy: Array, *sinks: Array
 ) -> tuple[Array, ...]:
-    """Returns the output, and gradients of queries, keys and values."""
-    y, gradients = jax.vjp(lambda q, k, v: run(q, k, v, **settings), q, k, v)
+    """Returns the output, and gradients of queries, keys, values and sinks."""
+
+    def attend(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+        return run(q, k, v, **settings, sinks=sinks[0] if sinks else None)
+
+    y, gradients = jax.vjp(attend, q, k, v, *sinks)
     return (y, *gradients(dy))

@@ -300,6 +300,17 @@ ERNIE = {**RMS, "moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 12}
 FIRST = {**RMS, **CHOSEN, "n_routed_experts": 6, "first_k_dense_replace": 1}
 GLM = {**FIRST, "n_shared_experts": 1, "attention_bias": True}
 DOTS = {**FIRST, "n_shared_experts": 2, "n_group": 3, "topk_group": 2}
+LATENT = {**CHOSEN, "num_key_value_heads": 4, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6}
+LATENT |= {"v_head_dim": 10, "q_lora_rank": 24, "n_routed_experts": 6, "first_k_dense_replace": 1}
+DEEPSEEK2 = {**LATENT, **RMS, "n_shared_experts": 2, "routed_scaling_factor": 1.7}
+LITE = {**DEEPSEEK2, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+LIMITED = {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+DEEPSEEK3 = {**LATENT, **RMS, "n_shared_experts": 1, "n_group": 3, "topk_group": 2}
+DEEPSEEK = {"rope_theta": 100.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+DEEPSEEK |= {"beta_fast": 2.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 3.0}
+FLASH = {**LATENT, **RMS, "n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]}
+FLASH = {name: value for name, value in FLASH.items() if name != "first_k_dense_replace"}
+MISTRAL4 = {**LATENT, **RMS, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
 QWEN = {**RMS, **CHOSEN, "num_experts": 5, "shared_expert_intermediate_size": 20}
 FAMILIES = {
     "gemma": ("Gemma", {**WIDE, **RMS}, ROPE),
@@ -384,6 +395,7 @@ SEES = {
     "mistral3": ("Mistral3", {"model_type": "mistral", **WIDE, **RMS, "sliding_window": None}, ROPE),
     "mistral3_ministral3": ("Mistral3", {"model_type": "ministral3", **WIDE, **RMS, **TIED}, TEMPERED),
     "muse_glimmer": ("MuseGlimmer", {"model_type": "muse_glimmer_text", **MUSE}, ROPE),
+    "mistral3_mistral4": ("Mistral3", {"model_type": "mistral4", **MISTRAL4}, TEMPERED),
 }
 AROUND = {
     "gemma3_mm": {"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": IMAGE},
@@ -391,6 +403,7 @@ AROUND = {
     "gemma4_unified_mm": {"vision_config": UNIFIED_EYE, "audio_config": EAR, "image_token_id": IMAGE},
     "mistral3": {"vision_config": PIXTRAL, "image_token_index": IMAGE, **UNTIED},
     "mistral3_ministral3": {"vision_config": PIXTRAL, "image_token_index": IMAGE, **TIED},
+    "mistral3_mistral4": {"vision_config": PIXTRAL, "image_token_index": IMAGE, **UNTIED},
     "muse_glimmer": {"vision_config": MUSE_EYE, "image_token_id": IMAGE, "projector_hidden_size": 16},
 }
 AROUND["muse_glimmer"] |= {"video_token_id": IMAGE - 1, "out_hidden_size": 64}
@@ -398,6 +411,30 @@ FAMILIES |= {
     name: (kind, {"text_config": {**TINY, **text, "rope_parameters": rope}, **AROUND[name]}, None)
     for name, (kind, text, rope) in SEES.items()
 }
+FAMILIES |= {
+    "deepseek_v2": ("DeepseekV2", {**DEEPSEEK2, **LIMITED}, DEEPSEEK),
+    "deepseek_v2_lite": ("DeepseekV2", LITE, DEEPSEEK),
+    "deepseek_v3": ("DeepseekV3", {**DEEPSEEK3, "q_lora_rank": None, "routed_scaling_factor": 1.7}, ROPE),
+    "deepseek_v3_yarn": ("DeepseekV3", {**DEEPSEEK3, "rope_interleave": False}, DEEPSEEK),
+    "glm4_moe_lite": ("Glm4MoeLite", FLASH, ROPE),
+    "mistral4": ("Mistral4", MISTRAL4, TEMPERED),
+}
+REMOTE = {
+    f"deepseek_{version.lower()}": {
+        "auto_map": {
+            "AutoConfig": f"configuration_deepseek.Deepseek{version}Config",
+            "AutoModel": f"modeling_deepseek.Deepseek{version}Model",
+            "AutoModelForCausalLM": f"modeling_deepseek.Deepseek{version}ForCausalLM",
+        },
+        **{"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "moe_layer_freq": 1, "scoring_func": scores},
+        **more,
+    }
+    for version, scores, more in (
+        ("V2", "softmax", {"norm_topk_prob": False}),
+        ("V3", "sigmoid", {"topk_method": "noaux_tc"}),
+    )
+}
+"""What the files of these families on the Hub have too."""
 ADDED = ["Gemma", "Gemma2", "Gemma3Text", "Gemma3", "VaultGemma", "Nemotron"]
 """Whose norms store what is added to 1."""
 BARE = ["gpt2_unscaled"]
@@ -614,7 +651,13 @@ def older_family(config):
         config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
     if kind.startswith(("gemma4", "gpt_neo", "gpt_bigcode", "muse_glimmer", "ministral3")):
         return {**config, "torch_dtype": config.pop("dtype")}
+    if kind in ("glm4_moe_lite", "mistral4"):
+        return {**config, "torch_dtype": config.pop("dtype")}
     rope = config["rope_parameters"]
+    if kind in REMOTE:
+        config = {name: value for name, value in config.items() if name not in ("head_dim", "qk_head_dim")} | REMOTE[
+            kind
+        ]
     if kind == "gemma":
         config |= {"hidden_act": "gelu", "hidden_activation": None}
     elif kind == "granitemoehybrid":

@@ -5,6 +5,7 @@ import functools
 import json
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,6 +145,67 @@ GPT2 = {
     "resid_pdrop": 0.1,
     "summary_first_dropout": 0.1,
 }
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModel": "modeling_deepseek.DeepseekV3Model",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    },
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **{"original_max_position_embeddings": 4096, "type": "yarn"},
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+KIMI = DEEPSEEK | {"model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1}
+KIMI |= {"topk_group": 1, "n_routed_experts": 384, "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0}
+KIMI |= {"rope_scaling": DEEPSEEK["rope_scaling"] | {"beta_fast": 1.0, "factor": 32.0}, "first_k_dense_replace": 1}
+MOONLIGHT = KIMI | {"model_type": "deepseek_v3", "q_lora_rank": None, "rope_scaling": None, "n_shared_experts": 2}
+DEEPSEEK_V2 = DEEPSEEK | {"model_type": "deepseek_v2", "architectures": None, "topk_method": "group_limited_greedy"}
+DEEPSEEK_V2 |= {"scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 16.0, "topk_group": 3}
+DEEPSEEK_V2 |= {"auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM"}}
+DEEPSEEK_V2.pop("num_nextn_predict_layers")
+LITE = DEEPSEEK_V2 | {"topk_method": "greedy", "q_lora_rank": None}
+LITE |= {"rope_scaling": DEEPSEEK["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707}}
+GLM_FLASH = {"model_type": "glm4_moe_lite", "first_k_dense_replace": 1, "topk_method": "noaux_tc", "vocab_size": 154880}
+GLM_FLASH |= {"hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47, "num_attention_heads": 20}
+GLM_FLASH |= {"partial_rotary_factor": 1.0, "rope_scaling": None, "num_nextn_predict_layers": 1}
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size"),
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -152,6 +214,7 @@ PHI3 = SMOLLM2 | {"model_type": "phi3", "architectures": None, "partial_rotary_f
 
 
 SMALL = {name: SMOLLM2[name] for name in SIZES}
+WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "n_group")
 SMOLLM3, QWEN2_MOE, EXAONE4, GRANITE4, OLMO3, APERTUS = (
     SMALL | {"model_type": kind} for kind in ("smollm3", "qwen2_moe", "exaone4", "granitemoehybrid", "olmo3", "apertus")
 )
@@ -198,6 +261,37 @@ def test_what_transformers_assumes_of_layers():
     ernie = model_config({**sizes, "model_type": "ernie4_5_moe", "moe_layer_interval": 2}, "it")
     assert [layer.num_experts for layer in ernie.layers()] == [0, 64] * 15
     assert (ernie.rope_theta, ernie.tie_embeddings, ernie.normalize_floor) == (500_000, True, 1e-12)
+
+
+def test_published_files_of_latent_attention():
+    third, kimi, second = (model_config(file, "it") for file in (DEEPSEEK, KIMI, DEEPSEEK_V2))
+    assert [(layer.num_experts, layer.d_ff) for layer in third.layers()][2:4] == [(0, 18432), (256, 2048)]
+    assert (third.query_rank, third.kv_rank, third.head_dim) == (1536, 512, 192)
+    assert (third.rope_head_dim, third.value_head_dim, third.expert_groups, third.groups_per_token) == (64, 128, 8, 4)
+    for config, factor, scale in (
+        (third, 40, 1),
+        (kimi, 32, 1),
+        (second, 40, 1),
+        (model_config(LITE, "it"), 40, 0.707),
+    ):
+        assert config.query_scale == pytest.approx(192**-0.5 * (0.1 * scale * np.log(factor) + 1) ** 2)
+        assert config.rope_scaling.attention_factor == 1
+    assert (second.router_scores, second.group_score, second.normalize_experts) == ("softmax", "max", False)
+    moonlight = model_config(MOONLIGHT, "it")
+    assert (moonlight.query_rank, moonlight.query_scale, kimi.query_rank) == (0, None, 1536)
+    assert model_config(LITE, "it") == model_config(LITE | {"n_group": None, "topk_group": 2}, "it")  # without effect
+    flash = model_config(GLM_FLASH, "it")
+    assert [layer.num_experts for layer in flash.layers()] == [0] + [64] * 46
+    assert (flash.head_dim, flash.rope_head_dim, flash.value_head_dim, flash.query_scale) == (256, 64, 256, None)
+
+
+@given(
+    widths=st.fixed_dictionaries({}, optional={name: VALUES | st.integers(-9, 2**40) for name in WIDTHS}),
+    kind=st.sampled_from(["deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4"]),
+)
+@examples(60)
+def test_any_width_of_latents(widths, kind):
+    gives_one_of(jaxtp.ModelConfig, jaxtp.HFError, lambda: model_config(SMALL | widths | {"model_type": kind}, "it"))
 
 
 def test_layers_that_rotate():
@@ -441,6 +535,25 @@ def test_the_published_gemma_3_of_4b():
         (OLMO3 | {"rope_theta": 9.0}, "rope_theta = 9.0 without rope_parameters: versions of transformers differ"),
         (APERTUS | {"rope_theta": 9.0}, "rope_theta without rope_parameters or rope_scaling: versions of transformers"),
         (APERTUS | {"hidden_act": "silu"}, "hidden_act = 'silu' is not supported, only 'xielu'"),
+        (DEEPSEEK | {"attention_bias": True}, "attention_bias = True is not supported, only False"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported, only 'noaux_tc'"),
+        (DEEPSEEK | {"auto_map": {"AutoModel": "modeling_deepseek.DeepseekV2Model"}}, "auto_map = .* is unknown"),
+        (DEEPSEEK | {"auto_map": {"AutoModel": ["modeling_deepseek.DeepseekV3Model"]}}, "auto_map = .* is unknown"),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported, only 1"),
+        (DEEPSEEK | {"rope_interleave": None}, "rope_interleave = missing is not supported; True, False are"),
+        (DEEPSEEK | {"q_lora_rank": 0}, "q_lora_rank = 0: should be a whole number"),
+        (DEEPSEEK | {"kv_lora_rank": None}, "kv_lora_rank = missing: should be a whole number"),
+        (DEEPSEEK | {"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors' is not"),
+        (DEEPSEEK_V2 | {"norm_topk_prob": True}, "norm_topk_prob = True is not supported, only False"),
+        (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "'noaux_tc' is not supported; greedy, group_limited_greedy are"),
+        (DEEPSEEK_V2 | {"rope_interleave": False}, "rope_interleave = False of a deepseek_v2 is unknown"),
+        (GLM_FLASH | {"first_k_dense_replace": 2}, "first_k_dense_replace = 2, which transformers does not read here"),
+        (GLM_FLASH | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5: only 1.0"),
+        (
+            SMALL | {"model_type": "mistral4", "rope_parameters": {"type": "yarn", "partial_rotary_factor": 1.0}},
+            "partial_rotary_factor = 1.0: only 0.5",
+        ),
+        (SMALL | {"model_type": "mistral4", "rope_parameters": {"rope_type": "default"}}, "a mistral4 can have yarn"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:40],
 )

@@ -25,7 +25,9 @@ pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]  # of libr
 READ = FAMILIES.keys() | WRAPPERS.keys()
 SOURCES = sorted(path.parent for path in FOLDER.glob("*/config.json") if model_types(path.parent.name) <= READ)
 UPDATED = [
-    name for name in ("cohere2", "gemma4_31b", "glm4_moe", "gpt_neox", "ernie4_5_moe") if FOLDER / name in SOURCES
+    name
+    for name in ("cohere2", "deepseek_v3_yarn", "gemma4_31b", "glm4_moe", "gpt_neox", "ernie4_5_moe")
+    if FOLDER / name in SOURCES
 ]
 PLAIN = jaxtp.ModelConfig(vocab_size=256, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)
@@ -41,9 +43,8 @@ KINDS = {
 
 
 def loaded(folder):
-    is_multimodal = json.loads((folder / "config.json").read_text())["model_type"] in WRAPPERS
-    auto = transformers.AutoModelForImageTextToText if is_multimodal else transformers.AutoModelForCausalLM
-    model, info = auto.from_pretrained(
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]  # no AutoModel has them all
+    model, info = getattr(transformers, architecture).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(info[amiss] for amiss in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -4,20 +4,21 @@ from collections.abc import Mapping
 
 from jaxtp.hf.families.apertus import APERTUS
 from jaxtp.hf.families.cohere import COHERE, COHERE2
+from jaxtp.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jaxtp.hf.families.dots import DOTS1
 from jaxtp.hf.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jaxtp.hf.families.exaone4 import EXAONE4
 from jaxtp.hf.families.family import Family, Wrapper
 from jaxtp.hf.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, VAULTGEMMA
 from jaxtp.hf.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WRAPPER, GEMMA4_WRAPPER
-from jaxtp.hf.families.glm import GLM, GLM4, GLM4_MOE
+from jaxtp.hf.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from jaxtp.hf.families.gpt2 import GPT2
 from jaxtp.hf.families.gpt_neox import GPT_NEO, GPT_NEOX
 from jaxtp.hf.families.granite import GRANITE, GRANITEMOE, GRANITEMOEHYBRID
 from jaxtp.hf.families.hunyuan import HUNYUAN
 from jaxtp.hf.families.llama import ARCEE, LLAMA, SEED_OSS, SMOLLM3
 from jaxtp.hf.families.minimax import MINIMAX_M2
-from jaxtp.hf.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MIXTRAL
+from jaxtp.hf.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_WRAPPER, MISTRAL4, MIXTRAL
 from jaxtp.hf.families.muse_glimmer import MUSE_GLIMMER, MUSE_GLIMMER_WRAPPER
 from jaxtp.hf.families.nemotron import NEMOTRON
 from jaxtp.hf.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
@@ -37,6 +38,7 @@ FAMILIES: Mapping[str, Family] = {
         *(PHI, GLM, MINIMAX_M2, COHERE2, NEMOTRON, HUNYUAN, STABLELM),
         *(GEMMA, VAULTGEMMA, GEMMA4, GEMMA4_UNIFIED, MUSE_GLIMMER),
         *(GPT_NEO, GPT_BIGCODE, STARCODER2, ERNIE4_5, ERNIE4_5_MOE, DOTS1),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
@@ -50,11 +52,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
 }
 """Multimodal models by `model_type`."""
 
+ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Models of another `model_type` that their configuration makes one of a family."""
+
 REFUSED: Mapping[str, str] = {
     "gpt_oss": "attention sinks",
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "kimi_k2", "mistral4", "glm4_moe_lite"), "multi-head latent attention"
-    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "sparse attention with an indexer"),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "Gated DeltaNet layers"),
     **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2", "bamba"), "Mamba-2 layers"),
     "llama4": "chunked attention",

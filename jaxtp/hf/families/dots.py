@@ -21,13 +21,7 @@ DOTS1 = base.Family(
         *base.grouped_experts(normalize=False),
     ),
     layer_attributes=base.COMMON | base.WINDOW | {"layer_types", "max_window_layers", "first_k_dense_replace"},
-    by_type={
-        "experts": (
-            base.Attribute("moe_intermediate_size", ("d_ff",), int, 1408),
-            base.Attribute("n_shared_experts", ("shared_experts",), int, unit=("d_ff", 1), can_be_zero=True),
-        ),
-        "dense": (base.Attribute("intermediate_size", ("d_ff",), int),),
-    },
+    by_type=base.first_dense(1408),
     window_can_be_null=True,
     default_full_layers=62,
     always={"qk_norm": "head", "router_scores": "sigmoid", "selection_bias": True},

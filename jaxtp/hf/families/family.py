@@ -41,6 +41,8 @@ class Tensor:
     """The file has `[1, N]`, jaxtp `[N]`."""
     float32: bool = False
     """Always float32 in the file, whatever the dtype of the others."""
+    unless: str | None = None
+    """Field that is 0 in a block with this tensor."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,17 @@ class Attribute:
     default_from: str | None = None
     """Field of an earlier attribute. Multiplied by `times`, it replaces null, and a missing value without `default`."""
     times: int = 1
-    only_if: str | None = None
-    """Field of an earlier attribute. If it is false, the attribute has no effect."""
+    only_if: tuple[str, object] | None = None
+    """Another attribute, and the value without which this one has no effect."""
     power: float = 1.0
     """Exponent: the fields are the attribute raised to it."""
     unit: tuple[str, float] | None = None
     """An earlier field and an exponent: their power multiplies the attribute."""
+    plus: str | None = None
+    """An earlier field that is added."""
     can_be_null: bool = False
-    """Null switches the feature off."""
+    """Null switches the feature off: the fields are `off`."""
+    off: int | None = None
     can_be_zero: bool = False
     """Zero switches the feature off."""
 
@@ -168,7 +173,14 @@ class Family:
     wrapper: Wrapper | None = None
     """The multimodal model that holds this text model, if any."""
     interleaved_rope: bool = False
-    """The file has rotated pairs of query and key dims next to each other, jaxtp half of the rotated dims apart."""
+    """The file has rotated pairs of query and key dims next to each other, jaxtp half of the rotated dims apart;
+    rope_interleave may switch it off."""
+    rope_in_head: bool = False
+    """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part of a head."""
+    scaled_scores: bool = False
+    """Whether mscale_all_dim of yarn also scales the attention scores."""
+    remote_code: tuple[str, ...] = ()
+    """Classes in auto_map that compute the same as those of transformers."""
     others: tuple[str, ...] = ()
     """Beginnings of the names of tensors that are not read, but copied by an export, such as prediction heads."""
     later_layers: bool = False
@@ -364,6 +376,17 @@ def grouped_experts(
     )
 
 
+def first_dense(width: int | None, shared: int | None = None) -> Mapping[LayerType, tuple[Attribute, ...]]:
+    """Returns DeepSeek's widths of experts, shared experts and dense layers, with their defaults."""
+    return {
+        "experts": (
+            Attribute("moe_intermediate_size", ("d_ff",), int, width),
+            Attribute("n_shared_experts", ("shared_experts",), int, shared, unit=("d_ff", 1), can_be_zero=True),
+        ),
+        "dense": (Attribute("intermediate_size", ("d_ff",), int),),
+    }
+
+
 PARTIAL_ROPE = Attribute("partial_rotary_factor", ("rotary_fraction",), float, 1.0)
 """Rotated part of each head."""
 
@@ -432,5 +455,7 @@ _BOOKKEEPING = re.compile(
 def is_ignorable(name: str, value: object, family: Family) -> bool:
     """Returns whether an attribute has no effect on model output."""
     if name == "auto_map":  # classes in Python files of the folder; an AutoModel... class may compute anything
-        return value is None or (isinstance(value, dict) and not any(key.startswith("AutoModel") for key in value))
+        models = value.items() if isinstance(value, dict) else ()
+        unknown = (key for key, name in models if key.startswith("AutoModel") and name not in family.remote_code)
+        return value is None or (isinstance(value, dict) and not any(unknown))
     return name in IGNORED_ATTRIBUTES | family.ignored_attributes or _BOOKKEEPING.fullmatch(name) is not None

@@ -62,7 +62,7 @@ GEMMA4 = replace(
             base.Attribute(
                 *("num_global_key_value_heads", ("num_kv_heads",), int),
                 default_from="num_kv_heads",
-                only_if="value_is_key",
+                only_if=("attention_k_eq_v", True),
             ),
         ),
     },

@@ -1,11 +1,12 @@
 """GLM-4 (arXiv 2406.12793): interleaved rotation of half of each head, fused gate and up.
 
 GLM-4 0414: norms before and after. GLM-4.5 to 4.7: experts with sigmoid scores, a bias for their choice and shared
-experts (arXiv 2508.06471).
+experts (arXiv 2508.06471). GLM-4.7-Flash: DeepSeek-V3 in other sizes.
 """
 
 from dataclasses import replace
 
+from jaxtp.hf.families import deepseek
 from jaxtp.hf.families import family as base
 
 GLM4 = base.Family(
@@ -69,17 +70,30 @@ GLM4_MOE = base.Family(
     ),
     layer_attributes=base.COMMON | {"first_k_dense_replace"},
     default_dense_layers=1,
-    by_type={
-        "experts": (
-            base.Attribute("moe_intermediate_size", ("d_ff",), int, 1408),
-            base.Attribute("n_shared_experts", ("shared_experts",), int, 1, unit=("d_ff", 1), can_be_zero=True),
-        ),
-        "dense": (base.Attribute("intermediate_size", ("d_ff",), int),),
-    },
+    by_type=base.first_dense(1408, 1),
     rope_attributes=(replace(base.PARTIAL_ROPE, default=0.5),),
     later_layers=True,
     always={"router_scores": "sigmoid", "selection_bias": True},
     required=base.required(without=("partial_rotary_factor",), mlp_bias=False),
     ignored_attributes=base.ROUTER_LOSS | {"num_nextn_predict_layers", "num_mtp_layers"},
     tp_plan=base.TP_PLAN | base.EXPERTS_TP_PLAN | base.SHARED_TP_PLAN,
+)
+
+GLM4_MOE_LITE = replace(
+    deepseek.DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    attributes=base.with_defaults(
+        (*deepseek.attributes(1e-5), deepseek.ROPE_PAIRS, *base.grouped_experts(64, 4, normalize=True)),
+        num_key_value_heads=20,
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        routed_scaling_factor=1.8,
+    ),
+    layer_attributes=base.ROPE | {"mlp_layer_types", "first_k_dense_replace"},
+    by_type=base.first_dense(1536, 1),
+    default_dense_layers=1,
+    remote_code=(),
+    tp_plan=base.TP_PLAN | deepseek.ATTENTION_TP_PLAN | base.EXPERTS_TP_PLAN,
 )

@@ -1,10 +1,12 @@
 """Mistral: Llama with a sliding window (arXiv 2310.06825); Mixtral: with experts in every layer (arXiv 2401.04088).
 
 Ministral: Mistral with a window in some layers. Ministral 3: Mistral whose queries grow with their position.
+Mistral 4: DeepSeek's attention and groups of experts, with softmax scores and such queries.
 """
 
 from dataclasses import replace
 
+from jaxtp.hf.families import deepseek
 from jaxtp.hf.families import family as base
 
 MISTRAL = base.Family(
@@ -68,4 +70,43 @@ MINISTRAL3 = replace(
     },
 )
 
-MISTRAL3_WRAPPER = base.Wrapper("mistral3", "Mistral3ForConditionalGeneration", text_types=("mistral", "ministral3"))
+MISTRAL4 = replace(
+    deepseek.DEEPSEEK_V3,
+    model_type="mistral4",
+    architecture="Mistral4ForCausalLM",
+    # transformers has experts in one layout.
+    tensors=(
+        *deepseek.LATENT_BODY,
+        base.ROUTER,
+        *(replace(tensor, layout=None) for tensor in base.STACKED_EXPERTS),
+        *base.SHARED_EXPERTS,
+    ),
+    attributes=base.with_defaults(
+        (*deepseek.attributes(), deepseek.ROPE_PAIRS, *base.grouped_experts(128, 4, normalize=True)),
+        num_key_value_heads=32,
+        q_lora_rank=1024,
+        kv_lora_rank=256,
+        qk_nope_head_dim=64,
+    ),
+    rope_attributes=MINISTRAL3.rope_attributes,
+    rope_kinds=frozenset({"yarn"}),
+    rope_in_head=True,
+    default_rope={
+        **MINISTRAL3.default_rope,
+        "rope_theta": 1e4,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+    },
+    by_type=base.first_dense(2048, 1),
+    default_dense_layers=0,
+    later_layers=False,
+    always={},
+    required=base.required(attention_bias=False, mlp_bias=False, sliding_window=None),
+    written={},
+    ignored_attributes=deepseek.DEEPSEEK_V2.ignored_attributes,
+    remote_code=(),
+)
+
+MISTRAL3_WRAPPER = base.Wrapper(
+    "mistral3", "Mistral3ForConditionalGeneration", text_types=("mistral", "ministral3", "mistral4")
+)

@@ -27,6 +27,9 @@ _LEAST_IN_BLOCK, _FEWEST_BLOCKS = 8, 4
 _NO_SCORE = -1e30  # initial maximum; finite, so that differences of it are 0, not NaN
 
 
+_Where = tuple[Array | None, Part | None]  # segments and part
+
+
 class _Settings(NamedTuple):
     scale: float
     window: int | None
@@ -44,21 +47,31 @@ def blockwise_attention(
     window: int | None = None,
     softcap: float | None = None,
     part: Part | None = None,
+    sinks: Array | None = None,
 ) -> Array:
-    """Returns values weighted by causal attention, shaped like the queries; 0 if a query sees nothing.
+    """Returns values weighted by causal attention, `[B, T, N, values' width]`; 0 if a query sees nothing.
 
     Args:
       q_BTNH: queries; head n attends to kv head n // (N // K).
-      k_BSKH, v_BSKH: keys and values.
+      k_BSKH, v_BSKH: keys and values, whose widths may differ.
       segments_BT: documents of whole sequences.
       scale: factor of the scores.
       window: positions that each query sees, including its position; None for all.
       softcap: squashes each score s to `softcap * tanh(s / softcap)`.
       part: positions of the queries and keys; None for whole sequences.
+      sinks: a score of each query head, `[N]`, that joins the softmax without a value.
     """
     settings = _Settings(scale, window, softcap, block_size(q_BTNH.shape[1]))
-    arrays = jax.tree.map(jnp.asarray, (q_BTNH, k_BSKH, v_BSKH, segments_BT, part))
+    arrays = jax.tree.map(jnp.asarray, (q_BTNH, k_BSKH, v_BSKH, sinks, (segments_BT, part)))
     return _attend(settings, *jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(arrays)), arrays))
+
+
+def sinks_gradient(sinks: Array, log_sum: Array, means: Array) -> Array:
+    """Returns the summand of each query in the gradient of sinks.
+
+    `log_sum` are the log-sum-exps, `means` the weighted means of the weights' gradients.
+    """
+    return -jnp.exp(sinks - log_sum) * means  # the sink's own value is 0
 
 
 def block_size(length: int) -> int:
@@ -87,14 +100,14 @@ def _num_visited(chunks: tuple[range, ...], window: int | None) -> int:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None, part: Part | None) -> Array:
-    return _forward(settings, q, k, v, segments, part)[0]
+def _attend(settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, where: _Where) -> Array:
+    return _forward(settings, q, k, v, sinks, where)[0]
 
 
 def _forward(
-    settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None, part: Part | None
+    settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, where: _Where
 ) -> tuple[Array, tuple[Any, ...]]:
-    pairs = _Pairs(settings, q, k, segments, part)
+    pairs = _Pairs(settings, q, k, *where)
     queries, keys, values = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v)
 
     def visit(turn: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -111,16 +124,18 @@ def _forward(
             weighted.at[i].set(weighted[i] * shrink[..., None] + added),
         )
 
-    empty, each = jnp.zeros_like(queries, pairs.wide), jnp.zeros_like(queries[..., 0], pairs.wide)
-    highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (each + _NO_SCORE, each, empty))
+    empty = jnp.zeros_like(queries, pairs.wide, shape=(*queries.shape[:-1], v.shape[3]))
+    each = jnp.zeros_like(queries[..., 0], pairs.wide)
+    first = (each + _NO_SCORE, each) if sinks is None else (each + pairs.of_heads(sinks), each + 1)
+    highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (*first, empty))
     total = jnp.where(total == 0, 1, total)  # for queries that see nothing
     y = checkpoint_name(pairs.joined(weighted / total[..., None], q), ATTENDED)
-    return y, (q, k, v, segments, part, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
+    return y, (q, k, v, sinks, where, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
 
 
 def _backward(settings: _Settings, residuals: tuple[Any, ...], dy: Array) -> tuple[Array | None, ...]:
-    q, k, v, segments, part, y, log_sum = residuals
-    pairs = _Pairs(settings, q, k, segments, part)
+    q, k, v, sinks, where, y, log_sum = residuals
+    pairs = _Pairs(settings, q, k, *where)
     queries, keys, values, grads = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v), pairs.of_queries(dy)
     # The softmax's transpose subtracts the weighted mean of the weights' gradients from each of them.
     means = pairs.of_queries(jnp.sum(y.astype(pairs.wide) * dy.astype(pairs.wide), axis=-1, keepdims=True))
@@ -142,7 +157,12 @@ def _backward(settings: _Settings, residuals: tuple[Any, ...], dy: Array) -> tup
 
     empty = tuple(jnp.zeros_like(blocks, pairs.wide) for blocks in (queries, keys, values))
     dq, dk, dv = lax.fori_loop(0, pairs.count, visit, empty)
-    return pairs.joined(dq, q), pairs.joined(dk, k), pairs.joined(dv, v), None, None
+    d_sinks = None
+    if sinks is not None:
+        each = sinks_gradient(pairs.of_heads(sinks), log_sum, means[..., 0])
+        each = each.reshape(*each.shape[:3], pairs.group, -1)  # [n, b, K, G, c]
+        d_sinks = each.sum((0, 1, 4)).reshape(sinks.shape).astype(sinks.dtype)
+    return pairs.joined(dq, q), pairs.joined(dk, k), pairs.joined(dv, v), d_sinks, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -187,6 +207,10 @@ class _Pairs:
     def of_keys(self, x: Array) -> Array:
         return self._blocks(x, 1)
 
+    def of_heads(self, x: Array) -> Array:
+        """Returns a number of each query head for each row of a block, `[K, G*c]`."""
+        return jnp.repeat(x.astype(self.wide), self.settings.block).reshape(-1, self.group * self.settings.block)
+
     def _blocks(self, x: Array, group: int) -> Array:
         rows, length, heads, width = x.shape
         block = self.settings.block
@@ -195,8 +219,7 @@ class _Pairs:
         return x.transpose(1, 0, 3, 4, 2, 5).reshape(-1, rows, heads // group, group * block, width)
 
     def joined(self, blocks: Array, like: Array) -> Array:
-        rows, length, heads, width = like.shape
-        kv_heads = blocks.shape[2]
+        (rows, length, heads, _), kv_heads, width = like.shape, blocks.shape[2], blocks.shape[4]
         x = blocks.reshape(-1, rows, kv_heads, heads // kv_heads, self.settings.block, width)
         return x.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, width)[:, :length].astype(like.dtype)
 

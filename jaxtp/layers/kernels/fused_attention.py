@@ -27,6 +27,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, vary_like
+from jaxtp.layers.kernels.blockwise_attention import sinks_gradient
 from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
 from jaxtp.mesh import current_platform
 
@@ -38,6 +39,7 @@ _LEAST_HEAD_DIM = 16
 """Narrowest product that Triton computes; narrower heads are padded to it, others to a power of two."""
 
 _Ranges = tuple[Array, Array]  # first and last key that each query sees, or first and last query that sees each key
+_BothRanges = tuple[_Ranges, _Ranges]
 
 _LOG2_E = math.log2(math.e)
 _NOTHING_SEEN = -1e30  # initial maximum: below all scores, finite so that its differences are not NaN
@@ -85,8 +87,9 @@ def fused_attention(
     window: int | None = None,
     softcap: float | None = None,
     part: Part | None = None,
+    sinks: Array | None = None,
 ) -> Array:
-    """Returns values weighted by causal attention, shaped like the queries; 0 if a query sees nothing.
+    """Returns values weighted by causal attention, `[B, T, N, values' width]`; 0 if a query sees nothing.
 
     For the arguments see `blockwise_attention`. Off CUDA the kernels run in Pallas' interpreter, slowly, for tests.
 
@@ -94,9 +97,8 @@ def fused_attention(
       ValueError: unsupported heads or dtype.
     """
     _check(q_BTNH, k_BSKH, v_BSKH)
-    length, num_keys, width = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
-    padded_width = max(_LEAST_HEAD_DIM, pl.next_power_of_2(width))
-    forward, backward = block_sizes(padded_width, q_BTNH.dtype)
+    length, num_keys, width = q_BTNH.shape[1], k_BSKH.shape[1], v_BSKH.shape[3]
+    forward, backward = block_sizes(max(map(_padded_width, (q_BTNH, v_BSKH))), q_BTNH.dtype)
     settings = _Settings(scale, softcap, forward, backward)
     of_queries = key_ranges(q_BTNH.shape[:2], num_keys, window, segments_BT, part)
     of_keys = query_ranges(of_queries, num_keys, window, segments_BT, part)
@@ -106,18 +108,22 @@ def fused_attention(
         begin, end = ranges  # padding sees nothing
         begin = jnp.pad(begin, filled, constant_values=length + num_keys)
         end = jnp.pad(end, filled, constant_values=-1)
-        return jnp.pad(x, (*filled, (0, 0), (0, padded_width - width))), begin, end
+        return jnp.pad(x, (*filled, (0, 0), (0, _padded_width(x) - x.shape[3]))), begin, end
 
     q, first_key, last_key = padded(max(forward.queries, backward.queries), q_BTNH, of_queries)
     k, first_query, last_query = padded(max(forward.keys, backward.keys), k_BSKH, of_keys)
     v, _, _ = padded(max(forward.keys, backward.keys), v_BSKH, of_keys)
-    arrays = (q, k, v, (first_key, last_key), (first_query, last_query))
+    arrays = (q, k, v, sinks, ((first_key, last_key), (first_query, last_query)))
     arrays = jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(arrays)), arrays)
     return _attention(settings, *arrays)[:, :length, :, :width]
 
 
+def _padded_width(x: Array) -> int:
+    return max(_LEAST_HEAD_DIM, pl.next_power_of_2(x.shape[3]))
+
+
 def _check(q: Array, k: Array, v: Array) -> None:
-    heads, kv_heads, width = q.shape[2], k.shape[2], q.shape[3]
+    heads, kv_heads, width = q.shape[2], k.shape[2], max(q.shape[3], v.shape[3])
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not divisible by {kv_heads} kv heads")
     if width > MOST_HEAD_DIM:
@@ -128,62 +134,66 @@ def _check(q: Array, k: Array, v: Array) -> None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings: _Settings, q: Array, k: Array, v: Array, of_queries: _Ranges, of_keys: _Ranges) -> Array:
-    return _forward(settings, q, k, v, of_queries, of_keys)[0]
+def _attention(settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, ranges: _BothRanges) -> Array:
+    return _forward(settings, q, k, v, sinks, ranges)[0]
 
 
 def _forward(
-    settings: _Settings, q: Array, k: Array, v: Array, of_queries: _Ranges, of_keys: _Ranges
+    settings: _Settings, q: Array, k: Array, v: Array, sinks: Array | None, ranges: _BothRanges
 ) -> tuple[Array, tuple[Any, ...]]:
-    blocks = settings.forward
-    rows, statistics, keys = _block(q, blocks.queries), _statistics(blocks.queries), _all_keys(q, k)
-    rows_BNT = (q.shape[0], q.shape[2], q.shape[1])
+    blocks, wide = settings.forward, v.shape[3]
+    o_BTNH, rows_BNT = (*q.shape[:3], wide), (q.shape[0], q.shape[2], q.shape[1])
+    of_heads = [] if sinks is None else [(sinks.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,)))]
     o, lse = _run(
         _forward_kernel,
         settings,
         blocks,
         blocks.queries,
-        inputs=[(q, rows), (k, keys), (v, keys), *_ranges(of_queries, blocks.queries)],
-        outputs=[(q.shape, q.dtype, rows), (rows_BNT, jnp.float32, statistics)],
+        inputs=[*_queries_and_all_keys(q, k, v, blocks.queries), *_ranges(ranges[0], blocks.queries), *of_heads],
+        outputs=[
+            (o_BTNH, q.dtype, _block(blocks.queries, wide)),
+            (rows_BNT, jnp.float32, _statistics(blocks.queries)),
+        ],
     )
     o = checkpoint_name(o, ATTENDED)
-    return o, (q, k, v, of_queries, of_keys, o, checkpoint_name(lse, ATTENDED))
+    return o, (q, k, v, sinks, ranges, o, checkpoint_name(lse, ATTENDED))
 
 
 def _backward(settings: _Settings, residuals: tuple[Any, ...], do: Array) -> tuple[Array | None, ...]:
-    q, k, v, of_queries, of_keys, o, lse = residuals
+    q, k, v, sinks, (of_queries, of_keys), o, lse = residuals
     blocks, group = settings.backward, q.shape[2] // k.shape[2]
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, N, T]
-    rows, statistics, keys = _block(q, blocks.queries), _statistics(blocks.queries), _all_keys(q, k)
-    per_query = [(do, rows), (lse, statistics), (delta, statistics)]
+    statistics = _statistics(blocks.queries)
+    per_query = [(do, _block(blocks.queries, do.shape[3])), (lse, statistics), (delta, statistics)]
     (dq,) = _run(
         _queries_kernel,
         settings,
         blocks,
         blocks.queries,
-        inputs=[(q, rows), (k, keys), (v, keys), *_ranges(of_queries, blocks.queries), *per_query],
-        outputs=[(q.shape, q.dtype, rows)],
+        inputs=[*_queries_and_all_keys(q, k, v, blocks.queries), *_ranges(of_queries, blocks.queries), *per_query],
+        outputs=[(q.shape, q.dtype, _block(blocks.queries, q.shape[3]))],
     )
-    rows = _block(k, blocks.keys)
-    queries = pl.BlockSpec((None, q.shape[1], group, q.shape[3]), lambda j, n, b: (b, 0, n, 0))
+    of_k, of_v = (_block(blocks.keys, x.shape[3]) for x in (k, v))
+    all_q, all_do = (pl.BlockSpec((None, x.shape[1], group, x.shape[3]), lambda j, n, b: (b, 0, n, 0)) for x in (q, do))
     statistics = pl.BlockSpec((None, group, q.shape[1]), lambda j, n, b: (b, n, 0))
-    per_query = [(do, queries), (lse, statistics), (delta, statistics)]
+    per_query = [(do, all_do), (lse, statistics), (delta, statistics)]
     dk, dv = _run(
         _keys_kernel,
         settings,
         blocks,
         blocks.keys,
-        inputs=[(q, queries), (k, rows), (v, rows), *_ranges(of_keys, blocks.keys), *per_query],
-        outputs=[(k.shape, k.dtype, rows), (v.shape, v.dtype, rows)],
+        inputs=[(q, all_q), (k, of_k), (v, of_v), *_ranges(of_keys, blocks.keys), *per_query],
+        outputs=[(k.shape, k.dtype, of_k), (v.shape, v.dtype, of_v)],
     )
-    return dq, dk, dv, None, None
+    d_sinks = None if sinks is None else sinks_gradient(sinks[:, None], lse, delta).sum((0, 2)).astype(sinks.dtype)
+    return dq, dk, dv, d_sinks, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _block(x: Array, size: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, size, None, x.shape[3]), lambda i, n, b: (b, i, n, 0))
+def _block(size: int, width: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, size, None, width), lambda i, n, b: (b, i, n, 0))
 
 
 def _ranges(ranges: _Ranges, size: int) -> list[tuple[Array, pl.BlockSpec]]:
@@ -194,9 +204,12 @@ def _statistics(size: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, size), lambda i, n, b: (b, n, i))
 
 
-def _all_keys(q: Array, k: Array) -> pl.BlockSpec:
+def _queries_and_all_keys(q: Array, k: Array, v: Array, size: int) -> list[tuple[Array, pl.BlockSpec]]:
     group = q.shape[2] // k.shape[2]
-    return pl.BlockSpec((None, k.shape[1], None, k.shape[3]), lambda i, n, b: (b, 0, n // group, 0))
+    whole = [
+        (x, pl.BlockSpec((None, x.shape[1], None, x.shape[3]), lambda i, n, b: (b, 0, n // group, 0))) for x in (k, v)
+    ]
+    return [(q, _block(size, q.shape[3])), *whole]
 
 
 def _run(
@@ -230,7 +243,7 @@ def _run(
 
 
 def _forward_kernel(settings: _Settings, *refs: Any) -> None:
-    q_ref, k_ref, v_ref, first_ref, last_ref, o_ref, lse_ref = refs
+    q_ref, k_ref, v_ref, first_ref, last_ref, *sink_ref, o_ref, lse_ref = refs
     q, first, last, size = q_ref[...], first_ref[...], last_ref[...], settings.forward.keys
 
     def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -242,9 +255,9 @@ def _forward_kernel(settings: _Settings, *refs: Any) -> None:
         p, rescale = jnp.exp2(s - higher[:, None]), jnp.exp2(highest - higher)
         return rescale[:, None] * o + triton.dot(p.astype(v.dtype), v), higher, rescale * total + jnp.sum(p, axis=1)
 
-    zeros = jnp.zeros(first.shape, jnp.float32)
-    carry = (jnp.zeros(q.shape, jnp.float32), zeros + _NOTHING_SEEN, zeros)
-    o, highest, total = lax.fori_loop(*_visited(first, last, size), visit, carry)
+    zeros, o = jnp.zeros(first.shape, jnp.float32), jnp.zeros(o_ref.shape, jnp.float32)
+    highest, total = (zeros + sink_ref[0][...] * _LOG2_E, zeros + 1) if sink_ref else (zeros + _NOTHING_SEEN, zeros)
+    o, highest, total = lax.fori_loop(*_visited(first, last, size), visit, (o, highest, total))
     total = jnp.where(total > 0, total, 1)  # a row that sees nothing outputs 0
     o_ref[...] = (o / total[:, None]).astype(o_ref.dtype)
     lse_ref[...] = (highest + jnp.log2(total)) / _LOG2_E
@@ -281,9 +294,9 @@ def _keys_kernel(settings: _Settings, *refs: Any) -> None:
         return dk + triton.dot(ds.astype(q.dtype), q), dv + triton.dot(p.astype(do.dtype), do)
 
     lower, upper = _visited(first, last, size)
-    zeros = jnp.zeros(k.shape, jnp.float32)
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (k, v))
     dk, dv = lax.fori_loop(
-        0, q_ref.shape[1], lambda g, carry: lax.fori_loop(lower, upper, partial(visit, g), carry), (zeros, zeros)
+        0, q_ref.shape[1], lambda g, carry: lax.fori_loop(lower, upper, partial(visit, g), carry), zeros
     )
     dk_ref[...] = (dk * settings.scale).astype(dk_ref.dtype)
     dv_ref[...] = dv.astype(dv_ref.dtype)

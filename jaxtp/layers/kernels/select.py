@@ -64,9 +64,11 @@ class Use:
     """Properties of an attention call that decide its kernel; None means unknown and excludes no kernel."""
 
     head_dim: int
+    value_head_dim: int | None = None  # if it is not head_dim
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None  # `factor`, if it is not head_dim ** -0.5
+    sinks: bool = False
     dtype: str | None = None  # the compute dtype
     length: int | None = None  # tokens in a sequence
     packed: bool | None = None  # a sequence holds several documents that do not see each other
@@ -83,6 +85,11 @@ class Use:
         """Compute capability of an NVIDIA GPU; None if unknown."""
         _, _, numbers = (self.platform or "").partition(" ")
         return tuple(map(int, numbers.split("."))) if numbers else None
+
+    @property
+    def widest(self) -> int:
+        """Width of queries and keys, or of values if they are wider."""
+        return max(self.head_dim, self.value_head_dim or 0)
 
     @property
     def factor(self) -> float:
@@ -102,7 +109,7 @@ class Kernel:
     name: KernelName
 
     run: Callable[..., Array]
-    """Returns `[B, T, N, H]` of queries, keys, values and segments, as `blockwise_attention` does."""
+    """Attends with queries, keys, values and segments; see `blockwise_attention`."""
 
     blocks: Callable[[Sequence[range], int | None], tuple[int, int, int]]
     """Returns the number of products that compute a head's scores, and the queries and keys of each product. Arguments:
@@ -120,6 +127,7 @@ class Kernel:
 
     packed: bool = True  # keeps documents apart without a `[T, T]` mask
     softcap: bool = True  # can squash scores
+    sinks: bool = True  # they can join its softmax
     part: bool = True  # can take a part of the queries of a sequence
 
     def problems(self, use: Use) -> Iterator[str]:
@@ -128,13 +136,15 @@ class Kernel:
             yield f"it runs on {' and '.join(self.platforms)}, not on {use.family}"
         if self.sixteen_bits and use.dtype not in (None, "bfloat16", "float16"):
             yield f"it computes in 16 bits, and model.precision.compute is {use.dtype}"
-        most, multiple = self.head_dims(use) if self.head_dims else (use.head_dim, 1)
-        if use.head_dim > most or use.head_dim % multiple:
-            yield f"it takes a head_dim of at most {most}, a multiple of {multiple}, not {use.head_dim}"
+        most, multiple = self.head_dims(use) if self.head_dims else (use.widest, 1)
+        if use.widest > most or use.widest % multiple:
+            yield f"it takes a head_dim of at most {most}, a multiple of {multiple}, not {use.widest}"
         if use.packed and not self.packed:
             yield "packed documents (data.packing=documents) would give it a [T, T] mask"
         if use.softcap is not None and not self.softcap:
             yield "it has no model.attention_softcap"
+        if use.sinks and not self.sinks:
+            yield "it has no model.attention_sinks"
         if use.part and not self.part:
             yield "it needs whole sequences, which devices have with mesh.context=ulysses, but not with gather"
 
@@ -170,11 +180,14 @@ def _whole(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
 def _cudnn(
     q: Array, k: Array, v: Array, segments_BT: None, *, scale: float, window: int | None, **without: None
 ) -> Array:  # never with `return_residual`: its log-sum-exp has no gradient
-    del segments_BT, without  # `Kernel.problems` excludes documents, softcaps and parts
-    reach = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, scale=scale, is_causal=True, local_window_size=reach, implementation="cudnn"
+    del segments_BT, without  # `Kernel.problems` excludes documents, softcaps, sinks and parts
+    reach, width = None if window is None else (window - 1, 0), max(q.shape[3], v.shape[3])
+    # cuDNN takes narrower values on Hopper, but JAX's function does not.
+    q, k, v_padded = (jnp.pad(x, (*[(0, 0)] * 3, (0, width - x.shape[3]))) for x in (q, k, v))
+    y = jax.nn.dot_product_attention(
+        q, k, v_padded, scale=scale, is_causal=True, local_window_size=reach, implementation="cudnn"
     )
+    return y[..., : v.shape[3]]
 
 
 @cache
@@ -210,18 +223,20 @@ def _xla(
     window: int | None,
     softcap: float | None,
     part: Part | None = None,
+    sinks: Array | None = None,
 ) -> Array:
-    if softcap is None and part is None:
+    plain = softcap is None and sinks is None and q.shape[3] == v.shape[3]  # as JAX has it
+    if plain and part is None:
         mask = None if segments_BT is None else segment_mask(segments_BT)
         reach = None if window is None else (window - 1, 0)
         return _jax_attention(q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach)
     first, last = (x[:, :, None] for x in key_ranges(q.shape[:2], k.shape[1], window, segments_BT, part))
     at, sees_any = jnp.arange(k.shape[1]), first <= last
     seen = ((first <= at) & (at <= last)) | ~sees_any  # a softmax over nothing would be NaN
-    if softcap is None:
+    if plain:
         y = _jax_attention(q, k, v, mask=seen[:, None], scale=scale)
     else:
-        y = masked_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen, scale=scale, softcap=softcap)
+        y = masked_attention(q, (k.swapaxes(1, 2), v.swapaxes(1, 2)), seen, scale=scale, softcap=softcap, sinks=sinks)
     return jnp.where(sees_any[..., None], y, 0)
 
 
@@ -232,17 +247,31 @@ def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
 
 
 def masked_attention(
-    q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, seen_BTS: Array, *, scale: float, softcap: float | None
+    q_BTNH: Array,
+    keys_values: tuple[Array, Array],
+    seen_BTS: Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Array | None = None,
 ) -> Array:
-    """Attends with an explicit mask; keys and values have a matrix per kv head, and each query must see a key."""
-    rows, length, _, width = q_BTNH.shape
+    """Attends to keys and values `[B, K, S, H]` with an explicit mask; each query must see a key."""
+    k_BKSH, v_BKSH = keys_values
+    rows, length, heads, width = q_BTNH.shape
     groups = q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width)
     scores = scale * jnp.einsum("btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32)
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-    shares = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], scores, -jnp.inf)).astype(v_BKSH.dtype)
+    scores = jnp.where(seen_BTS[:, None, None], scores, -jnp.inf)
+    if sinks is None:
+        shares = jax.nn.softmax(scores)
+    else:
+        sinks = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
+        highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+        shares = jnp.exp(scores - highest)
+        shares /= shares.sum(-1, keepdims=True) + jnp.exp(sinks - highest)
     # The output dims follow the operands' order; otherwise XLA for CPUs transposes the values.
-    y = jnp.einsum("bkgts,bksh->bkgth", shares, v_BKSH, preferred_element_type=jnp.float32)
-    return jnp.moveaxis(y, 3, 1).astype(q_BTNH.dtype).reshape(q_BTNH.shape)
+    y = jnp.einsum("bkgts,bksh->bkgth", shares.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(y, 3, 1).astype(q_BTNH.dtype).reshape(rows, length, heads, -1)
 
 
 KERNELS: dict[KernelName, Kernel] = {
@@ -258,6 +287,7 @@ KERNELS: dict[KernelName, Kernel] = {
             head_dims=_heads_of_cudnn,
             packed=False,
             softcap=False,
+            sinks=False,
             part=False,
         ),
         Kernel(name="fused", run=_fused, blocks=_exact, platforms=("cuda",), head_dims=lambda use: (256, 2)),

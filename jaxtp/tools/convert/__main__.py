@@ -70,7 +70,7 @@ _EQUIVALENT = {
     "rowwise": {"rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "packed_rowwise"},
     "embedding_rowwise": {"embedding_rowwise", "rowwise", "rowwise_rep"},
     "grouped_gemm": {"grouped_gemm"},
-    "replicated": {"replicated", "replicated_with_grad_allreduce", "sequence_parallel", "local"},
+    "replicated": {"replicated", "replicated_with_grad_allreduce", "sequence_parallel", "local", "mla_kv_a_proj"},
 }
 """Styles of transformers that split as jaxtp's style does; they may differ in gathering the output."""
 
