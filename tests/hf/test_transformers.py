@@ -16,11 +16,13 @@ from jaxtp.hf.config_json import family_of
 from jaxtp.hf.families import FAMILIES, WRAPPERS
 from jaxtp.hf.model_folder import open_folder, read_attributes
 from jaxtp.hf.peft import open_peft, with_peft
+from jaxtp.hf.safetensors import read_header, with_scales, write_file
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main as train
 
 torch, transformers, peft = map(pytest.importorskip, ("torch", "transformers", "peft"))
+mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]  # of libraries that are not ours
 READ = FAMILIES.keys() | WRAPPERS.keys()
 SOURCES = sorted(path.parent for path in FOLDER.glob("*/config.json") if model_types(path.parent.name) <= READ)
@@ -43,9 +45,15 @@ KINDS = {
 
 
 def loaded(folder):
-    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]  # no AutoModel has them all
+    attributes = json.loads((folder / "config.json").read_text())
+    (architecture,) = attributes["architectures"]  # no AutoModel has them all
+    dequantized = {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
     model, info = getattr(transformers, architecture).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+        **(dequantized if "quantization_config" in attributes else {}),
     )
     assert not any(info[amiss] for amiss in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model
@@ -63,6 +71,21 @@ def theirs(folder, ids, adapters=None):
 def ours(model, ids):
     graph, state = nnx.split(model)
     return np.asarray(jax.jit(lambda state, ids: nnx.merge(graph, state)(ids))(state, ids))
+
+
+def test_mxfp4_is_what_transformers_reads(tmp_path):
+    """Each byte with each scale but NaN, and a folder."""
+    shape = (255, 16, 1, 16)
+    arrays = {
+        "e_blocks": np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 1, 16), shape),
+        "e_scales": np.broadcast_to(np.arange(255, dtype=np.uint8)[:, None, None], shape[:-1]),
+    }
+    write_file(tmp_path / "it", {name: ("U8", array.shape) for name, array in arrays.items()}, arrays.__getitem__)
+    found = with_scales(read_header(tmp_path / "it"), (1, 1))["e_blocks"].read()
+    expected = mxfp4.convert_moe_packed_tensors(*(torch.tensor(array) for array in arrays.values()))
+    np.testing.assert_array_equal(found.view(np.uint16), expected.mT.contiguous().view(torch.uint16).numpy())
+    folder = FOLDER / "gpt_oss_mxfp4"
+    np.testing.assert_allclose(theirs(folder, IDS), ours(jaxtp.load_hf(folder), IDS), atol=5e-5)
 
 
 def test_every_family_is_a_reference():

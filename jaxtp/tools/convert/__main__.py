@@ -341,7 +341,7 @@ def _our_plan(parameters: nnx.State, family: Family) -> dict[str, str]:
     plan: dict[str, str] = {}
     for path, variable in named_variables(parameters).items():
         tensor = tensors[split_path(path)[1]]
-        if not tensor.theirs.endswith(".bias"):
+        if not tensor.theirs.endswith((".bias", "proj_bias")):
             module = tensor.theirs.removeprefix(family.prefix).removesuffix(".weight")
             plan[module.replace(LAYER, "*")] = _style(tensor, spec_of(variable))
     return plan
@@ -354,7 +354,7 @@ def _style(tensor: Tensor, declared: PartitionSpec) -> str:
         return "replicated"
     if tensor.ours == TABLE:
         return "embedding_rowwise"
-    if tensor.layout is not None and split == [0]:
+    if ".experts." in tensor.theirs and split == [0]:
         return "grouped_gemm"
     outputs = 0 if tensor.ours == HEAD else len(dims) - 1
     return "colwise" if split == [outputs] else "rowwise"
