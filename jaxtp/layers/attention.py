@@ -121,8 +121,15 @@ class AttentionConfig(BranchConfig):
         if sizes[TP] > 2 * self.num_heads:
             text = f"mesh.tp={sizes[TP]} is more than twice model.num_heads={self.num_heads}: most devices get no head"
             yield Problem(text, among={f"mesh.{TP}": self.num_heads})
-        yield from map(Problem, rope_problems(self.head_dim, self.rope_theta, self.rope_scaling, self.rotary_fraction))
+        yield from map(
+            Problem, rope_problems(self.rope_width, self.rope_theta, self.rope_scaling, self.rotary_fraction)
+        )
         yield from map(Problem, unsupported(self.attention, self.use()))
+
+    @property
+    def rope_width(self) -> int:
+        """Width of the part of a head that has positions."""
+        return self.head_dim
 
     @property
     def heads(self) -> "PaddedHeads":
@@ -321,6 +328,11 @@ class CausalSelfAttention(Branch):
         segments_spec = None if segments_BT is None else batch_spec(None)
         return self.output(self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP)), x_BTD)
 
+    def project(self, x_BTD: Array) -> Heads:
+        """Returns the projections `[B, T, F]` of the input, split over tp."""
+        q, k, *rest = self.qkv(x_BTD)
+        return (q, k, k, *rest) if self.config.value_is_key else (q, k, *rest)
+
     def output(self, heads_BTF: Array, x_BTD: Array) -> Array:
         """Projects the heads' results `[B, T, N * H]`, split over tp; a subclass may gate them by the input."""
         return self.out(heads_BTF)
@@ -341,12 +353,11 @@ class CausalSelfAttention(Branch):
     def _on_heads(
         self, body: Callable[..., Any], x_BTD: Array, others: tuple[Any, ...], specs: tuple[Any, ...], out_specs: Any
     ) -> Any:
-        """Returns `body(weights, (q, k, v, *gate), *others)`, run on each device's heads."""
+        """Returns `body(weights, project(x_BTD), *others)`, run on each device's heads."""
         weights, weight_specs = params_and_specs(self.qk_norms)
         if self.sinks is not None:
             weights["sinks"], weight_specs["sinks"] = jnp.asarray(self.sinks[...]), spec_of(self.sinks)
-        q, k, *rest = self.qkv(x_BTD)
-        heads = (q, k, k, *rest) if self.config.value_is_key else (q, k, *rest)
+        heads = self.project(x_BTD)
         in_specs = (weight_specs, (token_spec(TP),) * len(heads), *specs)
         return device_view(body, ATTEND, in_specs, out_specs)(weights, heads, *others)
 
@@ -386,15 +397,18 @@ class CausalSelfAttention(Branch):
             seen = visible(new.positions, num_slots, use.window)
             y = masked_attention(q, (keys, values), seen, **use.scores, sinks=sinks)
             return self._merge_heads(y, *qkv[3:]), (keys, values)
-        part = None
         if new.continued:  # earlier tokens of the first row, then all new tokens
             k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
-            part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0)
-        architecture = architecture_of(current_device())
-        use = replace(use, length=k.shape[1], packed=True, part=new.continued, platform=architecture)
-        kernel, _ = pick_kernel("auto", use)  # the kernel configured for training may not support this use
-        y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores, sinks=sinks)
+        y = self._attend_packed((q, k, v), new, num_slots, sinks)
         return self._merge_heads(y, *qkv[3:]), (keys, values)
+
+    def _attend_packed(self, qkv: Heads, new: NewTokens, num_slots: int, sinks: Array | None = None) -> Array:
+        """Attends from packed tokens; keys and values of a row that continues are those of all its slots, then new."""
+        part = Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0) if new.continued else None
+        known = {"dtype": self.precision.compute, "platform": architecture_of(current_device())}
+        use = self.config.use(length=qkv[1].shape[1], packed=True, part=new.continued, **known)
+        kernel, _ = pick_kernel("auto", use)  # the kernel configured for training may not support this use
+        return kernel.run(*qkv, new.segments(num_slots), part=part, window=use.window, **use.scores, sinks=sinks)
 
     def _normalise_and_rotate(
         self, weights: Weights, qkv: Heads, positions: Array, length: int
@@ -412,10 +426,13 @@ class CausalSelfAttention(Branch):
             q, k = (apply_rope(x, positions, theta, scaling, length, config.rotary_fraction) for x in (q, k))
         if config.qk_norm_after_rope:
             q, k = self._normalise(weights, q, k)
-        if config.query_temperature:
-            times = positions // scaling.original_length
-            q *= (1 + config.query_temperature * jnp.log1p(times))[..., None, None].astype(q.dtype)
-        return q, k, v
+        return self._with_temperature(q, positions), k, v
+
+    def _with_temperature(self, q: Array, positions: Array) -> Array:
+        if not (temperature := self.config.query_temperature):
+            return q
+        times = positions // self.config.rope_scaling.original_length
+        return q * (1 + temperature * jnp.log1p(times))[..., None, None].astype(q.dtype)
 
     def _load_sinks(self, weights: Weights) -> Array | None:
         in_float32 = replace(self.precision, compute="float32")

@@ -140,6 +140,14 @@ class ColumnParallelLinear(nnx.Module):
             outputs[i] += lora.scale * (small @ self._load(weights[f"loras.{at}.b"], None, self.features[i]))
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)  # each [B/(dp*fsdp), T/cp, F/tp]
 
+    def merged(self, weights: Weights) -> Array:
+        """Returns a device's columns of the first kernel with its adapter, inside `device_view`."""
+        kernel = self._load(weights["kernels.0"], 0, self.features[0])
+        for lora in self.loras:
+            a = self.precision.load(weights["loras.0.a"], 0, used_by_all_tp=True)
+            kernel += lora.scale * (a @ self._load(weights["loras.0.b"], None, self.features[0]))
+        return kernel
+
     def _load(self, shard: Array, fsdp_dim: int | None, features: PaddedDim) -> Array:
         return self.precision.load(shard, fsdp_dim, tp_gather=(shard.ndim - 1, features.shared_by(axis_size(TP))))
 

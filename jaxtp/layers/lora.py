@@ -7,7 +7,7 @@ like the dims of W that they share. Adapters are `nnx.LoRAParam`, a subclass of 
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.schema import FromPath, Positive, Rank
 from jaxtp.layers.parameter import DType, FrozenParam, PaddedDim, parameter
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_Llama = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+Target = Literal[_Llama, _Latent]
+TARGETS: tuple[Target, ...] = get_args(Target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,8 @@ class LoraConfig:
     """Multiply by alpha / sqrt(rank) instead, so that outputs do not shrink at high ranks (rsLoRA)."""
 
     targets: tuple[Target, ...] = TARGETS
-    """Projections that get an adapter, named as in Hugging Face's Llama."""
+    """Projections that get an adapter, named as in Hugging Face's Llama and DeepSeek; others than the model's are
+    skipped."""
 
     dtype: Annotated[DType, STEP] = "float32"
     """Dtype of the adapters and their optimizer state. All other weights are frozen, and stored in

@@ -32,10 +32,11 @@ from jaxtp.config.schema import (
     to_plain,
     validate,
 )
-from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
+from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch, ShrinkSpec, smallest_congruent
 from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExperts
+from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.lora import LoraConfig, Target
 from jaxtp.layers.mlp import MLP
@@ -76,7 +77,7 @@ _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(NormConfig, ExpertsConfig, AttentionConfig):
+class BlockConfig(NormConfig, ExpertsConfig, LatentAttentionConfig):
     """One kind of decoder block: attention, then an MLP or experts, each a branch with norms."""
 
     residual_scale: Positive = 1.0
@@ -265,15 +266,15 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
-        # Rings need each layer's own collectives, experts have others, and dropout is of each branch.
-        joined = (
-            block.norm_placement == "parallel" and self.overlap == "none" and not (block.num_experts or self.dropout)
-        )
+        # Rings need each layer's own collectives, experts and latents have others, and dropout is of each branch.
+        others = block.num_experts or block.kv_rank or self.dropout
+        joined = block.norm_placement == "parallel" and self.overlap == "none" and not others
         context = replace(self.layer_context, joined=joined)
+        attention = LatentAttention if block.kv_rank else CausalSelfAttention
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
         mlp = partial(ExpertsBesideMLP, norm=block) if block.dense_mlp else mlp
         branches: dict[str, Branch] = {
-            "attention": CausalSelfAttention(self.d_model, block, context, norm=block, rngs=rngs),
+            "attention": attention(self.d_model, block, context, norm=block, rngs=rngs),
             "mlp": mlp(self.d_model, block, context, rngs=rngs),
         }
         for branch in branches.values():

@@ -12,7 +12,7 @@ from support import assert_close, random_weights, without_mesh
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.lora import TARGETS, LoraConfig
+from jaxtp.layers.lora import LoraConfig
 
 CONFIG = jaxtp.ModelConfig(vocab_size=19, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
 ADAPTED = dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0))
@@ -57,7 +57,7 @@ def test_a_new_adapter_changes_nothing():
 
 
 def test_only_the_targets_have_one():
-    for target in TARGETS:
+    for target in PLACES:
         config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, targets=(target,)))
         names = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(build(config)(), nnx.LoRAParam))}
         # With one target its adapter is the first of its layer.

@@ -1,0 +1,277 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one latent.
+
+A token has a latent of `kv_rank` numbers, a rotated key of `rope_head_dim` numbers that all heads share, and perhaps a
+latent of `query_rank` numbers for its queries. Heads are split over tp, latents are not:
+
+    sequence parallelism   each device projects and normalises the latents of its own tokens, and one all-gather brings
+                           them to the tp group. They are narrower than the input, which other layers gather.
+    otherwise              each device computes all latents, from equal inputs.
+
+Each device's heads give a part of the latents' gradient, which is summed over tp once, where the latents enter the
+heads. The gradients of the down projections are then equal on all devices, or of each device's own tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.collectives import PROJECTED, axis_size, constrain, device_view, enter_parallel, token_spec
+from jaxtp.config.hints import Problem, mesh_product, mesh_settings, not_divisible
+from jaxtp.config.schema import CountOrZero
+from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention, Heads, PaddedHeads
+from jaxtp.layers.branch import KVCache, ShrinkSpec, smallest_congruent
+from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
+from jaxtp.layers.kernels.select import Use, masked_attention
+from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear, default_kernel_init
+from jaxtp.layers.lora import Lora, Target
+from jaxtp.layers.norm import ATTEND, Norm, NormConfig
+from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
+from jaxtp.layers.rope import apply_rope
+from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
+from jaxtp.mesh import STORAGE, TP, parts
+
+LATENT = "latent"  # name in profiles of the down projections, and of the latents' gather
+
+LATENT_NORM = NormConfig(norm="rms", norm_eps=1e-6)
+"""Norm of the latents in every family, whatever the settings of the block's norms: transformers does not pass them."""
+
+_MEANINGLESS = (
+    *("rotary_fraction", "qk_norm", "qk_norm_after_rope", "value_norm", "value_is_key", "clip_qkv"),
+    *("attention_gate", "attention_bias", "attention_sinks"),
+)
+_SMALL_WIDTH, _SMALL_RANK = 8, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig(AttentionConfig):
+    """Settings of a block's attention, with or without latents."""
+
+    kv_rank: CountOrZero = 0
+    """Width of the latent from which multi-head latent attention computes keys and values; 0 is ordinary attention."""
+
+    query_rank: CountOrZero = 0
+    """Width of the latent from which it computes queries; 0 computes them from the input."""
+
+    rope_head_dim: CountOrZero = 0
+    """Latent attention: last part of head_dim that is rotated; all heads share this part of the keys."""
+
+    value_head_dim: CountOrZero = 0
+    """Latent attention: width of a head's values and results."""
+
+    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """See `BranchConfig`."""
+        yield from super().problems(sizes)
+        if not self.kv_rank:
+            for name in ("query_rank", "rope_head_dim", "value_head_dim"):
+                if value := getattr(self, name):
+                    yield Problem(f"model.{name}={value} needs latent attention; set model.kv_rank, or leave it out")
+            return
+        if self.rope_head_dim % 2 or not 0 < self.rope_head_dim < self.head_dim:
+            text = f"model.rope_head_dim={self.rope_head_dim} is not an even number from 2 to below model.head_dim"
+            yield Problem(f"{text}={self.head_dim}, which model.kv_rank needs; {self.head_dim // 4 * 2} works")
+        if not self.value_head_dim:
+            usual = self.head_dim - self.rope_head_dim
+            yield Problem(f"model.value_head_dim=0, but latent attention needs a width; {usual} is usual")
+        if self.num_kv_heads != self.num_heads:
+            text = f"model.num_kv_heads={self.num_kv_heads} differs from model.num_heads={self.num_heads}"
+            yield Problem(f"{text}: with model.kv_rank each head has its own keys; set both to {self.num_heads}")
+        for name in _MEANINGLESS:
+            if (value := getattr(self, name)) != getattr(AttentionConfig, name):
+                yield Problem(f"model.{name}={value} has no meaning with model.kv_rank; leave it out")
+        shards, axes = parts(sizes, STORAGE), [axis for axis in STORAGE if sizes[axis] > 1]
+        for name in ("kv_rank", "query_rank"):
+            rank = getattr(self, name)
+            among = dict.fromkeys(mesh_settings(axes), rank)
+            yield from not_divisible(f"model.{name}", rank, mesh_product(STORAGE, sizes), shards, among)
+
+    @property
+    def rope_width(self) -> int:
+        """See `AttentionConfig`."""
+        return self.rope_head_dim or self.head_dim
+
+    @property
+    def heads(self) -> PaddedHeads:
+        """See `AttentionConfig`."""
+        return LatentHeads((self.num_heads, 1, self.head_dim)) if self.kv_rank else super().heads
+
+    def use(self, **known: Any) -> Use:
+        """See `AttentionConfig`."""
+        return super().use(**known, value_head_dim=self.value_head_dim) if self.kv_rank else super().use(**known)
+
+    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
+        """See `BranchConfig`."""
+        if not self.kv_rank:
+            return super().shrink(small)
+        rope, nope = (min(width, _SMALL_WIDTH) for width in (self.rope_head_dim, self.head_dim - self.rope_head_dim))
+        return {
+            **super().shrink(small),
+            "kv_rank": smallest_congruent(0, small.shards, _SMALL_RANK),
+            "query_rank": self.query_rank and smallest_congruent(0, small.shards, _SMALL_RANK),
+            "rope_head_dim": rope,
+            "head_dim": rope + nope,
+            "value_head_dim": min(self.value_head_dim, _SMALL_WIDTH + 2),  # unlike the other widths
+            "rope_scaling": self.rope_scaling.shrink(rope, small.positions(self.rope_scaling.original_length)),
+        }
+
+
+class LatentHeads(PaddedHeads):
+    """Heads with keys of their own, which no devices share; factors: their number N, 1, head width H."""
+
+    stored = PaddedDim.stored
+
+
+class LatentAttention(CausalSelfAttention):
+    """Latent attention, `num_heads / tp` heads per device.
+
+    Shapes: `[B, T, D] -> [B, T, D]`. Kernels: `query_down` `[D, query_rank]` and `query_up` `[query_rank, N*H]`, or
+    only `query_up` `[D, N*H]`; `latent_down` `[D, kv_rank + rope]`, the last columns for the shared key; `latent_up`
+    `[kv_rank, N*(nope + V)]`, in each head the columns of keys, then of values; `out` `[N*V, D]`. H is nope + rope.
+    """
+
+    config: LatentAttentionConfig
+
+    def __init__(
+        self,
+        d_model: int,
+        config: LatentAttentionConfig,
+        context: LayerContext = LayerContext(),
+        *,
+        norm: NormConfig = LATENT_NORM,
+        rngs: nnx.Rngs,
+    ):
+        del norm  # the block's, which latents do not follow
+        self.config, self.precision, self.sequence_parallel = config, context.precision, context.sequence_parallel
+        self.qk_norms, self.sinks = nnx.List([]), None
+        count, rope, values = config.num_heads, config.rope_head_dim, config.value_head_dim
+        down, inside = partial(DownProjection, d_model, context=context, rngs=rngs), replace(context, joined=True)
+        up = partial(ColumnParallelLinear, rngs=rngs)
+        if config.query_rank:
+            self.query_down = down(config.query_rank, target="q_a_proj")
+            self.query_norm = Norm(config.query_rank, LATENT_NORM, context)
+            self.query_up = up(config.query_rank, (config.heads,), inside, targets=("q_b_proj",))
+        else:
+            self.query_up = up(d_model, (config.heads,), context, targets=("q_proj",))
+        self.latent_down = down(config.kv_rank + rope, target="kv_a_proj_with_mqa")
+        self.latent_norm = Norm(config.kv_rank, LATENT_NORM, context)
+        keys_and_values = PaddedDim((count, config.head_dim - rope + values))
+        self.latent_up = up(config.kv_rank, (keys_and_values,), inside, targets=("kv_b_proj",))
+        outputs, bias = PaddedDim((count, values)), config.attention_out_bias
+        self.out = RowParallelLinear(outputs, d_model, context, use_bias=bias, target="o_proj", rngs=rngs)
+
+    def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
+        """Returns an empty cache of latents with their rotated keys: one kv head, which every device stores."""
+        shape = (num_rows, axis_size(TP), num_slots, self.config.kv_rank + self.config.rope_head_dim)
+        return (constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC),)
+
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
+        """See `Branch`."""
+        heads, (weights, specs) = self._latents(x_BTD), params_and_specs(self.latent_up)
+        in_specs = (specs, (token_spec(TP),) * len(heads), (LAYER_SPEC,), new.specs)
+        attend = device_view(self._attend_cached, ATTEND, in_specs, (token_spec(TP), (LAYER_SPEC,)))
+        y, cache = attend(weights, heads, cache, new)
+        return self.output(y, x_BTD), cache
+
+    def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
+        q, latent, shared = qkv
+        config, (slots,), num_slots = self.config, cache, cache[0].shape[2]
+        nope, use = config.head_dim - config.rope_head_dim, config.use(dtype=self.precision.compute)
+        q = self._queries(q, new.positions, num_slots)
+        shared = self._rotate(shared[:, :, None], new.positions, num_slots)
+        tokens = jnp.concatenate([latent[:, :, None], shared], axis=-1)  # [b, T, 1, kv_rank + rope]
+        slots, earlier = new.write(slots, tokens), slots
+        up = self.latent_up.merged(weights)
+        if new.rows is not None:
+            tokens = jnp.concatenate([new.before(earlier), tokens], axis=1) if new.continued else tokens
+            kv, shared = tokens[:, :, 0, : config.kv_rank] @ up, tokens[..., config.kv_rank :]
+            y = self._attend_packed((q, *self._keys_and_values(kv, shared)), new, num_slots)
+            return self._merge_heads(y), (slots,)
+        # The up-projection of keys moves to the queries, that of values to the result: no slot is projected.
+        up = up.reshape(config.kv_rank, -1, nope + config.value_head_dim)
+        q = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope]), q[..., nope:]], axis=-1)
+        # The keys serve as values: a slice of the cache would be copied for each token.
+        y = masked_attention(q, (slots, slots), visible(new.positions, num_slots, use.window), **use.scores)
+        y = jnp.einsum("btnr,rnh->btnh", y[..., : config.kv_rank], up[..., nope:])
+        return self._merge_heads(y), (slots,)
+
+    def project(self, x_BTD: Array) -> Heads:
+        """Returns queries, keys with values, and the shared key."""
+        queries, latent, shared = self._latents(x_BTD)
+        return queries, *self.latent_up(latent), shared
+
+    def _latents(self, x_BTD: Array) -> Heads:
+        """Returns queries, split over tp, and for each device the whole latent and shared key."""
+        kv = self.latent_down(x_BTD)
+        own = [self.latent_norm(kv[..., : self.config.kv_rank]), kv[..., self.config.kv_rank :]]
+        if self.config.query_rank:
+            own.append(self.query_norm(self.query_down(x_BTD)))
+        sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
+
+        def enter(*own: Array) -> list[Array]:
+            ends = [*accumulate(each.shape[-1] for each in own)]
+            return jnp.split(enter_parallel(jnp.concatenate(own, axis=-1), sequence), ends[:-1], axis=-1)
+
+        one = (activation_spec(sequence),) * len(own), [token_spec(TP)] * len(own)
+        latent, shared, *query = device_view(enter, LATENT, *one)(*own)
+        (queries,) = self.query_up(query[0] if query else x_BTD)
+        return queries, latent, shared
+
+    def _normalise_and_rotate(
+        self, weights: Weights, qkv: Heads, positions: Array, length: int
+    ) -> tuple[Array, Array, Array]:
+        q, kv, shared = qkv
+        shared = self._rotate(shared[:, :, None], positions, length)
+        return self._queries(q, positions, length), *self._keys_and_values(kv, shared)
+
+    def _keys_and_values(self, kv: Array, shared: Array) -> tuple[Array, Array]:
+        """Returns each head's keys and values, from their projection and the shared key `[b, S, 1, rope]`."""
+        nope = self.config.head_dim - self.config.rope_head_dim
+        kv = kv.reshape(*kv.shape[:2], -1, nope + self.config.value_head_dim)
+        shared = jnp.broadcast_to(shared, (*kv.shape[:3], shared.shape[-1]))
+        return jnp.concatenate([kv[..., :nope], shared], axis=-1), kv[..., nope:]
+
+    def _queries(self, q: Array, positions: Array, length: int) -> Array:
+        q, nope = q.reshape(*q.shape[:2], -1, self.config.head_dim), self.config.head_dim - self.config.rope_head_dim
+        rotated = self._rotate(q[..., nope:], positions, length)
+        return self._with_temperature(jnp.concatenate([q[..., :nope], rotated], axis=-1), positions)
+
+    def _rotate(self, x: Array, positions: Array, length: int) -> Array:
+        theta = self.config.rope_theta
+        return x if theta is None else apply_rope(x, positions, theta, self.config.rope_scaling, length)
+
+
+class DownProjection(nnx.Module):
+    """Projects `[B, T, D]` to latents `[B, T, R]`, with tokens split like the input.
+
+    The kernel `[D, R]` is stored as `P(STORAGE)`: tp replicates it, as a device needs all of it for its own tokens.
+    """
+
+    def __init__(self, d_model: int, rank: int, context: LayerContext, *, target: Target, rngs: nnx.Rngs):
+        self.sequence_parallel, self.precision = context.sequence_parallel, context.precision
+        kernel = default_kernel_init(rngs.params(), (d_model, rank), self.precision.param)
+        self.kernel = parameter("kernel", kernel, P(STORAGE))
+        dims, specs = (ExactDim((d_model,)), ExactDim((rank,))), (P(STORAGE), P())
+        self.loras = nnx.List([Lora(dims, context.lora, specs, rngs=rngs)] if context.lora.adapted(target) else [])
+
+    def __call__(self, x_BTD: Array) -> Array:
+        """Projects `[B, T, D]` to `[B, T, R]`."""
+        sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
+        spec, (weights, specs) = activation_spec(sequence), params_and_specs(self)
+        project = partial(self._project, sequence is not None)
+        result: Array = device_view(project, LATENT, (spec, specs), spec)(x_BTD, weights)
+        return result
+
+    def _project(self, split: bool, x: Array, weights: Weights) -> Array:
+        load, x = partial(self.precision.load, used_by_all_tp=split), x.astype(self.precision.compute)
+        y = x @ load(weights["kernel"], 0)
+        for at, lora in enumerate(self.loras):
+            inner = checkpoint_name(x @ load(weights[f"loras.{at}.a"], 0), PROJECTED)
+            y += lora.scale * (inner @ load(weights[f"loras.{at}.b"], None))
+        return checkpoint_name(y, PROJECTED)

@@ -1,0 +1,226 @@
+"""Latent attention against plain mathematics in float64, on every mesh: loss and every gradient."""
+
+import dataclasses
+from contextlib import nullcontext
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import latents
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+from support import (
+    TOLERANCE,
+    assert_close,
+    by_name,
+    cached_and_whole,
+    random_weights,
+    relative_error,
+    sizes_of,
+    state_on_mesh,
+    sweep,
+    sweep_of,
+    without_mesh,
+)
+
+import jaxtp
+from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.rope import RopeScaling
+from jaxtp.mesh import mesh_of
+
+B, T, V, D = 4, 24, 19, 24
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=V,
+    d_model=D,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=6,
+    kv_rank=16,
+    query_rank=8,
+    head_dim=12,
+    rope_head_dim=4,
+    value_head_dim=10,
+    d_ff=24,
+    norm_eps=1e-3,
+    rope_theta=20.0,
+    loss_chunk=8,
+)
+CONFIGS = {
+    "queries from a latent": CONFIG,
+    "queries from the input": dataclasses.replace(CONFIG, query_rank=0, query_scale=0.4),
+    "windows": dataclasses.replace(
+        CONFIG,
+        pattern=({"sliding_window": 5, "query_temperature": 0.5}, {}),
+        rope_scaling=RopeScaling(original_length=3),
+    ),
+    "adapters": dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0)),
+    "adapters, queries from the input": dataclasses.replace(CONFIG, query_rank=0, lora=LoraConfig(rank=3)),
+}
+MESHES = [(1, 1, 1, n) for n in (1, 2, 3, 4, 8)] + [(1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 2)]
+CP_MESHES = [(1, 1, 2, 2), (1, 1, 4, 1), (1, 1, 4, 2), (1, 2, 2, 2)]
+
+
+@cache
+def batch():
+    random = np.random.default_rng(0)
+    ids, labels = random.integers(0, V, (2, B, T), np.int32)
+    breaks = np.sort(random.integers(1, T, (B, 3)), axis=1)
+    segments = 1 + (np.arange(T) >= breaks[:, :, None]).sum(axis=1).astype(np.int32)
+    segments[0, 20:] = 0
+    return ids, np.where(segments > 0, labels, -100), segments
+
+
+def logits_of(weights, config):
+    ids, _, segments = batch()
+    scale = config.lora.rank and config.lora.scale
+    norm = lambda x, scale: reference.rms_norm(x, scale, config.norm_eps)
+    x = weights["embedding.embedding"][ids]
+    for layer, block in enumerate(config.layers()):
+        path = f"blocks.{layer}." if config.pattern else "blocks."
+        w = {name.removeprefix(path): a[0 if config.pattern else layer] for name, a in weights.items() if path in name}
+        inner = {name.removeprefix("attention."): array for name, array in w.items()}
+        x = x + latents.attention(norm(x, w["attention_norm.scale"]), segments, inner, block, scale)
+        gate, up = (
+            w[f"mlp.gate_up.kernels.{i}"]
+            + (scale * w[f"mlp.gate_up.loras.{i}.a"] @ w[f"mlp.gate_up.loras.{i}.b"] if scale else 0)
+            for i in (0, 1)
+        )
+        mlp = {"gate": gate, "up": up, "down": latents.effective(w, "mlp.down", scale)}
+        x = x + reference.swiglu(norm(x, w["mlp_norm.scale"]), mlp)
+    return norm(x, weights["norm.scale"]) @ weights["head.kernel"].T
+
+
+@cache
+def expected(name):
+    """Returns weights in float32; and loss and gradients in float64."""
+    config = CONFIGS[name]
+    weights = random_weights(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+    with jax.enable_x64(True):
+        loss = lambda wide: reference.cross_entropy(logits_of(wide, config), batch()[1])[0]
+        wide = {name: jnp.asarray(np.asarray(array, np.float64)) for name, array in weights.items()}
+        total, grads = jax.jit(jax.value_and_grad(loss))(wide)
+        return weights, total, {name: np.asarray(grad) for name, grad in grads.items()}
+
+
+def errors(name, mesh, context="auto", **changes):
+    """Returns the relative errors of loss and gradients."""
+    ids, labels, segments = batch()
+    weights, expected_loss, expected_grads = expected(name)
+    config, on = dataclasses.replace(CONFIGS[name], **changes), mesh_of(sizes_of(mesh))
+    graph, state = state_on_mesh(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), weights, on)
+    trained = nnx.LoRAParam if config.lora.rank else nnx.Param
+
+    def loss(params, others):
+        model = nnx.merge(graph, params, others, copy=True)
+        return model.loss(ids, labels, segments_BT=segments, context=context)[0]
+
+    with jax.set_mesh(on):
+        total, grads = jax.jit(jax.value_and_grad(loss))(*nnx.split_state(state, trained, ...))
+        found = by_name(grads, on)
+    return {
+        "loss": abs(float(total) / float(expected_loss) - 1),
+        **{name: relative_error(grad, expected_grads[name]) for name, grad in found.items()},
+    }
+
+
+def check(*args, **changes):
+    worst = {name: error for name, error in errors(*args, **changes).items() if not error < TOLERANCE}
+    assert not worst, worst
+
+
+SOME = [(1, 1, 1, 4), (1, 1, 1, 3), (1, 2, 1, 2)]
+TRIED = [("queries from a latent", mesh, split) for mesh in MESHES for split in {mesh[-1] > 1, False}]
+TRIED += [(name, mesh, split) for name in CONFIGS for mesh in SOME for split in (True, False)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    sweep([*dict.fromkeys(TRIED)], ("queries from a latent", (1, 2, 1, 2), True), ("adapters", (1, 1, 1, 4), False)),
+    ids=str,
+)
+def test_on_every_mesh(case):
+    name, mesh, sequence_parallel = case
+    check(name, mesh, sequence_parallel=sequence_parallel)
+
+
+TRIED_OVER_CP = [("windows", mesh, method) for mesh in CP_MESHES for method in ("ulysses", "gather")]
+TRIED_OVER_CP += [(name, (1, 1, 2, 2), "gather") for name in CONFIGS if name != "windows"]
+
+
+@pytest.mark.parametrize("case", sweep(TRIED_OVER_CP, ("queries from a latent", (1, 1, 2, 2), "gather")), ids=str)
+def test_over_cp(case):
+    name, mesh, method = case
+    if method == "ulysses" and CONFIG.heads.on_device(mesh[-1])[0] % mesh[2]:
+        pytest.skip("cp does not divide the heads of a device")
+    check(name, mesh, method)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("remat", ["none", "save_dots", "save_gathered", "save_reduced", "full"])
+@pytest.mark.parametrize("name", ["windows", "adapters", "adapters, queries from the input"])
+def test_every_policy(name, remat):
+    check(name, (1, 2, 1, 2), remat=remat)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("changes", [{"scan_layers": False}, {"overlap": "ring"}, {"attention": "blockwise"}], ids=str)
+@pytest.mark.parametrize("name", ["queries from a latent", "adapters, queries from the input"])
+def test_other_programs(name, changes):
+    check(name, (1, 1, 1, 4), **changes)
+
+
+SPOKEN = dataclasses.replace(CONFIG, vocab_size=259, pattern=({"sliding_window": 9}, {}))
+PROMPTS = ["a", "tensor", "forty characters, which are several chunks", "several"]
+TOKENS = 10
+
+
+@cache
+def spoken(lora):
+    config = dataclasses.replace(SPOKEN, lora=LoraConfig(rank=3) if lora else LoraConfig())
+    make = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    return make, random_weights(make)
+
+
+def model_on(mesh, lora=False):
+    make, weights = spoken(lora)
+    return without_mesh(make, weights) if mesh is None else state_on_mesh(make, weights, jaxtp.make_mesh(*mesh))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "lora"),
+    sweep_of([[None, (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 2)], [False, True]], ((1, 1, 4), True)),
+    ids=str,
+)
+def test_the_cache_of_latents_equals_the_whole(mesh, lora):
+    """Tokens with the up-projections absorbed, several at a time."""
+    ids = np.random.default_rng(1).integers(0, 259, (4, 12), np.int32)
+    on = nullcontext() if mesh is None else jax.set_mesh(jaxtp.make_mesh(*mesh))
+    with on:
+        cached, whole = cached_and_whole(*model_on(mesh, lora), ids, 7)
+    assert_close({"hidden": cached}, {"hidden": whole})
+
+
+@cache
+def likeliest(prompt):
+    graph, state = model_on(None)
+    logits = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids[None])[0])
+    ids = list(prompt.encode())
+    for _ in range(TOKENS):
+        padded = np.zeros(64, np.int32)
+        padded[: len(ids)] = ids
+        ids.append(int(np.argmax(logits(state, padded)[len(ids) - 1, :256])))
+    return tuple(ids[-TOKENS:])
+
+
+@pytest.mark.parametrize("mesh", sweep([None, (1, 1, 2), (1, 1, 4), (2, 2, 2)], (1, 1, 2)), ids=str)
+def test_texts_after_packed_prompts_in_chunks(mesh):
+    generator = jaxtp.Generator(nnx.merge(*model_on(mesh)), ByteTokenizer())
+    generator._chunk = 16
+    results = generator.generate(PROMPTS, jaxtp.GenerationSettings(max_tokens=TOKENS))
+    assert [result.ids for result in results] == [likeliest(prompt) for prompt in PROMPTS]
+    slots, tp = generator._cache.arrays[0]["attention"][0].shape[2], 1 if mesh is None else mesh[2]
+    rows = generator._cache.arrays[0]["attention"][0].shape[0] // (1 if mesh is None else mesh[0] * mesh[1])
+    assert generator.speed.cache_bytes == 4 * CONFIG.num_layers * rows * slots * (16 + 4), tp
