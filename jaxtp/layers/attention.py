@@ -106,8 +106,8 @@ class AttentionConfig(BranchConfig):
 
     attention: Annotated[KernelChoice, COST] = "auto"
     """Kernel. auto takes the first that supports the run; on GPUs a run times cudnn and fused if it can use both.
-    Both need an NVIDIA GPU; cudnn also needs 16 bits and no packed documents. blockwise and xla run everywhere; xla
-    stores all scores."""
+    Both need an NVIDIA GPU; cudnn also needs 16 bits, and no packed documents or sinks. blockwise and xla run
+    everywhere; xla stores all scores."""
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """See `BranchConfig`."""
