@@ -287,7 +287,8 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def describe_block(self) -> str:
         """Returns the sizes of a block in one line."""
-        heads = f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
+        keys = f"keys and values from {self.kv_rank}" if self.kv_rank else f"{self.num_kv_heads} kv"
+        heads = f"{self.num_heads} heads ({keys}) of {self.head_dim}"
         others = len(self.block_kinds()) - 1
         differing = f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
         count = self.num_experts
