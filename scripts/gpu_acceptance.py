@@ -193,18 +193,23 @@ def attention_cases(machine: Machine) -> Iterator[tuple[Kernel, Use, tuple[int, 
     from jaxtp.layers.kernels.select import architecture_of
 
     length = 64 if machine.is_small else 1024
-    heads = ((64, 4, 1), (128, 8, 2))
+    heads = ((64, 64, 4, 1), (128, 128, 8, 2), (192, 128, 4, 4))
     shapes = [("float32", heads[0])] if machine.is_small else [("float32", heads[0]), *(("bfloat16", h) for h in heads)]
     masks = (
-        (False, None, None, False),
-        (False, length // 5, None, False),
-        (True, None, None, False),
-        (True, length // 5, 30.0, False),
-        (True, None, None, True),
+        (False, None, None, False, False),
+        (False, length // 5, None, False, False),
+        (True, None, None, False, False),
+        (True, length // 5, 30.0, False, False),
+        (True, None, None, True, False),
+        (True, length // 5, None, False, True),
+        (True, None, None, True, True),
     )
-    for (dtype, (head_dim, *numbers)), (packed, window, softcap, part) in itertools.product(shapes, masks):
+    cases = itertools.product(shapes, masks)
+    for (dtype, (head_dim, values, *numbers)), (packed, window, softcap, part, sinks) in cases:
         use = Use(
             head_dim=head_dim,
+            value_head_dim=values,
+            sinks=sinks,
             window=window,
             softcap=softcap,
             dtype=dtype,
@@ -228,7 +233,7 @@ def compare_attention(case: tuple[Kernel, Use, tuple[int, int]]) -> tuple[str, R
 
     kernel, use, heads = case
     what = f"{'packed' if use.packed else 'one text'} {use.window} {use.softcap}{' part' if use.part else ''}"
-    name = f"{kernel.name} {use.dtype} {heads[0]}x{use.head_dim} {what}"
+    name = f"{kernel.name} {use.dtype} {heads[0]}x{use.head_dim}x{use.value_head_dim} {what}{' sinks' * use.sinks}"
     try:
         errors = relative_errors(kernel.run, use, *heads)
     except Exception as error:

@@ -106,8 +106,8 @@ class AttentionConfig(BranchConfig):
 
     attention: Annotated[KernelChoice, COST] = "auto"
     """Kernel. auto takes the first that supports the run; on GPUs a run times cudnn and fused if it can use both.
-    Both need an NVIDIA GPU; cudnn also needs 16 bits and no packed documents. blockwise and xla run everywhere; xla
-    stores all scores."""
+    Both need an NVIDIA GPU; cudnn also needs 16 bits, and no packed documents or sinks. blockwise and xla run
+    everywhere; xla stores all scores."""
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """See `BranchConfig`."""
@@ -403,7 +403,7 @@ class CausalSelfAttention(Branch):
         return self._merge_heads(y, *qkv[3:]), (keys, values)
 
     def _attend_packed(self, qkv: Heads, new: NewTokens, num_slots: int, sinks: Array | None = None) -> Array:
-        """Attends from packed tokens; keys and values of a row that continues are those of all its slots, then new."""
+        """Attends from packed tokens; a row that continues has keys and values of all its slots, then of new tokens."""
         part = Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0) if new.continued else None
         known = {"dtype": self.precision.compute, "platform": architecture_of(current_device())}
         use = self.config.use(length=qkv[1].shape[1], packed=True, part=new.continued, **known)

@@ -23,6 +23,7 @@ from jaxtp.layers.kernels.blockwise_attention import block_size, num_visited
 from jaxtp.layers.kernels.fused_attention import MOST_HEAD_DIM
 from jaxtp.layers.kernels.select import KERNELS, Use, architecture_of, candidates, num_scores, pick_kernel, unsupported
 from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
+from jaxtp.mesh import mesh_shape
 
 WIDTH = 4
 
@@ -383,9 +384,9 @@ def test_sixteen_bits_are_as_exact_as_xla():
 
 
 def temporaries(kernel, length):
-    """Bytes of temporaries of a forward and a backward pass."""
+    """Bytes of temporaries of a forward and a backward pass, with a sink."""
     shape = jax.ShapeDtypeStruct((1, length, 1, 8), "float32")
-    of = lambda *a: run(KERNELS[kernel].run, *a, None, scale=1.0, window=None, softcap=None)
+    of = lambda *a: run(KERNELS[kernel].run, *a, None, scale=1.0, window=None, softcap=None, sinks=jnp.ones(1))
     return jax.jit(of).lower(*[shape] * 4).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -455,6 +456,10 @@ GPU = {"platform": "cuda 9.0", "dtype": "bfloat16", "head_dim": 128, "length": 4
         ({"head_dim": 256}, "cudnn"),
         ({"head_dim": 250}, "fused"),
         ({"head_dim": 512}, "blockwise"),
+        ({"sinks": True}, "fused"),
+        ({"head_dim": 192, "value_head_dim": 128}, "cudnn"),
+        ({"head_dim": 192, "value_head_dim": 128, "platform": "cuda 8.0"}, "fused"),
+        ({"value_head_dim": 512}, "blockwise"),
         *(({"platform": f"cuda {capability}"}, "fused") for capability in ("8.0", "8.9", "10.0", "12.0")),
         ({"platform": "cuda"}, "fused"),
         ({"platform": "rocm"}, "blockwise"),
@@ -477,6 +482,8 @@ def test_auto_takes_the_fastest_that_can(changes, name):
         ({"head_dim": 132}, "it takes a head_dim of at most 256, a multiple of 8, not 132"),
         ({"head_dim": 256, "platform": "cuda 8.0"}, "it takes a head_dim of at most 128, a multiple of 8, not 256"),
         ({"head_dim": 256, "platform": "cuda 12.0"}, "it takes a head_dim of at most 128, a multiple of 8, not 256"),
+        ({"head_dim": 64, "value_head_dim": 264}, "at most 256, a multiple of 8, not 264; use auto (blockwise or xla)"),
+        ({"sinks": True}, "it has no model.attention_sinks; use auto (fused or blockwise or xla)"),
         ({"platform": "rocm"}, "it runs on cuda, not on rocm; use auto (blockwise or xla)"),
         ({"part": True}, "with mesh.context=ulysses, but not with gather; use auto (fused"),
     ],
@@ -486,6 +493,22 @@ def test_a_kernel_that_cannot_is_refused_with_those_that_can(changes, said):
     assert problem.startswith("model.attention=cudnn: ")
     assert said in problem
     assert not list(unsupported("auto", Use(**{**GPU, **changes})))
+
+
+def test_cudnn_gets_values_as_wide_as_keys(monkeypatch):
+    """JAX's function takes no others, and its check is all that a CPU can run."""
+    attend = jax.nn.dot_product_attention
+
+    def on_cpu(*arrays, implementation, **settings):
+        assert implementation == "cudnn"
+        return attend(*arrays, implementation="xla", **settings)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
+    for values in (3, 7):
+        given, options = arrays(20, (2, 1), "float32", values=values), {"scale": 0.5, "window": 5, "softcap": None}
+        found, right = (run(KERNELS[name].run, *given, None, **options) for name in ("cudnn", "blockwise"))
+        for x, y in zip(found, right, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def test_the_table_has_the_fused_kernels_limit():
@@ -535,3 +558,6 @@ def test_a_layer_refuses_a_kernel_that_cannot():
     )
     with pytest.raises(ConfigError, match=r"model.attention=cudnn: it runs on cuda, not on cpu; use auto"):
         layer(jnp.zeros((1, 4, 8)))
+    settings = jaxtp.AttentionConfig(attention="cudnn", attention_sinks=True)
+    (problem,) = settings.problems(mesh_shape())
+    assert problem.text.startswith("model.attention=cudnn: it has no model.attention_sinks; use auto (fused on cuda or")

@@ -26,7 +26,7 @@ PLAIN = jaxtp.ModelConfig(
 SHARED = dataclasses.replace(PLAIN, vocab_size=19, num_kv_heads=2)  # odd vocabulary; kv heads fewer than tp
 LONGROPE = RopeScaling(kind="longrope", original_length=8, short_factor=(1.0, 1.1), long_factor=(2.0, 5.0))
 """Slots for twice its original length, so that its first chunk is read by the long factors too."""
-BIASES = dict.fromkeys(("attention_bias", "attention_out_bias", "attention_sinks", "mlp_bias", "tie_embeddings"), True)
+BIASES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "tie_embeddings": True}
 HEAD = {"head_bias": True, "logit_scale": 0.3, "residual_scale": 0.7}
 MODELS = {
     "plain": PLAIN,
@@ -43,9 +43,10 @@ MODELS = {
         ),
         **{"norm": "layer_no_bias", "qk_norm": "heads", "value_norm": True, "attention_gate": True, "clip_qkv": 0.5},
         **{"rotary_fraction": 0.5, "query_temperature": 0.5, "rope_scaling": RopeScaling(original_length=3)},
+        attention_sinks=True,
     ),
     "plain norms": dataclasses.replace(SHARED, norm="layer_plain", qk_norm="head_plain", tie_embeddings=True),
-    "window": dataclasses.replace(SHARED, sliding_window=4),
+    "window": dataclasses.replace(SHARED, sliding_window=4, attention_sinks=True),
     "scaled": dataclasses.replace(SHARED, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=8)),
     "layers that differ": dataclasses.replace(
         SHARED,

@@ -26,7 +26,6 @@ MOST_IN_BLOCK = 256
 _LEAST_IN_BLOCK, _FEWEST_BLOCKS = 8, 4
 _NO_SCORE = -1e30  # initial maximum; finite, so that differences of it are 0, not NaN
 
-
 _Where = tuple[Array | None, Part | None]  # segments and part
 
 
@@ -126,8 +125,9 @@ def _forward(
 
     empty = jnp.zeros_like(queries, pairs.wide, shape=(*queries.shape[:-1], v.shape[3]))
     each = jnp.zeros_like(queries[..., 0], pairs.wide)
-    first = (each + _NO_SCORE, each) if sinks is None else (each + pairs.of_heads(sinks), each + 1)
-    highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (*first, empty))
+    # The softmax begins with the sink. The log-sum-exp then contains it, so that the backward loop is the same.
+    begin = (each + _NO_SCORE, each) if sinks is None else (each + pairs.of_heads(sinks), each + 1)
+    highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (*begin, empty))
     total = jnp.where(total == 0, 1, total)  # for queries that see nothing
     y = checkpoint_name(pairs.joined(weighted / total[..., None], q), ATTENDED)
     return y, (q, k, v, sinks, where, y, checkpoint_name(highest + jnp.log(total), ATTENDED))

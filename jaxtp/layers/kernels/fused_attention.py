@@ -256,6 +256,7 @@ def _forward_kernel(settings: _Settings, *refs: Any) -> None:
         return rescale[:, None] * o + triton.dot(p.astype(v.dtype), v), higher, rescale * total + jnp.sum(p, axis=1)
 
     zeros, o = jnp.zeros(first.shape, jnp.float32), jnp.zeros(o_ref.shape, jnp.float32)
+    # As in `blockwise_attention`, the softmax begins with the sink, and the other kernels need not know it.
     highest, total = (zeros + sink_ref[0][...] * _LOG2_E, zeros + 1) if sink_ref else (zeros + _NOTHING_SEEN, zeros)
     o, highest, total = lax.fori_loop(*_visited(first, last, size), visit, (o, highest, total))
     total = jnp.where(total > 0, total, 1)  # a row that sees nothing outputs 0
