@@ -63,7 +63,8 @@ CONFIGS = {
         BASE, d_ff=5, experts_per_token=3, selection_bias=True, shared_experts=9, mlp_bias=True, **OF_GPT_OSS
     ),
 }
-ADAPTED = ("everything", "qwen2", "plain")
+CONFIGS["everything by kernels"] = dataclasses.replace(CONFIGS["everything"], grouped="pallas")
+ADAPTED = ("everything", "everything by kernels", "qwen2", "plain")
 """With adapters on all projections."""
 
 
@@ -163,6 +164,7 @@ DEFAULT = [("everything", (1, 2, 2, 2), None)]
 """Whole experts, of each of which a shard stores a part."""
 OF_TP = [(1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 4), (1, 1, 1, 8), (2, 2, 1, 2), (1, 1, 2, 4), (1, 2, 1, 3), (1, 2, 1, 4)]
 OTHERS = [("everything", mesh, split) for mesh in OF_TP for split in (None, False)]
+OTHERS += [("everything by kernels", mesh, None) for mesh in ((1, 1, 1, 3), (1, 2, 1, 4))]
 OTHERS += [*((name, (1, 1, 1, tp), None) for name in ("uneven", "uneven, gated") for tp in (2, 4, 5, 8))]
 OTHERS += [("one, of weight 1", (1, 1, 1, 1), None), ("all", (1, 1, 1, 3), False)]
 
