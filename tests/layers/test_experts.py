@@ -1,6 +1,7 @@
 """A mixture of experts against a plain loop over experts in float64: output, sums and every gradient, on all meshes."""
 
 import dataclasses
+import math
 from functools import cache
 
 import accounts
@@ -18,6 +19,7 @@ import jaxtp
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.experts import ExpertsConfig, Rows
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.models.config import violations
 
@@ -379,3 +381,24 @@ def test_what_fits():
     for tp in (1, 2, 3, 4, 6, 8):
         assert not list(violations(dataclasses.replace(MIXTURE, num_heads=24, num_kv_heads=24), mesh_shape(tp=tp)))
     assert not list(violations(dataclasses.replace(MIXTURE, lora=LORA), mesh_shape(tp=2)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ({"fsdp": 2, "tp": 3}, (6, 6, 6, 6)),
+        ({"fsdp": 2, "tp": 2}, (4, 2, 2, 4)),
+        ({"fsdp": 4, "tp": 4}, (4, 4, 4, 4)),
+        ({"tp": 4}, (1, 4, 4, 1)),
+    ],
+    ids=str,
+)
+def test_adapters_of_experts_are_split_as_their_kernels(sizes, parts):
+    """4 bytes for each of E * rank * (in + out), over the devices that split it."""
+    mesh = mesh_of(mesh_shape(**sizes))
+    with jax.set_mesh(mesh):
+        layer = nnx.eval_shape(lambda: build(BASE, lora=LORA))
+    factors = ((layer.up_lora.a, D), (layer.up_lora.b, F), (layer.down_lora.a, F), (layer.down_lora.b, D))
+    for (factor, dim), devices in zip(factors, parts, strict=True):
+        shard = jax.NamedSharding(mesh, spec_of(factor)).shard_shape(factor.shape)
+        assert factor.dtype.itemsize * math.prod(shard) == 4 * E * LORA.rank * dim / devices
