@@ -686,9 +686,10 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
         if work.training and not work.frozen:  # gradients: sums over the rows of each expert
             yield Product.of("gradients of experts' biases", (local, choices, columns * width), compute, 1)
     yield Bytes("elementwise", compute * ((columns + 1) * choices * width + 2 * (choices + rows) * d_model))
-    shards = parts(work.sizes, STORAGE)
-    if shards > 1 and not config.stored_by_expert(work.tp, shards):  # reorders gathered kernels
-        yield Bytes("elementwise", compute * 2 * (columns + 1) * local * d_model * width)
+    if (shards := parts(work.sizes, STORAGE)) > 1:
+        # The loop over layers copies gradients; gathering by features reorders kernels too.
+        times = int(work.training and not work.frozen) if config.stored_by_expert(work.tp, shards) else 2
+        yield Bytes("elementwise", compute * times * (columns + 1) * local * d_model * width)
 
     hidden = work.tokens * d_model * compute
     yield Bytes("workspace", compute * choices * (3 * columns * width + 2 * d_model))

@@ -10,6 +10,8 @@ over tp:
 Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without all-to-all. The price
 is memory: each device has a row for every choice of its tp group, because all tokens may choose its experts. Shared
 experts are a dense MLP, split over tp like any other, which uses the same gathered input and the same sum over tp.
+
+fsdp and cp split E too, if they divide a device's experts: gathering them only concatenates. Otherwise they split D.
 """
 
 import math
@@ -119,7 +121,7 @@ class ExpertsConfig(MLPConfig):
         return self.num_experts % tp == 0
 
     def stored_by_expert(self, tp: int, shards: int) -> bool:
-        """Returns whether each shard of the storage has experts of its own, not a part of each."""
+        """Returns whether `shards` of the storage split a device's experts, not the features of each."""
         return self.num_experts % (shards * (tp if self.over_tp(tp) else 1)) == 0
 
     def projections(self) -> dict[str, str]:

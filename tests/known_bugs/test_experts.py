@@ -17,6 +17,7 @@ from mixtures import B, D, E, F, T, balance_program, build, expected, expected_b
 from support import random_weights, relative_error
 
 from jaxtp import collectives
+from jaxtp.analysis.step_costs import step_costs
 from jaxtp.collectives import MissingReductionError, axis_size
 from jaxtp.hf.config_json import model_config
 from jaxtp.layers import balance, experts, parameter
@@ -25,7 +26,7 @@ from jaxtp.layers.kernels.grouped import grouped_matmul
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import DP, SEQUENCE, TP
+from jaxtp.mesh import DP, SEQUENCE, TP, mesh_shape
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 
@@ -385,3 +386,4 @@ def test_unsloth_6936_adapters_of_experts_are_trained(monkeypatch, planted):
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     of_queries, of_experts = 2 * 2 * (D + 8), 2 * 2 * E * 3 * (D + F)
     assert count == of_queries + (0 if planted else of_experts)
+    assert planted or step_costs(config, mesh_shape(), batch_size=2, sequence_length=8).adapters == count

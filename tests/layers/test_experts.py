@@ -1,6 +1,7 @@
 """A mixture of experts against a plain loop over experts in float64: output, sums and every gradient, on all meshes."""
 
 import dataclasses
+import math
 from functools import cache
 
 import accounts
@@ -18,6 +19,7 @@ import jaxtp
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.experts import ExpertsConfig, Rows
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.models.config import violations
 
@@ -30,6 +32,7 @@ def is_expected(found, weights, x, counts, config):
 
 
 BASE = ExpertsConfig(num_experts=E, d_ff=F)
+OF_GPT_OSS = {"router_bias": True, "experts_bias": True, "activation": "quick_gelu", "swiglu_limit": 0.7}
 CONFIGS = {
     "two of them": BASE,
     "scores as they are": dataclasses.replace(BASE, normalize_experts=False),
@@ -56,19 +59,14 @@ CONFIGS = {
     "uneven": dataclasses.replace(BASE, d_ff=7, shared_experts=10, mlp_bias=True),
     "uneven, gated": dataclasses.replace(BASE, d_ff=5, shared_experts=5, mlp_bias=True, shared_experts_gate=True),
     "plain": dataclasses.replace(BASE, mlp="plain", activation="relu2", shared_experts=5, shared_experts_gate=True),
-    "gpt-oss": dataclasses.replace(
-        BASE,
-        d_ff=5,
-        experts_per_token=3,
-        router_bias=True,
-        experts_bias=True,
-        activation="quick_gelu",
-        swiglu_limit=0.7,
-        shared_experts=9,
-        mlp_bias=True,
+    "mistral 4": dataclasses.replace(BASE, experts_scale=1.5, expert_groups=3, groups_per_token=2, shared_experts=4),
+    "gpt-oss": dataclasses.replace(BASE, **OF_GPT_OSS),
+    "everything": dataclasses.replace(
+        BASE, d_ff=5, experts_per_token=3, selection_bias=True, shared_experts=9, mlp_bias=True, **OF_GPT_OSS
     ),
 }
-ADAPTED = ("gpt-oss", "qwen2", "plain")
+CONFIGS["everything by kernels"] = dataclasses.replace(CONFIGS["everything"], grouped="pallas")
+ADAPTED = ("everything", "everything by kernels", "qwen2", "plain")
 """With adapters on all projections."""
 
 
@@ -165,9 +163,10 @@ MESHES = [
 """Whole experts where tp is 2 or 3, and a part of each where it is 4 or 8."""
 
 DEFAULT = [("biased", (1, 2, 2, 2), None)]
-"""Whole experts, and a part of each."""
-OTHERS = [("gpt-oss", mesh, None) for mesh in ((1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (2, 2, 1, 2), (1, 1, 2, 4))]
-OTHERS += [("gpt-oss", mesh, False) for mesh in ((1, 1, 1, 3), (1, 2, 1, 8))]
+"""Whole experts, of each of which a shard stores a part."""
+OF_TP = [(1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 4), (1, 1, 1, 8), (2, 2, 1, 2), (1, 1, 2, 4), (1, 2, 1, 3), (1, 2, 1, 4)]
+OTHERS = [("everything", mesh, split) for mesh in ((1, 2, 2, 2), *OF_TP) for split in (None, False)]
+OTHERS += [("everything by kernels", mesh, None) for mesh in ((1, 1, 1, 3), (1, 2, 1, 4))]
 OTHERS += [*((name, (1, 1, 1, tp), None) for name in ("uneven", "uneven, gated") for tp in (2, 4, 5, 8))]
 OTHERS += [("one, of weight 1", (1, 1, 1, 1), None), ("all", (1, 1, 1, 3), False)]
 
@@ -382,3 +381,24 @@ def test_what_fits():
     for tp in (1, 2, 3, 4, 6, 8):
         assert not list(violations(dataclasses.replace(MIXTURE, num_heads=24, num_kv_heads=24), mesh_shape(tp=tp)))
     assert not list(violations(dataclasses.replace(MIXTURE, lora=LORA), mesh_shape(tp=2)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ({"fsdp": 2, "tp": 3}, (6, 6, 6, 6)),
+        ({"fsdp": 2, "tp": 2}, (4, 2, 2, 4)),
+        ({"fsdp": 4, "tp": 4}, (4, 4, 4, 4)),
+        ({"tp": 4}, (1, 4, 4, 1)),
+    ],
+    ids=str,
+)
+def test_adapters_of_experts_are_split_as_their_kernels(sizes, parts):
+    """4 bytes for each of E * rank * (in + out), over the devices that split it."""
+    mesh = mesh_of(mesh_shape(**sizes))
+    with jax.set_mesh(mesh):
+        layer = nnx.eval_shape(lambda: build(BASE, lora=LORA))
+    factors = ((layer.up_lora.a, D), (layer.up_lora.b, F), (layer.down_lora.a, F), (layer.down_lora.b, D))
+    for (factor, dim), devices in zip(factors, parts, strict=True):
+        shard = jax.NamedSharding(mesh, spec_of(factor)).shard_shape(factor.shape)
+        assert factor.dtype.itemsize * math.prod(shard) == 4 * E * LORA.rank * dim / devices
