@@ -3,10 +3,11 @@
     python scripts/attention_compiled.py
 
 1. Attention of one layer, forward and backward, as on a device of Llama 3 8B at tp 8 (4 query heads, 1 kv head of 128,
-   bfloat16, one row). Columns: temporaries; the largest array, in elements per pair of positions (scores of 4 heads,
-   T x T, would be 4); calls of Triton kernels; tensor-core instructions in the PTX of each kernel (forward, gradients
-   of queries, gradients of keys).
-2. Each head width and dtype of the kernels, with documents, a window and a softcap: shared memory of each kernel. An
+   bfloat16, one row); then with heads of gpt-oss, with sinks, and of DeepSeek V3, whose values are narrower than keys.
+   Columns: temporaries; the largest array, in elements per pair of positions (scores of 4 heads, T x T, would be 4);
+   calls of Triton kernels; tensor-core instructions in the PTX of each kernel (forward, gradients of queries, gradients
+   of keys).
+2. Each head width and dtype of the kernels, with documents, a window, a softcap and sinks: shared memory of each. An
    H100 has 227 KB of it, an A100 163, an L40S 99.
 3. As 1, with the sequence split over 8 devices in zigzag order: queries of two chunks, and all keys. The device index
    is a runtime value.
@@ -42,13 +43,34 @@ from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
 
 LENGTHS = (4096, 8192, 32768)
 PARTS, DEVICES = (32768, 131072), 8
-HEADS, KV_HEADS, HEAD_DIM = 4, 1, 128
+HEADS, KV_HEADS = 4, 1
 KERNELS = ("attention_forward", "attention_queries", "attention_keys")
 _NO_SPILLS = "xla_gpu_fail_ptx_compilation_on_register_spilling"
 _DUMP = {"xla_dump_hlo_as_text": True, "xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": "ptx"}
 _SHARED = re.compile(r"(attention_\w+) grid.*?shared_memory: (\d+) bytes")
 _TENSOR_CORE = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b")
 _ARRAY = re.compile(r"\b(?:f64|f32|bf16|f16|s32|u32|s8|u8|pred)\[([\d,]+)\]")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of attention."""
+
+    width: int
+    values: int
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        values = "" if self.values == self.width else f", values of {self.values}"
+        return f"{self.width}{values}{', sinks' if self.sinks else ''}"
+
+
+USUAL, GPT_OSS, DEEPSEEK = Heads(128, 128), Heads(64, 64, sinks=True), Heads(192, 128)
+NEWER = {
+    "fused, gpt-oss": (fused_attention, GPT_OSS),
+    "fused, gpt-oss in windows": (partial(fused_attention, window=128), GPT_OSS),
+    "fused, DeepSeek": (fused_attention, DEEPSEEK),
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +111,7 @@ def h100() -> Mesh:
 def compile_with_gradients(
     attend: Callable[..., Array],
     length: int,
-    head_dim: int,
+    heads: Heads,
     dtype: str,
     *,
     packed: bool,
@@ -98,19 +120,24 @@ def compile_with_gradients(
 ) -> Program:
     """Compiles attention with its gradients inside `shard_map`, as a layer runs it; `devices` split the sequence."""
 
-    def step(q: Array, k: Array, v: Array, do: Array, segments: Array | None, place: Array) -> tuple[Array, ...]:
-        part = {} if devices == 1 else {"part": zigzag(place, q.shape[1] // 2, devices)}
-        o, backward = jax.vjp(lambda q, k, v: attend(q, k, v, segments, scale=head_dim**-0.5, **part), q, k, v)
+    def step(segments: Array | None, place: Array, do: Array, *inputs: Array) -> tuple[Array, ...]:
+        def run(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+            known = {} if devices == 1 else {"part": zigzag(place, q.shape[1] // 2, devices)}
+            known |= {"sinks": sinks[0]} if sinks else {}
+            return attend(q, k, v, segments, scale=heads.width**-0.5, **known)
+
+        o, backward = jax.vjp(run, *inputs)
         return o, *backward(do)
 
     mesh = h100()
     array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
-    shapes = ((1, length // devices, HEADS, head_dim), (1, length, KV_HEADS, head_dim))
-    q, k = (array(shape, dtype) for shape in shapes)
+    queries, keys = (1, length // devices, HEADS), (1, length, KV_HEADS)
+    shapes = ((*queries, heads.values), (*queries, heads.width), (*keys, heads.width), (*keys, heads.values))
+    inputs = [*(array(shape, dtype) for shape in shapes), *([array((HEADS,), "float32")] if heads.sinks else [])]
     segments = array((1, length), "int32") if packed else None
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
         program = jax.jit(jax.shard_map(step, in_specs=P(), out_specs=P()))
-        lowered = program.lower(q, k, k, q, segments, array((), "int32"))
+        lowered = program.lower(segments, array((), "int32"), *inputs)
         options = {**ABSENT_GPU, **_DUMP, _NO_SPILLS: not may_spill, "xla_dump_to": folder}
         compiled = lowered.compile(compiler_options=options)
         (thunks,) = (path.read_text() for path in Path(folder).glob("*thunk_sequence.txt"))
@@ -126,12 +153,14 @@ def compile_with_gradients(
     )
 
 
-def over_lengths(lengths: tuple[int, ...], attentions: dict[str, Callable[..., Array]], devices: int = 1) -> str:
+def over_lengths(
+    lengths: tuple[int, ...], attentions: dict[str, tuple[Callable[..., Array], Heads]], devices: int = 1
+) -> str:
     """Returns table 1, or table 3 with several `devices`; T is the sequence length."""
     rows = []
     for length, packed in itertools.product(lengths, (False, True)):
-        for name, attend in attentions.items():
-            one = compile_with_gradients(attend, length, HEAD_DIM, "bfloat16", packed=packed, devices=devices)
+        for name, (attend, heads) in attentions.items():
+            one = compile_with_gradients(attend, length, heads, "bfloat16", packed=packed, devices=devices)
             cells = (f"{one.temporaries:,}", f"{one.largest / length**2:.4f}", str(one.calls))
             in_ptx = " ".join(str(count) for count in one.tensor_core.values()) or "-"
             rows.append((f"{length:,}", "yes" if packed else "no", name, *cells, in_ptx))
@@ -144,12 +173,13 @@ def over_widths() -> str:
     """Returns table 2."""
     rows = []
     for dtype in DTYPES:
-        for head_dim in (16, 32, 64, 80, 128, MOST_HEAD_DIM):
-            attend = partial(fused_attention, window=1000, softcap=50.0)
-            one = compile_with_gradients(attend, 2048, head_dim, dtype, packed=True, may_spill=True)
-            rows.append((dtype, str(head_dim), *(f"{one.shared[kernel] / 1024:.1f}" for kernel in KERNELS)))
+        widths = (16, 32, 64, 80, 128, MOST_HEAD_DIM)
+        for heads in (*(Heads(width, width, sinks=True) for width in widths), GPT_OSS, DEEPSEEK):
+            attend = partial(fused_attention, window=128 if heads is GPT_OSS else 1000, softcap=50.0)
+            one = compile_with_gradients(attend, 2048, heads, dtype, packed=True, may_spill=True)
+            rows.append((dtype, str(heads), *(f"{one.shared[kernel] / 1024:.1f}" for kernel in KERNELS)))
             print(*rows[-1], flush=True)
-    return columns(("dtype", "head_dim", "forward, KB", "queries, KB", "keys, KB"), rows)
+    return columns(("dtype", "heads", "forward, KB", "queries, KB", "keys, KB"), rows)
 
 
 def main() -> None:
@@ -157,9 +187,9 @@ def main() -> None:
     parser.parse_args()
     tables = [
         f"jax {jax.__version__}, for {h100().devices.flat[0].device_kind}",
-        over_lengths(LENGTHS, {"fused": fused_attention, "xla": xla}),
+        over_lengths(LENGTHS, {"fused": (fused_attention, USUAL), "xla": (xla, USUAL), **NEWER}),
         over_widths(),
-        f"parts of {DEVICES} devices\n" + over_lengths(PARTS, {"fused": fused_attention}, DEVICES),
+        f"parts of {DEVICES} devices\n" + over_lengths(PARTS, {"fused": (fused_attention, USUAL), **NEWER}, DEVICES),
     ]
     print("\n" + "\n\n".join(tables))
 

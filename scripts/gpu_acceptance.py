@@ -175,17 +175,21 @@ def attention(machine: Machine, out: Path, log: Path) -> Result:
 
     found: Result = {}
     length = 64 if machine.is_small else 1024
-    dtypes, heads = (("float32", "bfloat16"), ((64, 4, 1), (128, 8, 2)))
+    dtypes, heads = (("float32", "bfloat16"), ((64, 64, 4, 1), (128, 128, 8, 2), (192, 128, 4, 4)))
     masks = (
-        (False, None, None, False),
-        (True, None, None, False),
-        (True, length // 5, 30.0, False),
-        (True, None, None, True),
+        (False, None, None, False, False),
+        (True, None, None, False, False),
+        (True, length // 5, 30.0, False, False),
+        (True, None, None, True, False),
+        (True, length // 5, None, False, True),
+        (True, None, None, True, True),
     )
-    cases = itertools.product(dtypes[: 1 if machine.is_small else 2], heads[: 1 if machine.is_small else 2], masks)
-    for dtype, (head_dim, queries, keys), (packed, window, softcap, part) in cases:
+    cases = itertools.product(dtypes[: 1 if machine.is_small else 2], heads[: 1 if machine.is_small else 3], masks)
+    for dtype, (head_dim, values, queries, keys), (packed, window, softcap, part, sinks) in cases:
         use = Use(
             head_dim=head_dim,
+            value_head_dim=values,
+            sinks=sinks,
             window=window,
             softcap=softcap,
             dtype=dtype,
@@ -198,8 +202,8 @@ def attention(machine: Machine, out: Path, log: Path) -> Result:
             errors = relative_errors(kernel.run, use, queries, keys)
             arrays, settings = problem(use, queries, keys)
             program = partial(jax.jit(partial(results, kernel.run, settings)), *arrays)
-            what = f"{'packed' if packed else 'one text'} {window}{' part' if part else ''}"
-            key = f"{kernel.name} {dtype} {queries}x{head_dim} {what}"
+            what = f"{'packed' if packed else 'one text'} {window}{' part' if part else ''}{' sinks' if sinks else ''}"
+            key = f"{kernel.name} {dtype} {queries}x{head_dim}x{values} {what}"
             seconds = medians({key: program}, 3)[key]
             found[key] = {"errors": errors, "right": max(errors) <= TOLERANCE[dtype], "milliseconds": 1e3 * seconds}
     return {"right": all(one["right"] for one in found.values()), "kernels": found}

@@ -27,7 +27,8 @@ def rotate(x, frequencies):
 def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None, change=None):
     """Weights `w` are q, k, v, o and optionally bq, bk, bv, bo. Causal; a position sees the last `window` positions.
 
-    `change(q, k, v)` replaces RoPE. Without v, values are keys; `gate` multiplies results by its sigmoid.
+    `change(q, k, v)` replaces RoPE. Without v, values are keys; `gate` multiplies results by its sigmoid; `sinks` are a
+    column of scores more, the values of which are 0.
     """
     batch, length, _ = x.shape
     project = lambda name, heads: (x @ w[name] + w.get("b" + name, 0.0)).reshape(batch, length, heads, head_dim)
@@ -40,8 +41,9 @@ def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None, chang
     for head in range(num_heads):
         shared = head // (num_heads // num_kv_heads)
         scores = jnp.einsum("bth,bsh->bts", q[:, :, head], k[:, :, shared]) / jnp.sqrt(head_dim)
-        scores = jnp.where(seen, scores, -jnp.inf)
-        outputs.append(jax.nn.softmax(scores, axis=-1) @ v[:, :, shared])
+        sink = w["sinks"][head] if "sinks" in w else -jnp.inf
+        scores = jnp.pad(jnp.where(seen, scores, -jnp.inf), ((0, 0), (0, 0), (0, 1)), constant_values=sink)
+        outputs.append(jax.nn.softmax(scores, axis=-1)[..., :-1] @ v[:, :, shared])
     heads = jnp.concatenate(outputs, axis=-1)
     if "gate" in w:
         heads /= 1 + jnp.exp(-(x @ w["gate"]))
@@ -71,7 +73,7 @@ def cross_entropy(logits, labels):
 
 
 ATTENTION = {"q": "qkv.kernels.0", "k": "qkv.kernels.1", "v": "qkv.kernels.2", "o": "out.kernel"} | {
-    "bq": "qkv.biases.0", "bk": "qkv.biases.1", "bv": "qkv.biases.2", "bo": "out.bias"
+    "bq": "qkv.biases.0", "bk": "qkv.biases.1", "bv": "qkv.biases.2", "bo": "out.bias", "sinks": "sinks"
 }  # fmt: skip
 MLP = {"gate": "gate_up.kernels.0", "up": "gate_up.kernels.1", "down": "down.kernel"} | {
     "bgate": "gate_up.biases.0", "bup": "gate_up.biases.1", "bdown": "down.bias"

@@ -38,6 +38,7 @@ from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmb
 from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.kernels.grouped import is_dense, pick_method
 from jaxtp.layers.kernels.select import num_scores, pick_kernel
+from jaxtp.layers.latent_attention import LATENT, LatentAttention
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import Lora
 from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
@@ -376,21 +377,63 @@ def qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
 @branch_costs.register
 def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of attention."""
-    config, compute, cp = layer.config, itemsize(layer.precision.compute), work.sizes[CP]
-    kernel, _ = pick_kernel(config.attention, config.use_on(work, layer.precision.compute))
-    stored_kv, group, _ = config.heads.stored(work.tp)
-    heads, kv_heads = config.heads.on_device(work.tp)
-    queries, keys = (work.tokens * count * config.head_dim for count in (heads, kv_heads))
+    config = layer.config
     yield from column_costs(layer.qkv, work, "q, k, v")
     for norm in layer.qk_norms:
         yield from qk_norm_costs(norm, work)
     if config.attention_sinks:
         in_float32, split = replace(layer.precision, compute="float32"), config.heads.sinks
         yield Weight(module=ATTEND, size=split.size, split=split, fsdp=False, precision=in_float32)
+    cached = work.tokens * config.heads.on_device(work.tp)[1] * config.head_dim
+    yield Bytes("cached", 2 * cached * itemsize(layer.precision.compute))
+    yield from heads_costs(layer, work)
+    yield from row_costs(layer.out, work, "attention out", read=read)
+
+
+@branch_costs.register
+def latent_attention_costs(layer: LatentAttention, work: Workload, *, read: bool) -> Iterator[Cost]:
+    """Yields the costs of latent attention."""
+    config, compute, split = layer.config, itemsize(layer.precision.compute), work.is_split(layer.sequence_parallel)
+    own = replace(work, length=work.length // work.tp) if split else work  # of the down projections
+    recomputed, inputs = work.remat in REPROJECT_POLICIES, [(layer.latent_down, layer.latent_norm)]
+    if config.query_rank:
+        inputs.append((layer.query_down, layer.query_norm))
+    weight = partial(Weight, module=LATENT, precision=layer.precision, tp=False, used_by_all_tp=split)
+    for down, norm in inputs:
+        features, rank = down.kernel.shape[-2:]
+        yield weight(size=features * rank)
+        count = work.num_evals(recomputed, work.num_gradients)
+        yield Product.of("latent", (own.tokens, features, rank), compute, count)
+        for lora in down.loras:
+            factors = weight(size=features * lora.rank), weight(size=lora.rank * rank, fsdp=False)
+            yield from lora_costs(lora, own, (features, rank), factors, recomputed=recomputed)
+        yield from norm_costs(norm, work)
+    width = config.kv_rank + config.rope_head_dim
+    yield Bytes("cached", work.tokens * width * compute)
+    width += config.query_rank
+    yield from enter(LATENT, work, work.tokens * width * compute, split=split, again=work.remat in REGATHER_POLICIES)
+    saved = {"none": 2 * work.tokens, "save_gathered": work.tokens, "save_dots": own.tokens}
+    yield Bytes("saved", saved.get(work.remat, 0) * width * compute)
+    yield from column_costs(layer.query_up, work, "queries")
+    yield from column_costs(layer.latent_up, work, "keys, values")
+    yield from heads_costs(layer, work)
+    yield from row_costs(layer.out, work, "attention out", read=read)
+
+
+def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
+    """Yields the costs of attention without projections."""
+    config, compute, cp = layer.config, itemsize(layer.precision.compute), work.sizes[CP]
+    use = config.use_on(work, layer.precision.compute)
+    kernel, _ = pick_kernel(config.attention, use)
+    stored_kv, group, _ = config.heads.stored(work.tp)
+    heads, kv_heads = config.heads.on_device(work.tp)
+    queries, keys = (work.tokens * count * config.head_dim for count in (heads, kv_heads))
+    values = use.value_head_dim or config.head_dim
+    results = work.tokens * heads * values
 
     attention = config.context_attention(work.tp)
     method, _ = attention.method(work)
-    head_bytes = config.head_dim * compute
+    head_bytes = (config.head_dim + values) * compute // 2  # on average: queries are as wide as keys
     result_read = not work.frozen or bool(layer.out.loras) or config.attention_gate
     yield from context_costs(attention, method, head_bytes, work, result_read=result_read)
     chunks = query_chunks(method, work)
@@ -398,12 +441,12 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
     saved = kernel.can_save_result and work.remat == "save_dots"  # also the results of kernels
     recomputed = work.remat in RECOMPUTE_POLICIES and not saved
     runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
-    through = 2 * m * config.head_dim * compute + (m * n * FLOAT32 if kernel.streams_scores else 0)
+    through = m * (config.head_dim + values) * compute + (m * n * FLOAT32 if kernel.streams_scores else 0)
     counted = num_scores(chunks, config.sliding_window) / (number * m * n)
     # A kernel that does not hold the scores computes them again in its backward pass.
     for name, k, columns, num_backward in (
         ("scores", config.head_dim, n, 2 if kernel.stores_scores else 3),
-        ("weighted values", n, config.head_dim, 2),
+        ("weighted values", n, values, 2),
     ):
         count = work.num_evals(recomputed, num_backward) * runs
         yield Product(name, m, k, columns, count, bytes=through, attention=True, counted=counted)
@@ -413,8 +456,8 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield Bytes("elementwise", work.tokens * 2 * rotated * compute)
     if config.attention_gate:  # reads results and gates, writes products; saves the gates' sigmoid too
-        yield Bytes("elementwise", 3 * queries * compute)
-        yield Bytes("saved", 3 * queries * compute if work.remat == "none" else 0)
+        yield Bytes("elementwise", 3 * results * compute)
+        yield Bytes("saved", 3 * results * compute if work.remat == "none" else 0)
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask selects, which XLA
     # takes out of the loop over the blocks. Two in the compute dtype: the softmax, in the layouts of two products.
     remote = remote_bytes(attention, method, head_bytes, work)
@@ -426,9 +469,7 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
         yield Bytes("saved", FLOAT32 * (copies * scores + queries + keys) + compute * (queries + keys))
         yield Bytes("saved", remote)
     if saved:
-        yield Bytes("saved", queries * compute + work.tokens * heads * FLOAT32)
-    yield Bytes("cached", 2 * keys * compute)
-    yield from row_costs(layer.out, work, "attention out", read=read)
+        yield Bytes("saved", results * compute + work.tokens * heads * FLOAT32)
 
 
 def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:

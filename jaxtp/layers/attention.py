@@ -305,11 +305,8 @@ class CausalSelfAttention(Branch):
         )
         period, count = rotated_dims(config.head_dim, config.rope_scaling, config.rotary_fraction)
         count = 0 if config.rope_theta is None else count
-        self.sinks = None
-        if config.attention_sinks:
-            dim = queries.sinks
-            sinks = jnp.zeros(dim.size, self.precision.param)
-            self.sinks = parameter("sinks", sinks, P(TP), padding=((-1, dim),))
+        zeros, padding = jnp.zeros(config.num_heads, self.precision.param), ((-1, queries.sinks),)
+        self.sinks = parameter("sinks", zeros, P(TP), padding=padding) if config.attention_sinks else None
         linear = config.attention_softcap is None and config.clip_qkv is None and self.sinks is None
         # In a dim without rope, a key bias adds the same to all scores of a query, which the softmax cancels. Its
         # gradient is rounding noise, and Adam would turn it into updates.
@@ -406,7 +403,7 @@ class CausalSelfAttention(Branch):
         return self._merge_heads(y, *qkv[3:]), (keys, values)
 
     def _attend_packed(self, qkv: Heads, new: NewTokens, num_slots: int, sinks: Array | None = None) -> Array:
-        """Attends from packed tokens; keys and values of a row that continues are those of all its slots, then new."""
+        """Attends from packed tokens; a row that continues has keys and values of all its slots, then of new tokens."""
         part = Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0) if new.continued else None
         known = {"dtype": self.precision.compute, "platform": architecture_of(current_device())}
         use = self.config.use(length=qkv[1].shape[1], packed=True, part=new.continued, **known)

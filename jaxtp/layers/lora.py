@@ -21,6 +21,7 @@ from jaxtp.layers.parameter import DType, FrozenParam, PaddedDim, parameter
 _Llama = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 Target = Literal[_Llama, _Latent]
+LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 

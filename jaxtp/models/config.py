@@ -38,7 +38,7 @@ from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxtp.layers.linear import LayerContext
-from jaxtp.layers.lora import LoraConfig, Target
+from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig, Target
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig, NormKind
 from jaxtp.layers.overlap import Overlap
@@ -388,10 +388,16 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds `lora.dtype` to a checkpoint's model settings; before 0.2 it was `precision.param`."""
+    """Adds defaults that have changed to a checkpoint's model settings.
+
+    Before 0.2 `lora.dtype` was `precision.param`; before 0.3 `lora.targets` had none of latent attention.
+    """
     if not {"lora", "precision"} <= plain.keys():
         return dict(plain)
-    return {**plain, "lora": {"dtype": plain["precision"].get("param", LoraConfig.dtype), **plain["lora"]}}
+    lora = {"dtype": plain["precision"].get("param", LoraConfig.dtype), **plain["lora"]}
+    if "kv_rank" not in plain and tuple(lora.get("targets", ())) == LLAMA_TARGETS:
+        lora["targets"] = [*TARGETS]
+    return {**plain, "lora": lora}
 
 
 def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> Iterator[str]:

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 from support import random_weights, relative_error, state_on_mesh, without_mesh
 
 import jaxtp
 from jaxtp.collectives import axis_size, batch_spec, device_view, token_spec
 from jaxtp.layers import context, parameter
+from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.select import KERNELS
 from jaxtp.layers.sequence_parallel import Part
@@ -32,8 +34,9 @@ WRONG = 1e-3
 RIGHT = 1e-5
 SEGMENTS = np.array([[1] * 5 + [2] * 6 + [3] * 3 + [0] * 2, [1] * 7 + [0] * 9], np.int32)
 """Documents that cross the middle of a row, and a row whose second half is padding."""
-PARTS = ("output", "dq", "dk", "dv")
+PARTS = ("output", "dq", "dk", "dv", "d sinks")
 run = partial(KERNELS["xla"].run, scale=0.6, softcap=None)
+SINKS = np.linspace(-1, 2, N).astype(np.float32)
 
 
 @cache
@@ -49,18 +52,20 @@ def attended(cp, method, window=None, segments=SEGMENTS, kernel=run):
         sequences = Sequences(zigzag=cp > 1 and method == "gather" and window is None)
         order = sequences.positions(T)
 
-        def body(q, k, v, segments):
+        def body(q, k, v, sinks, segments):
             given = dataclasses.replace(sequences, segments=segments)
-            return given.attend(partial(kernel, window=window), method, window, q, k, v)
+            own = partial(kernel, window=window, sinks=context.of_heads(sinks, method))
+            return given.attend(own, method, window, q, k, v)
 
-        specs = (*[token_spec(None, None)] * 3, batch_spec(None))
+        specs = (*[token_spec(None, None)] * 3, PartitionSpec(), batch_spec(None))
         view = device_view(body, "attend", specs, token_spec(None, None))
 
         @jax.jit
         def both(q, k, v, do):
             q, k, v, do = (x[:, order] for x in (q, k, v, do))
-            y, pull = jax.vjp(lambda q, k, v: view(q, k, v, jnp.asarray(segments)), q, k, v)
-            return tuple(sequences.natural(x) for x in (y, *pull(do)))
+            y, pull = jax.vjp(lambda q, k, v, sinks: view(q, k, v, sinks, jnp.asarray(segments)), q, k, v, SINKS)
+            *grads, d_sinks = pull(do)
+            return (*(sequences.natural(x) for x in (y, *grads)), d_sinks)
 
         return dict(zip(PARTS, map(np.asarray, both(*arrays())), strict=True))
 
@@ -107,7 +112,7 @@ def test_transformer_engine_1557_gradients_of_keys_and_values_are_summed(monkeyp
     assert min(errors["dk"], errors["dv"]) > WRONG
 
 
-def padding_sees_nothing(q, k, v, segments, *, scale, window, softcap, part=None):
+def padding_sees_nothing(q, k, v, segments, *, scale, window, softcap, sinks, part=None):
     """A softmax over nothing, where a token of padding sees neither documents nor itself."""
     at = jnp.arange(q.shape[1]) if part is None else part.queries
     own, every = jnp.take(segments, at, axis=1), segments
@@ -183,10 +188,47 @@ def test_ms_swift_10071_parts_are_put_back_in_the_order_in_which_they_were_taken
     assert off("gather")["output"] > WRONG
 
 
+def without_sinks(q, k, v, segments, *, sinks, **settings):
+    return run(q, k, v, segments, sinks=jnp.full_like(sinks, -jnp.inf), **settings)
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_prime_rl_3397_sinks_are_not_dropped_over_cp(method, monkeypatch):
+    """https://github.com/PrimeIntellect-ai/prime-rl/pull/3397: over cp another function did attention, which took the
+    sinks and did not use them. Here every method has them, and sums their gradient over cp once."""
+    assert without_a_bug(method)
+    errors = off(method, kernel=without_sinks)
+    assert min(errors["output"], errors["d sinks"]) > WRONG
+    assert model_without_a_bug()
+    assert max(model_off("ulysses")[1].values()) < RIGHT
+    load = CausalSelfAttention._load_sinks
+
+    @jax.custom_vjp
+    def summed_again(x):
+        return x
+
+    summed_again.defvjp(lambda x: (x, None), lambda _, grad: (grad * axis_size(CP),))
+    monkeypatch.setattr(CausalSelfAttention, "_load_sinks", lambda self, weights: summed_again(load(self, weights)))
+    loss, gradients = model_off(method)
+    assert loss < RIGHT
+    assert {name for name, error in gradients.items() if error > WRONG} == {NAME_OF_SINKS}
+
+
+def test_verl_4551_sinks_are_those_of_the_heads_of_a_device(monkeypatch):
+    """https://github.com/verl-project/verl/pull/4551: with ulysses a device attends with a part of the heads, and had
+    the sinks of all. Here it has those of its heads; those of other heads would be no error where kernels take any."""
+    assert without_a_bug("ulysses")
+    monkeypatch.setattr(context, "of_heads", lambda x, method: x[: x.size // 2])
+    errors = off("ulysses")
+    assert min(errors["output"], errors["d sinks"]) > WRONG
+
+
 # A whole model: its loss and gradients over cp 2, against one device.
 MODEL = jaxtp.ModelConfig(
-    vocab_size=29, d_model=16, num_layers=1, num_heads=N, num_kv_heads=K, head_dim=4, d_ff=24, loss_chunk=T
+    **{"vocab_size": 29, "d_model": 16, "num_layers": 1, "num_heads": N, "num_kv_heads": K, "head_dim": 4, "d_ff": 24},
+    **{"loss_chunk": T, "attention_sinks": True},
 )
+NAME_OF_SINKS = "blocks.attention.sinks"
 
 
 def build():
@@ -203,9 +245,9 @@ def batch():
     return tokens[:, :-1], np.where(SEGMENTS > 0, tokens[:, 1:], -100)
 
 
-def trained(graph, state):
+def trained(graph, state, context="gather"):
     def mean(state, ids, labels):
-        total, count = nnx.merge(graph, state).loss(ids, labels, segments_BT=jnp.asarray(SEGMENTS), context="gather")
+        total, count = nnx.merge(graph, state).loss(ids, labels, segments_BT=jnp.asarray(SEGMENTS), context=context)
         return total / count
 
     return jax.jit(jax.value_and_grad(mean))(state, *batch())
@@ -217,12 +259,12 @@ def on_one_device():
     return float(loss), {".".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(grads)}
 
 
-def model_off():
+def model_off(context="gather"):
     """How far the loss and the worst gradient are from one device."""
     mesh = mesh_of(mesh_shape(cp=2))
     graph, state = state_on_mesh(build, weights(), mesh)
     with jax.set_mesh(mesh):
-        loss, grads = trained(graph, state)
+        loss, grads = trained(graph, state, context)
         found = on_host(grads, mesh)
     expected_loss, expected_grads = on_one_device()
     errors = {name: relative_error(found[name], expected_grads[name]) for name in expected_grads}

@@ -1,5 +1,6 @@
 """What other systems made of documents and conversations: several in a row, their ends, labels and tokens."""
 
+import dataclasses
 import json
 from functools import cache
 
@@ -22,6 +23,7 @@ from jaxtp.layers.sequence_parallel import segment_mask, segment_positions
 from jaxtp.models import decoder
 from jaxtp.tools.evaluate.inputs import Document
 from jaxtp.tools.evaluate.measure import Scorer, measure
+from jaxtp.train.self_check import relative_errors
 
 T, V = 12, 19
 MODEL = jaxtp.ModelConfig(
@@ -87,6 +89,38 @@ def test_nanovlm_204_a_document_does_not_see_the_one_before_it(monkeypatch):
     first, *others = document_errors()
     assert first < 1e-5
     assert min(others) > WRONG
+
+
+def test_nemo_rl_1672_sinks_are_trained_where_documents_are_packed(monkeypatch):
+    """https://github.com/NVIDIA-NeMo/RL/issues/1672: attention to packed documents took the sinks and did not use
+    them, so that they were never trained. Here they are, and the check of a run's kernels looks at their gradient."""
+    config = dataclasses.replace(MODEL, attention_sinks=True, rope_theta=2.0, learned_positions=None)
+    graph, state = without_mesh(build := lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), random_weights(build))
+    ids = np.arange(T, dtype=np.int32)[None] % V
+
+    def gradient(segments):
+        def loss(state):
+            return jnp.sum(jnp.sin(nnx.merge(graph, state)(ids, segments)))
+
+        (grads,) = (v[...] for path, v in nnx.to_flat_state(jax.jit(jax.grad(loss))(state)) if path[-1] == "sinks")
+        return np.asarray(grads)
+
+    def worst(run):
+        use = kernels.Use(head_dim=8, sinks=True, dtype="float32", length=32, packed=True)
+        return max(relative_errors(run, use, 2, 1))
+
+    alone, one_document, right = gradient(None), np.ones((1, T), np.int32), kernels.KERNELS["xla"]
+    np.testing.assert_allclose(gradient(one_document), alone, rtol=1e-4)
+    assert worst(kernels.KERNELS["blockwise"].run) < 1e-5
+
+    def dropped(q, k, v, segments, *, sinks, **settings):
+        return right.run(q, k, v, segments, **settings)
+
+    monkeypatch.setitem(kernels.KERNELS, "xla", dataclasses.replace(right, run=dropped))
+    assert np.all(gradient(one_document) == 0)
+    monkeypatch.undo()
+    wrong = lambda q, k, v, segments_BT, **settings: dropped(q, k, v, segments_BT, **settings)
+    assert worst(wrong) > WRONG
 
 
 def test_ms_swift_9904_documents_of_one_token_are_documents():

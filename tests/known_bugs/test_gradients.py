@@ -3,10 +3,11 @@
 Each test plants the bug, or what comes of it, and so shows that its check would see it.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
+import latents
 import numpy as np
 import pytest
 from accounts import equations
@@ -15,8 +16,18 @@ from support import by_name, random_weights, relative_error, state_on_mesh
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.collectives import WeightDtypes, axis_index, axis_size, batch_spec, device_view, load_weight
-from jaxtp.layers import loss, parameter
+from jaxtp.collectives import (
+    WeightDtypes,
+    all_reduce,
+    axis_index,
+    axis_size,
+    batch_spec,
+    device_view,
+    load_weight,
+    vary,
+)
+from jaxtp.layers import latent_attention, loss, parameter
+from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.sequence_parallel import dropout
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, make_mesh
@@ -61,8 +72,13 @@ def plain_row():
 def row_errors():
     """How far output and gradients over tp 4 are from that, the sequence split between layers."""
     weights, x, g = given()
-    mesh = make_mesh(tp=4)
-    graph, state = state_on_mesh(row_layer, weights, mesh)
+    found = found_on(make_mesh(tp=4), row_layer, weights, x, g)
+    return {name: relative_error(found[name], array) for name, array in plain_row().items()}
+
+
+def found_on(mesh, layer, weights, x, g):
+    """Returns output and gradients of a layer."""
+    graph, state = state_on_mesh(layer, weights, mesh)
 
     def scalar(state, x):
         y = nnx.merge(graph, state)(x)
@@ -71,8 +87,7 @@ def row_errors():
     with jax.set_mesh(mesh):
         run = jax.jit(jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True))
         (_, y), (grads, grad_x) = run(state, jnp.asarray(x, jnp.float32))
-        found = {"output": y, "input": grad_x, **by_name(grads, mesh)}
-    return {name: relative_error(found[name], array) for name, array in plain_row().items()}
+        return {"output": y, "input": grad_x, **by_name(grads, mesh)}
 
 
 right_row = cache(row_errors)
@@ -120,6 +135,81 @@ def test_mcore_bridge_173_gradients_of_adapters_are_summed_over_the_sequence(mon
     errors = row_errors()
     assert errors["output"] < RIGHT
     assert errors["loras.0.b"] > WRONG
+
+
+LATENT = LatentAttentionConfig(
+    num_heads=4, num_kv_heads=4, kv_rank=4, query_rank=4, head_dim=4, rope_head_dim=2, value_head_dim=3, rope_theta=2.0
+)
+
+
+@cache
+def latent_input():
+    """Returns an input and the gradient at the output."""
+    random = np.random.default_rng(1)
+    return random.standard_normal((B, T, D)), random.standard_normal((B, T, D))
+
+
+def latent_layer(split):
+    context = jaxtp.LayerContext(sequence_parallel=split)
+    return LatentAttention(D, LATENT, context, rngs=nnx.Rngs(0))
+
+
+@cache
+def plain_latent():
+    """Weights; output and gradients of latent attention in float64."""
+    weights, (x, g) = random_weights(partial(latent_layer, True), scale=0.5), latent_input()
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(np.float64(array)) for name, array in weights.items()}
+        run = lambda wide, x: latents.attention(x, np.ones((B, T), np.int32), wide, LATENT, 0)
+        y, backward = jax.vjp(run, wide, jnp.asarray(x))
+        grads, grad_x = backward(jnp.asarray(g))
+        found = {"output": y, "input": grad_x, **grads}
+        return weights, {name: np.asarray(array) for name, array in found.items()}
+
+
+def latent_errors(split):
+    """How far output and gradients over tp 4 are from that; `split`: so is the sequence."""
+    (weights, expected), (x, g), mesh = plain_latent(), latent_input(), make_mesh(tp=4)
+    found = found_on(mesh, partial(latent_layer, split), weights, x, g)
+    return {name: relative_error(found[name], array) for name, array in expected.items()}
+
+
+right_latent = cache(latent_errors)
+
+
+def planted_gradient(monkeypatch, columns, change):
+    """Has the gradient of what enters the heads changed on each device, before it is summed."""
+    enter = latent_attention.enter_parallel
+    planted = jax.custom_vjp(lambda x: x)
+    planted.defvjp(lambda x: (x, None), lambda _, grad: (grad.at[..., columns].set(change(grad[..., columns])),))
+    monkeypatch.setattr(latent_attention, "enter_parallel", lambda *args: planted(enter(*args)))
+
+
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.wide), True])
+def test_torchtitan_1373_the_gradient_of_a_latent_is_summed_once(split, monkeypatch):
+    """https://github.com/pytorch/torchtitan/pull/1373: each device had the gradient of latents from its own heads, and
+    down projections and norms got that. Here it is summed over all heads, and not for each device again."""
+    assert max(right_latent(split).values()) < RIGHT
+    for change in (
+        lambda grad: jnp.where(axis_index(TP) == 0, grad, 0),
+        lambda grad: vary(all_reduce(grad, TP), TP),
+    ):
+        with monkeypatch.context() as patch:
+            planted_gradient(patch, slice(None), change)
+            errors = latent_errors(split)
+        assert errors["output"] < RIGHT
+        assert min(errors[name] for name in ("query_down.kernel", "latent_down.kernel", "latent_norm.scale")) > WRONG
+
+
+def test_megatron_lm_37_the_gradient_of_a_shared_key_is_of_all_heads(monkeypatch):
+    """https://github.com/bigcode-project/Megatron-LM/pull/37: the gradient of keys that all heads share was not summed
+    over tp. Here the key of latent attention, whose gradient enters another sum than the latent's, has that of all."""
+    assert max(right_latent(True).values()) < RIGHT
+    shared = slice(LATENT.kv_rank, LATENT.kv_rank + LATENT.rope_head_dim)
+    planted_gradient(monkeypatch, shared, lambda grad: jnp.where(axis_index(TP) == 0, grad, 0))
+    errors = latent_errors(True)
+    assert errors["latent_down.kernel"] > WRONG
+    assert max(errors["output"], errors["query_down.kernel"], errors["latent_norm.scale"]) < RIGHT
 
 
 V = 5

@@ -19,13 +19,13 @@ from jaxtp.layers.kernels.fused_attention import MOST_HEAD_DIM, Blocks, block_si
 from jaxtp.layers.sequence_parallel import Part
 
 ROWS, SCALE = 2, 0.3
-NAMES = ("output", "queries", "keys", "values")
+NAMES = ("output", "queries", "keys", "values", "sinks")
 SMALL = Blocks(8, 4, 4, 2), Blocks(4, 8, 4, 2)
 STRUCTURES = {
-    # tokens, query heads, kv heads, width, softcap, blocks
-    "rest of a block": (37, 4, 2, 16, None, SMALL),
-    "softcap, padded width": (24, 3, 1, 20, 3.0, (Blocks(4, 8, 4, 2), Blocks(16, 4, 4, 2))),
-    "less than a block": (5, 2, 2, 4, None, (Blocks(16, 8, 4, 2), Blocks(8, 16, 4, 2))),
+    # tokens, query heads, kv heads, width, width of values, sinks, softcap, blocks
+    "rest of a block": (37, 4, 2, 16, 16, True, None, SMALL),
+    "softcap, padded width": (24, 3, 1, 20, 12, True, 3.0, (Blocks(4, 8, 4, 2), Blocks(16, 4, 4, 2))),
+    "less than a block": (5, 2, 2, 4, 20, False, None, (Blocks(16, 8, 4, 2), Blocks(8, 16, 4, 2))),
 }
 
 
@@ -33,38 +33,48 @@ def in_blocks(blocks):
     return mock.patch.object(fused, "block_sizes", return_value=blocks)
 
 
-def draw(tokens, heads, kv_heads, width, dtype="float32", rows=ROWS):
-    """Queries, keys, values and the gradient of the output."""
-    rng = np.random.default_rng(0)
-    return [
-        jnp.asarray(rng.standard_normal((rows, tokens, n, width)), dtype) for n in (heads, kv_heads, kv_heads, heads)
-    ]
+def draw(tokens, heads, kv_heads, width, values=None, sinks=False, dtype="float32", rows=ROWS):
+    """Queries, keys, values, the gradient of the output and perhaps sinks."""
+    rng, values = np.random.default_rng(0), values or width
+    sizes = (heads, width), (kv_heads, width), (kv_heads, values), (heads, values)
+    arrays = [jnp.asarray(rng.standard_normal((rows, tokens, *size)), dtype) for size in sizes]
+    return [*arrays, jnp.linspace(-9, 3, heads)] if sinks else arrays
 
 
-def plain(q, k, v, seen, softcap):
-    """Attention by the book; `seen` is `[B, T, S]`."""
+def plain(q, k, v, seen, softcap=None, sinks=None):
+    """Attention by the book; `seen` is `[B, T, S]`. A sink is a column of scores more, the values of which are 0."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     s = SCALE * jnp.einsum("btnh,bsnh->bnts", q, k)
     s = s if softcap is None else softcap * jnp.tanh(s / softcap)
-    weights = jax.nn.softmax(jnp.where(seen[:, None], s, -1e30), axis=-1)
+    s = jnp.where(seen[:, None], s, -1e30)
+    if sinks is not None:
+        s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:3], 1))], axis=3)
+    weights = jax.nn.softmax(s, axis=-1)[..., : k.shape[1]]
     return jnp.einsum("bnts,bsnh->btnh", jnp.where(seen[:, None], weights, 0), v)
 
 
 def with_gradients(attend, q, k, v, do, *others):
-    o, backward = jax.vjp(lambda q, k, v: attend(q, k, v, *others), q, k, v)
-    return dict(zip(NAMES, (o, *backward(do)), strict=True))
+    """`others` are arguments of `attend`, after sinks if these are floats."""
+    sinks = [x for x in others[:1] if x.dtype in ("float32", "float64")]
+    others = others[len(sinks) :]
+
+    def run(q, k, v, *sinks):
+        return attend(q, k, v, *others, **({"sinks": sinks[0]} if sinks else {}))
+
+    o, backward = jax.vjp(run, q, k, v, *sinks)
+    return dict(zip(NAMES, (o, *backward(do)), strict=False))
 
 
 @cache
 def programs(name):
     """Both programs of a structure, which take any documents and window."""
-    softcap = STRUCTURES[name][4]
+    *_, softcap, _ = STRUCTURES[name]
 
-    def attend(q, k, v, segments, window, part=None):
-        settings = {"scale": SCALE, "window": window, "softcap": softcap, "part": part}
+    def attend(q, k, v, segments, window, part=None, sinks=None):
+        settings = {"scale": SCALE, "window": window, "softcap": softcap, "part": part, "sinks": sinks}
         return fused_attention(q, k, v, segments, **settings)
 
-    expected = partial(with_gradients, lambda q, k, v, seen: plain(q, k, v, seen, softcap))
+    expected = partial(with_gradients, partial(plain, softcap=softcap))
     return jax.jit(partial(with_gradients, attend)), jax.jit(expected)
 
 
@@ -116,8 +126,8 @@ def test_any_part(rows, window, queries, first_key):
     name = "rest of a block"
     tokens, *sizes, _, blocks = STRUCTURES[name]
     segments = np.stack([documents(tokens, *row) for row in rows]).astype(np.int32)
-    q, k, v, do = draw(tokens, *sizes)
-    arrays = q[:, :QUERIES], k[:, :KEYS], v[:, :KEYS], do[:, :QUERIES]
+    q, k, v, do, sinks = draw(tokens, *sizes)
+    arrays = q[:, :QUERIES], k[:, :KEYS], v[:, :KEYS], do[:, :QUERIES], sinks
     ours, expected = programs(name)
     with in_blocks(blocks):
         found = ours(*arrays, segments, window, Part(jnp.array(queries, jnp.int32), jnp.int32(first_key)))
@@ -126,19 +136,20 @@ def test_any_part(rows, window, queries, first_key):
     for what, empty in (("output", ~seen.any(2)), ("queries", ~seen.any(2)), ("keys", ~seen.any(1))):
         assert (np.asarray(found[what])[empty] == 0).all()
         np.testing.assert_allclose(found[what], right[what], atol=2e-5, err_msg=what)
-    np.testing.assert_allclose(found["values"], right["values"], atol=2e-5)
+    for what in ("values", "sinks"):
+        np.testing.assert_allclose(found[what], right[what], atol=2e-5, err_msg=what)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_without_documents(dtype):
-    arrays = draw(21, 2, 1, 16, dtype)
+    arrays = draw(21, 2, 1, 16, dtype=dtype)
     attend = partial(fused_attention, scale=SCALE)
     with in_blocks(SMALL):
         found = jax.jit(partial(with_gradients, attend))(*arrays)
     assert {x.dtype.name for x in found.values()} == {dtype}
     seen = which_see(np.zeros((ROWS, 21)), 21)
-    expected = in_float64(jax.jit(partial(with_gradients, partial(plain, softcap=None))), arrays, seen)
+    expected = in_float64(jax.jit(partial(with_gradients, plain)), arrays, seen)
     assert_close(found, expected, 4 * float(jnp.finfo(dtype).eps))
 
 
@@ -208,21 +219,21 @@ def test_keys_that_are_equal_over_tp_have_their_gradient_summed():
 
 def test_a_device_knows_its_part_only_when_it_runs():
     """Zigzag: chunks 0 and 3 or 1 and 2, by the place along an axis; the keys' gradients are summed over it."""
-    q, k, v, do = draw(24, 2, 1, 16)
+    q, k, v, do, sinks = draw(24, 2, 1, 16, values=12, sinks=True)
     segments = np.stack([documents(24, [5, 14], padded) for padded in (False, True)]).astype(np.int32)
     chunks = np.arange(24).reshape(4, 6)
     order = chunks[[0, 3, 1, 2]].ravel()
     split, equal = PartitionSpec(None, "fsdp"), PartitionSpec()
 
-    def attend(q, k, v, segments):
+    def attend(q, k, v, segments, sinks):
         queries = jnp.asarray(order.reshape(2, 12), jnp.int32)[axis_index("fsdp")]
-        return fused_attention(q, k, v, segments, scale=SCALE, part=Part(queries, 0))
+        return fused_attention(q, k, v, segments, scale=SCALE, part=Part(queries, 0), sinks=sinks)
 
-    view = device_view(attend, "attention", (split, equal, equal, equal), split)
+    view = device_view(attend, "attention", (split, *[equal] * 4), split)
+    on_mesh = lambda q, k, v, segments, sinks: view(q, k, v, segments, sinks)
     with in_blocks(SMALL), jax.set_mesh(jaxtp.make_mesh(fsdp=2, devices=jax.devices()[:2])):
-        found = jax.jit(partial(with_gradients, view))(q[:, order], k, v, do[:, order], segments)
-    expected = jax.jit(partial(with_gradients, partial(plain, softcap=None)))
-    right = in_float64(expected, (q, k, v, do), which_see(segments, 24))
+        found = jax.jit(partial(with_gradients, on_mesh))(q[:, order], k, v, do[:, order], sinks, segments)
+    right = in_float64(jax.jit(partial(with_gradients, plain)), (q, k, v, do, sinks), which_see(segments, 24))
     assert_close(found, {n: x[:, order] if n in ("output", "queries") else x for n, x in right.items()}, TOLERANCE)
 
 
@@ -242,6 +253,6 @@ def test_every_head_has_blocks_that_triton_takes(dtype):
     ],
 )
 def test_what_the_kernels_do_not_take(heads, kv_heads, width, dtype, message):
-    q, k, v, _ = draw(4, heads, kv_heads, width, dtype)
+    q, k, v, _ = draw(4, heads, kv_heads, width, dtype=dtype)
     with pytest.raises(ValueError, match=message):
         fused_attention(q, k, v, scale=1.0)

@@ -23,14 +23,19 @@ from jaxtp.layers.kernels.blockwise_attention import block_size, num_visited
 from jaxtp.layers.kernels.fused_attention import MOST_HEAD_DIM
 from jaxtp.layers.kernels.select import KERNELS, Use, architecture_of, candidates, num_scores, pick_kernel, unsupported
 from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
+from jaxtp.mesh import mesh_shape
 
 WIDTH = 4
 
 
-def plain(q, k, v, dy, seen, scale, softcap):
-    """Returns the result of attention and the gradients of its inner product with `dy`, in NumPy, head by head."""
+def plain(q, k, v, dy, seen, scale, softcap, sinks=None):
+    """Returns the result of attention and the gradients of its inner product with `dy`, in NumPy, head by head.
+
+    A sink is a column of scores more, the values of which are 0.
+    """
     group = q.shape[2] // k.shape[2]
-    y, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    y, dq, dk, dv = (np.zeros_like(x) for x in (dy, q, k, v))
+    d_sinks = np.zeros(q.shape[2])
     for row in range(q.shape[0]):
         for head in range(q.shape[2]):
             queries, keys, values, grads = (
@@ -41,17 +46,21 @@ def plain(q, k, v, dy, seen, scale, softcap):
             )
             scores = queries @ keys.T * scale
             capped = scores if softcap is None else softcap * np.tanh(scores / softcap)
-            highest = np.max(capped, where=seen[row], initial=-1e9, axis=1, keepdims=True)
-            weights = np.exp(np.where(seen[row], capped - highest, -np.inf))
+            column = np.full((len(queries), 1), -np.inf if sinks is None else sinks[head])
+            table = np.concatenate([np.where(seen[row], capped, -np.inf), column], axis=1)
+            values = np.concatenate([values, np.zeros((1, values.shape[1]))])
+            weights = np.exp(table - np.max(table, initial=-1e9, axis=1, keepdims=True))
             weights /= np.maximum(weights.sum(1, keepdims=True), 1e-300)
             y[row, :, head] = weights @ values
             d_weights = grads @ values.T
-            d_scores = weights * (d_weights - (weights * d_weights).sum(1, keepdims=True)) * scale
+            d_table = weights * (d_weights - (weights * d_weights).sum(1, keepdims=True))
+            d_sinks[head] += d_table[:, -1].sum()
+            d_scores = d_table[:, :-1] * scale
             d_scores *= 1 if softcap is None else 1 - (capped / softcap) ** 2
             dq[row, :, head] = d_scores @ keys
             dk[row, :, head // group] += d_scores.T @ queries
-            dv[row, :, head // group] += weights.T @ grads
-    return y, dq, dk, dv
+            dv[row, :, head // group] += weights[:, :-1].T @ grads
+    return (y, dq, dk, dv) if sinks is None else (y, dq, dk, dv, d_sinks)
 
 
 def which_see(queries, keys, window, segments):
@@ -76,16 +85,25 @@ def problems(draw):
         "segments": np.stack([segments, np.arange(length) // 3]).astype(np.int32) if draw(st.booleans()) else None,
         "window": draw(st.none() | st.integers(1, length + 2)),
         "softcap": draw(st.none() | st.sampled_from([0.7, 30.0])),
+        "sinks": np.linspace(-3, 2, kv_heads * group) if draw(st.booleans()) else None,
+        "values": draw(st.sampled_from([WIDTH, 1, 7])),
     }
 
 
-def arrays(length, heads, dtype="float64", seed=0):
-    draw = np.random.default_rng(seed).normal
-    return tuple(jnp.asarray(draw(size=(2, length, n, WIDTH)), dtype) for n in (heads[0], heads[1], heads[1], heads[0]))
+def arrays(length, heads, dtype="float64", seed=0, values=WIDTH):
+    """Queries, keys, values and the gradient of the result."""
+    draw, (queries, keys) = np.random.default_rng(seed).normal, heads
+    sizes = (queries, WIDTH), (keys, WIDTH), (keys, values), (queries, values)
+    return tuple(jnp.asarray(draw(size=(2, length, *size)), dtype) for size in sizes)
 
 
-def run(kernel, q, k, v, dy, segments, **options):
-    y, gradients = jax.vjp(lambda q, k, v: kernel(q, k, v, segments, **options), q, k, v)
+def run(kernel, q, k, v, dy, segments, *, sinks=None, **options):
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+
+    def attend(q, k, v, sinks=None):
+        return kernel(q, k, v, segments, **options, **({} if sinks is None else {"sinks": sinks}))
+
+    y, gradients = jax.vjp(attend, *given)
     return y, *gradients(dy)
 
 
@@ -95,17 +113,17 @@ def run(kernel, q, k, v, dy, segments, **options):
 @given(problem=problems())
 def test_a_kernel_is_plain_mathematics_whatever_the_sizes(name, problem):
     length, segments = problem["length"], problem["segments"]
-    options = {"scale": 0.6, "window": problem["window"], "softcap": problem["softcap"]}
+    options = {"scale": 0.6, "window": problem["window"], "softcap": problem["softcap"], "sinks": problem["sinks"]}
     with jax.enable_x64(True):
-        given = arrays(length, problem["heads"])
+        given = arrays(length, problem["heads"], values=problem["values"])
         found = jax.jit(lambda *a: run(KERNELS[name].run, *a, segments, **options))(*given)
     at = np.arange(length)
     seen = which_see(at, at, problem["window"], np.zeros((2, length)) if segments is None else segments)
-    assert_equal(name, found, plain(*map(np.asarray, given), seen, 0.6, problem["softcap"]))
+    assert_equal(name, found, plain(*map(np.asarray, given), seen, 0.6, problem["softcap"], problem["sinks"]))
 
 
 def assert_equal(name, found, expected):
-    for what, actual, right in zip(("y", "dq", "dk", "dv"), found, expected, strict=True):
+    for what, actual, right in zip(("y", "dq", "dk", "dv", "d sinks")[: len(expected)], found, expected, strict=True):
         np.testing.assert_allclose(actual, right, atol=1e-5 if name == "xla" else 1e-12, err_msg=what)
 
 
@@ -116,7 +134,17 @@ STRUCTURES = {
     "window and softcap": ((4, 2), 5, 3.0, True),
     "one document": ((2, 2), None, 3.0, False),
     "one document and a window": ((2, 1), 7, None, False),
+    "sinks and narrow values": ((4, 2), 5, 3.0, True),
+    "sinks and wide values": ((2, 1), None, None, True),
 }
+VALUES = {"sinks and narrow values": 3, "sinks and wide values": 7}
+
+
+def drawn(tokens, structure):
+    """Arrays and sinks of a structure; one sink is far above the scores, and one far below."""
+    heads = STRUCTURES[structure][0]
+    sinks = np.linspace(-30, 6, heads[0]) if structure in VALUES else None
+    return arrays(tokens, heads, values=VALUES.get(structure, WIDTH)), sinks
 
 
 @cache
@@ -124,8 +152,8 @@ def program(name, structure):
     """A kernel's result and gradients for a part; where the part is and the documents are no constants of it."""
     _, window, softcap, packed = STRUCTURES[structure]
 
-    def attend(q, k, v, dy, segments, part):
-        options = {"scale": 0.6, "window": window, "softcap": softcap, "part": part}
+    def attend(q, k, v, dy, segments, part, sinks):
+        options = {"scale": 0.6, "window": window, "softcap": softcap, "part": part, "sinks": sinks}
         return run(KERNELS[name].run, q, k, v, dy, segments if packed else None, **options)
 
     return jax.jit(attend)
@@ -143,17 +171,17 @@ def documents(tokens):
 
 
 @pytest.mark.parametrize("name", ["blockwise", "xla"])
-@pytest.mark.parametrize("structure", sweep(list(STRUCTURES), "window and softcap", "documents"))
+@pytest.mark.parametrize("structure", sweep(list(STRUCTURES), "sinks and narrow values", "documents"))
 @settings(max_examples=8)
 @given(documents(TOKENS + 1))
 def test_a_kernel_is_plain_mathematics(name, structure, segments):
     """Of a length that no block divides."""
-    (heads, window, softcap, _), at = STRUCTURES[structure], np.arange(TOKENS + 1)
+    (_, window, softcap, _), at = STRUCTURES[structure], np.arange(TOKENS + 1)
     with jax.enable_x64(True):
-        given = arrays(TOKENS + 1, heads)
-        found = program(name, structure)(*given, segments, None)
+        given, sinks = drawn(TOKENS + 1, structure)
+        found = program(name, structure)(*given, segments, None, sinks)
     seen = which_see(at, at, window, cut(segments, structure))
-    assert_equal(name, found, plain(*map(np.asarray, given), seen, 0.6, softcap))
+    assert_equal(name, found, plain(*map(np.asarray, given), seen, 0.6, softcap, sinks))
 
 
 def cut(segments, structure):
@@ -169,19 +197,19 @@ ANY_PART = (
 
 
 @pytest.mark.parametrize("name", ["blockwise", "xla"])
-@pytest.mark.parametrize("structure", sweep(list(STRUCTURES), "window and softcap"))
+@pytest.mark.parametrize("structure", sweep(list(STRUCTURES), "sinks and narrow values"))
 @settings(max_examples=10)
 @given(*ANY_PART)
 def test_a_kernel_computes_any_part(name, structure, segments, queries, first_key):
     """Queries anywhere, beside keys that begin anywhere, also before the sequence: some see none of them."""
-    (heads, kv_heads), window, softcap, _ = STRUCTURES[structure]
+    _, window, softcap, _ = STRUCTURES[structure]
     seen = which_see(queries, first_key + np.arange(KEYS), window, cut(segments, structure))
     with jax.enable_x64(True):
-        q, k, v, dy = arrays(TOKENS, (heads, kv_heads))
-        given = q[:, :QUERIES], k[:, :KEYS], v[:, :KEYS], dy[:, :QUERIES]
-        found = program(name, structure)(*given, segments, Part(jnp.array(queries, jnp.int32), jnp.int32(first_key)))
-    assert_equal(name, found, plain(*map(np.asarray, given), seen, 0.6, softcap))
-    for rows, empty in ((found[:2], ~seen.any(2)), (found[2:], ~seen.any(1))):  # not nearly zero
+        (q, k, v, dy), sinks = drawn(TOKENS, structure)
+        given, part = (q[:, :QUERIES], k[:, :KEYS], v[:, :KEYS], dy[:, :QUERIES]), jnp.array(queries, jnp.int32)
+        found = program(name, structure)(*given, segments, Part(part, jnp.int32(first_key)), sinks)
+    assert_equal(name, found, plain(*map(np.asarray, given), seen, 0.6, softcap, sinks))
+    for rows, empty in ((found[:2], ~seen.any(2)), (found[2:4], ~seen.any(1))):  # not nearly zero
         assert all((np.asarray(x)[empty] == 0).all() for x in rows)
 
 
@@ -200,26 +228,25 @@ PADDING = np.repeat([[1, 0], [1, 2]], TOKENS // 2, axis=1).astype(np.int32)
 
 @pytest.mark.parametrize("name", ["blockwise", "xla"])
 @pytest.mark.parametrize("devices", sweep([2, 3, 4], 2))
-@pytest.mark.parametrize("structure", sweep(list(STRUCTURES), "documents"))
+@pytest.mark.parametrize("structure", sweep(list(STRUCTURES), "sinks and wide values"))
 @settings(max_examples=6)
 @example(segments=PADDING, contiguous=True)
 @given(documents(TOKENS), st.booleans())
 def test_the_parts_of_all_devices_are_the_whole(name, devices, structure, segments, contiguous):
-    heads, window, softcap, _ = STRUCTURES[structure]
+    _, window, softcap, _ = STRUCTURES[structure]
     at = np.arange(TOKENS)
     with jax.enable_x64(True):
-        q, k, v, dy = given = arrays(TOKENS, heads)
-        whole = [np.zeros(x.shape) for x in (q, q, k, v)]
+        (q, k, v, dy), sinks = given = drawn(TOKENS, structure)
+        whole = [np.zeros(x.shape) for x in (dy, q, k, v) + (() if sinks is None else (sinks,))]
         for chunks in zigzag(TOKENS, devices, contiguous=contiguous):
             queries = np.concatenate(chunks).astype(np.int32)
-            y, dq, dk, dv = program(name, structure)(
-                q[:, queries], k, v, dy[:, queries], segments, Part(jnp.asarray(queries), jnp.int32(0))
-            )
+            part = Part(jnp.asarray(queries), jnp.int32(0))
+            y, dq, *sums = program(name, structure)(q[:, queries], k, v, dy[:, queries], segments, part, sinks)
             whole[0][:, queries], whole[1][:, queries] = y, dq
-            whole[2] += dk
-            whole[3] += dv
+            for total, summand in zip(whole[2:], sums, strict=True):
+                total += np.asarray(summand)
     seen = which_see(at, at, window, cut(segments, structure))
-    assert_equal(name, whole, plain(*map(np.asarray, given), seen, 0.6, softcap))
+    assert_equal(name, whole, plain(*map(np.asarray, given[0]), seen, 0.6, softcap, sinks))
 
 
 @pytest.mark.parametrize("name", ["blockwise", "xla"])
@@ -237,7 +264,7 @@ def test_keys_from_a_halo_before_the_chunk_are_as_good_as_all(name, segments):
         for start in range(0, TOKENS, size):
             mine, held = np.s_[:, start : start + size], np.s_[:, start : start + size + halo]
             part = Part(start + jnp.arange(size, dtype=jnp.int32), jnp.int32(start - halo))
-            found = program(name, structure)(q[mine], *(x[held] for x in beyond), dy[mine], segments, part)
+            found = program(name, structure)(q[mine], *(x[held] for x in beyond), dy[mine], segments, part, None)
             for array, place, x in zip(whole, (mine, mine, held, held), found, strict=True):
                 array[place] += x
     for x in whole[2:]:
@@ -357,9 +384,9 @@ def test_sixteen_bits_are_as_exact_as_xla():
 
 
 def temporaries(kernel, length):
-    """Bytes of temporaries of a forward and a backward pass."""
+    """Bytes of temporaries of a forward and a backward pass, with a sink."""
     shape = jax.ShapeDtypeStruct((1, length, 1, 8), "float32")
-    of = lambda *a: run(KERNELS[kernel].run, *a, None, scale=1.0, window=None, softcap=None)
+    of = lambda *a: run(KERNELS[kernel].run, *a, None, scale=1.0, window=None, softcap=None, sinks=jnp.ones(1))
     return jax.jit(of).lower(*[shape] * 4).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -429,6 +456,10 @@ GPU = {"platform": "cuda 9.0", "dtype": "bfloat16", "head_dim": 128, "length": 4
         ({"head_dim": 256}, "cudnn"),
         ({"head_dim": 250}, "fused"),
         ({"head_dim": 512}, "blockwise"),
+        ({"sinks": True}, "fused"),
+        ({"head_dim": 192, "value_head_dim": 128}, "cudnn"),
+        ({"head_dim": 192, "value_head_dim": 128, "platform": "cuda 8.0"}, "fused"),
+        ({"value_head_dim": 512}, "blockwise"),
         *(({"platform": f"cuda {capability}"}, "fused") for capability in ("8.0", "8.9", "10.0", "12.0")),
         ({"platform": "cuda"}, "fused"),
         ({"platform": "rocm"}, "blockwise"),
@@ -451,6 +482,8 @@ def test_auto_takes_the_fastest_that_can(changes, name):
         ({"head_dim": 132}, "it takes a head_dim of at most 256, a multiple of 8, not 132"),
         ({"head_dim": 256, "platform": "cuda 8.0"}, "it takes a head_dim of at most 128, a multiple of 8, not 256"),
         ({"head_dim": 256, "platform": "cuda 12.0"}, "it takes a head_dim of at most 128, a multiple of 8, not 256"),
+        ({"head_dim": 64, "value_head_dim": 264}, "at most 256, a multiple of 8, not 264; use auto (blockwise or xla)"),
+        ({"sinks": True}, "it has no model.attention_sinks; use auto (fused or blockwise or xla)"),
         ({"platform": "rocm"}, "it runs on cuda, not on rocm; use auto (blockwise or xla)"),
         ({"part": True}, "with mesh.context=ulysses, but not with gather; use auto (fused"),
     ],
@@ -460,6 +493,22 @@ def test_a_kernel_that_cannot_is_refused_with_those_that_can(changes, said):
     assert problem.startswith("model.attention=cudnn: ")
     assert said in problem
     assert not list(unsupported("auto", Use(**{**GPU, **changes})))
+
+
+def test_cudnn_gets_values_as_wide_as_keys(monkeypatch):
+    """JAX's function takes no others, and its check is all that a CPU can run."""
+    attend = jax.nn.dot_product_attention
+
+    def on_cpu(*arrays, implementation, **settings):
+        assert implementation == "cudnn"
+        return attend(*arrays, implementation="xla", **settings)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_cpu)
+    for values in (3, 7):
+        given, options = arrays(20, (2, 1), "float32", values=values), {"scale": 0.5, "window": 5, "softcap": None}
+        found, right = (run(KERNELS[name].run, *given, None, **options) for name in ("cudnn", "blockwise"))
+        for x, y in zip(found, right, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def test_the_table_has_the_fused_kernels_limit():
@@ -509,3 +558,6 @@ def test_a_layer_refuses_a_kernel_that_cannot():
     )
     with pytest.raises(ConfigError, match=r"model.attention=cudnn: it runs on cuda, not on cpu; use auto"):
         layer(jnp.zeros((1, 4, 8)))
+    settings = jaxtp.AttentionConfig(attention="cudnn", attention_sinks=True)
+    (problem,) = settings.problems(mesh_shape())
+    assert problem.text.startswith("model.attention=cudnn: it has no model.attention_sinks; use auto (fused on cuda or")

@@ -117,6 +117,10 @@ def phi_2(w, q, k, v):
     return *map(rotated(50.0, 6, 6), (q, k)), v
 
 
+def gpt_oss(w, q, k, v):
+    return *map(rotated(50.0, 12), (q, k)), v
+
+
 def phi(w, q, k, v):
     q, k = (by_scale(reference.layer_norm)(w, i, x) + w[f"qk_norms.{i}.bias"] for i, x in enumerate((q, k)))
     return phi_2(w, q, k, v)
@@ -141,6 +145,7 @@ PIECES = {
     "hunyuan": (hunyuan, "rms_plus_one", {"qk_norm": "heads", "qk_norm_after_rope": True}),
     "phi": (phi, "layer", {"rotary_fraction": 0.5, "qk_norm": "head_bias"}),
     "phi 2": (phi_2, "layer", {"rotary_fraction": 0.5, "attention_bias": True}),
+    "gpt-oss": (gpt_oss, "rms", {"attention_sinks": True}),
 }
 """The pieces of families, as each computes queries, keys and values; its norms and its settings."""
 
@@ -287,7 +292,13 @@ def test_layer_equals_plain_mathematics(run_case):
     assert_close(actual, expected)
 
 
-FREE = {"qk_norm": "head_plain"}, {"attention_softcap": 5.0}, {"value_is_key": True}, {"clip_qkv": 0.1}
+FREE = (
+    {"qk_norm": "head_plain"},
+    {"attention_softcap": 5.0},
+    {"value_is_key": True},
+    {"clip_qkv": 0.1},
+    {"attention_sinks": True},
+)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,14 @@ EXACT["large vocabulary"] = dataclasses.replace(PLAIN, vocab_size=509, precision
 EXACT["large vocabulary, tied"] = dataclasses.replace(BIASED, vocab_size=509, sequence_parallel=False)
 EXACT["written out"] = dataclasses.replace(BIASED, scan_layers=False)
 EXACT["norms on both sides"] = dataclasses.replace(BIASED, norm="layer", norm_placement="both", tie_embeddings=False)
-PIECES = {"attention_gate": True, "value_norm": True, "clip_qkv": 1.0, "query_temperature": 0.5, "rotary_fraction": 0.5}
+PIECES = {
+    "attention_gate": True,
+    "attention_sinks": True,
+    "value_norm": True,
+    "clip_qkv": 1.0,
+    "query_temperature": 0.5,
+    "rotary_fraction": 0.5,
+}
 EXACT["pieces"] = dataclasses.replace(
     BIASED, num_kv_heads=2, **PIECES, qk_norm="head_plain", norm="layer_no_bias", pattern=({"value_is_key": True}, {})
 )
@@ -218,7 +225,7 @@ def test_the_budget_is_exact(case):
 WINDOWS = dataclasses.replace(PLAIN, sliding_window=3)
 OVER_CP = {
     "ulysses": ("ulysses", PLAIN),
-    "ulysses, copied kv heads": ("ulysses", dataclasses.replace(BIASED, num_kv_heads=1)),
+    "ulysses, copied kv heads": ("ulysses", dataclasses.replace(BIASED, num_kv_heads=1, attention_sinks=True)),
     "ulysses, adapters": ("ulysses", dataclasses.replace(PLAIN, lora=LoraConfig(rank=4))),
     "ulysses, adapters of queries": (
         "ulysses",
@@ -230,7 +237,10 @@ OVER_CP = {
     "gather, adapters": ("gather", dataclasses.replace(PLAIN, lora=LoraConfig(rank=4))),
     "halo": ("gather", WINDOWS),
     "halo of several chunks": ("gather", dataclasses.replace(BIASED, num_kv_heads=2, sliding_window=7)),
-    "halo of zigzag chunks": ("gather", dataclasses.replace(BIASED, pattern=({"sliding_window": 3}, {}))),
+    "halo of zigzag chunks": (
+        "gather",
+        dataclasses.replace(BIASED, attention_sinks=True, pattern=({"sliding_window": 3}, {})),
+    ),
 }
 """Methods over cp, and models for them. Adapters' budget is an upper bound over tp, and exact over cp."""
 CP_MESHES = [(2, 1, 4, 2), (1, 2, 2, 4), (1, 1, 4, 1)]

@@ -66,6 +66,7 @@ CONFIGS = {
         query_temperature=0.5,
         rope_scaling=RopeScaling(original_length=3),
         attention_gate=True,
+        attention_sinks=True,
         value_norm=True,
         dropout=0.2,
         remat="save_dots",
@@ -74,9 +75,12 @@ CONFIGS = {
     "windows alone": variant(num_kv_heads=2, pattern=({"sliding_window": 3}, {}), remat="none"),
     # A window shorter than a chunk over cp 4, and one that reaches into the chunk before the last.
     "short windows": variant(num_kv_heads=4, sliding_window=3, remat="none", learned_positions=T, rope_theta=None),
-    "long windows": variant(num_kv_heads=2, sliding_window=7, lora=LoraConfig(rank=3), remat="save_gathered"),
+    "long windows": variant(
+        num_kv_heads=2, sliding_window=7, attention_sinks=True, lora=LoraConfig(rank=3), remat="save_gathered"
+    ),
     "one kv head": variant(
         vocab_size=19,
+        attention_sinks=True,
         num_kv_heads=1,
         head_dim=8,
         tie_embeddings=True,
@@ -87,7 +91,9 @@ CONFIGS = {
         loss_chunk=3,
         remat="save_reduced",
     ),
-    "blockwise": variant(num_kv_heads=2, attention="blockwise", attention_softcap=5.0, overlap="ring"),
+    "blockwise": variant(
+        num_kv_heads=2, attention="blockwise", attention_sinks=True, attention_softcap=5.0, overlap="ring"
+    ),
     "adapters": variant(num_kv_heads=2, attention_gate=True, lora=LoraConfig(rank=3), dropout=0.1, loop=TWICE),
     "parallel": variant(
         num_kv_heads=2, norm_placement="parallel", head_bias=True, layer_scale=True, mlp_bias=True, loop=TWICE

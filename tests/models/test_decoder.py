@@ -28,6 +28,7 @@ ODD = dataclasses.replace(
     tie_embeddings=True,
     attention_bias=True,
     attention_out_bias=True,
+    attention_sinks=True,
     mlp_bias=True,
     loss_chunk=3,
     remat="none",

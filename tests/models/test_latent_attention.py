@@ -6,9 +6,11 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import latents
 import numpy as np
 import pytest
 import reference
+from accounts import compiled_flops, kept_activations, step_bytes
 from flax import nnx
 from support import (
     TOLERANCE,
@@ -25,10 +27,16 @@ from support import (
 )
 
 import jaxtp
+from jaxtp.analysis.step_costs import step_costs
+from jaxtp.config.schema import to_plain
 from jaxtp.data.tokenizer import ByteTokenizer
-from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.lora import TARGETS, LoraConfig
 from jaxtp.layers.rope import RopeScaling
-from jaxtp.mesh import mesh_of
+from jaxtp.mesh import mesh_of, mesh_shape
+from jaxtp.models.config import upgrade_settings, violations
+from jaxtp.tools.check.__main__ import verdicts
+from jaxtp.tools.check.shrink import Case, shrink
+from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 
 B, T, V, D = 4, 24, 19, 24
 CONFIG = jaxtp.ModelConfig(
@@ -72,45 +80,6 @@ def batch():
     return ids, np.where(segments > 0, labels, -100), segments
 
 
-def effective(weights, module, scale):
-    """Returns a kernel with its adapter."""
-    kernel = weights.get(f"{module}.kernel", weights.get(f"{module}.kernels.0"))
-    return kernel + scale * weights[f"{module}.loras.0.a"] @ weights[f"{module}.loras.0.b"] if scale else kernel
-
-
-def attention(x, segments, w, config, scale):
-    """Multi-head latent attention, head by head."""
-    nope, values = config.head_dim - config.rope_head_dim, config.value_head_dim
-    kernel = lambda name: effective(w, name, scale)
-    place = np.stack([np.concatenate([np.arange((row == s).sum()) for s in dict.fromkeys(row)]) for row in segments])
-    angle = place[..., None] * config.rope_theta ** (-np.arange(config.rope_head_dim // 2) * 2 / config.rope_head_dim)
-
-    def rotate(x):
-        half = x.shape[-1] // 2
-        turned = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angle)
-        return jnp.concatenate([turned.real, turned.imag], axis=-1)
-
-    down = x @ kernel("latent_down")
-    kv = reference.rms_norm(down[..., : config.kv_rank], w["latent_norm.scale"], 1e-6) @ kernel("latent_up")
-    shared = rotate(down[..., config.kv_rank :])
-    if config.query_rank:
-        x = reference.rms_norm(x @ kernel("query_down"), w["query_norm.scale"], 1e-6)
-    q = x @ kernel("query_up")
-    q *= (1 + config.query_temperature * np.log1p(place // config.rope_scaling.original_length))[..., None]
-    distance = np.arange(T)[:, None] - np.arange(T)
-    seen = (distance >= 0) & (distance < (config.sliding_window or T)) & (segments[:, :, None] == segments[:, None])
-    outputs = []
-    for head in range(config.num_heads):
-        query = q[..., head * config.head_dim :][..., : config.head_dim]
-        of_head = kv[..., head * (nope + values) :][..., : nope + values]
-        scores = query[..., :nope] @ of_head[..., :nope].swapaxes(1, 2) + rotate(query[..., nope:]) @ shared.swapaxes(
-            1, 2
-        )
-        scores *= config.query_scale or config.head_dim**-0.5
-        outputs.append(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1) @ of_head[..., nope:])
-    return jnp.concatenate(outputs, axis=-1) @ kernel("out")
-
-
 def logits_of(weights, config):
     ids, _, segments = batch()
     scale = config.lora.rank and config.lora.scale
@@ -120,13 +89,13 @@ def logits_of(weights, config):
         path = f"blocks.{layer}." if config.pattern else "blocks."
         w = {name.removeprefix(path): a[0 if config.pattern else layer] for name, a in weights.items() if path in name}
         inner = {name.removeprefix("attention."): array for name, array in w.items()}
-        x = x + attention(norm(x, w["attention_norm.scale"]), segments, inner, block, scale)
+        x = x + latents.attention(norm(x, w["attention_norm.scale"]), segments, inner, block, scale)
         gate, up = (
             w[f"mlp.gate_up.kernels.{i}"]
             + (scale * w[f"mlp.gate_up.loras.{i}.a"] @ w[f"mlp.gate_up.loras.{i}.b"] if scale else 0)
             for i in (0, 1)
         )
-        mlp = {"gate": gate, "up": up, "down": effective(w, "mlp.down", scale)}
+        mlp = {"gate": gate, "up": up, "down": latents.effective(w, "mlp.down", scale)}
         x = x + reference.swiglu(norm(x, w["mlp_norm.scale"]), mlp)
     return norm(x, weights["norm.scale"]) @ weights["head.kernel"].T
 
@@ -262,3 +231,85 @@ def test_texts_after_packed_prompts_in_chunks(mesh):
     slots, tp = generator._cache.arrays[0]["attention"][0].shape[2], 1 if mesh is None else mesh[2]
     rows = generator._cache.arrays[0]["attention"][0].shape[0] // (1 if mesh is None else mesh[0] * mesh[1])
     assert generator.speed.cache_bytes == 4 * CONFIG.num_layers * rows * slots * (16 + 4), tp
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh"),
+    sweep_of(
+        [
+            [{"remat": "save_gathered"}, {"remat": "save_dots"}, {"sequence_parallel": False}, {"query_rank": 0}],
+            [(1, 1, 8), (2, 2, 2), (1, 1, 2, 4)],
+        ],
+        ({"remat": "save_gathered"}, (1, 1, 2, 4)),
+    ),
+    ids=str,
+)
+def test_a_step_moves_its_budget(changes, mesh):
+    counted, budget = step_bytes(dataclasses.replace(COUNTED, **changes), mesh)
+    assert counted == pytest.approx(budget)
+
+
+COUNTED = dataclasses.replace(CONFIG, d_model=32, query_rank=16, d_ff=48)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("remat", ["save_gathered", "save_dots", "full"])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_products_and_kept_activations_are_those_of_the_program(remat, lora):
+    half, lora = jaxtp.Precision(compute="bfloat16"), LoraConfig(rank=lora)
+    config = dataclasses.replace(COUNTED, num_layers=1, remat=remat, lora=lora, precision=half)
+    costs = step_costs(config, mesh_shape(), batch_size=2, sequence_length=16)
+    assert costs.kept == kept_activations(config, 2, 16)
+    if not config.lora.rank:
+        single = dataclasses.replace(config, precision=jaxtp.Precision())
+        work = step_costs(single, mesh_shape(fsdp=2, tp=2), batch_size=16, sequence_length=16)
+        assert work.flops == compiled_flops(single, (1, 2, 2), 1)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "case", [Case(mesh_shape(tp=4), True), Case(mesh_shape(fsdp=2, cp=2, tp=2), True, "gather")], ids=str
+)
+def test_three_updates_with_accumulation_pass_the_check(case):
+    model = dataclasses.replace(CONFIG, pattern=({"sliding_window": 12}, {}), rope_scaling=YARN)
+    run = TrainConfig(
+        model=model,
+        data=DataConfig(sequence_length=48, global_batch_size=16),
+        train=LoopConfig(accumulation=2),
+    )
+    (verdict,) = verdicts(shrink(run, [case]), [case])
+    assert verdict.passed, (verdict.errors, verdict.problems)
+
+
+YARN = RopeScaling(kind="yarn", factor=4.0, original_length=12)
+UNFIT = {
+    "model.rope_head_dim=0 is not an even number from 2 to below model.head_dim=12": {"rope_head_dim": 0},
+    "model.value_head_dim=0, but latent attention needs a width; 8 is usual": {"value_head_dim": 0},
+    "model.num_kv_heads=3 differs from model.num_heads=6: with model.kv_rank each head": {"num_kv_heads": 3},
+    "model.attention_gate=True has no meaning with model.kv_rank": {"attention_gate": True},
+    "model.attention_sinks=True has no meaning with model.kv_rank": {"attention_sinks": True},
+    "model.query_rank=8 needs latent attention; set model.kv_rank": {
+        "kv_rank": 0,
+        "rope_head_dim": 0,
+        "value_head_dim": 0,
+    },
+    "model.kv_rank=17 is not divisible by mesh.fsdp=2; fsdp can be 1, or kv_rank 16 or 18": {"kv_rank": 17},
+}
+
+
+@pytest.mark.parametrize("text", UNFIT)
+def test_settings_that_do_not_fit_are_named(text):
+    (problem,) = violations(dataclasses.replace(CONFIG, **UNFIT[text]), mesh_shape(fsdp=2, tp=2))
+    assert problem.startswith(text)
+
+
+def test_a_checkpoint_of_adapters_keeps_its_default_targets():
+    """Before latents there were fewer."""
+    plain = to_plain(dataclasses.replace(CONFIG, kv_rank=0, lora=LoraConfig(rank=2)))
+    old = {name: value for name, value in plain.items() if name != "kv_rank"}
+    old["lora"] = {
+        **old["lora"],
+        "targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    }
+    assert [*upgrade_settings(old)["lora"]["targets"]] == [*TARGETS]
+    assert upgrade_settings(plain) == plain

@@ -59,6 +59,7 @@ EVERYTHING = {
     "remat": "none",
     "sliding_window": 3,
     "attention_gate": True,
+    "attention_sinks": True,
 }
 VARIANTS = {
     "plain": {},
@@ -201,7 +202,8 @@ def test_a_cache_of_padded_heads_generates_what_one_device_does():
 @pytest.mark.parametrize("tp", sweep([2, 5, 8], 8))
 def test_files_have_no_padding(tmp_path, tp):
     config = run_of(
-        "9 and 3", **EVERYTHING | {"qk_norm": "none", "sliding_window": None, "attention_gate": False}
+        "9 and 3",
+        **EVERYTHING | {"qk_norm": "none", "sliding_window": None, "attention_gate": False, "attention_sinks": False},
     ).model
     weights = random_weights(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
     graph, state = without_mesh(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), weights)

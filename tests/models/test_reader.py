@@ -26,7 +26,7 @@ PLAIN = jaxtp.ModelConfig(
 SHARED = dataclasses.replace(PLAIN, vocab_size=19, num_kv_heads=2)  # odd vocabulary; kv heads fewer than tp
 LONGROPE = RopeScaling(kind="longrope", original_length=8, short_factor=(1.0, 1.1), long_factor=(2.0, 5.0))
 """Slots for twice its original length, so that its first chunk is read by the long factors too."""
-BIASES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "tie_embeddings": True}
+BIASES = dict.fromkeys(("attention_bias", "attention_out_bias", "attention_sinks", "mlp_bias", "tie_embeddings"), True)
 HEAD = {"head_bias": True, "logit_scale": 0.3, "residual_scale": 0.7}
 MODELS = {
     "plain": PLAIN,

@@ -18,7 +18,15 @@ from jaxtp.layers.sequence_parallel import segment_mask, segment_positions
 
 B, T = 8, 16
 CONFIG = jaxtp.ModelConfig(
-    vocab_size=19, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, norm_eps=1e-3
+    vocab_size=19,
+    d_model=16,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=4,
+    d_ff=24,
+    norm_eps=1e-3,
+    attention_sinks=True,
 )
 LENGTHS = [5, 9, 2, 7, 12, 4, 3, 8, 6, 10, 1, 5, 11, 3, 2, 6, 9, 4, 7, 2]  # 116 tokens for 128 places
 

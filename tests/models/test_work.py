@@ -16,6 +16,7 @@ MODEL = jaxtp.ModelConfig(
 )
 PIECES = {
     "attention_gate": True,
+    "attention_sinks": True,
     "qk_norm": "heads",
     "rotary_fraction": 0.5,
     "pattern": ({"value_is_key": True, "value_norm": True}, {}),

@@ -28,6 +28,7 @@ MODEL = ModelConfig(
     sliding_window=20,
     attention_softcap=50.0,
     query_scale=0.2,
+    attention_sinks=True,
     attention="blockwise",
 )
 RIGHT = kernels.KERNELS["blockwise"]
@@ -90,6 +91,14 @@ def half_a_gradient(q, k, v, segments_BT, **settings):
     return RIGHT.run(q, (k + jax.lax.stop_gradient(k)) / 2, v, segments_BT, **settings)
 
 
+def sinks_of_other_heads(q, k, v, segments_BT, *, sinks, **settings):
+    return RIGHT.run(q, k, v, segments_BT, sinks=sinks[::-1], **settings)
+
+
+def sinks_without_a_gradient(q, k, v, segments_BT, *, sinks, **settings):
+    return RIGHT.run(q, k, v, segments_BT, sinks=jax.lax.stop_gradient(sinks), **settings)
+
+
 def nothing_but_nan(q, k, v, segments_BT, **settings):
     return RIGHT.run(q, k, v * jnp.nan, segments_BT, **settings)
 
@@ -103,6 +112,8 @@ def nothing_but_nan(q, k, v, segments_BT, **settings):
         ),
         (window_off_by_one, "its output"),
         (half_a_gradient, "its gradient of the keys"),
+        (sinks_without_a_gradient, "its gradient of the sinks"),
+        pytest.param(sinks_of_other_heads, "its output", marks=pytest.mark.wide),
         (nothing_but_nan, "its output"),
     ],
 )
@@ -142,7 +153,8 @@ def without_what_is_before_the_sequence(q, k, v, segments_BT, *, part, **setting
 
 PART_USES = {
     "documents, window and softcap": kernels.Use(
-        head_dim=8, window=20, softcap=50.0, dtype="bfloat16", length=96, packed=True, part=True
+        **{"head_dim": 8, "value_head_dim": 4, "window": 20, "softcap": 50.0, "sinks": True},
+        **{"dtype": "bfloat16", "length": 96, "packed": True, "part": True},
     ),
     "nothing else": kernels.Use(head_dim=8, dtype="bfloat16", length=2048, packed=False, part=True),
 }
