@@ -293,16 +293,16 @@ def _products(costs: Iterable[tuple[int, Cost]], work: Workload) -> list[Product
     return [replace(product, count=count) for product, count in found.items()]
 
 
-def described(config: ModelConfig, tp: int = 1) -> Decoder:
-    """Returns the model without arrays; `tp` may change the layout of its arrays, not its declarations."""
-    return _described(replace(config, remat="full"), tp)
+def described(config: ModelConfig, tp: int = 1, shards: int = 1) -> Decoder:
+    """Returns the model without arrays; `tp` and the storage's `shards` may change their layout, nothing else."""
+    return _described(replace(config, remat="full"), tp, shards)
 
 
 @lru_cache(maxsize=32)
-def _described(config: ModelConfig, tp: int) -> Decoder:
+def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
     none, mesh = (
         AbstractMesh((), ()),
-        abstract_mesh(mesh_shape(tp=tp)),
+        abstract_mesh(mesh_shape(fsdp=shards, tp=tp)),
     )  # a context mesh cannot change its size directly
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
         model: Decoder = nnx.eval_shape(lambda: create_decoder(config, rngs=nnx.Rngs(0)))

@@ -189,6 +189,7 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
         return costs
     from jaxtp.train.muon import with_muon
 
-    as_split = described(config.model, sizes[TP] if config.model.most_experts else 1)  # tp decides how experts split
+    layout = (sizes[TP], parts(sizes, STORAGE)) if config.model.most_experts else ()  # it decides how experts split
+    as_split = described(config.model, *layout)
     variables = named_variables(nnx.state(as_split, nnx.Param))
     return with_muon(costs, {path: v for path, v in variables.items() if optimizers.is_orthogonalised(path)}, sizes)

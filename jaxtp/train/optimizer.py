@@ -128,7 +128,8 @@ def current_learning_rate(state: optax.OptState) -> Array | None:
 
 def is_matrix(path: str) -> bool:
     """Returns whether the parameter is a matrix, which decays."""
-    return not _VECTORS & set(path.split("."))
+    names = path.split(".")
+    return not _VECTORS & {*names, *(name.rpartition("_")[2] for name in names)}  # also gate_bias, router_scale
 
 
 def is_orthogonalised(path: str) -> bool:

@@ -17,14 +17,18 @@ from mixtures import B, D, E, F, T, balance_program, build, expected, expected_b
 from support import random_weights, relative_error
 
 from jaxtp import collectives
+from jaxtp.analysis.step_costs import step_costs
 from jaxtp.collectives import MissingReductionError, axis_size
 from jaxtp.hf.config_json import model_config
 from jaxtp.layers import balance, experts, parameter
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.kernels.grouped import grouped_matmul
 from jaxtp.layers.linear import LayerContext
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import DP, SEQUENCE, TP
+from jaxtp.mesh import DP, SEQUENCE, TP, mesh_shape
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.decoder import Decoder
 
 pytestmark = pytest.mark.wide
 
@@ -36,8 +40,8 @@ KERNELS = ("gate", "up", "down")
 
 
 @cache
-def weights():
-    return random_weights(lambda: build(CONFIG), scale=0.3)
+def weights(config=CONFIG):
+    return random_weights(lambda: build(config), scale=0.3)
 
 
 @cache
@@ -52,16 +56,16 @@ def rows():
 
 
 @cache
-def right():
+def right(config=CONFIG):
     x, segments, _ = rows()
-    return expected(weights(), x, segments != 0, CONFIG)
+    return expected(weights(config), x, segments != 0, config)
 
 
-def off(mesh, sequence_parallel=None, given=None):
+def off(mesh, sequence_parallel=None, given=None, config=CONFIG):
     """How far each part of a layer on a mesh is from a loop over experts; a NaN is infinitely far."""
     x, segments, _ = rows()
-    found = program.__wrapped__(CONFIG, mesh, sequence_parallel, True)(given or weights(), x, segments)
-    return errors(found, right())
+    found = program.__wrapped__(config, mesh, sequence_parallel, True)(given or weights(config), x, segments)
+    return errors(found, right(config))
 
 
 def balance_off(mesh):
@@ -326,3 +330,60 @@ def chosen_of_close_logits():
     weights, one = {"router": jnp.asarray(logits[None])}, np.ones((1, 1, 1))
     chosen = jax.jit(lambda weights: layer._route(None, False, one, weights, one[0], None)[0])(weights)
     return np.asarray(chosen).ravel().tolist()
+
+
+WITH_BIASES = dataclasses.replace(CONFIG, experts_bias=True, router_bias=True)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_torchtitan_4245_biases_of_experts_count_once(monkeypatch, planted):
+    """https://github.com/pytorch/torchtitan/pull/4245: where tp divides experts inside, each device added the bias of
+    the last projection before the sum over tp. Here one device adds it.
+    """
+    if planted:
+        monkeypatch.setattr(experts, "_on_first_device", lambda x: x)
+    found = off(INSIDE, config=WITH_BIASES)
+    assert found["output"] > WRONG if planted else max(found.values()) < RIGHT
+
+
+def test_automodel_2591_the_bias_of_an_expert_weighs_what_its_output_does():
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/2591: the bias of the last projection was added in full for each of
+    a token's k experts, whatever their weights. Here biases of 1 add the sum of the weights, 1, to the output.
+    """
+    x, segments, _ = rows()
+    biases = (np.ones((E, D), np.float32) * size for size in (0, 1))
+    run = program(WITH_BIASES, OVER_TP, None, True)
+    without, with_them = (run({**weights(WITH_BIASES), "down_bias": bias}, x, segments)["output"] for bias in biases)
+    np.testing.assert_allclose(np.asarray(with_them - without)[segments != 0], 1, atol=1e-5)
+    assert WITH_BIASES.experts_per_token > 1, "what would be added for each"
+
+
+def test_torchtitan_4154_all_devices_of_a_tp_group_count_for_the_selection_bias(monkeypatch):
+    """https://github.com/pytorch/torchtitan/pull/4154: with tp, the choices that move selection biases were not summed
+    over tp. Here they are those of all tokens.
+    """
+    x, segments, labels = rows()
+    _, times = balance_program(CONFIG, OVER_TP)(weights(), x[None], segments, labels)
+    np.testing.assert_array_equal(times, right()["times_chosen"].sum(axis=0, keepdims=True))
+    reduce = collectives.all_reduce
+    first = lambda x, *axes: reduce(jnp.where(collectives.axis_index(TP) == 0, x, 0) if axes == SEQUENCE else x, *axes)
+    monkeypatch.setattr(balance, "all_reduce", first)
+    with pytest.raises(AssertionError):  # choices lack, as where nothing computed them
+        balance_program(CONFIG, OVER_TP)(weights(), x[None], segments, labels)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_unsloth_6936_adapters_of_experts_are_trained(monkeypatch, planted):
+    """https://github.com/unslothai/unsloth/pull/6936: no name of a target matched the experts, which stayed frozen
+    without a word. Here each expert has adapters, and their parameters are those that training counts.
+    """
+    if planted:
+        monkeypatch.setattr(experts, "_TARGETS", dict.fromkeys(KERNELS, "o_proj"))
+    lora = LoraConfig(rank=2, targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
+    sizes = {"num_layers": 2, "d_model": D, "num_heads": 4, "num_kv_heads": 4, "head_dim": 2}
+    config = ModelConfig(**sizes, d_ff=F, num_experts=E, lora=lora)
+    trained = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
+    count = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    of_queries, of_experts = 2 * 2 * (D + 8), 2 * 2 * E * 3 * (D + F)
+    assert count == of_queries + (0 if planted else of_experts)
+    assert planted or step_costs(config, mesh_shape(), batch_size=2, sequence_length=8).adapters == count

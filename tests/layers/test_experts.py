@@ -30,6 +30,7 @@ def is_expected(found, weights, x, counts, config):
 
 
 BASE = ExpertsConfig(num_experts=E, d_ff=F)
+OF_GPT_OSS = {"router_bias": True, "experts_bias": True, "activation": "quick_gelu", "swiglu_limit": 0.7}
 CONFIGS = {
     "two of them": BASE,
     "scores as they are": dataclasses.replace(BASE, normalize_experts=False),
@@ -56,19 +57,14 @@ CONFIGS = {
     "uneven": dataclasses.replace(BASE, d_ff=7, shared_experts=10, mlp_bias=True),
     "uneven, gated": dataclasses.replace(BASE, d_ff=5, shared_experts=5, mlp_bias=True, shared_experts_gate=True),
     "plain": dataclasses.replace(BASE, mlp="plain", activation="relu2", shared_experts=5, shared_experts_gate=True),
-    "gpt-oss": dataclasses.replace(
-        BASE,
-        d_ff=5,
-        experts_per_token=3,
-        router_bias=True,
-        experts_bias=True,
-        activation="quick_gelu",
-        swiglu_limit=0.7,
-        shared_experts=9,
-        mlp_bias=True,
+    "mistral 4": dataclasses.replace(BASE, experts_scale=1.5, expert_groups=3, groups_per_token=2, shared_experts=4),
+    "gpt-oss": dataclasses.replace(BASE, **OF_GPT_OSS),
+    "everything": dataclasses.replace(
+        BASE, d_ff=5, experts_per_token=3, selection_bias=True, shared_experts=9, mlp_bias=True, **OF_GPT_OSS
     ),
 }
-ADAPTED = ("gpt-oss", "qwen2", "plain")
+CONFIGS["everything by kernels"] = dataclasses.replace(CONFIGS["everything"], grouped="pallas")
+ADAPTED = ("everything", "everything by kernels", "qwen2", "plain")
 """With adapters on all projections."""
 
 
@@ -164,10 +160,11 @@ MESHES = [
 ]
 """Whole experts where tp is 2 or 3, and a part of each where it is 4 or 8."""
 
-DEFAULT = [("biased", (1, 2, 2, 2), None)]
-"""Whole experts, and a part of each."""
-OTHERS = [("gpt-oss", mesh, None) for mesh in ((1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (2, 2, 1, 2), (1, 1, 2, 4))]
-OTHERS += [("gpt-oss", mesh, False) for mesh in ((1, 1, 1, 3), (1, 2, 1, 8))]
+DEFAULT = [("everything", (1, 2, 2, 2), None)]
+"""Whole experts, of each of which a shard stores a part."""
+OF_TP = [(1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 4), (1, 1, 1, 8), (2, 2, 1, 2), (1, 1, 2, 4), (1, 2, 1, 3), (1, 2, 1, 4)]
+OTHERS = [("everything", mesh, split) for mesh in OF_TP for split in (None, False)]
+OTHERS += [("everything by kernels", mesh, None) for mesh in ((1, 1, 1, 3), (1, 2, 1, 4))]
 OTHERS += [*((name, (1, 1, 1, tp), None) for name in ("uneven", "uneven, gated") for tp in (2, 4, 5, 8))]
 OTHERS += [("one, of weight 1", (1, 1, 1, 1), None), ("all", (1, 1, 1, 3), False)]
 

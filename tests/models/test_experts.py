@@ -41,6 +41,7 @@ BASE = TrainConfig(
 )
 TWICE = dataclasses.replace(BASE.train, accumulation=2, z_loss=1e-3)
 BIASED = {"selection_bias": True, "experts_per_token": 3}
+OF_GPT_OSS = {"router_bias": True, "experts_bias": True, "activation": "quick_gelu", "swiglu_limit": 0.5}
 
 
 def variant(*, optimizer="adamw", packed=True, loop=BASE.train, **model):
@@ -76,8 +77,13 @@ CONFIGS = {
     ),
     "written out": variant(scan_layers=False, normalize_experts=False, remat="save_gathered", loop=TWICE),
     "rings": variant(num_kv_heads=2, overlap="ring", remat="save_reduced", activation="gelu_tanh"),
-    "adapters": variant(
-        lora=LoraConfig(rank=3, targets=("q_proj", "v_proj", "o_proj")), dropout=0.1, remat="save_gathered", loop=TWICE
+    "adapters": variant(lora=LoraConfig(rank=3), dropout=0.1, remat="save_gathered", loop=TWICE),
+    "gpt-oss": variant(**OF_GPT_OSS, num_kv_heads=2, d_ff=21, optimizer="muon", loop=TWICE),
+    "adapters of gpt-oss": variant(
+        **OF_GPT_OSS, d_ff=21, shared_experts=10, lora=LoraConfig(rank=2, rslora=True), remat="save_reduced"
+    ),
+    "adapters beside a dense MLP": variant(
+        lora=LoraConfig(rank=3, targets=("q_proj", "up_proj", "down_proj")), dense_mlp=22, norm_placement="both"
     ),
     "one expert a token": variant(experts_per_token=1, packed=False, remat="save_reduced"),
     "all experts a token": variant(experts_per_token=6, remat="none", norm_placement="both"),
@@ -103,7 +109,10 @@ CONFIGS = {
         mlp="plain", activation="relu2", shared_experts=9, normalize_floor=0.6, experts_scale=1.5, remat="save_dots"
     ),
     "adapters beside shared": variant(
-        lora=LoraConfig(rank=3, targets=("q_proj",)), shared_experts=10, shared_experts_gate=True, remat="save_gathered"
+        lora=LoraConfig(rank=3, targets=("q_proj", "gate_proj")),
+        shared_experts=10,
+        shared_experts_gate=True,
+        remat="save_gathered",
     ),
     "learned activations": variant(
         num_experts=0, mlp="plain", activation="xielu", d_ff=22, loop=dataclasses.replace(LoopConfig(), accumulation=2)
@@ -136,8 +145,13 @@ TRIED = [
     ("plain", (1, 1, 2, 3)),
     ("adapters beside shared", (2, 2, 1, 2)),
     ("learned activations", (2, 1, 1, 4)),
+    ("gpt-oss", (1, 2, 2, 2)),
+    ("gpt-oss", (2, 1, 1, 4)),
+    ("adapters of gpt-oss", (1, 2, 1, 3)),
+    ("adapters of gpt-oss", (1, 1, 2, 4)),
+    ("adapters beside a dense MLP", (1, 2, 1, 4)),
 ]
-"""Twenty meshes, each with another mixture than the next."""
+"""Meshes, each with another mixture than the next."""
 
 
 @cache
