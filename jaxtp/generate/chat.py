@@ -25,6 +25,8 @@ with suppress(ImportError):
     import readline  # noqa: F401 (input() then edits lines, and accepts lines of more than 4,096 characters)
 
 COMMANDS = ("/reset", "/quit", "/exit")
+_FINAL = "<|channel|>final<|message|>"
+"""In an answer of gpt-oss, the end of its reasoning, which later turns do not read."""
 GREETING = "(/reset starts again, Ctrl-C stops an answer, /quit or Ctrl-D ends the chat)"
 
 
@@ -133,7 +135,8 @@ class Chat:
         if finish is None:
             say("(interrupted)" if text else "(interrupted before the answer began; the text is discarded)")
         if text or finish is not None:
-            self._messages = [*messages, {"role": ASSISTANT, "content": without_noncharacters(text)}]
+            answer = without_noncharacters(text).rpartition(_FINAL)[2]
+            self._messages = [*messages, {"role": ASSISTANT, "content": answer}]
         if finish == "length":
             self._note(f"(cut at --max-tokens {self._settings.max_tokens})")
         elif finish == "context":

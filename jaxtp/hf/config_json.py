@@ -244,7 +244,7 @@ def _misfits(attributes: Attributes, family: Family, ignored: Collection[str]) -
     known = family.known_attributes()
     for name, value in attributes.items():
         if name == "quantization_config" and isinstance(value, dict) and "quant_method" in value:
-            yield from ((name, problem) for problem in _quantization_problems(str(value["quant_method"])))
+            yield from ((name, problem) for problem in _quantization_problems(str(value["quant_method"]), family))
         elif name in family.required:
             only = family.required[name]
             if value != only and not (value is None and only is False):
@@ -258,10 +258,11 @@ def _misfits(attributes: Attributes, family: Family, ignored: Collection[str]) -
             )
 
 
-def _quantization_problems(method: str) -> Iterator[str]:
-    if method != "fp8":
+def _quantization_problems(method: str, family: Family) -> Iterator[str]:
+    if method not in family.quantization:
         how = _TO_BFLOAT16.get(method, "use the model that it was made from: the base model on its page of the Hub")
-        yield f"quant_method = {quote(method)} is not supported, only fp8 in blocks, or weights of 16 or 32 bits; {how}"
+        known = f"{' and '.join(sorted(family.quantization))} in blocks, or weights of 16 or 32 bits"
+        yield f"quant_method = {quote(method)} is not supported, only {known}; {how}"
 
 
 def _fields(attributes: Attributes, family: Family) -> Settings:

@@ -49,7 +49,7 @@ class Folder:
 def open_folder(path: Path) -> Folder:
     """Reads config.json and all weight headers."""
     attributes, tensors = read_attributes(path), _read_headers(path)
-    if any(tensor.dtype == "F8_E4M3" for tensor in tensors.values()):
+    if any(tensor.dtype in ("F8_E4M3", "U8") for tensor in tensors.values()):
         tensors = with_scales(tensors, _block_shape(attributes.get("quantization_config")))
     return Folder(path, attributes, tensors)
 

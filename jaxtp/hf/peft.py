@@ -31,7 +31,7 @@ from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
 from jaxtp.hf.config_json import choose_family
-from jaxtp.hf.families.family import TEXT_PREFIXES, Family, Layout
+from jaxtp.hf.families.family import EXPERT, TEXT_PREFIXES, Family, Layout
 from jaxtp.hf.load import load_tensors
 from jaxtp.hf.model_folder import (
     Attributes,
@@ -70,7 +70,7 @@ _KNOWN = frozenset(
     }
 )
 _VERSION = "0.19.0"
-"""PEFT's first version with today's A and B of stacked experts; older ones exchange them."""
+"""PEFT's first version with these A and B of stacked experts; older ones exchange them."""
 _EXPERT = re.compile(r"\.experts\.\d")
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
@@ -81,6 +81,8 @@ _Modules = Mapping[str, list[tuple[Adapter, TensorPart]]]
 
 
 def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
+    if not any(EXPERT in tensor.theirs for tensor in family.tensors):
+        layout = "stacked"  # as in memory: Granite's files stack experts in modules
     parameters = named_variables(nnx.filter_state(abstract_decoder(replace(config, lora=LoraConfig()))[1], nnx.Param))
     by_kernel: dict[str, list[TensorPart]] = {}
     for part in tensor_parts(parameters, config, family, layout):
@@ -175,7 +177,7 @@ def save_peft(
     diagonal = not all(_on_host(jnp.array_equal, *(arrays[lora] for lora in pair)) for pair in pairs)
     files = {WEIGHTS: group_by_tensor(_factors(adapted, variables, diagonal=diagonal))}
     are_short = len(adapted) == len(modules) and family.wrapper is None  # a vision tower has modules of the same names
-    described = _peft_config(config, adapted, layout, are_short=are_short, diagonal=diagonal)
+    described = _peft_config(config, adapted, are_short=are_short, diagonal=diagonal)
     others = {CONFIG: json_bytes({**described, "base_model_name_or_path": None if base is None else str(base)})}
     write_folder(Path(path), variables, files, others, options.get("dtype") or config.lora.dtype, options)
 
@@ -191,29 +193,35 @@ def _on_host(function: Callable[..., Array], *arrays: Array) -> NDArray[np.bool_
     return np.asarray(jax.jit(function, out_shardings=replicated)(*arrays))
 
 
-def _peft_config(
-    config: ModelConfig, adapted: _Modules, layout: Layout, *, are_short: bool, diagonal: bool
-) -> dict[str, object]:
+def _peft_config(config: ModelConfig, adapted: _Modules, *, are_short: bool, diagonal: bool) -> dict[str, object]:
     lora = config.lora
     modules: list[str] = []
     parameters: list[str] = []
     counts: dict[str, int] = {}
+    # In a model with experts, PEFT takes other modules of these names for experts, from version 0.19 on.
+    mixed = {
+        name
+        for name, ((adapter, part), *_) in adapted.items()
+        if config.most_experts and adapter.target in MLP_TARGETS and part.expert is None and not _is_stacked(part)
+    }
     for name, ((adapter, part), *others) in adapted.items():
-        # In a model with stacked experts, PEFT takes modules of these names for experts, from version 0.19 on.
-        ambiguous = layout == "stacked" and config.most_experts and adapter.target in MLP_TARGETS
-        is_parameter = _is_stacked(part) or ambiguous
+        is_parameter = name in mixed or _is_stacked(part)
         full = name if is_parameter else name.removesuffix(".weight")
-        end = re.split(r"\.\d+\.", full)[-1]
-        short = adapter.target if end.endswith(f".{adapter.target}") else end
+        end = re.split(r"\.\d+\.", full, maxsplit=1)[-1]
+        last = full.rpartition(".")[2]
+        is_last = not is_parameter and (last == adapter.target if part.expert is None else not mixed)
+        short = last if is_last else end
         (parameters if is_parameter else modules).append(short if are_short else full)
         if others and diagonal:
             counts[end] = 1 + len(others)
+    rslora = lora.rslora and not any(part.expert is not None for (_, part), *_ in adapted.values())
+    alpha = lora.alpha if rslora == lora.rslora else lora.scale * lora.rank  # PEFT doubles both for a fused kernel
     attributes: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": lora.rank,
-        "lora_alpha": _number(lora.alpha),
-        "use_rslora": lora.rslora,
+        "lora_alpha": _number(alpha),
+        "use_rslora": rslora,
         "lora_dropout": 0.0,
         "target_modules": list(dict.fromkeys(modules)),
         "bias": "none",
@@ -322,16 +330,18 @@ def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family
     used = {adapter.target for parts in adapted.values() for adapter, _ in parts}
     lora = replace(lora, targets=tuple(target for target in TARGETS if target in used))
     config = replace(config, lora=lora)
-    modules = _modules(config, family, layout)
+    new = {adapter.kernel: adapter for adapter in adapters(config)}  # other targets may number adapters otherwise
+    modules = {
+        name: [(new[old.kernel], part) for old, part in each if old.kernel in new] for name, each in every.items()
+    }
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
-    ordered = {name: modules[name] for name in possible if name in adapted}
-    parts = group_by_tensor(_factors(ordered, variables, diagonal=diagonal))
+    parts = group_by_tensor(_factors({name: modules[name] for name in adapted}, variables, diagonal=diagonal))
     tensors = {name: replace(stored[name], shape=part.shape) for name, (part, *_) in parts.items()}
     notes = []
     if dropout := attributes.get("lora_dropout"):
         notes.append(f"lora_dropout = {quote(dropout)} is not applied")
-    if len(adapted) < len(modules):
-        notes.append(f"{len(adapted)} of {len(modules)} modules have an adapter; the others are not trained")
+    if len(adapted) < (count := sum(map(bool, modules.values()))):
+        notes.append(f"{len(adapted)} of {count} modules have an adapter; the others are not trained")
     return PeftFolder(path, lora, tensors, parts, tuple(notes))
 
 
@@ -381,10 +391,17 @@ def _lora_config(
     rank_of = _pattern(attributes, "rank_pattern", whole("r", attributes.get("r")), whole)
     alpha_of = _pattern(attributes, "alpha_pattern", positive("lora_alpha", attributes.get("lora_alpha")), positive)
     targets = _names("target_parameters", attributes)
+    version = re.match(r"(\d{1,4})\.(\d{1,4})", str(attributes.get("peft_version")))
+    exchanged = version is None or (int(version[1]), int(version[2])) < (0, 19)
     found: dict[str, LoraConfig] = {}
     for name, parts in adapted.items():
         target = name if _suffixes(name) & targets else name.removesuffix(".weight")
         found[name] = LoraConfig(rank=rank_of(target), alpha=alpha_of(target), rslora=rslora)
+        if exchanged and _is_exchanged(parts[0][1], factors[name]):
+            raise HFError(
+                f"{name}: A and B are exchanged, as by PEFT before {_VERSION}; merge them into the model by that PEFT: "
+                "merge_and_unload()"
+            )
         _check_shapes(found[name].rank, parts[0][1], factors[name], made_for)
     base = LoraConfig(rank=rank_of(""), alpha=alpha_of(""), rslora=rslora)
     joined = {name: parts for name, parts in adapted.items() if len(parts) > 1}
@@ -420,6 +437,12 @@ def _pattern(
     if wrong := [pattern for pattern in values if not re.fullmatch(r"[\w.]+", pattern)]:
         raise HFError(f"{name}: {quote(wrong[0])} is not evaluated, only names of modules and parameters")
     return lambda target: next((values[end] for end in values if end in _suffixes(target)), default)
+
+
+def _is_exchanged(part: TensorPart, factors: Sequence[StoredTensor]) -> bool:
+    """Returns whether A and B of stacked experts `[E, out, in]` may be of the transposed kernel."""
+    a, b = factors
+    return _is_stacked(part) and part.transposed and (*b.shape[:1], *a.shape[1:]) == part.ordered_shape[1:]
 
 
 def _check_shapes(rank: int, part: TensorPart, factors: Sequence[StoredTensor], made_for: str) -> None:

@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -27,9 +28,13 @@ Block = NDArray[Any]
 FORMATS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Supported dtypes of weights, and their names in the format."""
 DTYPES = {name: np.dtype(jnp.dtype(dtype)) for dtype, name in FORMATS.items()}
-_NUMPY = DTYPES | {"F8_E4M3": np.dtype(jnp.float8_e4m3fn)}
+_NUMPY = DTYPES | {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}
 _SCALE, _UNUSED_SCALES = "_scale_inv", (".activation_scale", ".input_scale")
 """Endings of the names of scales, of weights after their own name."""
+_MX_BLOCKS, _MX_SCALES, _MX_BYTES = "_blocks", "_scales", 16
+"""Endings of the names of MXFP4 tensors, and the bytes of a block, each with two numbers."""
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The eight codes without the sign bit."""
 _ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in DTYPES.items()},
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
@@ -124,6 +129,27 @@ class ScaledTensor(StoredTensor):
         return self.read()
 
 
+class MXFP4Tensor(ScaledTensor):
+    """Blocks of 32 FP4 numbers, each with a scale (OCP Microscaling Formats), which read as bfloat16."""
+
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
+        """Yields rows as `ScaledTensor.blocks`."""
+        for row, block in self.stored.blocks(first, last):
+            _, scales = next(self.scale.blocks(row, row + len(block)))
+            pairs = _mxfp4_pairs()[scales[..., None], block]
+            yield row, pairs.view(DTYPES["BF16"]).reshape(-1, *self.shape[1:])
+
+
+@cache
+def _mxfp4_pairs() -> NDArray[np.uint32]:
+    """Returns the two bfloat16 numbers `[scale, byte]`; the low four bits have the first."""
+    fp4, byte = np.array([*_FP4, *(-number for number in _FP4)]), np.arange(256)
+    scales = np.where(byte == 255, np.nan, 2.0 ** (byte - 127))  # 255 is NaN
+    with np.errstate(over="ignore"):
+        pairs = (scales[:, None, None] * fp4[np.stack([byte & 15, byte >> 4], axis=-1)]).astype(DTYPES["BF16"])
+    return pairs.view(np.uint32)[..., 0]
+
+
 @dataclass(frozen=True)
 class Constant(StoredTensor):
     """A scalar that is in no file."""
@@ -141,8 +167,9 @@ class Constant(StoredTensor):
 
 
 def with_scales(tensors: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, StoredTensor]:
-    """Combines float8 matrices with the scales of their blocks of this shape, or with one scale."""
+    """Combines float8 matrices with the scales of their blocks of this shape, or with one scale; and MXFP4 tensors."""
     scaled: dict[str, StoredTensor] = {}
+    mxfp4 = {name.removesuffix(_MX_BLOCKS) + _MX_SCALES: name for name in tensors if name.endswith(_MX_BLOCKS)}
     for name, stored in tensors.items():
         scale = tensors.get(name + _SCALE)
         if scale is not None and stored.dtype == "F8_E4M3" and len(stored.shape) == 2:
@@ -153,9 +180,24 @@ def with_scales(tensors: Mapping[str, StoredTensor], block: tuple[int, int]) -> 
                 )
             where = (stored.file, name, "F32", stored.shape, stored.offset, 4 * math.prod(stored.shape))
             scaled[name] = ScaledTensor(*where, stored, scale, block)
-        elif not name.endswith((_SCALE, *_UNUSED_SCALES)):
+        elif not (name.endswith((_SCALE, *_UNUSED_SCALES)) or name in mxfp4):
             scaled[name] = stored
-    return scaled
+    return scaled | {blocks: _mxfp4_tensor(tensors[blocks], tensors.get(scales)) for scales, blocks in mxfp4.items()}
+
+
+def _mxfp4_tensor(stored: StoredTensor, scale: StoredTensor | None) -> MXFP4Tensor:
+    grid = stored.shape[:-1]
+    forms = ("U8", (*grid, _MX_BYTES)), ("U8", grid)
+    if scale is None or len(grid) != 3 or ((stored.dtype, stored.shape), (scale.dtype, scale.shape)) != forms:
+        found = "missing" if scale is None else f"{scale.dtype} {scale.shape}"
+        raise HFError(
+            f"{stored.file}: {truncate(stored.name)} is {stored.dtype} {stored.shape}, and its scales are {found}; "
+            f"MXFP4 has U8 [experts, outputs, blocks, {_MX_BYTES}] and U8 [experts, outputs, blocks]"
+        )
+    experts, outputs, blocks = grid
+    shape = (experts, outputs, 2 * _MX_BYTES * blocks)
+    where = (stored.file, stored.name, "BF16", shape, stored.offset, 2 * math.prod(shape))
+    return MXFP4Tensor(*where, stored, scale, (1, 2 * _MX_BYTES))
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -105,6 +105,11 @@ def test_in_a_terminal_a_line_that_cannot_be_answered_is_forgotten(monkeypatch, 
         talk(monkeypatch, lines, "x", GenerationError("too long"))
 
 
+def test_reasoning_of_a_gpt_oss_is_not_read_again(monkeypatch):
+    answer = "<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4"
+    assert talk(monkeypatch, "a\nb\n", answer, "5") == ["[a]", "[a][4][b]"]
+
+
 def test_an_interrupt_at_the_prompt_of_a_terminal_does_not_end_the_chat(monkeypatch, capsys):
     class Interrupted(Terminal):
         interrupts = 1

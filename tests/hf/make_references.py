@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -312,6 +313,8 @@ FLASH = {**LATENT, **RMS, "n_shared_experts": 1, "mlp_layer_types": ["dense", "s
 FLASH = {name: value for name, value in FLASH.items() if name != "first_k_dense_replace"}
 MISTRAL4 = {**LATENT, **RMS, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
 QWEN = {**RMS, **CHOSEN, "num_experts": 5, "shared_expert_intermediate_size": 20}
+GPT_OSS = {**RMS, **WIDE, **LOCAL, "swiglu_limit": 0.7, "max_position_embeddings": 128}
+GPT_OSS_ROPE = {"rope_theta": 100.0, **YARN, "beta_fast": 2.0, "truncate": False}
 FAMILIES = {
     "gemma": ("Gemma", {**WIDE, **RMS}, ROPE),
     "gemma4_31b": ("Gemma4Text", GEMMA4, GEMMA4_ROPE),
@@ -372,6 +375,8 @@ FAMILIES = {
     "gpt_neox": ("GPTNeoX", LAYER, PARTIAL),
     "gpt_neox_sequential": ("GPTNeoX", {**LAYER, "use_parallel_residual": False}, PARTIAL),
     "gpt_neo": ("GPTNeo", {**EPSILON, "attention_types": [[["global", "local"], 1]], "window_size": 7}, None),
+    "gpt_oss": ("GptOss", {**GPT_OSS, **WINDOW}, GPT_OSS_ROPE),
+    "gpt_oss_mxfp4": ("GptOss", {**GPT_OSS, **TIED, "intermediate_size": 64, "attention_bias": False}, GPT_OSS_ROPE),
     "gpt_bigcode": ("GPTBigCode", {**EPSILON, "n_inner": 28, "max_position_embeddings": 29}, None),
 }
 """Families whose sizes are `TINY`."""
@@ -439,6 +444,13 @@ ADDED = ["Gemma", "Gemma2", "Gemma3Text", "Gemma3", "VaultGemma", "Nemotron"]
 """Whose norms store what is added to 1."""
 BARE = ["gpt2_unscaled"]
 """Stored as OpenAI's are: no prefix in the names, and masks beside the weights."""
+IN_BLOCKS = ["gpt_oss_mxfp4"]
+"""Whose experts are stored as OpenAI's are: in MXFP4."""
+QUANTIZED = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+}
+QUANTIZED["modules_to_not_convert"] += ["model.embed_tokens", "lm_head"]
 ROPES = {
     "linear": [{"factor": 4.0}, {"factor": 0.5}],
     "llama3": [
@@ -536,6 +548,7 @@ def make(name, seed):
     for each in itertools.count(seed, 1000):
         generator = torch.Generator().manual_seed(each)
         randomize(model, kind, generator, name in FAMILIES)
+        blocks = in_blocks(model, generator) if name in IN_BLOCKS else {}
         model.save_pretrained(folder)
         wide = copy.deepcopy(model)
         if name not in FAMILIES:  # LongRoPE has its frequencies from here on
@@ -547,6 +560,8 @@ def make(name, seed):
         if name not in FAMILIES or found["grad_norms"].min() > 5e-3:  # of smaller ones little but rounding is left
             break
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if blocks:
+        write_blocks(folder, blocks)
     config = json.loads((folder / "config.json").read_text())
     before = older_family(config) if name in FAMILIES else older(config, settings)
     (folder / "config_v4.json").write_text(json.dumps(before, indent=2))
@@ -571,11 +586,36 @@ def randomize(model, kind, generator, short):
             parameter.data = parameter.data.bfloat16().float()
 
 
+def in_blocks(model, generator):
+    """Gives the experts random MXFP4 weights, which transformers reads; returns the tensors of a file."""
+    tensors = {}
+    for path, parameter in model.named_parameters():
+        if path.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = parameter.shape
+            blocks, scales = (
+                torch.randint(*limits, (experts, outputs, inputs // 32, *width), generator=generator, dtype=torch.uint8)
+                for limits, width in (((0, 256), (16,)), ((122, 126), ()))
+            )
+            parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            tensors |= {f"{path}_blocks": blocks, f"{path}_scales": scales}
+    return tensors
+
+
+def write_blocks(folder, blocks):
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = {name: tensor for name, tensor in load_file(path).items() if f"{name}_blocks" not in blocks}
+    save_file(tensors | blocks, path, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED}, indent=2))
+
+
 def write_short(path):
     """Matrices as bfloat16; not vectors, so that it is no model that computes in bfloat16."""
     tensors = load_file(path)
     matrix = max(tensor.ndim for tensor in tensors.values()) if all(t.ndim > 1 for t in tensors.values()) else 1
-    short = {name: tensor.bfloat16() if tensor.ndim > matrix else tensor for name, tensor in tensors.items()}
+    short = {
+        name: tensor.bfloat16() if tensor.ndim > matrix and tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
     save_file(short, path, metadata={"format": "pt"})
 
 
@@ -662,6 +702,8 @@ def older_family(config):
         config |= {"hidden_act": "gelu", "hidden_activation": None}
     elif kind == "granitemoehybrid":
         config["layer_types"] = ["attention"] * config["num_hidden_layers"]
+    elif kind == "gpt_oss":
+        config |= {"experts_per_token": config["num_experts_per_tok"], "initial_context_length": 32}
     elif kind == "minimax_m2":
         config["rotary_dim"] = int(config["head_dim"] * rope.pop("partial_rotary_factor"))
     elif kind == "olmo3":
@@ -669,7 +711,7 @@ def older_family(config):
     if kind != "phi3" and "partial_rotary_factor" in rope:
         config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     config = older(config, config)
-    if kind == "olmo3":
+    if kind in ("olmo3", "gpt_oss"):
         config["rope_scaling"]["rope_type"] = config["rope_scaling"].pop("type")
     return config
 

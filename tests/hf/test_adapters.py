@@ -129,23 +129,21 @@ GEMMA2 = dataclasses.replace(
 @pytest.mark.wide
 @pytest.mark.parametrize("config", [GPT2, GEMMA2], ids=["gpt2", "gemma2"])
 def test_of_other_layers(config, tmp_path):
-    """A projection that there is not has none; what is a part of a tensor is exported merged."""
+    """A projection that there is not has none; what is a part of a tensor has its ranks in the adapter of the whole."""
     model = jaxtp.add_adapters(jaxtp.Decoder(config, rngs=nnx.Rngs(0)), LoraConfig(rank=2))
     nnx.update(model, jax.tree.map(lambda a: a + 0.1, nnx.state(model, nnx.LoRAParam)))
     np.testing.assert_allclose(logits_of(jaxtp.merge_adapters(model)), logits_of(model), atol=2e-5)
+    jaxtp.save_peft(model, tmp_path / "out")
+    tensors = load_file(tmp_path / "out/adapter_model.safetensors")
     if config is GEMMA2:
-        jaxtp.save_peft(model, tmp_path / "out")
-        names = load_file(tmp_path / "out/adapter_model.safetensors")
-        assert {name.split(".")[4] for name in names} == {"0", "1"}
-        assert len(names) == 2 * 7 * 2
+        assert {name.split(".")[4] for name in tensors} == {"0", "1"}
+        assert len(tensors) == 2 * 7 * 2
         return
-    with pytest.raises(jaxtp.HFError, match=r"q_proj of a gpt2 is a part of .*attn.c_attn.weight, .*--merged"):
-        jaxtp.save_peft(model, tmp_path / "out")
-    rows = LoraConfig(rank=2, targets=("o_proj", "up_proj"))
-    jaxtp.save_peft(jaxtp.add_adapters(jaxtp.merge_adapters(model), rows), tmp_path / "out")
     described = json.loads((tmp_path / "out/adapter_config.json").read_text())
-    assert described["target_modules"] == ["attn.c_proj", "mlp.c_fc"]
+    assert described["target_modules"] == ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    assert described["rank_pattern"] == {"attn.c_attn": 6}
     assert described["fan_in_fan_out"]
+    assert tensors["base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"].shape == (6, 16)
 
 
 def test_the_other_function_is_named(tmp_path):
@@ -160,8 +158,8 @@ def test_an_option_that_there_is_not_is_an_error(tmp_path):
     model = jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"dtpye: no such option; family, .*dtype, .*max_shard_size are"):
         jaxtp.save_hf(model, tmp_path / "out", dtpye="bfloat16")
-    with pytest.raises(TypeError, match="experts: no such option"):
-        jaxtp.save_peft(decoder(), tmp_path / "out", experts="stacked")
+    with pytest.raises(TypeError, match="like: no such option"):
+        jaxtp.save_peft(decoder(), tmp_path / "out", like="elsewhere")
     assert not list(tmp_path.iterdir())
 
 

@@ -454,6 +454,74 @@ def test_a_fixed_alpha_is_a_base(monkeypatch):
         model_config(NEW | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "it")
 
 
+GPT_OSS_20B = {
+    **{
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+    },
+    **{"eos_token_id": 200002, "pad_token_id": 199999, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu"},
+    **{"hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880},
+    **{"layer_types": [SLIDING, FULL] * 12, "max_position_embeddings": 131072, "num_attention_heads": 64},
+    **{"num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32},
+    **{"output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9},
+    **{
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 201088,
+    },
+    "rope_scaling": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"rope_type": "yarn", "truncate": False},
+    },
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+}
+
+
+def test_the_published_gpt_oss():
+    """Its attributes, and what transformers assumes without them."""
+    config = model_config(GPT_OSS_20B, "it")
+    assert (config.num_experts, config.experts_per_token, config.d_ff, config.swiglu_limit) == (32, 4, 2880, 7.0)
+    assert (config.activation, config.normalize_experts, config.router_scores) == ("quick_gelu", True, "softmax")
+    assert config.attention_sinks
+    assert config.attention_bias
+    assert config.experts_bias
+    assert config.router_bias
+    assert [block.sliding_window for block in config.layers()] == [128, None] * 12
+    assert not config.rope_scaling.truncate
+    assert model_config({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}, "it") == config
+    copy = {name: value for name, value in GPT_OSS_20B.items() if name != "quantization_config"}
+    more = {"unsloth_fixed": True, "torch_dtype": "bfloat16", "swiglu_alpha": 1.702}
+    assert model_config(copy | more, "it") == config
+    written = write_attributes(config, FAMILIES["gpt_oss"], "bfloat16")
+    assert {name for name in written.keys() & copy.keys() if written[name] != copy[name]} == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not supported, only 1.702"),
+        ({"swiglu_limit": None}, "swiglu_limit = missing: should be a number above 0"),
+        ({"sliding_window": None}, "sliding_window = missing"),
+        ({"experts_per_token": 2}, "experts_per_token = 2 and num_experts_per_tok = 4 are two names"),
+        ({"rope_scaling": None}, "rope_theta without rope_parameters or rope_scaling"),
+        ({"rope_scaling_factor": 32.0}, "rope_scaling_factor = 32.0 of a gpt_oss is unknown"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, "quant_method = 'modelopt' .* only fp8 and mxfp4 in"),
+    ],
+    ids=str,
+)
+def test_what_a_gpt_oss_cannot_be(changes, message):
+    with pytest.raises(jaxtp.HFError, match=message) as caught:
+        model_config(GPT_OSS_20B | changes, "it")
+    assert is_one_clear_message(caught.value)
+
+
 def test_the_published_gemma_3_of_4b():
     """It leaves out what transformers assumes."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}

@@ -19,6 +19,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config.schema import ConfigError
 from jaxtp.hf.config_json import choose_family, model_config, write_attributes
 from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.safetensors import read_header, with_scales
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main
 
@@ -143,6 +144,10 @@ def test_the_plan_tells_how_experts_are_split(capsys):
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[3:]}
     assert rows["layers.*.mlp.experts.gate_up_proj"] == ["packed_colwise", "grouped_gemm", "differs"]
     assert rows["layers.*.mlp.gate"] == ["-", "replicated"]
+    assert main(["plan", str(FOLDER / "gpt_oss_mxfp4")]) == 0
+    rows = {line.split()[0]: line.split()[1:3] for line in capsys.readouterr().out.splitlines()[3:]}
+    assert rows["layers.*.mlp.experts.gate_up_proj"] == ["-", "grouped_gemm"]
+    assert rows["layers.*.self_attn.sinks"] == ["-", "colwise"]
 
 
 FIRST = separate("mixtral", 0, 0, 0)
@@ -153,8 +158,8 @@ def without(name):
     return lambda tensors: tensors.pop(name)
 
 
-def with_another(name, shape):
-    return lambda tensors: tensors.update({name: np.ones(shape, np.float32)})
+def with_another(name, shape, dtype=np.float32):
+    return lambda tensors: tensors.update({name: np.ones(shape, dtype)})
 
 
 def gone(tensors):
@@ -399,6 +404,79 @@ def test_which_layers_have_experts(count, step, dense, normalised, window):
 def test_what_cannot_be(attributes, message):
     with pytest.raises(jaxtp.HFError, match=message) as caught:
         model_config(attributes, "it")
+    assert is_one_clear_message(caught.value)
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+BLOCKS, SCALES = (f"model.layers.1.mlp.experts.down_proj_{name}" for name in ("blocks", "scales"))
+
+
+@pytest.mark.parametrize("step", [1, 500, 2**24])
+def test_mxfp4_numbers(step, tmp_path, monkeypatch):
+    """Two in each byte, the low four bits first: a sign and one of eight numbers, times 2^(scale - 127)."""
+    monkeypatch.setattr("jaxtp.hf.safetensors._BLOCK", step)
+    rng, grid = np.random.default_rng(0), (5, 3, 2)
+    blocks = rng.integers(256, size=(*grid, 16), dtype=np.uint8)
+    scales = rng.integers(253, size=grid, dtype=np.uint8)
+    save_file({"down_blocks": blocks, "down_scales": scales, "other": np.ones(2)}, tmp_path / "it")
+    codes = np.stack([blocks % 16, blocks // 16], axis=-1).reshape(*grid, 32)
+    expected = np.where(codes < 8, 1, -1) * FP4[codes % 8] * 2.0 ** (scales.astype(int) - 127)[..., None]
+    tensors = with_scales(read_header(tmp_path / "it"), (128, 128))
+    assert tensors.keys() == {"down_blocks", "other"}
+    for first, last in ((0, 5), (1, 3), (4, 5)):
+        read = {row: block.astype(np.float64) for row, block in tensors["down_blocks"].blocks(first, last)}
+        assert next(iter(read)) == first
+        np.testing.assert_array_equal(np.concatenate(list(read.values())), expected.reshape(5, 3, 64)[first:last])
+
+
+@pytest.mark.parametrize("mesh", sweep([*MESHES, {"tp": 5}, {"tp": 3}], MESHES[1]), ids=str)
+def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
+    model = load_on(FOLDER / "gpt_oss_mxfp4", **mesh)
+    jaxtp.save_hf(model, tmp_path / "out", dtype="bfloat16")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    tensors, source = (read_header(each / "model.safetensors") for each in (tmp_path / "out", FOLDER / "gpt_oss_mxfp4"))
+    assert {tensor.dtype for tensor in tensors.values()} == {"BF16"}
+    assert tensors.keys() - source.keys() == {
+        f"model.layers.{i}.mlp.experts.{name}_proj" for i in (0, 1) for name in ("gate_up", "down")
+    }
+    with jax.set_mesh(jaxtp.make_mesh(**mesh)):
+        again = jaxtp.load_hf(tmp_path / "out", precision=jaxtp.Precision())
+    assert_same(values(again), values(model))
+
+
+BAD_MXFP4 = {
+    "no scales": (without(SCALES), f"{BLOCKS} is U8 .5, 32, 2, 16., and its scales are missing; MXFP4 has U8"),
+    "no blocks": (without(BLOCKS), rf"missing: \S*down_proj; unexpected: {SCALES}$"),
+    "fewer scales": (with_another(SCALES, (5, 32, 1), np.uint8), r"its scales are U8 \(5, 32, 1\)"),
+    "scales of float32": (with_another(SCALES, (5, 32, 2)), r"its scales are F32 \(5, 32, 2\)"),
+    "shorter blocks": (with_another(BLOCKS, (5, 32, 2, 8), np.uint8), rf"{BLOCKS} is U8 \(5, 32, 2, 8\)"),
+    "blocks without groups": (with_another(BLOCKS, (5, 32, 16), np.uint8), rf"{BLOCKS} is U8 \(5, 32, 16\)"),
+    "one expert fewer": (
+        lambda tensors: tensors.update({name: tensors[name][:4] for name in (BLOCKS, SCALES)}),
+        f"wrong shape: {BLOCKS} is 4x32x64, not 5x32x64$",
+    ),
+    "a scale that is NaN": (
+        lambda tensors: tensors[SCALES].__setitem__((3, 0, 0), 255),
+        f"{BLOCKS} has elements that are not finite",
+    ),
+    "numbers that overflow": (
+        lambda tensors: (tensors[SCALES].fill(254), tensors[BLOCKS].fill(0x77)),
+        f"{BLOCKS} has elements that are not finite",
+    ),
+    "in bfloat16 too": (
+        with_another(BLOCKS.removesuffix("_blocks"), (5, 64, 32)),
+        f"{BLOCKS} and {BLOCKS.removesuffix('_blocks')} are the same parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MXFP4)
+def test_bad_mxfp4(case, tmp_path):
+    change, message = BAD_MXFP4[case]
+    tensors = load_file(FOLDER / "gpt_oss_mxfp4/model.safetensors")
+    change(tensors)
+    with pytest.raises(jaxtp.HFError, match=message) as caught:
+        jaxtp.load_hf(folder_of("gpt_oss_mxfp4", tensors, tmp_path / "bad"))
     assert is_one_clear_message(caught.value)
 
 

@@ -164,6 +164,8 @@ def _checked(messages: object, media_as_text: bool) -> list[Message]:
             if not isinstance(role, str) or role not in _ROLES:
                 raise ChatError(f"message {number} is from {shorten(role)}, and not from {', '.join(_ROLES)}")
             message = {"role": _ROLES[role], "content": message["value"]}
+        if message.get("tool_calls") and message.get("content") is None:
+            message = {**message, "content": ""}
         for key in ("role", "content"):
             if key not in message:
                 names = ", ".join(shorten(name) for name in list(message)[:4]) or "none"

@@ -14,6 +14,7 @@ from jaxtp.hf.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WRAP
 from jaxtp.hf.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from jaxtp.hf.families.gpt2 import GPT2
 from jaxtp.hf.families.gpt_neox import GPT_NEO, GPT_NEOX
+from jaxtp.hf.families.gpt_oss import GPT_OSS
 from jaxtp.hf.families.granite import GRANITE, GRANITEMOE, GRANITEMOEHYBRID
 from jaxtp.hf.families.hunyuan import HUNYUAN
 from jaxtp.hf.families.llama import ARCEE, LLAMA, SEED_OSS, SMOLLM3
@@ -38,6 +39,7 @@ FAMILIES: Mapping[str, Family] = {
         *(PHI, GLM, MINIMAX_M2, COHERE2, NEMOTRON, HUNYUAN, STABLELM),
         *(GEMMA, VAULTGEMMA, GEMMA4, GEMMA4_UNIFIED, MUSE_GLIMMER),
         *(GPT_NEO, GPT_BIGCODE, STARCODER2, ERNIE4_5, ERNIE4_5_MOE, DOTS1),
+        GPT_OSS,
         *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4),
     )
 }
@@ -56,7 +58,6 @@ ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Models of another `model_type` that their configuration makes one of a family."""
 
 REFUSED: Mapping[str, str] = {
-    "gpt_oss": "attention sinks",
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "sparse attention with an indexer"),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "Gated DeltaNet layers"),
     **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2", "bamba"), "Mamba-2 layers"),

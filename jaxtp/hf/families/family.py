@@ -30,8 +30,8 @@ class Tensor:
     theirs: str
     transposed: bool = False
     """The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both."""
-    layout: Layout | None = None
-    """The layout of experts that has this tensor; None: both have it."""
+    layout: Layout | Literal["mxfp4"] | None = None
+    """The layout of experts that has this tensor; None: both have it. An export writes no "mxfp4"."""
     chunks: str | None = None
     """Field with the number of chunks of each part: with num_heads, a fused kernel has the output dims `[N, parts, H]`,
     with num_kv_heads the queries of a group, its key and its value in turn, with d_ff parts that alternate."""
@@ -234,6 +234,8 @@ class Family:
     """Attributes that an export adds, without effect on the model."""
     ignored_attributes: frozenset[str] = frozenset()
     """Ignored in addition to `IGNORED_ATTRIBUTES`."""
+    quantization: frozenset[str] = frozenset({"fp8"})
+    """Supported values of quant_method in quantization_config."""
     tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
     """`base_model_tp_plan` of transformers 5, with a row for the head."""
 

@@ -32,6 +32,19 @@ def said(*contents):
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]}
 
 
+CHANNELS = (
+    "{%- for m in messages %}{%- if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
+    "<|turn|>assistant to=functions.{{ call.name }}<|channel|>commentary<|message|>{{ call.arguments|tojson }}<|stop|>"
+    "{%- elif m.role != 'assistant' %}<|turn|>{{ m.role }}<|message|>{{ m.content }}<|stop|>"
+    "{%- elif not loop.last or add_generation_prompt %}"
+    "<|turn|>assistant<|channel|>final<|message|>{{ m.content }}<|stop|>"
+    "{%- else %}{% if m.thinking %}<|turn|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|stop|>{% endif %}"
+    "<|turn|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{%- if add_generation_prompt %}<|turn|>assistant{% endif %}"
+)
+"""As gpt-oss's: <|end|> only after the last answer, which alone has its reasoning."""
+
+
 ROWS = [said("naïve?", "yes", "and 🙂", "no\n"), said("a", "b <|stop|> c"), said("<|turn|>x", "y", "z")]
 
 
@@ -71,6 +84,30 @@ def test_images_are_refused_counted_or_read_as_words(folder, capsys):
     texts = [spelled(prompt) for prompt, _ in documents(dataset)]
     assert ["What is <image>" in text for text in texts] == [False, False, True, False, False]
     assert sum("<audio> and?" in text for text in texts) == 1
+
+
+def test_channels_and_tool_calls(folder):
+    """Each answer is what a model writes after the header alone."""
+    call = {"type": "function", "function": {"name": "get", "arguments": {"city": "Rom"}}}
+    messages = [
+        {"role": "user", "content": "Is it warm?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "20"},
+        {"role": "assistant", "content": "Yes.", "thinking": "20 is warm"},
+        {"role": "user", "content": "And dry?"},
+        {"role": "assistant", "content": "No.", "thinking": None},
+    ]
+    jsonl(folder / "b.jsonl", [{"messages": messages}])
+    (folder / "channels").write_text(CHANNELS)
+    dataset = make(folder, "--template", folder / "channels", "--held-out", 0, rows="b.jsonl")
+    prompts, answers = zip(*([spelled(ids) for ids in document] for document in documents(dataset)), strict=True)
+    assert answers == (
+        ' to=functions.get<|channel|>commentary<|message|>{"city": "Rom"}<|stop|>',
+        "<|channel|>analysis<|message|>20 is warm<|stop|><|turn|>assistant<|channel|>final<|message|>Yes.<|end|>",
+        "<|channel|>final<|message|>No.<|end|>",
+    )
+    assert all(prompt.endswith("<|stop|><|turn|>assistant") for prompt in prompts)
+    assert ["20 is warm" in prompt for prompt in prompts] == [False] * 3
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
