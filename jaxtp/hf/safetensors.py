@@ -29,7 +29,7 @@ FORMATS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16":
 """Supported dtypes of weights, and their names in the format."""
 DTYPES = {name: np.dtype(jnp.dtype(dtype)) for dtype, name in FORMATS.items()}
 _NUMPY = DTYPES | {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "U8": np.dtype(np.uint8)}
-_SCALE, _UNUSED_SCALES = "_scale_inv", (".activation_scale", ".input_scale")
+_SCALE, _UNUSED_SCALES = "_scale_inv", ("activation_scale", "input_scale")
 """Endings of the names of scales, of weights after their own name."""
 _MX_BLOCKS, _MX_SCALES, _MX_BYTES = "_blocks", "_scales", 16
 """Endings of the names of MXFP4 tensors, and the bytes of a block, each with two numbers."""
@@ -108,7 +108,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ScaledTensor(StoredTensor):
-    """A float8 matrix times the scale of each of its blocks, which reads as float32."""
+    """A float8 matrix, or one of each expert, times the scales of its blocks, which reads as float32."""
 
     stored: StoredTensor
     scale: StoredTensor
@@ -118,11 +118,14 @@ class ScaledTensor(StoredTensor):
         """Yields rows as `StoredTensor.blocks`; each block has its own buffer."""
         scale = replace(self.scale, shape=self.scale.shape or (1,)).read().astype(np.float32)
         height, width = self.block
-        if scale.size > 1:
-            scale = scale.repeat(width, axis=1)[:, : self.shape[1]]
+        if scale.shape[-1] > 1:
+            scale = scale.repeat(width, axis=-1)[..., : self.shape[-1]]
         for row, block in self.stored.blocks(first, last):
-            rows = (np.arange(row, row + len(block)) // height) if scale.size > 1 else slice(None)
-            yield row, block.astype(np.float32) * scale[rows]
+            rows = np.arange(row, row + len(block)) // (height if block.ndim == 2 else 1)
+            factor = scale[rows] if scale.size > 1 else scale
+            if factor.ndim == 3 and factor.shape[1] > 1:
+                factor = factor.repeat(height, axis=1)[:, : self.shape[1]]
+            yield row, block.astype(np.float32) * factor
 
     def data(self) -> Block:
         """Returns the scaled matrix."""
@@ -172,9 +175,10 @@ def with_scales(tensors: Mapping[str, StoredTensor], block: tuple[int, int]) -> 
     mxfp4 = {name.removesuffix(_MX_BLOCKS) + _MX_SCALES: name for name in tensors if name.endswith(_MX_BLOCKS)}
     for name, stored in tensors.items():
         scale = tensors.get(name + _SCALE)
-        if scale is not None and stored.dtype == "F8_E4M3" and len(stored.shape) == 2:
-            grid = tuple(-(-size // step) for size, step in zip(stored.shape, block, strict=True))
-            if scale.dtype not in DTYPES or scale.shape not in (grid, (), (1,)):
+        if scale is not None and stored.dtype == "F8_E4M3" and len(stored.shape) in (2, 3):
+            *experts, height, width = stored.shape
+            grid = (*experts, *(-(-size // step) for size, step in zip((height, width), block, strict=True)))
+            if scale.dtype not in DTYPES or scale.shape not in (grid, (*experts, 1, 1), (), (1,)):
                 raise HFError(
                     f"{scale.file}: {truncate(scale.name)} is {scale.dtype} {scale.shape}, not one scale or {grid}"
                 )

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -19,7 +20,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config.schema import ConfigError
 from jaxtp.hf.config_json import choose_family, model_config, write_attributes
 from jaxtp.hf.families import FAMILIES
-from jaxtp.hf.safetensors import read_header, with_scales
+from jaxtp.hf.safetensors import read_header, with_scales, write_file
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main
 
@@ -405,6 +406,33 @@ def test_what_cannot_be(attributes, message):
     with pytest.raises(jaxtp.HFError, match=message) as caught:
         model_config(attributes, "it")
     assert is_one_clear_message(caught.value)
+
+
+@pytest.mark.parametrize("steps", [(16, 24), "whole", None], ids=str)
+def test_stacked_float8(steps, tmp_path):
+    """A scale of each block, of each expert, or of all."""
+    rng, tensors, small = np.random.default_rng(0), stacked("mixtral"), {}
+    for name in [name for name in tensors if ".experts." in name]:
+        experts, *shape = tensors[name].shape
+        sizes = shape if steps == "whole" else steps or ()
+        grid = (experts, *(-(-size // step) for size, step in zip(shape, sizes, strict=True))) if steps else ()
+        scale = rng.uniform(0.001, 0.1, grid).astype(np.float32)
+        whole = scale
+        if steps:
+            rows, columns = (np.arange(size) // step for size, step in zip(shape, sizes, strict=True))
+            whole = scale[:, rows][..., columns]
+        codes = np.clip(tensors[name] / whole, -400, 400).astype(jnp.float8_e4m3fn)
+        tensors[name] = codes.astype(np.float32) * whole
+        small |= {name: codes, f"{name}_scale_inv": scale, f"{name}_activation_scale": np.float32([1])}
+    formats = {np.dtype(np.float32): "F32", np.dtype(jnp.float8_e4m3fn): "F8_E4M3"}
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 24]}}
+    folder = folder_of("mixtral", tensors, tmp_path / "float32")
+    expected = values(jaxtp.load_hf(folder))
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
+    arrays = tensors | small
+    header = {name: (formats[array.dtype], array.shape) for name, array in arrays.items()}
+    write_file(folder / "model.safetensors", header, arrays.__getitem__)
+    assert_same(values(jaxtp.load_hf(folder, precision=jaxtp.Precision())), expected)
 
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

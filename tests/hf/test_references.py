@@ -32,6 +32,7 @@ UNREAD = [name for name in NEWER if not model_types(name) <= READ]
 MESHES = [((1, 1, 2), True), ((1, 1, 3), True), ((1, 1, 4), False), ((1, 1, 8), True), ((1, 2, 2), True)]
 MESHES += [((1, 1, 2, 1), None)]  # cp
 CASES += [(name, *case) for name in NEWER for case in (ONE, *MESHES) if name not in UNREAD]
+CASES += [("gpt_oss", (1, 1, 4, 1), None), ("gpt_oss", (1, 1, 2, 4), True)]
 ROTATED = [(name, *case) for name, case in zip(NEWER, itertools.cycle(MESHES), strict=False) if name not in UNREAD]
 NEWER = [name for name in NEWER if name not in UNREAD]
 LATENT = ["deepseek_v2", "deepseek_v3_yarn", "mistral4"]
