@@ -343,7 +343,7 @@ def _our_plan(config: ModelConfig, family: Family) -> dict[str, str]:
     for path, variable in named_variables(abstract_decoder(config)[1]).items():
         stack, general = split_path(path)
         possible = alternatives(general, family, blocks.get(str(stack), config.block()))
-        tensor = next(tensor for tensor in possible if tensor.layout != "separate")
+        tensor = next(tensor for tensor in possible if tensor.layout in (None, "stacked"))
         if not tensor.theirs.endswith((".bias", "proj_bias")):
             module = tensor.theirs.removeprefix(family.prefix).removesuffix(".weight")
             plan[module.replace(LAYER, "*")] = _style(tensor, spec_of(variable))
