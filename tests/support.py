@@ -1,9 +1,7 @@
 """Builds models with equal weights with and without a mesh, and compares results."""
 
-import dataclasses
 import itertools
 import zlib
-from collections import Counter
 from contextlib import contextmanager
 
 import jax
@@ -17,13 +15,9 @@ from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.batches import Position, token_batches
 from jaxtp.data.loader import on_mesh
 from jaxtp.generate.decode_model import DecodeModel
-from jaxtp.hf.adapters import adapters
-from jaxtp.hf.tensor_map import split_path
 from jaxtp.layers.cache import NewTokens
-from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import PARAMETERS
 from jaxtp.mesh import mesh_shape
-from jaxtp.models.config import adapter_targets
 from jaxtp.tools.check.parity import on_host, place
 
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
@@ -130,15 +124,6 @@ def compilations():
         yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def own_targets(config, family):
-    """Returns the adapter targets whose kernels are whole tensors in a family's files."""
-    can, parts = adapter_targets(config), Counter(tensor.theirs for tensor in family.tensors)
-    theirs = {tensor.ours: tensor.theirs for tensor in family.tensors}
-    adapted = adapters(dataclasses.replace(config, lora=LoraConfig(rank=1, targets=can)))
-    fused = {each.target for each in adapted if parts[theirs[split_path(each.kernel)[1]]] > 1}
-    return tuple(target for target in can if target not in fused)
 
 
 def batches(samples, mesh, *, global_batch_size, start, count):

@@ -426,7 +426,8 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
     for problem in rope_problems(width, theta, scaling, fraction) if fields and width % 2 == 0 else ():
         raise HFError(f"the rotary embedding {kind!r} is invalid: {problem}")
     changed = {name: v for name, v in asdict(scaling).items() if name == "kind" or v != getattr(UNSCALED, name)}
-    if family.scaled_scores and kind == "yarn" and fields and (all_dim := parameters.get(_ALL_DIM)):
+    all_dim = parameters.get(_ALL_DIM) if family.scaled_scores and fields else None
+    if all_dim and scaling.kind == "yarn" and scaling.factor > 1:
         others |= {"query_scale": fields["head_dim"] ** -0.5 * _mscale(_ALL_DIM, all_dim, scaling.factor) ** 2}
     return {"rope_theta": theta, "rope_scaling": changed, **others}
 

@@ -208,8 +208,10 @@ def _peft_config(config: ModelConfig, adapted: _Modules, *, are_short: bool, dia
         is_parameter = name in mixed or _is_stacked(part)
         full = name if is_parameter else name.removesuffix(".weight")
         end = re.split(r"\.\d+\.", full, maxsplit=1)[-1]
-        by_target = end.endswith(f".{adapter.target}") and not (is_parameter or (mixed and part.expert is not None))
-        (parameters if is_parameter else modules).append((adapter.target if by_target else end) if are_short else full)
+        last = full.rpartition(".")[2]
+        is_last = not is_parameter and (last == adapter.target if part.expert is None else not mixed)
+        short = last if is_last else end
+        (parameters if is_parameter else modules).append(short if are_short else full)
         if others and diagonal:
             counts[end] = 1 + len(others)
     rslora = lora.rslora and not any(part.expert is not None for (_, part), *_ in adapted.values())

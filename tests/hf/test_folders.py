@@ -240,15 +240,18 @@ def test_rows_are_read_on_any_mesh_as_they_were_written(family, mesh, tmp_path):
         np.testing.assert_allclose(again(ids), jaxtp.load_hf(tmp_path / "out")(ids))
 
 
-@pytest.mark.parametrize("block", [[16, 24], None], ids=str)
-def test_float8_is_multiplied_by_its_scales(block, tmp_path):
+LATENTS = pytest.param("deepseek_v3", [5, 7], marks=pytest.mark.wide)
+
+
+@pytest.mark.parametrize(("name", "block"), [("mistral", [16, 24]), ("mistral", None), LATENTS], ids=str)
+def test_float8_is_multiplied_by_its_scales(name, block, tmp_path):
     """Of each block, also where a block is cut off, or of the whole matrix."""
-    source = read_header(FOLDER / "mistral/model.safetensors")
+    source = read_header(FOLDER / name / "model.safetensors")
     rng, tensors, expected = np.random.default_rng(0), {}, {}
-    for name, tensor in source.items():
+    for key, tensor in source.items():
         array = tensor.read().astype(np.float32)
-        expected[name] = ("F32", array)
-        if ".mlp." in name or "self_attn" in name:
+        expected[key] = ("F32", array)
+        if "_proj" in key:
             grid = (
                 () if block is None else tuple(-(-size // step) for size, step in zip(array.shape, block, strict=True))
             )
@@ -257,9 +260,9 @@ def test_float8_is_multiplied_by_its_scales(block, tmp_path):
             rows, columns = (np.arange(size) // step for size, step in zip(array.shape, steps, strict=True))
             whole = scale if block is None else scale[rows][:, columns]
             small = np.clip(array / whole, -400, 400).astype(numpy_of("F8_E4M3"))
-            tensors |= {name: ("F8_E4M3", small), f"{name}_scale_inv": ("F32", scale)}
-            expected[name] = ("F32", small.astype(np.float32) * whole)
-    config = json.loads((FOLDER / "mistral/config.json").read_text())
+            tensors |= {key: ("F8_E4M3", small), f"{key}_scale_inv": ("F32", scale)}
+            expected[key] = ("F32", small.astype(np.float32) * whole)
+    config = json.loads((FOLDER / name / "config.json").read_text())
     for folder, stored, more in (
         ("float8", expected | tensors, {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}),
         ("float32", expected, {}),

@@ -104,10 +104,10 @@ def test_what_is_written_reads_back(family):
     more = {"head_dim": 4, "position_embedding_type": "rope", "layer_types": [FAMILIES[family].only_layer_type] * 2}
     if more["layer_types"] == [None] * 2:
         more.pop("layer_types")
-    more |= {"n_routed_experts": 2, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    more |= {"n_routed_experts": 2, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
     sizes = {name: value for name, value in more.items() if name in FAMILIES[family].known_attributes()}
     base = model_config(attributes | sizes | {"model_type": family}, "it")
-    pairs = range(int(base.head_dim * base.rotary_fraction) // 2)
+    pairs = range((base.rope_head_dim or int(base.head_dim * base.rotary_fraction)) // 2)
     lists = {"short_factor": tuple(1.0 + i / 2 for i in pairs), "long_factor": tuple(2.0 + 29 * i for i in pairs)}
     scaling = RopeScaling(kind="longrope", factor=3.3, original_length=10, attention_factor=1.1, **lists)
     first = tuple({**changes, "rope_scaling": scaling} for changes in base.first_blocks)

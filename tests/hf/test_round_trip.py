@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 
 import hf_reference
 import jax
@@ -282,7 +283,28 @@ FAMILY_OF |= {
         "pattern": ({}, {"sliding_window": 4}),
     },
 }
-NEVER_FIRST = {"gemma4_unified_text", "ernie4_5"}
+YARN = RopeScaling(kind="yarn", factor=4.0, attention_factor=0.9)
+LATENT = {"kv_rank": 6, "rope_head_dim": 2, "head_dim": 6, "value_head_dim": 5, "num_kv_heads": SMALL.num_heads}
+LATENT |= {"num_experts": 4, "shared_experts": 24, "experts_scale": 2.5, "rope_scaling": YARN}
+LATENT |= {"query_scale": 6**-0.5 * (0.05 * math.log(4.0) + 1) ** 2}
+FAMILY_OF |= {
+    "deepseek_v2": {**LATENT, "normalize_experts": False, "expert_groups": 2, "group_score": "max"},
+    "deepseek_v3": {
+        **{**LATENT, "query_rank": 3, "router_scores": "sigmoid", "selection_bias": True, "expert_groups": 2},
+        "first_blocks": ({"num_experts": 0, "d_ff": 9, "shared_experts": 0},),
+    },
+    "mistral4": {**LATENT, "query_rank": 3, "query_temperature": 0.2, "expert_groups": 2},
+}
+FAMILY_OF["gpt_oss"] = {
+    **{"activation": "quick_gelu", "swiglu_limit": 7.0, "num_experts": 4, "router_bias": True, "experts_bias": True},
+    **{
+        "attention_sinks": True,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "pattern": ({"sliding_window": 4}, {}),
+    },
+}
+NEVER_FIRST = {"gemma4_unified_text", "ernie4_5", "glm4_moe_lite"}
 """Families whose models another family can represent too."""
 assert FAMILY_OF.keys() | NEVER_FIRST == FAMILIES.keys()
 

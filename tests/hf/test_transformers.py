@@ -1,14 +1,15 @@
 """What we export, read by transformers and peft, and what peft writes, read by us: the logits are the same."""
 
+import itertools
 import json
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from flax import nnx
 from hf_reference import FOLDER, model_types
 from runs import SMALL, TEXT, mesh
-from support import own_targets
 from updates import updated
 
 import jaxtp
@@ -102,21 +103,33 @@ def test_what_we_export(source, tmp_path):
         ids = reference["input_ids"].astype(np.int32)
     with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
         model = jaxtp.load_hf(source)
-        targets = own_targets(model.config, family)
-        adapted = jaxtp.add_adapters(model, LoraConfig(rank=2, rslora=True, targets=targets))
-        nnx.update(adapted, jax.tree.map(lambda array: array + 0.02, nnx.state(adapted, nnx.LoRAParam)))
+        adapted = with_adapters(model, LoraConfig(rank=2, rslora=True))
         for layout in ("separate", "stacked") if model.config.most_experts and not family.wrapper else ("separate",):
             jaxtp.save_hf(model, tmp_path / layout, **whole, experts=layout)
             np.testing.assert_allclose(theirs(tmp_path / layout, ids), ours(model, ids), atol=1e-4)
+            jaxtp.save_peft(adapted, tmp_path / f"adapters {layout}", family=name, experts=layout)
         jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", **whole)
-        jaxtp.save_peft(adapted, tmp_path / "adapters", family=name)
         expected = ours(adapted, ids)
     if family.wrapper is not None:
         kept, written = (others(folder, family.wrapper) for folder in (source, tmp_path / "merged"))
         assert kept
         assert written == kept
     np.testing.assert_allclose(theirs(tmp_path / "merged", ids), expected, atol=1e-4)
-    np.testing.assert_allclose(theirs(tmp_path / "separate", ids, tmp_path / "adapters"), expected, atol=1e-4)
+    for adapters in tmp_path.glob("adapters *"):
+        np.testing.assert_allclose(theirs(tmp_path / "separate", ids, adapters), expected, atol=1e-4)
+
+
+def with_adapters(model, lora):
+    """The model with random adapters."""
+    adapted = jaxtp.add_adapters(model, lora)
+    move(adapted)
+    return adapted
+
+
+def move(model):
+    """Changes each number of the adapters."""
+    random, factors = np.random.default_rng(0), nnx.state(model, nnx.LoRAParam)
+    nnx.update(model, jax.tree.map(lambda a: a + 0.1 * random.normal(size=a.shape).astype(a.dtype), factors))
 
 
 def others(folder, wrapper):
@@ -199,10 +212,63 @@ def test_what_peft_made(kind, base, tmp_path):
 
 @pytest.mark.parametrize(("name", "targets"), [("gpt2", ["c_attn", "c_proj"]), ("phi3", ["qkv_proj", "down_proj"])])
 def test_what_peft_made_of_projections_in_one(name, targets, tmp_path):
-    """Of such adapters we make a whole model: PEFT has one A for several projections, we have one for each."""
+    """PEFT has one A for several projections, we have one for each; PEFT's is theirs, one after the other."""
     begun = by_peft(FOLDER / name, tmp_path / "theirs", r=2, target_modules=targets)
-    model = jaxtp.load_hf(FOLDER / name)
-    found = open_peft(tmp_path / "theirs", model.config, name)
-    assert "fuses several projections" in found.untrainable
-    merged = jaxtp.merge_adapters(with_peft(model, found, None))
-    np.testing.assert_allclose(ours(merged, IDS), begun, atol=1e-4)
+    is_trained_on(jaxtp.load_hf(FOLDER / name), FOLDER / name, begun, tmp_path)
+
+
+MIXTURES = {  # the modules beside the experts
+    "mixtral": ["q_proj", "o_proj"],
+    "qwen3_moe": ["k_proj", "v_proj"],
+    "gpt_oss": ["q_proj", "o_proj"],
+    "deepseek_v3": ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"],
+}
+
+
+@pytest.mark.parametrize("parameters", [["gate_up_proj", "down_proj"], ["gate_up_proj"], ["down_proj"]], ids=str)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_peft_made_of_experts(name, parameters, tmp_path):
+    parameters = [f"mlp.experts.{parameter}" for parameter in parameters]
+    settings = {"r": 2, "target_modules": MIXTURES[name], "target_parameters": parameters}
+    begun = by_peft(FOLDER / name, tmp_path / "theirs", **settings)
+    is_trained_on(jaxtp.load_hf(FOLDER / name), FOLDER / name, begun, tmp_path)
+
+
+OLDER = {"mixtral": ("block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2"))}
+OLDER["qwen3_moe"] = ("mlp.experts.{}.{}", ("gate_proj", "up_proj", "down_proj"))
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_what_peft_made_of_experts_in_modules(name, tmp_path):
+    """As it did with transformers 4, and both read it now."""
+    model, random = jaxtp.load_hf(FOLDER / name), np.random.default_rng(0)
+    (pattern, names), config = OLDER[name], model.config
+    tensors = {}
+    for layer, expert, kernel in itertools.product(range(config.num_layers), range(config.num_experts), names):
+        sides = (config.d_model, config.d_ff) if kernel != names[2] else (config.d_ff, config.d_model)
+        module = f"base_model.model.model.layers.{layer}.{pattern.format(expert, kernel)}"
+        for factor, shape in (("A", (2, sides[0])), ("B", (sides[1], 2))):
+            tensors[f"{module}.lora_{factor}.weight"] = random.normal(size=shape, scale=0.3).astype(np.float32)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    safetensors.numpy.save_file(tensors, folder / "adapter_model.safetensors")
+    attributes = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 3, "target_modules": list(names)}
+    (folder / "adapter_config.json").write_text(json.dumps(attributes))
+    is_trained_on(model, FOLDER / name, theirs(FOLDER / name, IDS, folder), tmp_path)
+
+
+def is_trained_on(model, base, begun, tmp_path):
+    """PEFT's adapters are read, merged, changed, and read by PEFT."""
+    family = family_of(read_attributes(base), base.name).model_type
+    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+        adapted = jaxtp.load_peft(jaxtp.load_hf(base), tmp_path / "theirs", family=family)
+        np.testing.assert_allclose(ours(adapted, IDS), begun, atol=1e-4)
+    adapted = jaxtp.load_peft(model, tmp_path / "theirs", family=family)
+    np.testing.assert_allclose(ours(jaxtp.merge_adapters(adapted), IDS), begun, atol=1e-4)
+    jaxtp.save_peft(adapted, tmp_path / "same", family=family)
+    np.testing.assert_allclose(theirs(base, IDS, tmp_path / "same"), begun, atol=1e-4)
+    move(adapted)
+    jaxtp.save_peft(adapted, tmp_path / "ours", family=family)
+    after = theirs(base, IDS, tmp_path / "ours")
+    np.testing.assert_allclose(ours(adapted, IDS), after, atol=1e-4)
+    assert np.abs(after - begun).max() > 1e-2

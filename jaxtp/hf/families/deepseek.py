@@ -101,11 +101,7 @@ DEEPSEEK_V3 = replace(
     architecture="DeepseekV3ForCausalLM",
     tensors=(*DEEPSEEK_V2.tensors, base.SELECTION_BIAS),
     attributes=base.with_defaults(
-        (
-            *attributes(),
-            ROPE_PAIRS,
-            *base.grouped_experts(256, 8, normalize=True),
-        ),
+        (*attributes(), ROPE_PAIRS, *base.grouped_experts(256, 8, normalize=True)),
         num_key_value_heads=128,
         routed_scaling_factor=2.5,
         n_group=8,

@@ -30,11 +30,12 @@ from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import save_peft
 from jaxtp.hf.runs import BASE, copy_hf_files, hf_files_of, load_adapted, load_adapters, origin_of
 from jaxtp.hf.save import SaveOptions, atomic_folder, copied_attributes, has_tokenizer, save_hf
-from jaxtp.hf.tensor_map import HEAD, TABLE, split_path
+from jaxtp.hf.tensor_map import HEAD, TABLE, alternatives, split_path
 from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, Precision, spec_of
 from jaxtp.mesh import TP, axes_of, mesh_of, mesh_shape, mesh_sizes
+from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
 from jaxtp.train import run_folder
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
@@ -327,20 +328,22 @@ def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]
         theirs, origin = family.tp_plan, "the plan of transformers"
     if not isinstance(theirs, Mapping) or not all(isinstance(style, str) for style in theirs.values()):
         raise HFError(f"{source}: {PLAN} should give a style for each module")
-    ours = _our_plan(abstract_decoder(config)[1], family)
+    ours = _our_plan(config, family)
     yield f"{family.model_type}, {origin}"
     yield ""
-    yield f"{'module':<36}{'transformers':<32}{'jaxtp':<20}"
+    yield f"{'module':<40}{'transformers':<32}{'jaxtp':<20}"
     for module in dict.fromkeys((*ours, *theirs)):
-        yield f"{module:<36}{theirs.get(module, '-'):<32}{ours.get(module, '-'):<20}{_verdict(module, theirs, ours)}"
+        yield f"{module:<40}{theirs.get(module, '-'):<32}{ours.get(module, '-'):<20}{_verdict(module, theirs, ours)}"
 
 
-def _our_plan(parameters: nnx.State, family: Family) -> dict[str, str]:
+def _our_plan(config: ModelConfig, family: Family) -> dict[str, str]:
     """Returns jaxtp's style of each module, in PyTorch's names, from its parameters' specs."""
-    tensors = {tensor.ours: tensor for tensor in family.tensors if tensor.layout != "separate"}
+    blocks = {stack: block for stack, _, block in config.kinds()}
     plan: dict[str, str] = {}
-    for path, variable in named_variables(parameters).items():
-        tensor = tensors[split_path(path)[1]]
+    for path, variable in named_variables(abstract_decoder(config)[1]).items():
+        stack, general = split_path(path)
+        possible = alternatives(general, family, blocks.get(str(stack), config.block()))
+        tensor = next(tensor for tensor in possible if tensor.layout in (None, "stacked"))
         if not tensor.theirs.endswith((".bias", "proj_bias")):
             module = tensor.theirs.removeprefix(family.prefix).removesuffix(".weight")
             plan[module.replace(LAYER, "*")] = _style(tensor, spec_of(variable))
