@@ -213,12 +213,12 @@ class _Buffers:
             if part.columns is not None:
                 columns = part.columns[begin:end]
                 bounds = (int(columns.min(initial=part.columns.max())), int(columns.max(initial=-1)) + 1)
-            if part.reversed:
-                yield block.T, (bounds, *before[::-1]), columns
-            elif part.transposed:
-                yield block.swapaxes(-2, -1), (*before[:-1], bounds, before[-1]), columns
-            else:
-                yield block, (*before, bounds), columns
+            where = (*before, bounds)
+            if part.transposed:
+                block, where = block.swapaxes(-2, -1), (*before[:-1], bounds, before[-1])
+            if part.experts_last:
+                block, where = np.moveaxis(block, 0, -1), (*where[1:], where[0])
+            yield block, where, columns
 
     def fill(self, part: TensorPart, row: int, rows: Block) -> None:
         for block, ((start, stop), *others), columns in self.slices(part):
@@ -226,7 +226,7 @@ class _Buffers:
             if low >= high:
                 continue
             source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in others))]
-            output_dim = 0 if part.reversed else block.ndim - (2 if part.transposed else 1)
+            output_dim = block.ndim - 1 - part.transposed - part.experts_last
             if columns is None:
                 _copy(block[low - start : high - start], source)
             elif output_dim:

@@ -13,7 +13,7 @@ export of n projections with different As writes rank n * r, with a block-diagon
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, Unpack
@@ -122,28 +122,37 @@ def _tensor_name(stem: str, factor: str) -> str:
     return f"{PREFIX}{stem}.lora_{factor}.weight"
 
 
-def _factors(adapted: _Modules, variables: Mapping[str, Variable], *, diagonal: bool) -> Iterator[TensorPart]:
-    """Yields the parts of each A, then of each B, which is block-diagonal if `diagonal` and it has several parts."""
+def _factors(
+    adapted: _Modules, variables: Mapping[str, Variable], *, diagonal: bool, exchanged: Collection[str] = ()
+) -> Iterator[TensorPart]:
+    """Yields the parts of each A, then of each B, which is block-diagonal if `diagonal` and it has several parts.
+
+    `exchanged` tensors have A in place of B, as before `_VERSION`.
+    """
     stems = _stems(adapted)
     for factor in "AB":
         for name, projections in adapted.items():
             for i, (adapter, part) in enumerate(projections):
                 *experts, inputs, rank = logical_shape(variables[f"{adapter.lora}.a"])[1:]
                 stacked = experts if part.expert is None else []
-                joined, first = math.prod(stacked), 0
-                if diagonal:
-                    first, rank = i * rank, len(projections) * rank
+                outputs, joined = part.ordered_shape[-1], math.prod(stacked)
+                first, ranks = (i * rank, len(projections) * rank) if diagonal else (0, rank)
+                is_first = (factor == "A") != (name in exchanged)  # `[E * r, sides]`, unlike `[sides, r * E]`
+                sides = inputs if factor == "A" else outputs
                 where = TensorPart(
-                    f"{adapter.lora}.{factor.lower()}", _tensor_name(stems[name], factor), part.index, False, ()
+                    f"{adapter.lora}.{factor.lower()}",
+                    _tensor_name(stems[name], "A" if is_first else "B"),
+                    part.index,
+                    transposed=name not in exchanged,
+                    shape=(*stacked, ranks, sides) if is_first else (sides, ranks, *stacked),
+                    expert=part.expert,
+                    stored=(joined * ranks, sides) if is_first else (sides, ranks * joined),
+                    experts_last=bool(stacked) and not is_first,
                 )
-                where = replace(where, expert=part.expert)
                 if factor == "A":
-                    shape = (*stacked, rank, inputs)
-                    yield replace(where, transposed=True, shape=shape, first=first, stored=(joined * rank, inputs))
+                    yield replace(where, first=first)
                 else:
-                    width = part.ordered_shape[-1]
-                    where = replace(where, reversed=True, shape=(width, rank, *stacked), stored=(width, rank * joined))
-                    yield replace(where, first=part.first, columns=part.columns, inner=first)
+                    yield replace(where, first=part.first, inner=first, columns=part.columns)
 
 
 def save_peft(
@@ -326,7 +335,10 @@ def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family
     adapted = {name: parts for name, parts in possible.items() if _tensor_name(stems[name], "A") in stored}
     _check_names(attributes, stems, adapted, made_for)
     factors = {name: tuple(stored[_tensor_name(stems[name], factor)] for factor in "AB") for name in adapted}
-    lora, diagonal = _lora_config(attributes, adapted, factors, made_for)
+    version = re.match(r"(\d{1,4})\.(\d{1,4})", str(attributes.get("peft_version")))
+    is_old = version is None or (int(version[1]), int(version[2])) < (0, 19)
+    exchanged = {name for name, parts in adapted.items() if _is_exchanged(parts[0][1], factors[name], is_old)}
+    lora, diagonal = _lora_config(attributes, adapted, factors, exchanged, made_for)
     used = {adapter.target for parts in adapted.values() for adapter, _ in parts}
     lora = replace(lora, targets=tuple(target for target in TARGETS if target in used))
     config = replace(config, lora=lora)
@@ -335,7 +347,9 @@ def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family
         name: [(new[old.kernel], part) for old, part in each if old.kernel in new] for name, each in every.items()
     }
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
-    parts = group_by_tensor(_factors({name: modules[name] for name in adapted}, variables, diagonal=diagonal))
+    parts = group_by_tensor(
+        _factors({name: modules[name] for name in adapted}, variables, diagonal=diagonal, exchanged=exchanged)
+    )
     tensors = {name: replace(stored[name], shape=part.shape) for name, (part, *_) in parts.items()}
     notes = []
     if dropout := attributes.get("lora_dropout"):
@@ -384,29 +398,31 @@ def _check_tensors(
 
 
 def _lora_config(
-    attributes: Attributes, adapted: _Modules, factors: Mapping[str, tuple[StoredTensor, ...]], made_for: str
+    attributes: Attributes,
+    adapted: _Modules,
+    factors: Mapping[str, tuple[StoredTensor, ...]],
+    exchanged: Collection[str],
+    made_for: str,
 ) -> tuple[LoraConfig, bool]:
     """Returns the settings, and whether the B of several projections is block-diagonal; checks all shapes."""
     rslora = switch("use_rslora", attributes.get("use_rslora") or False)
     rank_of = _pattern(attributes, "rank_pattern", whole("r", attributes.get("r")), whole)
     alpha_of = _pattern(attributes, "alpha_pattern", positive("lora_alpha", attributes.get("lora_alpha")), positive)
     targets = _names("target_parameters", attributes)
-    version = re.match(r"(\d{1,4})\.(\d{1,4})", str(attributes.get("peft_version")))
-    exchanged = version is None or (int(version[1]), int(version[2])) < (0, 19)
     found: dict[str, LoraConfig] = {}
     for name, parts in adapted.items():
         target = name if _suffixes(name) & targets else name.removesuffix(".weight")
         found[name] = LoraConfig(rank=rank_of(target), alpha=alpha_of(target), rslora=rslora)
-        if exchanged and _is_exchanged(parts[0][1], factors[name]):
-            raise HFError(
-                f"{name}: A and B are exchanged, as by PEFT before {_VERSION}; merge them into the model by that PEFT: "
-                "merge_and_unload()"
-            )
-        _check_shapes(found[name].rank, parts[0][1], factors[name], made_for)
+        part = parts[0][1]
+        *_, inputs, outputs = part.ordered_shape
+        sides = (outputs, inputs) if name in exchanged else (inputs, outputs)
+        _check_shapes(found[name].rank, part.shape[0] if _is_stacked(part) else 1, sides, factors[name], made_for)
     base = LoraConfig(rank=rank_of(""), alpha=alpha_of(""), rslora=rslora)
     joined = {name: parts for name, parts in adapted.items() if len(parts) > 1}
     diagonal = bool(joined) and all(
-        found[name].rank == len(parts) * base.rank and _is_block_diagonal(factors[name][1], parts)
+        found[name].rank == len(parts) * base.rank
+        and name not in exchanged
+        and _is_block_diagonal(factors[name][1], parts)
         for name, parts in joined.items()
     )
     first, one = ("r", base) if diagonal else next(iter(found.items()))
@@ -439,20 +455,22 @@ def _pattern(
     return lambda target: next((values[end] for end in values if end in _suffixes(target)), default)
 
 
-def _is_exchanged(part: TensorPart, factors: Sequence[StoredTensor]) -> bool:
-    """Returns whether A and B of stacked experts `[E, out, in]` may be of the transposed kernel."""
+def _is_exchanged(part: TensorPart, factors: Sequence[StoredTensor], is_old: bool) -> bool:
+    """Returns whether A and B of stacked experts `[E, out, in]` are of the transposed kernel."""
     a, b = factors
-    return _is_stacked(part) and part.transposed and (*b.shape[:1], *a.shape[1:]) == part.ordered_shape[1:]
-
-
-def _check_shapes(rank: int, part: TensorPart, factors: Sequence[StoredTensor], made_for: str) -> None:
-    a, b = factors
-    experts = part.shape[0] if _is_stacked(part) else 1
     *_, inputs, outputs = part.ordered_shape
+    fits = (*b.shape[:1], *a.shape[1:]) == (inputs, outputs)
+    return _is_stacked(part) and part.transposed and fits and (is_old or inputs != outputs)
+
+
+def _check_shapes(
+    rank: int, experts: int, sides: tuple[int, int], factors: Sequence[StoredTensor], made_for: str
+) -> None:
+    a, b = factors
     if a.shape[:1] != (rank * experts,):
-        times = f" for each of {experts} experts" if _is_stacked(part) else ""
+        times = f" for each of {experts} experts" if experts > 1 else ""
         raise HFError(f"{truncate(a.name, 200)} has the shape {dims(a.shape)}, and r = {rank}{times}")
-    for tensor, shape in ((a, (rank * experts, inputs)), (b, (outputs, rank * experts))):
+    for tensor, shape in ((a, (rank * experts, sides[0])), (b, (sides[1], rank * experts))):
         if tensor.shape != shape:
             raise HFError(f"{tensor.name} is {dims(tensor.shape)}, and this model needs {dims(shape)}{made_for}")
 

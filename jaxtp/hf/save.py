@@ -209,7 +209,8 @@ def gather_tensors(
                 places = slice(each.first, each.first + filled.shape[-1]) if each.columns is None else each.columns
                 rows = (slice(each.inner, each.inner + filled.shape[-2]),) if filled.ndim > 1 else ()
                 host[(..., *rows, places)] = filled
-        host = host.T if part.reversed else host.swapaxes(-2, -1) if part.transposed else host
+        host = host.swapaxes(-2, -1) if part.transposed else host
+        host = np.moveaxis(host, 0, -1) if part.experts_last else host
         return host.reshape(part.stored_shape)
 
     for parts in tensors.values():

@@ -63,8 +63,8 @@ class TensorPart:
     """Always float32 in the file."""
     inner: int = 0
     """Start of the part along the second to last dim in jaxtp's order."""
-    reversed: bool = False
-    """All dims are in the opposite order in the file."""
+    experts_last: bool = False
+    """The dim of experts comes last in the file, not first."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -74,8 +74,8 @@ class TensorPart:
     @property
     def ordered_shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor, with dims in jaxtp's order."""
-        swapped = (*self.shape[:-2], *self.shape[:-3:-1]) if self.transposed else self.shape
-        return self.shape[::-1] if self.reversed else swapped
+        shape = (self.shape[-1], *self.shape[:-1]) if self.experts_last else self.shape
+        return (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
 
     @property
     def target(self) -> tuple[str, int | None]:

@@ -13,7 +13,9 @@ from support import sweep
 
 import jaxtp
 from jaxtp.checkpoint.checksum import NonFiniteError
+from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config.schema import ConfigError
+from jaxtp.hf.adapters import adapters
 from jaxtp.layers.lora import LoraConfig
 
 PLAIN = jaxtp.ModelConfig(vocab_size=37, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
@@ -144,6 +146,32 @@ def test_of_other_layers(config, tmp_path):
     assert described["rank_pattern"] == {"attn.c_attn": 6}
     assert described["fan_in_fan_out"]
     assert tensors["base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"].shape == (6, 16)
+
+
+EXPERTS = {"num_experts": 3, "experts_per_token": 2, "d_ff": 8}
+MIXTURES = {
+    "plain": {**EXPERTS, "mlp": "plain"},
+    "shared": {**EXPERTS, "shared_experts": 12, "first_blocks": ({"num_experts": 0, "d_ff": 24},)},
+    "beside an MLP": {**EXPERTS, "dense_mlp": 12, "norm_placement": "both"},
+    "latent": {"kv_rank": 8, "rope_head_dim": 4, "head_dim": 8, "value_head_dim": 6, "num_kv_heads": 4},
+}
+MIXTURES["latent queries"] = {**MIXTURES["latent"], **MIXTURES["shared"], "query_rank": 8}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("sizes", [None, {"fsdp": 2, "tp": 2}, {"tp": 3}], ids=str)
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_merged_in_mixtures_and_latent_attention(kind, sizes):
+    with contextlib.nullcontext() if sizes is None else jax.set_mesh(jaxtp.make_mesh(**sizes)):
+        model = jaxtp.Decoder(dataclasses.replace(PLAIN, **MIXTURES[kind]), rngs=nnx.Rngs(0))
+        adapted, random = jaxtp.add_adapters(model, LoraConfig(rank=2)), np.random.default_rng(0)
+        moved = jax.tree.map(lambda a: a + 0.1 * random.normal(size=a.shape), nnx.state(adapted, nnx.LoRAParam))
+        nnx.update(adapted, moved)
+        with_them = logits_of(adapted)
+        np.testing.assert_allclose(logits_of(jaxtp.merge_adapters(adapted)), with_them, atol=5e-5)
+        assert np.abs(with_them - logits_of(model)).max() > 1e-2
+    each = [adapter.lora for adapter in adapters(adapted.config)]
+    assert {f"{lora}.{factor}" for lora in each for factor in "ab"} == {*named_variables(moved)}
 
 
 def test_the_other_function_is_named(tmp_path):

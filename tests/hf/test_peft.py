@@ -1,6 +1,7 @@
 """Adapters in PEFT's format read for a model; those that are damaged, hostile, of another kind or another model."""
 
 import contextlib
+import dataclasses
 import json
 import math
 
@@ -319,6 +320,39 @@ def test_experts_whose_joined_adapter_was_trained_on_keep_its_rank(tmp_path):
     assert found.lora == LoraConfig(rank=2 * R, alpha=12, targets=("gate_proj", "up_proj"))
 
 
+@pytest.mark.parametrize("width", sweep([F, D // 2], F))
+def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
+    """PEFT took `[E, out, in]` for `[E, in, out]`: `delta[e, out, in] = B[in, r, e] A[e, r, out]`. Where A and B have
+    the same sides, the version decides.
+    """
+    random, config = np.random.default_rng(0), dataclasses.replace(MIXTRAL, d_ff=width)
+    sides = {"experts.base_layer": (D, 2 * width), "experts": (width, D)}
+    arrays = {
+        f"base_model.model.model.layers.{layer}.mlp.{module}.lora_{factor}.weight": random.normal(size=shape)
+        for layer in range(2)
+        for module, (inputs, outputs) in sides.items()
+        for factor, shape in (("A", (E * R, outputs)), ("B", (inputs, R * E)))
+    }
+    arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
+    model = jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    attributes = EXPERTS["stacked"][1] | {"target_modules": [], "peft_version": "0.18.1"}
+    adapted = load_peft(model, write(tmp_path / "in", arrays, **attributes), family="mixtral")
+    merged, mlp = jaxtp.merge_adapters(adapted).blocks.mlp, model.blocks.mlp
+    added = {
+        name: np.asarray(getattr(merged, name)[...] - getattr(mlp, name)[...])[1] for name in ("gate", "up", "down")
+    }
+    for module, found in (
+        ("experts.base_layer", np.concatenate([added["gate"], added["up"]], axis=-1)),
+        ("experts", added["down"]),
+    ):
+        a, b = (arrays[f"base_model.model.model.layers.1.mlp.{module}.lora_{factor}.weight"] for factor in "AB")
+        expected = 3 * np.einsum("ire,ero->eio", b.reshape(len(b), R, E), a.reshape(E, R, -1))
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    jaxtp.save_peft(adapted, tmp_path / "out", family="mixtral")
+    again = load_peft(model, tmp_path / "out", family="mixtral")
+    assert exactly(factors_of(again)) == exactly(factors_of(adapted))
+
+
 def test_some_experts_have_adapters(tmp_path):
     """By an expression; the others have zeros, and a note says how many have one."""
     arrays, _ = of_experts("separate")
@@ -345,11 +379,6 @@ def experts(spelling, *, drop=(), add=None, **attributes):
 
 
 A_OF_EXPERTS = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
-EXCHANGED = {
-    name.replace("lora_A", "lora_X").replace("lora_B", "lora_A").replace("lora_X", "lora_B"): array.T
-    for name, array in of_experts("stacked")[0].items()
-    if "experts" in name
-}
 NO_EXPERTS = {
     "experts skipped": (
         experts("stacked", drop=["experts"], target_modules=["q_proj", "w1", "w2", "w3"], target_parameters=...),
@@ -380,10 +409,6 @@ NO_EXPERTS = {
         "target_parameters name mlp.gate.weight, which is no parameter here",
     ),
     "parameters of no list": (experts("stacked", target_parameters="gate_up_proj"), "should be a list of names"),
-    "A and B exchanged": (
-        experts("stacked", add=EXCHANGED, peft_version="0.18.1"),
-        "A and B are exchanged, as by PEFT before 0.19.0; merge them",
-    ),
     "several scales": (
         experts("stacked", alpha_pattern={"down_proj": 7}),
         "down_proj has rank 2 and scale 3.5, unlike .*q_proj.* with 2 and 3; jaxtp has one rank",

@@ -27,6 +27,8 @@ mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]  # of libraries that are not ours
 READ = FAMILIES.keys() | WRAPPERS.keys()
 SOURCES = sorted(path.parent for path in FOLDER.glob("*/config.json") if model_types(path.parent.name) <= READ)
+CONVERTED = pytest.importorskip("peft.utils.transformers_weight_conversion")._MODEL_TO_CONVERSION_PATTERN
+"""Families whose adapters in modules of experts PEFT reads; in others (Qwen2-MoE), it skips them silently."""
 UPDATED = [
     name
     for name in ("cohere2", "deepseek_v3_yarn", "gemma4_31b", "glm4_moe", "gpt_neox", "ernie4_5_moe")
@@ -107,7 +109,9 @@ def test_what_we_export(source, tmp_path):
         for layout in ("separate", "stacked") if model.config.most_experts and not family.wrapper else ("separate",):
             jaxtp.save_hf(model, tmp_path / layout, **whole, experts=layout)
             np.testing.assert_allclose(theirs(tmp_path / layout, ids), ours(model, ids), atol=1e-4)
-            jaxtp.save_peft(adapted, tmp_path / f"adapters {layout}", family=name, experts=layout)
+        jaxtp.save_peft(adapted, tmp_path / "adapters", family=name)
+        if name in CONVERTED:
+            jaxtp.save_peft(adapted, tmp_path / "adapters of modules", family=name, experts="separate")
         jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", **whole)
         expected = ours(adapted, ids)
     if family.wrapper is not None:
@@ -115,7 +119,7 @@ def test_what_we_export(source, tmp_path):
         assert kept
         assert written == kept
     np.testing.assert_allclose(theirs(tmp_path / "merged", ids), expected, atol=1e-4)
-    for adapters in tmp_path.glob("adapters *"):
+    for adapters in tmp_path.glob("adapters*"):
         np.testing.assert_allclose(theirs(tmp_path / "separate", ids, adapters), expected, atol=1e-4)
 
 

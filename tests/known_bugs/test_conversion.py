@@ -164,8 +164,9 @@ def test_peft_3449_a_scale_that_is_put_into_alpha_is_divided_as_it_will_be(tmp_p
     from the first one, so that it was too large by the root of the rank. Here the scale that is written is the one
     that was read, and a scale for some modules alone is refused.
     """
-    with pytest.raises(jaxtp.HFError, match=r"alpha_pattern = .* is not supported"):
-        jaxtp.load_peft(loaded(), adapters(tmp_path / "some", use_rslora=True, alpha_pattern={"q_proj": 10}))
+    one_layer = {"layers.1.self_attn.q_proj": 10}
+    with pytest.raises(jaxtp.HFError, match=r"layers\.1\..*jaxtp has one rank and one scale for all adapters"):
+        jaxtp.load_peft(loaded(), adapters(tmp_path / "some", use_rslora=True, alpha_pattern=one_layer))
     folder = adapters(tmp_path / "in", use_rslora=True, lora_alpha=10)
     assert scale_of(folder) == pytest.approx(10 / RANK**0.5)
     jaxtp.save_peft(jaxtp.load_peft(loaded(), folder), tmp_path / "out")
@@ -186,3 +187,22 @@ def test_transformers_34068_adapters_that_fit_nothing_are_an_error(tmp_path):
         jaxtp.load_peft(loaded(), adapters(tmp_path / "renamed", renamed))
     with pytest.raises(jaxtp.HFError, match=r"missing: .*layers\.1\..*which target_modules require"):
         jaxtp.load_peft(loaded(), adapters(tmp_path / "layer", without_layer))
+
+
+def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
+    """https://github.com/unslothai/unsloth/issues/4193: the targets matched no module of experts, which are stacked in
+    one parameter, so that only attention was trained, without a word. Here each expert has adapters, and adapters
+    without the experts that their configuration names are refused.
+    """
+    model, targets = jaxtp.load_hf(FOLDER / EXPERTS), ("gate_proj", "up_proj", "down_proj")
+    adapted, config = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=targets)), model.config
+    jaxtp.save_peft(adapted, tmp_path / "experts", family="qwen3_moe", experts="separate")
+    stored = read_header(tmp_path / "experts/adapter_model.safetensors")
+    kernels = config.num_layers * config.num_experts * len(targets)
+    assert sum(tensor.num_bytes for tensor in stored.values()) == kernels * 2 * (config.d_model + config.d_ff) * 4
+    attention = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=("q_proj",)))
+    jaxtp.save_peft(attention, tmp_path / "attention", family="qwen3_moe")
+    settings = tmp_path / "attention/adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"target_modules": ["q_proj", *targets]}))
+    with pytest.raises(jaxtp.HFError, match=r"missing: .*experts\.0\.gate_proj\.lora_A.*which target_modules require"):
+        jaxtp.load_peft(model, tmp_path / "attention", family="qwen3_moe")
