@@ -100,6 +100,11 @@ QWEN_3_8B = {
     **{"attention_bias": False, "torch_dtype": "bfloat16", "rope_scaling": None, "sliding_window": None},
     **{"use_sliding_window": False, "max_window_layers": 36},
 }
+GPT_OSS = {"model_type": "gpt_oss", "max_position_embeddings": 131072}
+GLM_47_FLASH = {
+    **{"model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240},
+    **{"num_hidden_layers": 47, "num_attention_heads": 20, "max_position_embeddings": 202752, "rope_theta": 1000000},
+}
 LLAMA_31_70B = LLAMA_31_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 
 
@@ -111,6 +116,9 @@ LLAMA_31_70B = LLAMA_31_8B | {"hidden_size": 8192, "intermediate_size": 28672, "
         ("finetune_llama31_8b", LLAMA_31_8B),
         ("finetune_qwen3_8b", QWEN_3_8B),
         ("lora_llama31_70b", LLAMA_31_70B | {"num_hidden_layers": 80}),
+        ("gpt_oss_20b", GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
+        ("lora_gpt_oss_120b", GPT_OSS),
+        ("glm47_flash", GLM_47_FLASH),
     ],
 )
 def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, attributes, tmp_path):
