@@ -11,6 +11,7 @@ export of n projections with different As writes rank n * r, with a block-diagon
 """
 
 import math
+import os.path
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,9 +31,10 @@ from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
-from jaxtp.hf.config_json import choose_family
+from jaxtp.hf.config_json import check_adaptable, choose_family
 from jaxtp.hf.families.family import EXPERT, TEXT_PREFIXES, Family, Layout
 from jaxtp.hf.load import load_tensors
+from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
     HFError,
@@ -172,6 +174,7 @@ def save_peft(
       HFError: the model has no adapters, no family can represent it, or the folder is not writable.
     """
     check_options(options, SaveOptions)
+    _check_base(base)
     config, layout = model.config, options.get("experts", "stacked")
     if not config.lora.rank:
         raise HFError("the model has no adapters; write all of it by save_hf")
@@ -292,10 +295,17 @@ def read_peft(folder: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx
 def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> PeftFolder:
     """Opens a folder of adapters; raises `HFError` if they are unreadable, unsupported, or do not fit the model."""
     attributes = read_attributes(path, CONFIG, "PEFT's format")
+    _check_base(attributes.get("base_model_name_or_path"))
     plain = replace(config, lora=LoraConfig())
     with prefix_errors(path):
         _check_attributes(attributes)
         return _match_model(path, attributes, plain, choose_family(plain, family))
+
+
+def _check_base(base: object) -> None:
+    if isinstance(base, str | Path) and os.path.isfile(Path(base) / MODEL_CONFIG):
+        with prefix_errors(Path(base)):
+            check_adaptable(read_attributes(Path(base)))
 
 
 def _check_attributes(attributes: Attributes) -> None:

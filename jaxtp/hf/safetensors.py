@@ -125,7 +125,9 @@ class ScaledTensor(StoredTensor):
             factor = scale[rows] if scale.size > 1 else scale
             if factor.ndim == 3 and factor.shape[1] > 1:
                 factor = factor.repeat(height, axis=1)[:, : self.shape[1]]
-            yield row, block.astype(np.float32) * factor
+            with np.errstate(over="ignore"):  # infinite numbers are refused where they are used
+                scaled = block.astype(np.float32) * factor
+            yield row, scaled
 
     def data(self) -> Block:
         """Returns the scaled matrix."""

@@ -17,9 +17,11 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.config_json import changed_config, open_whole
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.families.family import Tensor
+from jaxtp.hf.load import _checked_blocks
 from jaxtp.hf.model_folder import open_folder
+from jaxtp.hf.peft import open_peft
 from jaxtp.hf.runs import load_base
-from jaxtp.hf.safetensors import DTYPES, read_header, write_file
+from jaxtp.hf.safetensors import DTYPES, read_header, with_scales, write_file
 from jaxtp.hf.save import gather_tensors
 from jaxtp.hf.tensor_map import group_by_tensor, place, tensor_parts
 from jaxtp.layers.lora import LoraConfig
@@ -201,6 +203,18 @@ def test_adapters_need_pairs_next_to_each_other():
         load_base(FOLDER / "deepseek_v3_yarn", config, jaxtp.make_mesh())
 
 
+def test_adapters_in_python_need_pairs_next_to_each_other(tmp_path):
+    """Where the folder of the base is named, by the caller or in the adapters' configuration."""
+    base, named = FOLDER / "deepseek_v3_yarn", {"base_model_name_or_path": str(FOLDER / "deepseek_v3_yarn")}
+    model = jaxtp.Decoder(dataclasses.replace(jaxtp.read_config(base), lora=LoraConfig(rank=2)), rngs=nnx.Rngs(0))
+    refused = pytest.raises(jaxtp.HFError, match="deepseek_v3_yarn: rope_interleave = False: adapters need the usual")
+    with refused:
+        jaxtp.save_peft(model, tmp_path / "out", base=base)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(named))
+    with refused:
+        open_peft(tmp_path, jaxtp.read_config(base))
+
+
 MIXED = {"fsdp": 2, "tp": 4}
 SMALL = {
     "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4, "rotary_pct": 0.5},
@@ -273,6 +287,14 @@ def test_float8_is_multiplied_by_its_scales(name, block, tmp_path):
     found, wanted = (jaxtp.load_hf(tmp_path / folder, precision=jaxtp.Precision()) for folder in ("float8", "float32"))
     for a, b in zip(jax.tree.leaves(nnx.state(found)), jax.tree.leaves(nnx.state(wanted)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_float8_whose_scale_is_too_large_is_refused(tmp_path):
+    tensors = {"it": ("F8_E4M3", np.full((2, 2), 448, numpy_of("F8_E4M3")))}
+    write_tensors(tmp_path, tensors | {"it_scale_inv": ("F32", np.full((1, 1), 3e38, np.float32))})
+    (tensor,) = with_scales(read_header(tmp_path / "model.safetensors"), (2, 2)).values()
+    with pytest.raises(jaxtp.HFError, match="it has elements that are not finite"):
+        list(_checked_blocks(tensor, None, 0, 2))
 
 
 @pytest.mark.parametrize(

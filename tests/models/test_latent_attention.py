@@ -272,7 +272,9 @@ def test_products_and_kept_activations_are_those_of_the_program(remat, lora):
     "case", [Case(mesh_shape(tp=4), True), Case(mesh_shape(fsdp=2, cp=2, tp=2), True, "gather")], ids=str
 )
 def test_three_updates_with_accumulation_pass_the_check(case):
+    """In blocks whose MLP reads the same input, which then gathers it for itself."""
     model = dataclasses.replace(CONFIG, pattern=({"sliding_window": 12}, {}), rope_scaling=YARN)
+    model = dataclasses.replace(model, norm_placement="parallel")
     run = TrainConfig(
         model=model,
         data=DataConfig(sequence_length=48, global_batch_size=16),
