@@ -144,6 +144,8 @@ def drawn(tokens, structure):
     """Arrays and sinks of a structure; one sink is far above the scores, and one far below."""
     heads = STRUCTURES[structure][0]
     sinks = np.linspace(-30, 6, heads[0]) if structure in VALUES else None
+    if structure == "sinks and narrow values":
+        sinks[0] = 120  # exp(120) is no float32
     return arrays(tokens, heads, values=VALUES.get(structure, WIDTH)), sinks
 
 
