@@ -45,7 +45,7 @@ import jax
 from jax.experimental import topologies
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_flops_in_hlo
-from jaxtp.config.schema import changed, from_yaml
+from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer
 from jaxtp.train.config import TrainConfig
@@ -56,7 +56,7 @@ asked = json.load(sys.stdin)
 name = f"1x{asked['hosts']}x8"
 described = topologies.get_topology_desc(name, "cuda", topology=name, target_config=asked["gpu"])
 mesh = make_mesh(*asked["mesh"], devices=described.devices)
-config = changed(from_yaml(TrainConfig, asked["config"]), asked["changes"])
+config = replace_nested(from_yaml(TrainConfig, asked["config"]), asked["changes"])
 plan = plan_state(config.model, optimizer.build(config.optimizer, config.train.steps), mesh)
 with jax.set_mesh(mesh):
     lowered = trace_step(config, plan).lower()

@@ -243,9 +243,9 @@ def _peft_config(config: ModelConfig, adapted: _Modules, *, are_short: bool, dia
     if parameters:
         attributes |= {"target_parameters": list(dict.fromkeys(parameters)), "peft_version": _VERSION}
     if counts:
-        factors = {end: math.sqrt(count) if lora.rslora else count for end, count in counts.items()}
+        factors = {end: math.sqrt(count) if rslora else count for end, count in counts.items()}
         attributes["rank_pattern"] = {end: count * lora.rank for end, count in counts.items()}
-        attributes["alpha_pattern"] = {end: _number(factor * lora.alpha) for end, factor in factors.items()}
+        attributes["alpha_pattern"] = {end: _number(factor * alpha) for end, factor in factors.items()}
     return attributes
 
 

@@ -167,6 +167,15 @@ class AttentionConfig(BranchConfig):
             )
             yield Problem(text, among={f"mesh.{CP}": queries})
 
+    def adapter_targets(self) -> Iterator[Target]:
+        """See `BranchConfig`."""
+        yield from super().adapter_targets()
+        yield from ("q_proj", "k_proj", "o_proj")
+        if not self.value_is_key:
+            yield "v_proj"
+        if self.attention_gate:
+            yield "gate_proj"
+
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`."""
         yield from super().padding(tp)

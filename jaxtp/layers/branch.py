@@ -6,7 +6,7 @@ example with a collective of its own.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from jax import Array
 from jaxtp.config.hints import Problem
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
+from jaxtp.layers.lora import Target
 from jaxtp.layers.sequence_parallel import LocalShape
 
 KVCache = tuple[Array, ...]
@@ -95,8 +96,8 @@ class BranchConfig:
         """Yields why the branch cannot run over cp."""
         yield from ()
 
-    def adapter_problems(self, targets: Collection[str]) -> Iterator[Problem]:
-        """Yields why these projections cannot have adapters."""
+    def adapter_targets(self) -> Iterator[Target]:
+        """Yields the projections that can have adapters."""
         yield from ()
 
     def zigzag(self, shape: LocalShape) -> bool:

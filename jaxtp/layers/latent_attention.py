@@ -106,6 +106,14 @@ class LatentAttentionConfig(AttentionConfig):
         """See `AttentionConfig`."""
         return super().use(**known, value_head_dim=self.value_head_dim) if self.kv_rank else super().use(**known)
 
+    def adapter_targets(self) -> Iterator[Target]:
+        """See `BranchConfig`."""
+        if not self.kv_rank:
+            yield from super().adapter_targets()
+            return
+        yield from ("q_a_proj", "q_b_proj") if self.query_rank else ("q_proj",)
+        yield from ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
     def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
         """See `BranchConfig`."""
         if not self.kv_rank:

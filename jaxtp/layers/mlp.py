@@ -66,6 +66,11 @@ class MLPConfig(BranchConfig):
         if self.swiglu_limit is not None and self.mlp != "gated":
             yield Problem(f"model.swiglu_limit={self.swiglu_limit} needs model.mlp=gated, or leave it out")
 
+    def adapter_targets(self) -> Iterator[Target]:
+        """See `BranchConfig`."""
+        yield from super().adapter_targets()
+        yield from MLP_TARGETS if self.mlp == "gated" else MLP_TARGETS[1:]
+
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`."""
         yield from super().padding(tp)

@@ -6,10 +6,10 @@ settings, so YAML stays flat: `model.num_kv_heads`.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain, count, groupby, islice
+from itertools import count, groupby, islice
 from typing import Annotated, Any
 
 import jax
@@ -434,8 +434,10 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     unfit = list(islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT))
     for place, found in unfit:
         yield from (replace(problem, text=place + problem.text) for problem in found)
-    if config.lora.rank:
-        yield from {problem.text: problem for problem in adapter_problems(config, config.lora.targets)}.values()
+    if config.lora.rank and config.lora.targets not in (TARGETS, LLAMA_TARGETS):  # these mean all that there are
+        possible = adapter_targets(config)
+        if lacking := [target for target in config.lora.targets if target not in possible]:
+            yield Problem(f"model.lora.targets: no block has {', '.join(lacking)}; it can be {', '.join(possible)}")
     axes = [axis for axis in STORAGE if mesh[axis] > 1]
     shards, among = parts(mesh, axes), dict.fromkeys(mesh_settings(axes), config.d_model)
     yield from not_divisible("model.d_model", config.d_model, mesh_product(STORAGE, mesh), shards, among)
@@ -445,14 +447,10 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
         yield Problem(text, among={f"mesh.{CP}": 1})
 
 
-def adapter_problems(config: ModelConfig, targets: Collection[Target]) -> Iterator[Problem]:
-    """Yields why blocks cannot have these adapters."""
-    return chain.from_iterable(block.adapter_problems(targets) for block in config.block_kinds())
-
-
 def adapter_targets(config: ModelConfig) -> tuple[Target, ...]:
-    """Returns the adapter targets that every block supports."""
-    return tuple(target for target in config.lora.targets if not any(adapter_problems(config, [target])))
+    """Returns the projections that can have adapters."""
+    found = {target for block in config.block_kinds() for target in block.adapter_targets()}
+    return tuple(target for target in TARGETS if target in found)
 
 
 @lru_cache(maxsize=32)

@@ -37,7 +37,7 @@ from jaxtp.mesh import (
     parts,
     resolve_sizes,
 )
-from jaxtp.models.config import adapter_targets, padded_sizes
+from jaxtp.models.config import padded_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.run_data import load_tokens
@@ -109,7 +109,6 @@ def resolve_defaults(
         defaults.choose(name, value, reason)
     if source.path is not None and any(block.selection_bias for block in defaults.config.model.block_kinds()):
         defaults.choose("train.selection_bias_rate", 0.0, "a trained model's experts are balanced")
-    defaults.choose_targets()
     defaults.choose_mesh(source.path is not None, resumed, devices)
     defaults.choose_steps(source)
     if source.path is not None and resumed is None:
@@ -189,12 +188,6 @@ class _Defaults(Generic[AnyConfig]):
                 sizes[folder] = read_manifest(expand(folder)).tokenizer.vocab_size
         if sizes and sizes[folder := max(sizes, key=sizes.__getitem__)] > self.config.model.vocab_size:
             self.choose("model.vocab_size", sizes[folder], f"the vocabulary of {folder}")
-
-    def choose_targets(self) -> None:
-        lora = self.config.model.lora
-        if lora.rank and (can := adapter_targets(self.config.model)) != lora.targets and can:
-            others = ", ".join(target for target in lora.targets if target not in can)
-            self.choose("model.lora.targets", can, f"{others} are of experts, which have no adapters")
 
     def choose_mesh(self, has_model: bool, resumed: Info | None, devices: DeviceInfo | None) -> None:
         # Also the compute dtype, which changes the memory of a mesh, and the batch size, which the mesh has to divide.

@@ -563,3 +563,12 @@ def test_a_model_has_one_set_of_adapters(base, whole):
 def test_any_configuration_is_read_or_refused(whole, values, data):
     (whole / SETTINGS).write_text(json.dumps(values))
     gives_one_of(PeftFolder, jaxtp.HFError, lambda: open_peft(whole, MODEL))
+
+
+@given(values=changed(CONFIG | EXPERTS["stacked"][1] | {"alpha_pattern": {"gate_up_proj": 6}}), data=st.data())
+@examples(30)
+def test_any_configuration_of_experts_is_read_or_refused(tmp_path_factory, values, data):
+    folder = tmp_path_factory.mktemp("adapters")
+    write(folder, of_experts("stacked")[0])
+    (folder / SETTINGS).write_text(json.dumps(values))
+    gives_one_of(PeftFolder, jaxtp.HFError, lambda: open_peft(folder, MIXTRAL, "mixtral"))

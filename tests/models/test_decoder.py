@@ -156,6 +156,10 @@ def test_remat_changes_no_gradient(remat):
         ({"pattern": ((1, 2, 3),)}, "pattern"),
         ({"lora": jaxtp.LoraConfig(rank=-1)}, "lora.rank = -1"),
         ({"lora": jaxtp.LoraConfig(rank=2, targets=("query",))}, r"lora.targets.0 = 'query'"),
+        (
+            {"lora": jaxtp.LoraConfig(rank=2, targets=("kv_b_proj",))},
+            "no block has kv_b_proj; it can be q_proj, k_proj",
+        ),
     ],
     ids=str,
 )

@@ -15,7 +15,6 @@ from jaxtp.checkpoint import storage
 from jaxtp.config.schema import ConfigError, from_yaml, to_plain
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.hf.config_json import stored_dtype
-from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import fitting_meshes, mesh_shape
 from jaxtp.models.config import ModelConfig
 from jaxtp.tools.convert.__main__ import main as convert
@@ -48,19 +47,6 @@ def ask(tmp_path, model):
         return TRAIN.load(argv, partial(resolve_defaults, devices=place))
 
     return resolved
-
-
-def test_adapters_of_a_mixture_are_where_they_can_be(tmp_path):
-    model = ModelConfig(num_experts=4, experts_per_token=2, lora=LoraConfig(rank=2))
-    config, notes = resolve_defaults(TrainConfig(model=model), {"run.dir", "model.precision.compute", "mesh"}, CPU)
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert config.model.lora.targets == attention
-    (note,) = (note for note in notes if note.startswith("model.lora"))
-    assert note.startswith(f"model.lora.targets = {' '.join(attention)}: gate_proj, up_proj, down_proj are of experts")
-    given = {"run.dir", "model.precision.compute", "mesh", "model.lora.targets"}
-    assert resolve_defaults(TrainConfig(model=model), given, CPU)[0].model.lora == model.lora, (
-        "what is given is refused later"
-    )
 
 
 def test_a_trained_model_gets_the_defaults_of_fine_tuning(ask, model):

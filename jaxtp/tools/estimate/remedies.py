@@ -9,7 +9,6 @@ from typing import NamedTuple
 from jaxtp.analysis.hardware import GB, MAX_DEVICES
 from jaxtp.config.schema import replace_nested
 from jaxtp.mesh import mesh_shape
-from jaxtp.models.config import adapter_targets
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     NEAR,
@@ -143,14 +142,11 @@ def _shorter(run: Run) -> list[Alternative]:
 
 
 def _other_training(run: Run) -> Iterator[Alternative]:
-    targets, lora_config = adapter_targets(run.config.model), run.config.model.lora
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
     in_half: Change = {"model.precision.param": "bfloat16"}
-    adapters: Change = {"model.lora.rank": LORA_RANK, "model.lora.targets": targets}
-    if targets != lora_config.targets:
-        lora += f" --model.lora.targets {' '.join(targets)}"
+    adapters: Change = {"model.lora.rank": LORA_RANK}
     options = [(bits, in_half, "frozen weights in 16 bits")]
-    if not lora_config.rank:
+    if not run.config.model.lora.rank:
         options = [
             (bits, in_half, "weights lose updates smaller than 1/256 of them"),
             (lora, adapters, "trains adapters only"),

@@ -291,7 +291,7 @@ def test_a_mixture_that_does_not_fit_is_told_of_adapters_that_it_can_have():
     least = min(search_mixture(devices=1).all, key=lambda setting: setting.memory.total)
     tight = search_mixture(least.memory.state, devices=1)
     changes = [other.change for other in remedies(tight, MIXTURE_FACTS)]
-    assert any("--model.lora.rank 16 --model.lora.targets q_proj k_proj v_proj o_proj" in change for change in changes)
+    assert any("--model.lora.rank 16" in change for change in changes)
 
 
 def test_products_with_all_experts_are_warned_of_and_cost_as_much():
