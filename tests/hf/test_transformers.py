@@ -133,7 +133,7 @@ def with_adapters(model, lora):
 def move(model):
     """Changes each number of the adapters."""
     random, factors = np.random.default_rng(0), nnx.state(model, nnx.LoRAParam)
-    nnx.update(model, jax.tree.map(lambda a: a + 0.1 * random.normal(size=a.shape).astype(a.dtype), factors))
+    nnx.update(model, jax.tree.map(lambda a: a + 0.05 * random.normal(size=a.shape).astype(a.dtype), factors))
 
 
 def others(folder, wrapper):
