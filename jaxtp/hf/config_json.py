@@ -221,7 +221,8 @@ def _first_that_fits(config: ModelConfig, families: Mapping[str, Family]) -> Fam
             return family
         except HFError as error:
             reasons.append(str(error))
-    nearest = sorted(reasons, key=lambda reason: reason.count("; "))[:_NEAREST]
+    # A family that needs experts refuses its attributes for a model without, before it can compare settings.
+    nearest = sorted(reasons, key=lambda reason: (" -> " not in reason, reason.count("; ")))[:_NEAREST]
     raise HFError("no family can represent this model:\n" + "\n".join(f"  {reason}" for reason in nearest))
 
 

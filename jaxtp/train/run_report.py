@@ -278,8 +278,9 @@ def sharding_table(blueprint: Blueprint) -> list[str]:
         from jaxtp.parallelize.plan import patterns_for
 
         rows = {pattern: rows[name] for name, pattern in patterns_for(rows).items()}
-    lines = [f"{name:<33} {row}" for name, row in rows.items()]
-    return [f"{'parameter':<34}{'shape':<20}{'split by':<28}per device", *lines]
+    width = max(33, *map(len, rows)) + 1
+    lines = [f"{name:<{width}}{row}" for name, row in rows.items()]
+    return [f"{'parameter':<{width}}{'shape':<20}{'split by':<28}per device", *lines]
 
 
 def _losses(values: Mapping[str, float]) -> str:

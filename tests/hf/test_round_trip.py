@@ -323,6 +323,10 @@ def test_what_no_family_can_be_is_refused():
         jaxtp.HFError, match=r"no family can represent this model:\n  a llama cannot .*qk_norm: projection -> none"
     ):
         choose_family(config, None)
+    with pytest.raises(jaxtp.HFError) as refused:
+        choose_family(dataclasses.replace(SMALL, attention_sinks=True), None)
+    assert "attention_sinks: True -> False" in str(refused.value)
+    assert "experts" not in str(refused.value), "families with experts are not the nearest of a dense model"
     with pytest.raises(jaxtp.HFError, match=r"a llama cannot represent this model .*sliding_window: 4 -> None"):
         write_attributes(dataclasses.replace(SMALL, sliding_window=4), FAMILIES["llama"], "float32")
 

@@ -331,9 +331,11 @@ def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]
     ours = _our_plan(config, family)
     yield f"{family.model_type}, {origin}"
     yield ""
-    yield f"{'module':<40}{'transformers':<32}{'jaxtp':<20}"
+    width = max(39, *map(len, (*ours, *theirs))) + 1
+    yield f"{'module':<{width}}{'transformers':<32}{'jaxtp':<20}"
     for module in dict.fromkeys((*ours, *theirs)):
-        yield f"{module:<40}{theirs.get(module, '-'):<32}{ours.get(module, '-'):<20}{_verdict(module, theirs, ours)}"
+        styles = f"{theirs.get(module, '-'):<32}{ours.get(module, '-'):<20}"
+        yield f"{module:<{width}}{styles}{_verdict(module, theirs, ours)}"
 
 
 def _our_plan(config: ModelConfig, family: Family) -> dict[str, str]:
