@@ -398,8 +398,9 @@ def test_the_budget_of_experts_is_exact(case):
     name, mesh, policy, sequence_parallel = case
     config = dataclasses.replace(MIXTURES[name], remat=policy, sequence_parallel=sequence_parallel)
     counted, budget = accounts.step_bytes(config, mesh, accumulation=2 if policy == "full" else 1)
-    if config.lora.rank:  # an upper bound where embeddings have no gradient
-        budget["vocab_parallel_embedding", ("tp",)] = counted["vocab_parallel_embedding", ("tp",)]
+    embedding = ("vocab_parallel_embedding", ("tp",))
+    if config.lora.rank and embedding in counted:  # an upper bound where embeddings have no gradient
+        budget[embedding] = counted[embedding]
     assert counted == pytest.approx(budget)
 
 
