@@ -91,6 +91,7 @@ def test_nanovlm_204_a_document_does_not_see_the_one_before_it(monkeypatch):
     assert min(others) > WRONG
 
 
+@pytest.mark.wide
 def test_nemo_rl_1672_sinks_are_trained_where_documents_are_packed(monkeypatch):
     """https://github.com/NVIDIA-NeMo/RL/issues/1672: attention to packed documents took the sinks and did not use
     them, so that they were never trained. Here they are, and the check of a run's kernels looks at their gradient."""

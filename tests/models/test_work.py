@@ -79,7 +79,6 @@ EXPERTS = dataclasses.replace(MODEL, attention="xla", num_experts=4, experts_per
                 {"remat": "save_dots", "lora": LoraConfig(rank=4), "experts_bias": True},
             ],
         ],
-        ((1, 2, 4), {"remat": "full", "shared_experts": 10, "shared_experts_gate": True, "router_scores": "sigmoid"}),
     ),
     ids=str,
 )

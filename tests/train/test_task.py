@@ -85,7 +85,9 @@ def train(folder, mesh="dp=1", steps=3, callbacks=(), settings=None, **parts):
 
 
 @pytest.mark.parametrize(
-    ("model", "accumulation"), [(Net, 1), (Net, 2), (Normalised, 1), (WithConstants, 2)], ids=lambda value: str(value)
+    ("model", "accumulation"),
+    [pytest.param(Net, 1, marks=pytest.mark.wide), (Net, 2), (Normalised, 1), (WithConstants, 2)],
+    ids=lambda value: str(value),
 )
 def test_no_mesh_changes_dropout_statistics_constants_or_the_losses_key(tmp_path, model, accumulation):
     settings = {"train.accumulation": accumulation}

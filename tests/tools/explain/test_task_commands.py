@@ -81,6 +81,7 @@ def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run, capsys)
         }
 
 
+@pytest.mark.wide
 def test_without_a_plan_each_mesh_has_a_proposal_as_in_a_run(run, capsys):
     flags = task_flags(run / "mine.py", model="build", loss="loss", batches="batches")
     assert estimate([*flags, "--hardware", "h100x2", "--json", f"{run}/out.json"]) == 0
