@@ -26,7 +26,9 @@ SMALL = jaxtp.ModelConfig(vocab_size=11, d_model=8, num_layers=2, num_heads=2, n
 
 MESHES = [{}, {"cp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 4}, {"fsdp": 2, "cp": 2, "tp": 2}]
 READ = [name for name in NEWER if model_types(name) <= FAMILIES.keys() | WRAPPERS.keys()]
-CASES = list(zip(COPIED + MADE + READ, itertools.cycle(MESHES), strict=False))
+# An export has 16 bits instead of MXFP4; Apertus has float64 scalars, which are constants.
+WHOLE = [name for name in COPIED + MADE + READ if not name.endswith(("mxfp4", "apertus"))]
+CASES = list(zip(WHOLE, itertools.cycle(MESHES), strict=False))
 FIRST = [case for case in CASES if case[0] == "phi3"]
 
 
