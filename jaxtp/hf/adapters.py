@@ -1,7 +1,7 @@
 """Adds adapters to a decoder, and merges them into its kernels."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
@@ -14,26 +14,8 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import current_mesh
-from jaxtp.models.config import BlockConfig, ModelConfig
+from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder, create_decoder
-
-_Kernels = Mapping[Target, str]
-_ATTENTION: _Kernels = {
-    "q_proj": "qkv.kernels.0",
-    "k_proj": "qkv.kernels.1",
-    "v_proj": "qkv.kernels.2",
-    "o_proj": "out.kernel",
-}
-_LATENT: _Kernels = {
-    "kv_a_proj_with_mqa": "latent_down.kernel",
-    "kv_b_proj": "latent_up.kernels.0",
-    "o_proj": "out.kernel",
-}
-_QUERIES: _Kernels = {"q_proj": "query_up.kernels.0"}
-_LOW_RANK_QUERIES: _Kernels = {"q_a_proj": "query_down.kernel", "q_b_proj": "query_up.kernels.0"}
-_GATED: _Kernels = {"gate_proj": "gate_up.kernels.0", "up_proj": "gate_up.kernels.1", "down_proj": "down.kernel"}
-_PLAIN: _Kernels = {"up_proj": "up.kernels.0", "down_proj": "down.kernel"}
-_EXPERTS: _Kernels = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 @dataclass(frozen=True)
@@ -52,29 +34,12 @@ def adapters(config: ModelConfig) -> Iterator[Adapter]:
     counts: Counter[str] = Counter()
     for target in filter(config.lora.adapted, TARGETS):
         for stack, layers, block in config.kinds():
-            for kernel in _kernels(target, block):
+            for kernel in (kernel for name, kernel in block.adapter_kernels() if name == target):
                 path = f"{stack}.{kernel}"
                 module, is_linear, _ = path.partition(".kernel")
                 lora = f"{module}.loras.{counts[module]}" if is_linear else f"{module}_lora"
                 yield Adapter(target, path, lora, layers)
                 counts[module] += 1
-
-
-def _kernels(target: Target, block: BlockConfig) -> Iterator[str]:
-    """Yields the kernels of a target; attention and MLP may both have a gate_proj."""
-    if target == "gate_proj" and block.attention_gate:
-        yield f"attention.qkv.kernels.{2 if block.value_is_key else 3}"
-    if target == "v_proj" and block.value_is_key:
-        return
-    dense = _GATED if block.mlp == "gated" else _PLAIN
-    experts = {target: kernel for target, kernel in _EXPERTS.items() if target in dense}
-    latent = {**(_LOW_RANK_QUERIES if block.query_rank else _QUERIES), **_LATENT}
-    modules = {"attention": latent if block.kv_rank else _ATTENTION, "mlp": experts if block.num_experts else dense}
-    if block.num_experts and block.shared_experts:
-        modules["mlp.shared"] = dense
-    if block.dense_mlp:
-        modules |= {"mlp": {}, "mlp.mlp": dense, "mlp.experts": experts}
-    yield from (f"{module}.{kernels[target]}" for module, kernels in modules.items() if target in kernels)
 
 
 def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:

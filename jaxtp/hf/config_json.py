@@ -283,9 +283,9 @@ def _fields(attributes: Attributes, family: Family) -> Settings:
 
 
 def _head_dim(attributes: Attributes, family: Family, fields: Settings) -> int:
-    original = attributes.get("head_dim") if "head_dim" in family.layer_attributes else None
     if "head_dim" in fields:
         return int(fields["head_dim"])
+    original = attributes.get("head_dim") if "head_dim" in family.layer_attributes else None
     if original is not None or family.default_head_dim is not None:
         return whole("head_dim", family.default_head_dim if original is None else original)
     if fields["d_model"] % fields["num_heads"]:

@@ -28,7 +28,7 @@ from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems, rotated_dims
-from jaxtp.layers.sequence_parallel import LocalShape, Part, segment_positions
+from jaxtp.layers.sequence_parallel import LocalShape, Method, Part, segment_positions
 from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 
 Heads = tuple[Array, ...]  # queries, keys, values and perhaps gates
@@ -121,9 +121,8 @@ class AttentionConfig(BranchConfig):
         if sizes[TP] > 2 * self.num_heads:
             text = f"mesh.tp={sizes[TP]} is more than twice model.num_heads={self.num_heads}: most devices get no head"
             yield Problem(text, among={f"mesh.{TP}": self.num_heads})
-        yield from map(
-            Problem, rope_problems(self.rope_width, self.rope_theta, self.rope_scaling, self.rotary_fraction)
-        )
+        problems = rope_problems(self.rope_width, self.rope_theta, self.rope_scaling, self.rotary_fraction)
+        yield from map(Problem, problems)
         yield from map(Problem, unsupported(self.attention, self.use()))
 
     @property
@@ -167,14 +166,21 @@ class AttentionConfig(BranchConfig):
             )
             yield Problem(text, among={f"mesh.{CP}": queries})
 
-    def adapter_targets(self) -> Iterator[Target]:
-        """See `BranchConfig`."""
-        yield from super().adapter_targets()
-        yield from ("q_proj", "k_proj", "o_proj")
+    def qkv_outputs(self) -> dict[Target, PaddedDim]:
+        """Returns the outputs of `qkv` and their divisions over tp."""
+        queries, keys = self.heads, self.heads.keys
+        outputs: dict[Target, PaddedDim] = {"q_proj": queries, "k_proj": keys}
         if not self.value_is_key:
-            yield "v_proj"
+            outputs["v_proj"] = keys
         if self.attention_gate:
-            yield "gate_proj"
+            outputs["gate_proj"] = queries
+        return outputs
+
+    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
+        """See `BranchConfig`."""
+        yield from super().adapter_kernels()
+        yield from ((target, f"attention.qkv.kernels.{i}") for i, target in enumerate(self.qkv_outputs()))
+        yield "o_proj", "attention.out.kernel"
 
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`."""
@@ -218,8 +224,7 @@ class PaddedHeads(PaddedDim):
     @property
     def sinks(self) -> "PaddedSinks":
         """The division of one number per query head."""
-        kv_heads, group, width = self.factors
-        return PaddedSinks((kv_heads, group), width)
+        return PaddedSinks(self.factors[:2], self.factors[2])
 
     @property
     def keys(self) -> "PaddedKVHeads":
@@ -245,8 +250,7 @@ class PaddedSinks(PaddedDim):
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
-        kv_heads, group = self.factors
-        return _padded_heads(kv_heads, group, self.width, tp)[:2]
+        return _padded_heads(*self.factors, self.width, tp)[:2]
 
 
 @dataclass(frozen=True)
@@ -299,19 +303,9 @@ class CausalSelfAttention(Branch):
     ):
         self.config, self.precision = config, context.precision
         queries, keys = config.heads, config.heads.keys
-        outputs: dict[Target, PaddedDim] = {"q_proj": queries, "k_proj": keys}
-        if not config.value_is_key:
-            outputs["v_proj"] = keys
-        if config.attention_gate:
-            outputs["gate_proj"] = queries
-        self.qkv = ColumnParallelLinear(
-            d_model,
-            tuple(outputs.values()),
-            context,
-            use_bias=config.attention_bias,
-            targets=tuple(outputs),
-            rngs=rngs,
-        )
+        outputs, bias = config.qkv_outputs(), config.attention_bias
+        targets, features = tuple(outputs), tuple(outputs.values())
+        self.qkv = ColumnParallelLinear(d_model, features, context, use_bias=bias, targets=targets, rngs=rngs)
         period, count = rotated_dims(config.head_dim, config.rope_scaling, config.rotary_fraction)
         count = 0 if config.rope_theta is None else count
         zeros, padding = jnp.zeros(config.num_heads, self.precision.param), ((-1, queries.sinks),)
@@ -392,9 +386,7 @@ class CausalSelfAttention(Branch):
         for problem in unsupported(config.attention, use):
             raise ConfigError(problem)
         kernel, _ = pick_kernel(config.attention, use)
-        sinks = self._load_sinks(weights)
-        sinks = None if sinks is None else of_heads(sinks, method)
-        run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
+        run = partial(kernel.run, **use.scores, window=use.window, sinks=self._load_sinks(weights, method))
         return self._merge_heads(sequences.attend(run, method, use.window, q, k, v), *qkv[3:])
 
     def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
@@ -443,9 +435,9 @@ class CausalSelfAttention(Branch):
         times = positions // self.config.rope_scaling.original_length
         return q * (1 + temperature * jnp.log1p(times))[..., None, None].astype(q.dtype)
 
-    def _load_sinks(self, weights: Weights) -> Array | None:
+    def _load_sinks(self, weights: Weights, method: Method = "gather") -> Array | None:
         in_float32 = replace(self.precision, compute="float32")
-        return None if self.sinks is None else in_float32.load(weights["sinks"], None)
+        return None if self.sinks is None else of_heads(in_float32.load(weights["sinks"], None), method)
 
     def _normalise(self, weights: Weights, *heads: Array) -> Sequence[Array]:
         norms = enumerate(zip(self.qk_norms, heads, strict=False))

@@ -96,8 +96,8 @@ class BranchConfig:
         """Yields why the branch cannot run over cp."""
         yield from ()
 
-    def adapter_targets(self) -> Iterator[Target]:
-        """Yields the projections that can have adapters."""
+    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
+        """Yields each projection that can have adapters, with its kernel's path in the block."""
         yield from ()
 
     def zigzag(self, shape: LocalShape) -> bool:

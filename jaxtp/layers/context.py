@@ -123,7 +123,7 @@ class Sequences:
 
 
 def of_heads(x: Array, method: Method) -> Array:
-    """Returns the part of `x`, `[N/tp]`, for the query heads with which this device attends by `method`."""
+    """Returns the part of `x`, `[N/tp]`, for the query heads that this device attends with."""
     cp = axis_size(CP)
     if method == "gather" or cp == 1:
         return x

@@ -47,7 +47,7 @@ from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.grouped import Implementation, grouped_matmul, pick_method
 from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.lora import Lora, Target
-from jaxtp.layers.mlp import ACTIVATIONS, MIN_FEATURES, MLP, XIELU, MLPConfig, hidden_features
+from jaxtp.layers.mlp import ACTIVATIONS, MIN_FEATURES, MLP, MLP_TARGETS, XIELU, MLPConfig, hidden_features
 from jaxtp.layers.norm import Norm, NormConfig
 from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
@@ -163,6 +163,20 @@ class ExpertsConfig(MLPConfig):
             reached = f"model.num_experts={experts}" if groups == 1 else reached
             yield Problem(f"model.experts_per_token={k} is more than {reached}; at most {most} works")
 
+    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
+        """See `BranchConfig`."""
+        if not self.num_experts:
+            yield from super().adapter_kernels()
+            return
+        yield from super(MLPConfig, self).adapter_kernels()
+        module = "mlp.experts" if self.dense_mlp else "mlp"
+        if self.dense_mlp:
+            yield from self._mlp_kernels("mlp.mlp")
+        kernels = [f"{module}.{name}" for name in self.projections()]
+        yield from zip(MLP_TARGETS[-len(kernels) :], kernels, strict=True)
+        if self.shared_experts:
+            yield from self._mlp_kernels(f"{module}.shared")
+
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`; the width of experts is padded only if it is split."""
         whole = self.num_experts and self.over_tp(tp)
@@ -235,16 +249,16 @@ class MixtureOfExperts(PositionwiseBranch):
                 specs = spec(f"{names[:2]}r"), spec(f"Er{names[2]}")
                 adapter = Lora((dims[names[1]], dims[names[2]]), context.lora, specs, stack=(experts,), rngs=rngs)
                 setattr(self, f"{name}_lora", adapter)
-        if config.shared_experts:  # only their parameters: `_shared` computes them
-            self.shared = MLP(d_model, replace(config, d_ff=config.shared_experts), context, rngs=rngs)
+        if config.shared_experts:  # `_shared` computes them inside the experts' `device_view`
+            joined = replace(context, joined=True)
+            self.shared = MLP(d_model, replace(config, d_ff=config.shared_experts), joined, rngs=rngs)
         if config.shared_experts_gate:
             self.shared_gate = kernel("shared gate", (d_model, 1), P(STORAGE, None))
         if config.dense_mlp:
-            ones = partial(jnp.ones, dtype=dtype)
             self.input_scale, self.router_scale = (
-                parameter(f"{name} scale", ones(d_model), P(STORAGE)) for name in ("input", "router")
+                parameter(f"{name} scale", jnp.ones(d_model, dtype), P(STORAGE)) for name in ("input", "router")
             )
-            self.expert_scale = parameter("expert scale", ones(experts), P(None))
+            self.expert_scale = parameter("expert scale", jnp.ones(experts, dtype), P(None))
         if config.selection_bias:
             bias = jnp.zeros(experts, jnp.float32)
             self.selection_bias = parameter("selection bias", bias, P(None), kind=SelectionBias)
@@ -387,29 +401,19 @@ class MixtureOfExperts(PositionwiseBranch):
 
     def _shared(self, x: Array, gate: Array, weights: Weights) -> Array:
         """Returns this device's summands of the dense MLP, times the gate `[b, T, 1]` if there is one."""
-        config, load, down = self.config, self.precision.load, self.shared.down
+        config, load = self.config, self.precision.load
         name, columns = ("up", self.shared.up) if config.mlp == "plain" else ("gate_up", self.shared.gate_up)
-        weights = {path.removeprefix("shared."): weight for path, weight in weights.items()}
-
-        def adapted(x: Array, path: str, lora: Lora) -> Array:
-            of_down = path.startswith("down")
-            a = load(weights[f"{path}.a"], None if of_down else 0, used_by_all_tp=not of_down)
-            b = load(weights[f"{path}.b"], 1 if of_down else None, used_by_all_tp=of_down)
-            return lora.scale * (checkpoint_name(x @ a, PROJECTED) @ b)
-
-        products = [x @ load(weights[f"{name}.kernels.{i}"], 0) for i in range(len(columns.features))]
-        if config.mlp_bias:
-            products = [y + load(weights[f"{name}.biases.{i}"], None) for i, y in enumerate(products)]
-        for at, (i, lora) in enumerate(zip(columns.adapted, columns.loras, strict=True)):
-            products[i] += adapted(x, f"{name}.loras.{at}", lora)
-        products = [checkpoint_name(product, PROJECTED) for product in products]
+        before = f"shared.{name}."
+        of_columns = {path.removeprefix(before): shard for path, shard in weights.items() if path.startswith(before)}
+        products = columns.project(None, x, of_columns)
         hidden = hidden_features(ACTIVATIONS[config.activation], products, config.swiglu_limit)
         hidden = (hidden * gate).astype(hidden.dtype) if config.shared_experts_gate else hidden
-        y = hidden @ load(weights["down.kernel"], 1)
-        for lora in down.loras:
-            y += adapted(hidden, "down.loras.0", lora)
+        y = hidden @ load(weights["shared.down.kernel"], 1)
+        for lora in self.shared.down.loras:
+            a, b = (weights[f"shared.down.loras.0.{factor}"] for factor in "ab")
+            y += lora.scale * (checkpoint_name(hidden @ load(a, None), PROJECTED) @ load(b, 1, used_by_all_tp=True))
         if config.mlp_bias:
-            bias = _on_first_device(load(weights["down.bias"], 0, used_by_all_tp=True))
+            bias = _on_first_device(load(weights["shared.down.bias"], 0, used_by_all_tp=True))
             y += (bias * gate).astype(y.dtype) if config.shared_experts_gate else bias
         return y
 
@@ -428,10 +432,8 @@ class MixtureOfExperts(PositionwiseBranch):
             return y
 
         def hidden(x: Array, name: str) -> Array:
-            y = project(x, name)
-            bias = f"{name}_bias"
-            y = y + rows.of_experts(self._load(weights[bias], "EF")) if bias in weights else y
-            return checkpoint_name(y, PROJECTED)
+            y, bias = project(x, name), weights.get(f"{name}_bias")
+            return checkpoint_name(y if bias is None else y + rows.of_experts(self._load(bias, "EF")), PROJECTED)
 
         inputs = rows.spread(x)
         *columns, down = self.config.projections()
@@ -443,8 +445,7 @@ class MixtureOfExperts(PositionwiseBranch):
 
     def _load(self, shard: Array, dims: str) -> Array:
         """Loads an array with a dim E; other dims are D and F, or a rank."""
-        by_expert = self.config.stored_by_expert(axis_size(TP), axis_size(*STORAGE))
-        at = dims.find("E" if by_expert else "D")
+        at = dims.find("E" if self.config.stored_by_expert(axis_size(TP), axis_size(*STORAGE)) else "D")
         used_by_all_tp = "F" not in dims and not self.config.over_tp(axis_size(TP))
         return self.precision.load(shard, None if at < 0 else at, used_by_all_tp=used_by_all_tp)
 

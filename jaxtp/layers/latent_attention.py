@@ -7,8 +7,8 @@ latent of `query_rank` numbers for its queries. Heads are split over tp, latents
                            them to the tp group. They are narrower than the input, which other layers gather.
     otherwise              each device computes all latents, from equal inputs.
 
-Each device's heads give a part of the latents' gradient, which is summed over tp once, where the latents enter the
-heads. The gradients of the down projections are then equal on all devices, or of each device's own tokens.
+The latents' gradient is summed over tp once, where they enter the heads. Gradients of the down projections are then
+equal on all devices, or of each device's own tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,7 @@ from jaxtp.mesh import STORAGE, TP, parts
 LATENT = "latent"  # name in profiles of the down projections, and of the latents' gather
 
 LATENT_NORM = NormConfig(norm="rms", norm_eps=1e-6)
-"""Norm of the latents in every family, whatever the settings of the block's norms: transformers does not pass them."""
+"""Norm of the latents in every family: transformers does not pass the settings of the block."""
 
 _MEANINGLESS = (
     *("rotary_fraction", "qk_norm", "qk_norm_after_rope", "value_norm", "value_is_key", "clip_qkv"),
@@ -106,13 +106,17 @@ class LatentAttentionConfig(AttentionConfig):
         """See `AttentionConfig`."""
         return super().use(**known, value_head_dim=self.value_head_dim) if self.kv_rank else super().use(**known)
 
-    def adapter_targets(self) -> Iterator[Target]:
+    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
         """See `BranchConfig`."""
         if not self.kv_rank:
-            yield from super().adapter_targets()
+            yield from super().adapter_kernels()
             return
-        yield from ("q_a_proj", "q_b_proj") if self.query_rank else ("q_proj",)
-        yield from ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+        if self.query_rank:
+            yield "q_a_proj", "attention.query_down.kernel"
+        yield "q_b_proj" if self.query_rank else "q_proj", "attention.query_up.kernels.0"
+        yield "kv_a_proj_with_mqa", "attention.latent_down.kernel"
+        yield "kv_b_proj", "attention.latent_up.kernels.0"
+        yield "o_proj", "attention.out.kernel"
 
     def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
         """See `BranchConfig`."""
@@ -188,20 +192,19 @@ class LatentAttention(CausalSelfAttention):
         return self.output(y, x_BTD), cache
 
     def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
-        q, latent, shared = qkv
-        config, (slots,), num_slots = self.config, cache, cache[0].shape[2]
+        (q, latent, shared), config, num_slots = qkv, self.config, cache[0].shape[2]
         nope, use = config.head_dim - config.rope_head_dim, config.use(dtype=self.precision.compute)
         q = self._queries(q, new.positions, num_slots)
         shared = self._rotate(shared[:, :, None], new.positions, num_slots)
         tokens = jnp.concatenate([latent[:, :, None], shared], axis=-1)  # [b, T, 1, kv_rank + rope]
-        slots, earlier = new.write(slots, tokens), slots
+        slots = new.write(cache[0], tokens)
         up = self.latent_up.merged(weights)
         if new.rows is not None:
-            tokens = jnp.concatenate([new.before(earlier), tokens], axis=1) if new.continued else tokens
+            tokens = jnp.concatenate([new.before(cache[0]), tokens], axis=1) if new.continued else tokens
             kv, shared = tokens[:, :, 0, : config.kv_rank] @ up, tokens[..., config.kv_rank :]
             y = self._attend_packed((q, *self._keys_and_values(kv, shared)), new, num_slots)
             return self._merge_heads(y), (slots,)
-        # The up-projection of keys moves to the queries, that of values to the result: no slot is projected.
+        # Queries absorb the up-projection of keys, results the up-projection of values: no slot is projected.
         up = up.reshape(config.kv_rank, -1, nope + config.value_head_dim)
         q = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope]), q[..., nope:]], axis=-1)
         # The keys serve as values: a slice of the cache would be copied for each token.

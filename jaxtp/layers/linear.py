@@ -115,7 +115,7 @@ class ColumnParallelLinear(nnx.Module):
         sequence, inside, outside = _activation_specs(self.sequence_parallel, x_BTD.shape)
         weights, specs = params_and_specs(self)
         project = device_view(
-            partial(self._project, sequence),
+            partial(self.project, sequence),
             COLUMN,
             in_specs=(inside if self.joined else outside, specs),
             out_specs=(inside,) * len(self.features),
@@ -123,7 +123,8 @@ class ColumnParallelLinear(nnx.Module):
         outputs = project(x_BTD, weights)
         return outputs[0] if self.single else outputs
 
-    def _project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
+    def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
+        """Returns a device's columns; `sequence` as in `enter_matmul`."""
         kernels = [self._load(weights[f"kernels.{i}"], 0, f) for i, f in enumerate(self.features)]
         adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]

@@ -66,10 +66,15 @@ class MLPConfig(BranchConfig):
         if self.swiglu_limit is not None and self.mlp != "gated":
             yield Problem(f"model.swiglu_limit={self.swiglu_limit} needs model.mlp=gated, or leave it out")
 
-    def adapter_targets(self) -> Iterator[Target]:
+    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
         """See `BranchConfig`."""
-        yield from super().adapter_targets()
-        yield from MLP_TARGETS if self.mlp == "gated" else MLP_TARGETS[1:]
+        yield from super().adapter_kernels()
+        yield from self._mlp_kernels("mlp")
+
+    def _mlp_kernels(self, module: str) -> Iterator[tuple[Target, str]]:
+        columns, layer = (MLP_TARGETS[:2], "gate_up") if self.mlp == "gated" else (MLP_TARGETS[1:2], "up")
+        yield from ((target, f"{module}.{layer}.kernels.{i}") for i, target in enumerate(columns))
+        yield "down_proj", f"{module}.down.kernel"
 
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`."""

@@ -449,7 +449,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
 
 def adapter_targets(config: ModelConfig) -> tuple[Target, ...]:
     """Returns the projections that can have adapters."""
-    found = {target for block in config.block_kinds() for target in block.adapter_targets()}
+    found = {target for block in config.block_kinds() for target, _ in block.adapter_kernels()}
     return tuple(target for target in TARGETS if target in found)
 
 

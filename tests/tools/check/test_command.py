@@ -135,7 +135,7 @@ doubled_gradient.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
 
 @pytest.mark.wide
 def test_a_gradient_counted_twice_is_named(monkeypatch, capsys):
-    project = linear.ColumnParallelLinear._project
+    project = linear.ColumnParallelLinear.project
 
     def counted_twice(self, sequence, x, *weights):
         return project(self, sequence, doubled_gradient(x) if axis_size(jaxtp.TP) > 1 else x, *weights)
