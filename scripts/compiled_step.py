@@ -85,9 +85,8 @@ class Measured:
 
 def plan_without_layers(model: jaxtp.ModelConfig, optimizer: object, mesh: jax.sharding.Mesh) -> Blueprint:
     """Returns a plan with the same parameters and shardings, whose modules are built without a mesh."""
-    state = nnx.eval_shape(lambda: TrainState(model, optimizer, seed=0))
-    graph, abstract = nnx.split(state)
-    return Blueprint(graph, abstract, nnx.get_named_sharding(abstract, mesh), mesh, model, optimizer)
+    built = nnx.eval_shape(lambda: TrainState(model, optimizer, seed=0))
+    return dataclasses.replace(plan_state(model, optimizer, mesh), graph=nnx.split(built)[0])
 
 
 @contextmanager
