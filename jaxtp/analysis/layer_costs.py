@@ -449,7 +449,8 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
         ("weighted values", n, values, 2),
     ):
         count = work.num_evals(recomputed, num_backward) * runs
-        yield Product(name, m, k, columns, count, bytes=through, attention=True, counted=counted)
+        in_kernel = not kernel.streams_scores
+        yield Product(name, m, k, columns, count, through, attention=True, counted=counted, in_kernel=in_kernel)
     scores = runs * m * n if kernel.stores_scores else 0
     if kernel.streams_scores:
         yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
