@@ -35,7 +35,7 @@ def test_every_chunk_starts_with_the_state_of_all_before_it(cp, zigzag):
 
         def body(m, u):  # of a device, [chunks, b, h, K, ...]
             stacked = [jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for x in (m, u)]
-            states = sequences.initial_states(tuple(stacked))
+            states = sequences.initial_states(*stacked)
             return jnp.moveaxis(states.reshape(-1, chunks, *states.shape[1:]), 1, 0)
 
         spec = P(CONTEXT, BATCH, TP)
