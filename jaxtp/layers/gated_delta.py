@@ -24,13 +24,14 @@ from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, Padded, ShrinkSpec
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.delta_rule import delta_rule
+from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, QKNorm
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import LocalShape, segment_positions
-from jaxtp.mesh import TP
+from jaxtp.mesh import TP, current_device
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
 
@@ -178,7 +179,8 @@ class GatedDeltaNet(Branch):
         initial = None
         heads, strengths = self.heads(weights, tokens, positions), self.strengths(weights, write, decay)
         starts = None if segments is None else positions == 0
-        y, _ = delta_rule(*heads, *strengths, starts, initial)
+        scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
+        y, _ = delta_rule(*heads, *strengths, starts, initial, scan=scan)
         return self.gated(weights, y, gate)
 
     def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, Array, Array]:
