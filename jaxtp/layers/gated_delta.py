@@ -26,13 +26,14 @@ from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, Padded, ShrinkSpec
 from jaxtp.layers.context import Sequences, with_halo
 from jaxtp.layers.kernels.delta_rule import delta_rule
+from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, QKNorm
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import LocalShape, segment_positions
-from jaxtp.mesh import CP, TP
+from jaxtp.mesh import CP, TP, current_device
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
 
@@ -197,7 +198,8 @@ class GatedDeltaNet(Branch):
         q, k, v = self.heads(weights, tokens, positions)
         starts = None if segments is None else positions == 0
         initial = None if axis_size(CP) == 1 else sequences.initial_states
-        y, _ = delta_rule(q, k, v, *self.strengths(weights, write, decay), starts, initial)
+        scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
+        y, _ = delta_rule(q, k, v, *self.strengths(weights, write, decay), starts, initial, scan=scan)
         return self.gated(weights, checkpoint_name(y, ATTENDED), gate)
 
     def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, ...]:

@@ -118,7 +118,8 @@ def multiplies_all(model: ModelConfig, platform: str) -> bool:
 def run_uses(config: TrainConfig, mesh: Mapping[str, int], platform: str | None) -> list[Use]:
     """Returns how each kind of block uses attention."""
     share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
-    return [block.use_on(share, config.model.precision.compute) for block in config.model.block_kinds()]
+    blocks = (block for block in config.model.block_kinds() if not block.delta_value_heads)
+    return [block.use_on(share, config.model.precision.compute) for block in blocks]
 
 
 def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> LocalShape:
