@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxtp.analysis.census import arrays, count_collectives, equations
 from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place
@@ -324,53 +324,50 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator
     yield weight(size=values, tp=False, used_by_all_tp=True)
     window = (config.delta_conv - 1) * sum(split.local(work.tp) for split in taps)
     yield Bytes("cached", work.rows * (FLOAT32 * queries * width * values + compute * window))
-    # All rows and key heads are alike: one is traced. Policies save everything between the projections, or nothing.
-    sizes = tuple({**mesh_shape(), CP: work.sizes[CP]}.items())
-    alone = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
-    policy = "none" if work.remat == "none" else "full"
-    for cost in _inside_delta(
-        alone, layer.precision, sizes, work.length, work.zigzag, policy if work.training else None
-    ):
+    # Rows and key heads are alike: one is traced. Other policies than these two save nothing between the projections.
+    one = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
+    policy = work.remat if work.remat in ("none", "save_dots") else "full"
+    shape = {name: getattr(work, name) for name in ("length", "zigzag", "platform", "training")}
+    for cost in _inside_delta(one, layer.precision, work.sizes[CP], (*shape.items(), ("remat", policy))):
         yield _repeated(cost, work.rows * keys)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
 
 @lru_cache(maxsize=256)
 def _inside_delta(
-    config: GatedDeltaConfig,
-    precision: Precision,
-    sizes: tuple[tuple[str, int], ...],
-    length: int,
-    zigzag: bool,
-    policy: RematPolicy | None,
-) -> tuple[Cost, ...]:
-    # Of one row, without projections and gradients of weights; `policy` is None without a backward pass.
-    work = Workload(
-        sizes=dict(sizes), rows=1, length=length, zigzag=zigzag, remat=policy or "none", training=policy is not None
-    )
+    config: GatedDeltaConfig, precision: Precision, cp: int, shape: tuple[tuple[str, Any], ...]
+) -> tuple[Bytes | CollectiveCost | Product, ...]:
+    # Between the projections, without gradients of weights.
+    work = Workload(sizes=mesh_shape(cp=cp), rows=1, **dict(shape))
     with _abstract(mesh_shape()):
         layer = nnx.eval_shape(lambda: GatedDeltaNet(1, config, LayerContext(precision=precision), rngs=nnx.Rngs(0)))
-    projected = tuple(jax.ShapeDtypeStruct((1, length, f.size), precision.compute) for f in layer.in_proj.features)
     graph, weights = nnx.split(layer)
 
-    def forward(projected: tuple[Array, ...], weights: nnx.State) -> Array:
+    def forward(projected: Any, weights: nnx.State) -> Array:
         layer = nnx.merge(graph, weights)
-        layer.in_proj = layer.out = lambda x: x
-        return layer(projected, Sequences(zigzag=zigzag))
+        for projection in ("in_proj", "out"):
+            setattr(layer, projection, lambda x: x)
+        return layer(projected, Sequences(zigzag=work.zigzag))
 
+    shapes = [(1, work.length, each.size) for each in layer.in_proj.features]
+    projected = tuple(jax.ShapeDtypeStruct(each, precision.compute) for each in shapes)
     costs = list(_program_costs(forward, (projected, weights), work))
-    products = [cost for cost in costs if isinstance(cost, Product)]
-    # A token reads its key, writes its value, and reads its query: three products with the state.
-    tokens = work.tokens * work.num_evals(policy == "full", 2)
-    needed = 6.0 * tokens * config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
-    changes = {"name": "delta rule", "attention": True, "counted": needed / sum(one.flops for one in products)}
-    return tuple(replace(cost, **changes) if isinstance(cost, Product) else cost for cost in costs)
+    # A token reads the state by its key, writes it, and reads it by its query.
+    state = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
+    needed = 6.0 * work.tokens * state * work.num_evals(work.remat in RECOMPUTE_POLICIES, 2)
+    counted = needed / sum(cost.flops for cost in costs if isinstance(cost, Product))
+    return tuple(
+        replace(cost, name="delta rule", attention=True, counted=counted) if isinstance(cost, Product) else cost
+        for cost in costs
+    )
 
 
-def _repeated(cost: Cost, times: int) -> Cost:
+def _repeated(cost: Bytes | CollectiveCost | Product, times: int) -> Cost:
     if isinstance(cost, CollectiveCost):
         return replace(cost, collective=replace(cost.collective, bytes=times * cost.collective.bytes))
-    return replace(cost, bytes=times * cost.bytes, **({"m": times * cost.m} if isinstance(cost, Product) else {}))
+    if isinstance(cost, Product):
+        return replace(cost, m=times * cost.m, bytes=times * cost.bytes)
+    return replace(cost, bytes=times * cost.bytes)
 
 
 def traced_costs(branch: Branch, work: Workload, features: int, precision: Precision, *, read: bool) -> Iterator[Cost]:
@@ -384,7 +381,8 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
     yield from _traced_weights(branch, precision)
     rows = work.rows * batch_parts(work.sizes)
     x = jax.ShapeDtypeStruct((rows, work.length, features), precision.compute)
-    graph, trained, others = nnx.split(branch, nnx.Param, ...)
+    graph, *states = nnx.split(branch, nnx.Param, ...)
+    trained, others = states
     sequences = Sequences(context=work.context, zigzag=work.zigzag)
 
     def forward(inputs: tuple[Array, nnx.State], others: nnx.State) -> Array:
@@ -407,7 +405,7 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
 
 def _program_costs(
     forward: Callable[..., Array], arguments: tuple[Any, Any], work: Workload, copied: Callable[..., Any] | None = None
-) -> Iterator[Cost]:
+) -> Iterator[Bytes | CollectiveCost | Product]:
     """Yields the costs of `forward(inputs, others)` and of the gradient by its inputs, perhaps by copies of them."""
 
     def vjp(policy: RematPolicy, inputs: Any, others: Any) -> Any:
@@ -426,7 +424,7 @@ def _program_costs(
         saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
         return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / math.prod(work.sizes.values())
 
-    with _abstract(work.sizes):
+    with _abstract(work.sizes, work.platform):
         jaxpr = jax.make_jaxpr(step)(*arguments)
         saved, everything = residuals(work.remat), residuals("none")
     yield Bytes("saved", saved)
@@ -438,8 +436,11 @@ def _program_costs(
 
 
 @contextmanager
-def _abstract(sizes: Mapping[str, int]) -> Iterator[None]:
-    none, mesh = AbstractMesh((), ()), abstract_mesh(sizes)  # a context mesh cannot change its size directly
+def _abstract(sizes: Mapping[str, int], platform: str | None = None) -> Iterator[None]:
+    # `platform` decides the kernels, which take it from the mesh's device.
+    device = platform and AbstractDevice(device_kind=platform, num_cores=None, platform=platform.partition(" ")[0])
+    none = AbstractMesh((), ())  # a context mesh cannot change its size directly
+    mesh = abstract_mesh(sizes).update(abstract_device=device or None)
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
         yield
 
