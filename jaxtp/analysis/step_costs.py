@@ -60,6 +60,10 @@ LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products: three forward (maximum,
 exponentials, label's logit), three backward (exponentials, label, their difference)."""
 
+BACKWARD_OF_DELTA = 1.2
+"""Memory of Gated DeltaNet's backward pass in units of all activations between its projections, which it recomputes:
+measured in programs of NVIDIA's compiler (one block of Qwen3.5-27B, 8,192 to 32,768 tokens)."""
+
 MUCH_PADDING = 0.25  # of a block's weights: from here on it is warned of
 _FURTHEST = 1024  # size of tp that is proposed
 
@@ -149,7 +153,9 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         itemsize=itemsize(config.precision.compute),
         param_itemsize=itemsize(config.trained_dtype),
         kept=int(_bytes("saved", every)),
-        working=int(max(_bytes("workspace", ((1, cost) for cost in costs)) for _, costs in blocks)),
+        working=int(
+            max(_bytes(kind, ((1, c) for c in costs)) for _, costs in blocks for kind in ("workspace", "alone"))
+        ),
         weights=int(max(sum(c.loaded_bytes(work) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
         transposed=int(sum(n * w.stored(work.sizes) * itemsize(w.precision.param) for n, w in weights if w.transposed)),
         loss=int(_bytes("workspace", outside)),
@@ -314,12 +320,13 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator
     config, compute = layer.config, itemsize(layer.precision.compute)
     heads, width, values = config.delta_heads, config.delta_key_dim, config.delta_value_dim
     (queries, keys), numbers = heads.on_device(work.tp), heads.numbers()
+    hidden = work.tokens * layer.in_proj.in_features * compute
     taps = heads.keys, heads.keys, heads.numbers(values)
     yield from column_costs(layer.in_proj, work, "delta in")
     weight = partial(Weight, module=DELTA, fsdp=False, precision=layer.precision)
     for split in taps:
         group = split.shared_by(work.tp)
-        yield weight(size=config.delta_conv * split.size, split=split, group=group, again=work.remat != "none")
+        yield weight(size=config.delta_conv * split.size, split=split, group=group)
     yield from [weight(size=numbers.size, split=numbers)] * 2
     yield weight(size=values, tp=False, used_by_all_tp=True)
     window = (config.delta_conv - 1) * sum(split.local(work.tp) for split in taps)
@@ -330,6 +337,7 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator
     shape = {name: getattr(work, name) for name in ("length", "zigzag", "platform", "training")}
     for cost in _inside_delta(one, layer.precision, work.sizes[CP], (*shape.items(), ("remat", policy))):
         yield _repeated(cost, work.rows * keys)
+    yield Bytes("alone", 3 * hidden)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
 
@@ -337,7 +345,7 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator
 def _inside_delta(
     config: GatedDeltaConfig, precision: Precision, cp: int, shape: tuple[tuple[str, Any], ...]
 ) -> tuple[Bytes | CollectiveCost | Product, ...]:
-    # Between the projections, without gradients of weights.
+    # Between the projections, without weights: only their gradients are all-reduced.
     work = Workload(sizes=mesh_shape(cp=cp), rows=1, **dict(shape))
     with _abstract(mesh_shape()):
         layer = nnx.eval_shape(lambda: GatedDeltaNet(1, config, LayerContext(precision=precision), rngs=nnx.Rngs(0)))
@@ -356,10 +364,12 @@ def _inside_delta(
     state = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
     needed = 6.0 * work.tokens * state * work.num_evals(work.remat in RECOMPUTE_POLICIES, 2)
     counted = needed / sum(cost.flops for cost in costs if isinstance(cost, Product))
-    return tuple(
-        replace(cost, name="delta rule", attention=True, counted=counted) if isinstance(cost, Product) else cost
-        for cost in costs
-    )
+    moved = (cost for cost in costs if isinstance(cost, CollectiveCost) and cost.collective.kind != ALL_REDUCE)
+    products = (cost for cost in costs if isinstance(cost, Product))
+    rule = (replace(product, name="delta rule", attention=True, counted=counted) for product in products)
+    memory = {cost.kind: cost.bytes for cost in costs if isinstance(cost, Bytes)}
+    alone = BACKWARD_OF_DELTA * memory.pop("workspace")
+    return (*(Bytes(kind, size) for kind, size in memory.items()), Bytes("alone", alone), *moved, *rule)
 
 
 def _repeated(cost: Bytes | CollectiveCost | Product, times: int) -> Cost:
