@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from support import TOLERANCE, assert_close, sweep_of
 
 import jaxtp
+from jaxtp.analysis.step_costs import _traced_products
 from jaxtp.collectives import device_view
 from jaxtp.layers.kernels import delta_kernels, delta_rule
 from jaxtp.mesh import mesh_shape
@@ -113,6 +114,14 @@ def test_the_backward_pass_does_not_compute_the_states_again():
     inputs, starts = tokens()
     text = str(jax.make_jaxpr(partial(rule, delta_kernels.chunk_states))(*inputs, starts))
     assert [text.count(f"name=delta_{name}") for name in ("states", "gradient")] == [1, 1]
+
+
+def test_products_in_the_kernel_are_counted():
+    def flops(scan):
+        program = jax.make_jaxpr(partial(found, scan))(*draw(SIZES["whole blocks"]))
+        return sum(product.flops for product in _traced_products(program.jaxpr))
+
+    assert flops(delta_kernels.chunk_states) == flops(delta_rule.chunk_states)
 
 
 @pytest.mark.parametrize(
