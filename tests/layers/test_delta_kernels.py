@@ -2,22 +2,27 @@
 
 import dataclasses
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from support import TOLERANCE, assert_close, sweep_of
 
 import jaxtp
+from jaxtp.analysis.step_costs import _traced_products
 from jaxtp.collectives import device_view
+from jaxtp.layers import gated_delta
 from jaxtp.layers.kernels import delta_kernels, delta_rule
 from jaxtp.mesh import mesh_shape
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.run_report import describe_delta, describe_kernels
+from jaxtp.train.self_check import _uses
 
 NAMES = ("w", "u", "k_decayed", "decay", "state")
 RULE = ("q", "k", "v", "log_decay", "write")
@@ -115,6 +120,14 @@ def test_the_backward_pass_does_not_compute_the_states_again():
     assert [text.count(f"name=delta_{name}") for name in ("states", "gradient")] == [1, 1]
 
 
+def test_products_in_the_kernel_are_counted():
+    def flops(scan):
+        program = jax.make_jaxpr(partial(found, scan))(*draw(SIZES["whole blocks"]))
+        return sum(product.flops for product in _traced_products(program.jaxpr))
+
+    assert flops(delta_kernels.chunk_states) == flops(delta_rule.chunk_states)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -132,6 +145,7 @@ def test_what_the_kernel_does_not_take(changes, message):
         jax.eval_shape(delta_kernels.chunk_states, w.astype(changes.get("w", w.dtype)), *others)
 
 
+HEADS = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 8}
 PALLAS = "pallas states of Gated DeltaNet (it keeps each state on the chip)"
 
 
@@ -150,11 +164,23 @@ PALLAS = "pallas states of Gated DeltaNet (it keeps each state on the chip)"
     ],
 )
 def test_the_summary_says_what_computes_the_states(width, platform, said):
-    sizes = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": width, "delta_value_dim": 8}
-    model = jaxtp.ModelConfig(num_layers=2, **sizes)
+    model = jaxtp.ModelConfig(num_layers=2, **{**HEADS, "delta_key_dim": width})
     assert list(describe_delta(model, platform)) == [said]
     assert describe_kernels(TrainConfig(model=model), mesh_shape(), platform) == said
     hybrid = TrainConfig(model=dataclasses.replace(model, pattern=({}, {"delta_value_heads": 0})))
     attention, *others = describe_kernels(hybrid, mesh_shape(), platform).split("; ")
     assert " attention (" in attention
     assert others[-1] == said
+
+
+def test_only_blocks_with_attention_have_its_kernels_checked():
+    model = jaxtp.ModelConfig(num_layers=2, pattern=({}, {"delta_value_heads": 0}), attention="blockwise", **HEADS)
+    (use, _), *others = _uses(TrainConfig(model=model), jaxtp.make_mesh(devices=jax.devices()[:1]))
+    assert use.head_dim == model.head_dim
+    assert not others
+
+
+def test_the_layer_takes_the_kernel_where_it_runs():
+    layer = gated_delta.GatedDeltaNet(12, gated_delta.GatedDeltaConfig(**HEADS), rngs=nnx.Rngs(0))
+    with mock.patch.object(gated_delta, "architecture_of", return_value="cuda 9.0"):
+        assert "name=delta_states" in str(jax.make_jaxpr(layer)(jnp.ones((1, 8, 12))))
