@@ -17,6 +17,9 @@ from jaxtp.mesh import CONTEXT, TP
 LAYER_SPEC = batch_spec(TP, CONTEXT, None)
 """The spec of one layer's keys or values, `[B, K, S, H]`: a matrix per head, so that products need no transpose."""
 
+DROPPED = 2**30
+"""Position of a token that no row has."""
+
 KVCaches = tuple[Mapping[str, tuple[Array, ...]], ...]
 """Caches by layer and branch: keys and values `[B, K, S, H]` in the compute dtype, keys rotated, S slots a row. K is
 the number of kv heads, or tp if that is more: devices that share a head each store it."""
@@ -28,7 +31,7 @@ class NewTokens:
     """The slots of new tokens `[B, T]` in a cache."""
 
     positions: Array
-    """Position of each token in its row, `[B, T]` int32; positions >= S are dropped."""
+    """Position of each token in its row, `[B, T]` int32; tokens at `DROPPED` leave a cache as it is."""
 
     rows: Array | None = None
     """Packed: row of each token among its device's rows, `[B, T]` int32, one run per row; -1 for padding, at the end.

@@ -1,0 +1,177 @@
+"""Hybrids of Gated DeltaNet and attention: a row's state has its own tokens only, whatever other rows do."""
+
+import dataclasses
+from functools import cache
+
+import accounts
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from support import random_weights, state_on_mesh, sweep, without_mesh
+
+import jaxtp
+from jaxtp.config.entry import NumericsError
+from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.generate import engine
+from jaxtp.generate.decode_model import has_states, to_decode_model
+
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=259,
+    d_model=16,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    d_ff=24,
+    norm_eps=1e-3,
+    delta_value_heads=4,
+    delta_key_heads=2,
+    delta_key_dim=6,
+    delta_value_dim=8,
+    pattern=({}, {}, {}, {"delta_value_heads": 0}),
+)
+LENGTH = 128
+TOKENS = 12
+SETTINGS = jaxtp.GenerationSettings(max_tokens=TOKENS)
+
+
+def build(config=CONFIG):
+    return jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+
+
+@cache
+def weights():
+    return random_weights(build, scale=0.3)
+
+
+@cache
+def model_on(mesh):
+    pair = without_mesh(build, weights()) if mesh is None else state_on_mesh(build, weights(), jaxtp.make_mesh(*mesh))
+    return nnx.merge(*pair)
+
+
+@cache
+def read_whole():
+    graph, state = without_mesh(build, weights())
+    whole = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids[None])[0])
+    return lambda ids: whole(state, ids)
+
+
+@cache
+def greedy(prompt):
+    """The likeliest tokens after a prompt, each from reading everything again."""
+    ids = list(prompt)
+    for _ in range(TOKENS):
+        padded = np.zeros(LENGTH, np.int32)
+        padded[: len(ids)] = ids
+        ids.append(int(np.argmax(read_whole()(padded)[len(ids) - 1, :256])))
+    return tuple(ids[-TOKENS:])
+
+
+def generator_on(mesh, chunk=16, **options):
+    generator = jaxtp.Generator(model_on(mesh), ByteTokenizer(), **options)
+    generator._chunk = chunk
+    return generator
+
+
+def prompts_of(count, most, seed=0):
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(0, 256, length).tolist()) for length in rng.integers(1, most, count)]
+
+
+def stream(generator, prompt, **settings):
+    """Returns the result, and the counts of prompt tokens that were in the cache and that were read."""
+    pieces = generator.stream([list(prompt)], dataclasses.replace(SETTINGS, **settings), keep=True)
+    (result,) = (piece.result for piece in pieces if piece.result)
+    return result, (generator.speed.timing.kept_tokens, generator.speed.timing.prefill_tokens)
+
+
+MESHES = [None, (1, 1, 2), (1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 1, 1), (1, 1, 8)]
+
+
+@pytest.mark.parametrize("mesh", sweep(MESHES, (1, 1, 4)), ids=str)
+def test_texts_are_those_of_reading_everything_again(mesh):
+    """Of more prompts than rows, packed, and in chunks that are shorter than a prompt."""
+    prompts = prompts_of(7, 60)
+    prompts[2:4] = [(5,), (6, 7)]  # shorter than the convolution
+    generator = generator_on(mesh, batch_size=3)
+    assert [result.ids for result in generator.generate(prompts, SETTINGS)] == list(map(greedy, prompts))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("chunk", [96, 1024])
+def test_long_chunks(chunk):
+    prompts = prompts_of(9, 110)
+    generator = generator_on(None, chunk, batch_size=4)
+    assert [result.ids for result in generator.generate(prompts, SETTINGS)] == list(map(greedy, prompts))
+
+
+def test_a_turn_reads_on_from_a_state_that_is_its_beginning():
+    """Another turn reads everything: a state cannot be cut back."""
+    generator, first = generator_on(None), tuple(b"what is this?")
+    answer, counts = stream(generator, first)
+    assert (answer.ids, counts) == (greedy(first), (0, len(first)))
+    second = (*first, *answer.ids, *b" and that?")
+    found, counts = stream(generator, second)
+    known = len(first) + TOKENS - 1  # the last token is not in the cache
+    assert (found.ids, counts) == (greedy(second), (known, len(second) - known))
+    third = (*second, *b"!")  # without the answer
+    found, counts = stream(generator, third)
+    assert (found.ids, counts) == (greedy(third), (0, len(third)))
+    found, counts = stream(generator, third)
+    assert (found.ids, counts) == (greedy(third), (0, len(third))), "the state has more than the prompt"
+
+
+@pytest.mark.wide
+def test_nothing_is_kept_of_a_state_past_a_stop_text_or_an_interrupt(monkeypatch):
+    generator, first = generator_on(None), tuple(b"what is this?")
+    stop = bytes(greedy(first)[1:2]).decode("latin-1")
+    tokenizer = generator.tokenizer
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: bytes(ids).decode("latin-1").encode())
+    generator._steps = 8
+    stopped, _ = stream(generator, first, stop=(stop,))
+    assert stopped.finish == "stop"
+    second = (*first, *greedy(first)[:3])
+    found, _ = stream(generator, second)
+    assert found.ids == greedy(second)
+    wait, calls = engine.wait, iter(range(100))
+
+    def interrupted(*sampled):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return wait(*sampled)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream(generator, first)
+    found, counts = stream(generator, (*first, *greedy(first)[:1]))
+    assert (found.ids, counts) == (greedy((*first, *greedy(first)[:1])), (0, len(first) + 1))
+
+
+@pytest.mark.wide
+def test_an_interrupt_between_chunks_of_a_prompt(monkeypatch):
+    generator, (prompt,) = generator_on(None), prompts_of(1, 61, seed=3)
+    assert len(prompt) > 20
+
+    def interrupt(read, total):
+        if read < total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(generator.stream([list(prompt)], SETTINGS, keep=True, progress=interrupt))
+    found, counts = stream(generator, prompt)
+    assert (found.ids, counts) == (greedy(prompt), (16, len(prompt) - 16))
+
+
+def test_a_state_has_one_size_for_rows_of_any_length():
+    model = to_decode_model(model_on(None), None)
+    mesh = generator_on(None)._mesh
+    sizes = {slots: engine.cache_bytes(model, mesh, 8, slots) for slots in (64, 128)}
+    keys = 8 * 2 * 64 * 4 * 2 * 4
+    states = 3 * 8 * 4 * (4 * 6 * 8 + 3 * (2 * 2 * 6 + 4 * 8))
+    assert sizes == {64: keys + states, 128: 2 * keys + states}
+    assert has_states(model, mesh)
+    without = dataclasses.replace(CONFIG, delta_value_heads=0)
+    assert not has_states(to_decode_model(build(without), None), mesh)
