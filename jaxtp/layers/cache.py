@@ -59,6 +59,21 @@ class NewTokens:
         # Only these slots are written, so XLA updates a donated cache in place.
         return cache.at[rows, :, positions].set(new, mode="drop")
 
+    def by_row(self) -> "NewTokens":
+        """Returns these tokens as packed ones; those that are rows continue."""
+        if self.rows is not None:
+            return self
+        rows = jnp.where(self.positions < DROPPED, jnp.arange(self.positions.shape[0])[:, None], -1)
+        return NewTokens(self.positions, rows, continued=True)
+
+    def ends(self, num_rows: int) -> tuple[Array, Array, Array]:
+        """Returns whether a row is among packed tokens, and its last token there: sequence and index; each `[R]`."""
+        assert self.rows is not None
+        rows = self.rows.reshape(-1)
+        places = jnp.where(rows == jnp.arange(num_rows)[:, None], jnp.arange(rows.size), -1)
+        last = jnp.max(places, axis=1)
+        return last >= 0, *jnp.divmod(last, self.rows.shape[1])
+
     def before(self, cache: Array) -> Array:
         """Returns the earlier tokens of each sequence's first row, right-aligned, `[b, S, K, H]`; see `segments`."""
         assert self.rows is not None

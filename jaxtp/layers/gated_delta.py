@@ -6,7 +6,7 @@ results are normalised per head and gated. Each key head serves a group of value
 heads and their query heads, so that only the column and the row layer communicate over tp.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,13 +17,14 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import axis_size, batch_spec, device_view, token_spec
+from jaxtp.collectives import axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, CountOrZero
 from jaxtp.layers.attention import PaddedHeads
-from jaxtp.layers.branch import Branch, Padded, ShrinkSpec
+from jaxtp.layers.branch import Branch, KVCache, Padded, ShrinkSpec
+from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.kernels.delta_rule import delta_rule
+from jaxtp.layers.kernels.delta_rule import chunk_states, delta_rule, delta_step
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
@@ -37,6 +38,7 @@ DELTA = "gated_delta"  # name in profiles of the layer without its projections
 _L2_EPS = 1e-6  # added to the squared norm of queries and keys, in every family
 _TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
 _INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm.scale")
+_CHUNK = 64  # tokens of a chunk of prompts
 _SMALL_KEY, _SMALL_VALUE = 8, 10
 
 
@@ -210,6 +212,73 @@ class GatedDeltaNet(Branch):
         """Normalises and gates results `[b, T, heads, V]`; returns `[b, T, F]`. Padded heads are zero."""
         y = self.norm(y, weights["norm.scale"]).reshape(gate.shape)
         return (y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+    def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
+        """Returns empty states `[B, Hv, K, V]`, and the convolution's last inputs `[B, tp, W - 1, F / tp]`."""
+        config, tp = self.config, axis_size(TP)
+        values, keys = config.delta_heads.on_device(tp)
+        features = 2 * keys * config.delta_key_dim + values * config.delta_value_dim
+        state = jnp.zeros((num_rows, tp * values, config.delta_key_dim, config.delta_value_dim), jnp.float32)
+        window = jnp.zeros((num_rows, tp, config.delta_conv - 1, features), self.precision.compute)
+        return constrain(state, LAYER_SPEC), constrain(window, LAYER_SPEC)
+
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
+        """Reads new tokens on from the states of their rows."""
+        projected, (weights, specs), cache_specs = self.in_proj(x_BTD), self._inner(), (LAYER_SPEC, LAYER_SPEC)
+        in_specs = (specs, (token_spec(TP),) * len(projected), cache_specs, new.specs)
+        read = device_view(self._read_on, DELTA, in_specs, (token_spec(TP), cache_specs))
+        y, cache = read(weights, projected, cache, new)
+        return self.out(y), cache
+
+    def _read_on(
+        self, weights: Weights, projected: tuple[Array, ...], cache: KVCache, new: NewTokens
+    ) -> tuple[Array, KVCache]:
+        *qkv, gate, write, decay = projected
+        state, window, single = cache[0], cache[1][:, 0], new.rows is None and gate.shape[1] == 1
+        new = new.by_row()
+        assert new.rows is not None
+        before = jnp.take(window, new.rows[:, 0] if new.continued else jnp.zeros_like(new.rows[:, 0]), axis=0, mode="clip")
+        tokens = jnp.concatenate([before, jnp.concatenate(qkv, axis=-1)], axis=1)
+        is_token = (new.rows >= 0)[..., None]  # other tokens leave the states as they are
+        strengths = [jnp.where(is_token, each, 0) for each in self.strengths(weights, write, decay)]
+        heads = self.heads(weights, tokens, new.positions)
+        if single:
+            *heads, log_decay, write = (each[:, 0] for each in (*heads, *strengths))
+            log_decay = jnp.where(new.positions == 0, -jnp.inf, log_decay)
+            y, state = delta_step(*heads, log_decay, write, state)
+            y = y[:, None]
+        else:
+            y, state = _packed_rule(heads, strengths, state, new)
+        here, sequence, last = new.ends(len(window))
+        back = jnp.arange(window.shape[1])[::-1]
+        latest = tokens[sequence[:, None], last[:, None] + window.shape[1] - back]
+        latest = jnp.where((new.positions[sequence, last][:, None] >= back)[..., None], latest, 0)
+        window = jnp.where(here[:, None, None], latest, window)
+        return self.gated(weights, y, gate), (state, window[:, None])
+
+
+def _packed_rule(heads: Sequence[Array], strengths: Sequence[Array], state: Array, new: NewTokens) -> tuple[Array, Array]:
+    """Returns what packed tokens read, and the states of all rows after them.
+
+    A row's last state is the one at the beginning of its last chunk, and the chunk's tokens of the row.
+    """
+    assert new.rows is not None
+
+    def with_states(*chunks: Array) -> tuple[Array, Array, Array]:
+        states, values, _ = chunk_states(*chunks)
+        return states, values, states
+
+    starts = new.positions == 0
+    initial = jnp.take(state, new.rows[:, 0], axis=0, mode="clip") if new.continued else None
+    y, states = delta_rule(*heads, *strengths, starts, initial, chunk=_CHUNK, scan=with_states)
+    here, sequence, last = new.ends(len(state))
+    at = last[:, None] // _CHUNK * _CHUNK + jnp.arange(min(_CHUNK, y.shape[1]))
+    of_row = new.rows.at[sequence[:, None], at].get(mode="fill", fill_value=-1) == jnp.arange(len(state))[:, None]
+    k, v, starts, *strengths = (x.at[sequence[:, None], at].get(mode="clip") for x in (*heads[1:], starts, *strengths))
+    strengths = [jnp.where(of_row[..., None], each, 0) for each in strengths]
+    begins = states[sequence, :, last // _CHUNK]
+    _, ends = delta_rule(k, k, v, *strengths, starts & of_row, begins, chunk=_CHUNK)
+    return y, jnp.where(here[:, None, None, None], ends, state)
 
 
 def _convolved(tokens: Array, positions: Array, taps: Array) -> Array:
