@@ -250,9 +250,7 @@ class GatedDeltaNet(Branch):
         else:
             y, state = _packed_rule(heads, strengths, state, new)
         here, sequence, last = new.ends(len(window))
-        back = jnp.arange(window.shape[1])[::-1]
-        latest = tokens[sequence[:, None], last[:, None] + window.shape[1] - back]
-        latest = jnp.where((new.positions[sequence, last][:, None] >= back)[..., None], latest, 0)
+        latest = tokens[sequence[:, None], last[:, None] + 1 + jnp.arange(window.shape[1])]
         window = jnp.where(here[:, None, None], latest, window)
         return self.gated(weights, y, gate), (state, window[:, None])
 

@@ -11,10 +11,11 @@ from flax import nnx
 from support import random_weights, state_on_mesh, sweep, without_mesh
 
 import jaxtp
-from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate import engine
 from jaxtp.generate.decode_model import has_states, to_decode_model
+from jaxtp.layers.cache import DROPPED, NewTokens
+from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 
 CONFIG = jaxtp.ModelConfig(
     vocab_size=259,
@@ -42,7 +43,8 @@ def build(config=CONFIG):
 
 @cache
 def weights():
-    return random_weights(build, scale=0.3)
+    slow = lambda name, array: array - 6 if name.endswith("decay_log") else array  # else states forget at once
+    return {name: slow(name, array) for name, array in random_weights(build, scale=0.3).items()}
 
 
 @cache
@@ -175,3 +177,65 @@ def test_a_state_has_one_size_for_rows_of_any_length():
     assert has_states(model, mesh)
     without = dataclasses.replace(CONFIG, delta_value_heads=0)
     assert not has_states(to_decode_model(build(without), None), mesh)
+
+
+DELTA = GatedDeltaConfig(delta_value_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=8)
+ROWS, PACKED, DOCUMENTS = 5, 160, 8
+
+
+@cache
+def layer_programs():
+    """Programs of a layer: a whole document, packed tokens and a token of each row; and outputs of whole documents."""
+    layer = GatedDeltaNet(8, DELTA, rngs=nnx.Rngs(0))
+    layer.decay_log[...] -= 6  # else states forget at once
+    inputs = np.random.default_rng(1).normal(size=(DOCUMENTS, 400, 8)).astype(np.float32)
+    decode = jax.jit(layer.decode)
+    return decode, inputs, np.asarray(jax.jit(layer)(inputs)), layer.init_cache(ROWS, 1)
+
+
+@pytest.mark.parametrize("seed", sweep(list(range(12)), 0))
+def test_rows_that_begin_continue_wait_and_begin_again(seed):
+    """Any order of packed tokens and single ones: each row reads on from its own tokens."""
+    rng = np.random.default_rng(seed)
+    decode, inputs, expected, caches = layer_programs()
+    rows = {row: (int(rng.integers(DOCUMENTS)), 0) for row in range(ROWS)}  # document, tokens read
+
+    def check(found, places):
+        for at, (document, position) in places:
+            np.testing.assert_allclose(found[at], expected[document, position], rtol=1e-4, atol=1e-5)
+
+    for _ in range(12):
+        before = caches
+        if rng.random() < 0.5:  # packed: one row may continue, others begin
+            order = rng.permutation(ROWS)[: rng.integers(1, ROWS + 1)]
+            x, places = np.ones((1, PACKED, 8), np.float32), []
+            positions, row_of = np.full((1, PACKED), DROPPED, np.int32), np.full((1, PACKED), -1, np.int32)
+            continued = bool(rng.random() < 0.6)
+            for index, row in enumerate(order):
+                document, start = rows[row]
+                if not (index == 0 and continued):
+                    document, start = int(rng.integers(DOCUMENTS)), 0
+                room = PACKED - len(places)
+                count = min(int(rng.choice([1, 2, 3, 64, rng.integers(1, 150)])), room, 400 - start)
+                for position in range(start, start + count):
+                    at = len(places)
+                    x[0, at], positions[0, at], row_of[0, at] = inputs[document, position], position, row
+                    places.append(((0, at), (document, position)))
+                if count:
+                    rows[row] = document, start + count
+            y, caches = decode(x, caches, NewTokens(positions, row_of, continued))
+            touched = {row for row in row_of[0].tolist() if row >= 0}
+        else:
+            touched = {row for row in range(ROWS) if rng.random() < 0.6 and rows[row][1] < 400}
+            x, positions = np.ones((ROWS, 1, 8), np.float32), np.full((ROWS, 1), DROPPED, np.int32)
+            places = []
+            for row in touched:
+                document, position = rows[row] if rng.random() < 0.9 else (int(rng.integers(DOCUMENTS)), 0)
+                x[row, 0], positions[row, 0] = inputs[document, position], position
+                places.append(((row, 0), (document, position)))
+                rows[row] = document, position + 1
+            y, caches = decode(x, caches, NewTokens(positions))
+        check(np.asarray(y), places)
+        for old, new in zip(before, caches, strict=True):
+            for row in set(range(ROWS)) - touched:
+                np.testing.assert_array_equal(old[row], new[row])
