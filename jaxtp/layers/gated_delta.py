@@ -81,7 +81,7 @@ class GatedDeltaConfig(LatentAttentionConfig):
 
     @property
     def delta_heads(self) -> PaddedHeads:
-        """The division of value heads over tp, with key heads as kv heads; the width is that of keys."""
+        """The division of value heads over tp, with key heads as kv heads, which have the width."""
         group = self.delta_value_heads // self.delta_key_heads
         return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
 
