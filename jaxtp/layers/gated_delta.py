@@ -38,7 +38,6 @@ DELTA = "gated_delta"  # name in profiles of the layer without its projections
 _L2_EPS = 1e-6  # added to the squared norm of queries and keys, in every family
 _TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
 _INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm.scale")
-_CHUNK = 64  # tokens of a chunk of prompts
 _SMALL_KEY, _SMALL_VALUE = 8, 10
 
 
@@ -237,7 +236,9 @@ class GatedDeltaNet(Branch):
         state, window, single = cache[0], cache[1][:, 0], new.rows is None and gate.shape[1] == 1
         new = new.by_row()
         assert new.rows is not None
-        before = jnp.take(window, new.rows[:, 0] if new.continued else jnp.zeros_like(new.rows[:, 0]), axis=0, mode="clip")
+        before = jnp.take(
+            window, new.rows[:, 0] if new.continued else jnp.zeros_like(new.rows[:, 0]), axis=0, mode="clip"
+        )
         tokens = jnp.concatenate([before, jnp.concatenate(qkv, axis=-1)], axis=1)
         is_token = (new.rows >= 0)[..., None]  # other tokens leave the states as they are
         strengths = [jnp.where(is_token, each, 0) for each in self.strengths(weights, write, decay)]
@@ -255,27 +256,33 @@ class GatedDeltaNet(Branch):
         return self.gated(weights, y, gate), (state, window[:, None])
 
 
-def _packed_rule(heads: Sequence[Array], strengths: Sequence[Array], state: Array, new: NewTokens) -> tuple[Array, Array]:
-    """Returns what packed tokens read, and the states of all rows after them.
-
-    A row's last state is the one at the beginning of its last chunk, and the chunk's tokens of the row.
-    """
+def _packed_rule(
+    heads: Sequence[Array], strengths: Sequence[Array], state: Array, new: NewTokens
+) -> tuple[Array, Array]:
+    """Returns what packed tokens read, and the states of all rows after them."""
     assert new.rows is not None
-
-    def with_states(*chunks: Array) -> tuple[Array, Array, Array]:
-        states, values, _ = chunk_states(*chunks)
-        return states, values, states
-
     starts = new.positions == 0
+
+    def keeping(*chunks: Array) -> tuple[Array, Array, Array]:
+        states, written, _ = chunk_states(*chunks)
+        return states, written, (states, written)
+
     initial = jnp.take(state, new.rows[:, 0], axis=0, mode="clip") if new.continued else None
-    y, states = delta_rule(*heads, *strengths, starts, initial, chunk=_CHUNK, scan=with_states)
+    y, (states, written) = delta_rule(*heads, *strengths, starts, initial, scan=keeping)
+    # A row's last state is the state before its last chunk, decayed, and what the row's tokens in that chunk write.
     here, sequence, last = new.ends(len(state))
-    at = last[:, None] // _CHUNK * _CHUNK + jnp.arange(min(_CHUNK, y.shape[1]))
+    index, size = last // written.shape[3], written.shape[3]
+    at = index[:, None] * size + jnp.arange(size)
     of_row = new.rows.at[sequence[:, None], at].get(mode="fill", fill_value=-1) == jnp.arange(len(state))[:, None]
-    k, v, starts, *strengths = (x.at[sequence[:, None], at].get(mode="clip") for x in (*heads[1:], starts, *strengths))
-    strengths = [jnp.where(of_row[..., None], each, 0) for each in strengths]
-    begins = states[sequence, :, last // _CHUNK]
-    _, ends = delta_rule(k, k, v, *strengths, starts & of_row, begins, chunk=_CHUNK)
+    k, starts, log_decay = (x.at[sequence[:, None], at].get(mode="clip") for x in (heads[1], starts, strengths[0]))
+    log_decay = jnp.where(of_row[..., None], log_decay, 0)
+    later = jax.lax.cumsum(jnp.roll(log_decay.at[:, 0].set(0), -1, axis=1), axis=1, reverse=True)
+    k = jnp.repeat(k, state.shape[1] // k.shape[2], axis=2) * jnp.where(of_row[..., None], jnp.exp(later), 0)[..., None]
+    rest = jnp.where(jnp.any(starts & of_row, axis=1)[:, None], 0, jnp.exp(jnp.sum(log_decay, axis=1)))
+    written = written[sequence, :, index]
+    ends = rest[..., None, None] * states[sequence, :, index] + jnp.einsum(
+        "rchk,rhcv->rhkv", k.astype(written.dtype), written, preferred_element_type=state.dtype
+    )
     return y, jnp.where(here[:, None, None, None], ends, state)
 
 
