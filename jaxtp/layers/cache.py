@@ -67,7 +67,7 @@ class NewTokens:
         return NewTokens(self.positions, rows, continued=True)
 
     def ends(self, num_rows: int) -> tuple[Array, Array, Array]:
-        """Returns whether a row is among packed tokens, and its last token there: sequence and index; each `[R]`."""
+        """Returns whether each row has packed tokens, and the sequence and index of its last one, `[R]` each."""
         assert self.rows is not None
         rows = self.rows.reshape(-1)
         places = jnp.where(rows == jnp.arange(num_rows)[:, None], jnp.arange(rows.size), -1)
@@ -76,9 +76,13 @@ class NewTokens:
 
     def before(self, cache: Array) -> Array:
         """Returns the earlier tokens of each sequence's first row, right-aligned, `[b, S, K, H]`; see `segments`."""
-        assert self.rows is not None
-        first = jnp.take(cache, self.rows[:, 0], axis=0, mode="clip").swapaxes(1, 2)
+        first = self.first(cache).swapaxes(1, 2)
         return jax.vmap(lambda x, count: jnp.roll(x, -count, axis=0))(first, self.positions[:, 0])
+
+    def first(self, cache: Array) -> Array:
+        """Returns the cache of each sequence's first row, `[b, ...]`; of any row if the first begins."""
+        assert self.rows is not None
+        return jnp.take(cache, self.rows[:, 0], axis=0, mode="clip")
 
     def segments(self, num_slots: int) -> Array:
         """Returns the segments of packed tokens `[b, T]`, or of earlier and packed tokens `[b, S + T]`."""

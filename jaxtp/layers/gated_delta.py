@@ -6,24 +6,26 @@ results are normalised per head and gated. Each key head serves a group of value
 heads and their query heads, so that only the column and the row layer communicate over tp.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import axis_size, batch_spec, constrain, device_view, token_spec
+from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, CountOrZero
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
-from jaxtp.layers.context import Sequences
+from jaxtp.layers.context import Sequences, with_halo
 from jaxtp.layers.kernels.delta_rule import chunk_states, delta_rule, delta_step
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -31,7 +33,7 @@ from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, QKNorm
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import LocalShape, segment_positions
-from jaxtp.mesh import TP
+from jaxtp.mesh import CP, TP
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
 
@@ -84,6 +86,12 @@ class GatedDeltaConfig(LatentAttentionConfig):
         group = self.delta_value_heads // self.delta_key_heads
         return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
 
+    def describe_heads(self) -> str:
+        """See `AttentionConfig`."""
+        count, keys = self.delta_value_heads, self.delta_key_heads
+        states = f"{count} heads with states ({keys} key) of {self.delta_key_dim} x {self.delta_value_dim}"
+        return states if count else super().describe_heads()
+
     def zigzag(self, shape: LocalShape) -> bool:
         """See `BranchConfig`."""
         return not self.delta_value_heads and super().zigzag(shape)
@@ -129,6 +137,8 @@ class GatedDeltaNet(Branch):
     `out` `[Hv*V, D]`; heads contiguous. Taps `q_conv`, `k_conv`, `v_conv` `[W, ...]`, the last for the current token.
     """
 
+    over_cp = True
+
     def __init__(
         self,
         d_model: int,
@@ -162,43 +172,46 @@ class GatedDeltaNet(Branch):
         weights, specs = self._inner()
         segments_spec = None if segments_BT is None else batch_spec(None)
         in_specs = (specs, (token_spec(TP),) * len(projected), segments_spec)
-        return self.out(device_view(self._read, DELTA, in_specs, token_spec(TP))(weights, projected, segments_BT))
+        read = partial(self._read, replace(sequences, segments=None))
+        return self.out(device_view(read, DELTA, in_specs, token_spec(TP))(weights, projected, segments_BT))
 
     def _inner(self) -> tuple[Weights, dict[str, P]]:
         """Returns the parameters between both projections, and their specs."""
         weights, specs = params_and_specs(self)
         return {name: weights[name] for name in _INSIDE}, {name: specs[name] for name in _INSIDE}
 
-    def _read(self, weights: Weights, projected: tuple[Array, ...], segments: Array | None) -> Array:
-        """Returns the gated results of this device's heads, `[b, T, F]`."""
+    def _read(
+        self, sequences: Sequences, weights: Weights, projected: tuple[Array, ...], segments: Array | None
+    ) -> Array:
+        """Returns the gated results of this device's heads, `[b, T/cp, F]`."""
         *qkv, gate, write, decay = projected
-        tokens = jnp.concatenate(qkv, axis=-1)
-        positions = jnp.arange(tokens.shape[1])[None] if segments is None else segment_positions(segments)
-        # The tokens before this device's first; a document that begins here reads none of them.
-        tokens = jnp.pad(tokens, ((0, 0), (self.config.delta_conv - 1, 0), (0, 0)))
-        initial = None
-        heads, strengths = self.heads(weights, tokens, positions), self.strengths(weights, write, decay)
+        rows, length, _ = gate.shape
+        chunks = sequences.num_chunks
+        positions = sequences.local_positions(length * axis_size(CP))
+        if segments is not None:
+            positions = jnp.take(segment_positions(segments), positions, axis=1)
+        positions = jnp.broadcast_to(positions, (rows, length)).reshape(rows * chunks, -1)
+        whole = with_halo(jnp.concatenate(qkv, axis=-1), self.config.delta_conv - 1, chunks)
+        tokens, write, decay = (
+            x.reshape(rows * chunks, -1, x.shape[-1]) for x in (jnp.stack(whole, axis=1), write, decay)
+        )
+        q, k, v = self.heads(weights, tokens, positions)
         starts = None if segments is None else positions == 0
-        y, _ = delta_rule(*heads, *strengths, starts, initial)
-        return self.gated(weights, y, gate)
+        initial = None if axis_size(CP) == 1 else sequences.initial_states
+        y, _ = delta_rule(q, k, v, *self.strengths(weights, write, decay), starts, initial)
+        return self.gated(weights, checkpoint_name(y, ATTENDED), gate)
 
-    def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, Array, Array]:
+    def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, ...]:
         """Returns queries, keys and values `[b, T, heads, width]`, convolved and normalised.
 
         `tokens` `[b, W - 1 + T, F]` are projections of queries, keys and values, from W - 1 tokens before the first
         on; `positions` `[b, T]` are positions in documents, which hide the tokens before a document.
         """
-        keys = self.config.delta_heads.keys
         load = partial(self.precision.load, fsdp_dim=None, accumulate="float32")
-        shared = (1, keys.shared_by(axis_size(TP)))
-        parts = [load(weights[name], tp_gather=shared) for name in ("q_conv", "k_conv")] + [load(weights["v_conv"])]
-        # Only projections are saved for the backward pass, not each product with a tap.
-        qkv = jax.checkpoint(_convolved, prevent_cse=False)(tokens, positions, jnp.concatenate(parts, axis=1))
-        width, count = self.config.delta_key_dim, parts[0].shape[1]
-        q, k, v = jnp.split(qkv, [count, 2 * count], axis=-1)
-        q, k = (x.reshape(*x.shape[:2], -1, width) for x in (q, k))
-        v = v.reshape(*v.shape[:2], -1, self.config.delta_value_dim)
-        return _l2_normalised(q, width**-0.5), _l2_normalised(k), v
+        shared = (1, self.config.delta_heads.keys.shared_by(axis_size(TP)))
+        taps = [load(weights[name], tp_gather=shared) for name in ("q_conv", "k_conv")] + [load(weights["v_conv"])]
+        widths = (self.config.delta_key_dim, self.config.delta_value_dim)
+        return _recomputed(partial(_convolved_heads, widths), tokens, positions, *taps)
 
     def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
         """Returns the logarithm of each head's decay, and its write strength, `[b, T, heads]` in float32."""
@@ -209,8 +222,12 @@ class GatedDeltaNet(Branch):
 
     def gated(self, weights: Weights, y: Array, gate: Array) -> Array:
         """Normalises and gates results `[b, T, heads, V]`; returns `[b, T, F]`. Padded heads are zero."""
-        y = self.norm(y, weights["norm.scale"]).reshape(gate.shape)
-        return (y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+        def run(y: Array, gate: Array, scale: Array) -> Array:
+            y = self.norm(y, scale).reshape(gate.shape).astype(jnp.float32)
+            return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+        return _recomputed(run, y, gate, weights["norm.scale"])
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns empty states `[B, Hv, K, V]`, and the convolution's last inputs `[B, tp, W - 1, F / tp]`."""
@@ -232,72 +249,75 @@ class GatedDeltaNet(Branch):
     def _read_on(
         self, weights: Weights, projected: tuple[Array, ...], cache: KVCache, new: NewTokens
     ) -> tuple[Array, KVCache]:
+        """Returns the gated results of this device's heads, and the updated cache."""
         *qkv, gate, write, decay = projected
         state, window, single = cache[0], cache[1][:, 0], new.rows is None and gate.shape[1] == 1
         new = new.by_row()
-        assert new.rows is not None
-        before = jnp.take(
-            window, new.rows[:, 0] if new.continued else jnp.zeros_like(new.rows[:, 0]), axis=0, mode="clip"
-        )
-        tokens = jnp.concatenate([before, jnp.concatenate(qkv, axis=-1)], axis=1)
-        is_token = (new.rows >= 0)[..., None]  # other tokens leave the states as they are
-        strengths = [jnp.where(is_token, each, 0) for each in self.strengths(weights, write, decay)]
-        heads = self.heads(weights, tokens, new.positions)
+        tokens = jnp.concatenate([new.first(window), jnp.concatenate(qkv, axis=-1)], axis=1)
+        q, k, v = self.heads(weights, tokens, new.positions)
+        dropped = jnp.asarray(new.rows)[..., None] < 0  # they leave the states as they are
+        log_decay, write = (jnp.where(dropped, 0, each) for each in self.strengths(weights, write, decay))
         if single:
-            *heads, log_decay, write = (each[:, 0] for each in (*heads, *strengths))
-            log_decay = jnp.where(new.positions == 0, -jnp.inf, log_decay)
-            y, state = delta_step(*heads, log_decay, write, state)
+            log_decay = jnp.where(new.positions[..., None] == 0, -jnp.inf, log_decay)
+            y, state = delta_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], write[:, 0], state)
             y = y[:, None]
         else:
-            y, state = _packed_rule(heads, strengths, state, new)
-        here, sequence, last = new.ends(len(window))
+            y, state = _packed_rule((q, k, v, log_decay, write), state, new)
+        there, sequence, last = new.ends(len(window))
         latest = tokens[sequence[:, None], last[:, None] + 1 + jnp.arange(window.shape[1])]
-        window = jnp.where(here[:, None, None], latest, window)
+        window = jnp.where(there[:, None, None], latest, window)
         return self.gated(weights, y, gate), (state, window[:, None])
 
 
-def _packed_rule(
-    heads: Sequence[Array], strengths: Sequence[Array], state: Array, new: NewTokens
-) -> tuple[Array, Array]:
-    """Returns what packed tokens read, and the states of all rows after them."""
-    assert new.rows is not None
-    starts = new.positions == 0
+def _packed_rule(arguments: tuple[Array, ...], state: Array, new: NewTokens) -> tuple[Array, Array]:
+    """Returns what packed tokens read, and the states of all rows after them; `arguments` are those of `delta_rule`."""
 
-    def keeping(*chunks: Array) -> tuple[Array, Array, Array]:
+    def with_chunks(*chunks: Array) -> Any:
         states, written, _ = chunk_states(*chunks)
         return states, written, (states, written)
 
-    initial = jnp.take(state, new.rows[:, 0], axis=0, mode="clip") if new.continued else None
-    y, (states, written) = delta_rule(*heads, *strengths, starts, initial, scan=keeping)
-    # A row's last state is the state before its last chunk, decayed, and what the row's tokens in that chunk write.
-    here, sequence, last = new.ends(len(state))
-    index, size = last // written.shape[3], written.shape[3]
-    at = index[:, None] * size + jnp.arange(size)
-    of_row = new.rows.at[sequence[:, None], at].get(mode="fill", fill_value=-1) == jnp.arange(len(state))[:, None]
-    k, starts, log_decay = (x.at[sequence[:, None], at].get(mode="clip") for x in (heads[1], starts, strengths[0]))
-    log_decay = jnp.where(of_row[..., None], log_decay, 0)
-    later = jax.lax.cumsum(jnp.roll(log_decay.at[:, 0].set(0), -1, axis=1), axis=1, reverse=True)
-    k = jnp.repeat(k, state.shape[1] // k.shape[2], axis=2) * jnp.where(of_row[..., None], jnp.exp(later), 0)[..., None]
-    rest = jnp.where(jnp.any(starts & of_row, axis=1)[:, None], 0, jnp.exp(jnp.sum(log_decay, axis=1)))
-    written = written[sequence, :, index]
-    ends = rest[..., None, None] * states[sequence, :, index] + jnp.einsum(
-        "rchk,rhcv->rhkv", k.astype(written.dtype), written, preferred_element_type=state.dtype
+    (_, k, _, log_decay, _), starts = arguments, new.positions == 0
+    initial = new.first(state) if new.continued else None
+    y, (states, written) = delta_rule(*arguments, starts, initial, scan=with_chunks)  # type: ignore[misc, arg-type]
+    # A row's last state is the decayed state before its last chunk, and what its tokens in this chunk write.
+    there, sequence, last = new.ends(len(state))
+    index, offset = jnp.divmod(last, written.shape[3])
+    at = (last - offset)[:, None] + jnp.arange(written.shape[3])
+    rows, k, log_decay, starts = (
+        x.at[sequence[:, None], at].get(mode="fill", fill_value=-1)
+        for x in (jnp.asarray(new.rows), k, log_decay, starts)
     )
-    return y, jnp.where(here[:, None, None, None], ends, state)
+    of_row = rows == jnp.arange(len(state))[:, None]
+    log_decay = jnp.where(of_row[..., None], log_decay, 0)
+    later = jax.lax.cumsum(jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))[:, 1:], axis=1, reverse=True)
+    weights = jnp.where(of_row[..., None], jnp.exp(later), 0)
+    k = jnp.repeat(k, state.shape[1] // k.shape[2], axis=2) * weights[..., None].astype(k.dtype)
+    begins = jnp.any(starts & of_row, axis=1)[:, None]
+    rest = jnp.where(begins, 0, jnp.exp(jnp.sum(log_decay, axis=1)))
+    after = jnp.einsum("rchk,rhcv->rhkv", k, written[sequence, :, index], preferred_element_type=state.dtype)
+    after += rest[..., None, None] * states[sequence, :, index]
+    return y, jnp.where(there[:, None, None, None], after, state)
 
 
-def _convolved(tokens: Array, positions: Array, taps: Array) -> Array:
-    """Returns the SiLU of the convolution of each feature with its taps, in float32 inside."""
-    last, length = taps.shape[0] - 1, positions.shape[1]
+def _recomputed(function: Callable[..., Any], *arguments: Array) -> Any:
+    # The backward pass repeats a chain of elementwise operations. A nested `jax.checkpoint` would follow the block's
+    # policy, and `none` would save every float32 array of it.
+    call = jax.custom_vjp(function)
+    call.defvjp(lambda *args: (function(*args), args), lambda args, grads: jax.vjp(function, *args)[1](grads))
+    return call(*arguments)
+
+
+def _convolved_heads(widths: tuple[int, int], tokens: Array, positions: Array, *taps: Array) -> tuple[Array, ...]:
+    last, length, both = taps[0].shape[0] - 1, positions.shape[1], jnp.concatenate(taps, axis=1)
     tokens32 = tokens.astype(jnp.float32)
-    y = taps[last] * tokens32[:, last:]
+    y = both[last] * tokens32[:, last:]
     for back in range(1, last + 1):
-        earlier = tokens32[:, last - back : last - back + length]
-        y += taps[last - back] * jnp.where(positions[..., None] >= back, earlier, 0)
-    return jax.nn.silu(y).astype(tokens.dtype)
+        earlier = tokens32[:, last - back :][:, :length]
+        y += both[last - back] * jnp.where(positions[..., None] >= back, earlier, 0)
+    qkv = jnp.split(jax.nn.silu(y), np.cumsum([each.shape[1] for each in taps[:-1]]), axis=-1)
+    q, k, v = (x.reshape(*x.shape[:2], -1, width) for x, width in zip(qkv, (widths[0], *widths), strict=True))
+    return tuple(x.astype(tokens.dtype) for x in (_l2_normalised(q) * widths[0] ** -0.5, _l2_normalised(k), v))
 
 
-def _l2_normalised(x: Array, scale: float = 1.0) -> Array:
-    x32 = x.astype(jnp.float32)
-    norm = jax.lax.rsqrt(jnp.sum(jnp.square(x32), axis=-1, keepdims=True) + _L2_EPS)
-    return (x32 * (scale * norm)).astype(x.dtype)
+def _l2_normalised(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _L2_EPS)

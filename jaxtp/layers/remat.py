@@ -17,7 +17,7 @@ parallelism), and traffic over tp, forward and backward, in units of (t-1)/t * b
 gradients and for outputs that were not saved.
 
 No policy saves gathered weights; every policy saves the routers' choices. `save_dots` saves the results of blockwise
-and fused attention kernels, and recomputes cudnn and xla.
+and fused attention kernels and of Gated DeltaNet with its states, and recomputes cudnn and xla.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,13 @@ import jax
 
 from jaxtp.collectives import ATTENDED, CHOSEN, GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
 from jaxtp.config.entry import UserError
+from jaxtp.layers.kernels.delta_rule import CARRIED
 
 RematPolicy = Literal["none", "save_dots", "save_gathered", "save_reduced", "full", "offload"]
 
 BLOCK_INPUT = "block_input"
 _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
-    "save_dots": (PROJECTED, REDUCED, ATTENDED, CHOSEN),
+    "save_dots": (PROJECTED, REDUCED, ATTENDED, CARRIED, CHOSEN),
     "save_gathered": (GATHERED, REDUCED, CHOSEN),
     "save_reduced": (REDUCED, CHOSEN),
     "full": (CHOSEN,),

@@ -167,6 +167,27 @@ def test_an_interrupt_between_chunks_of_a_prompt(monkeypatch):
     assert (found.ids, counts) == (greedy(prompt), (16, len(prompt) - 16))
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_token_updates_the_states_in_place(rows):
+    """In the compiled loop, one instruction for each layer makes an array as large as a state: the new state."""
+    config = dataclasses.replace(CONFIG, delta_value_heads=8, delta_key_dim=32, delta_value_dim=32)
+    generator = jaxtp.Generator(build(config), ByteTokenizer(), batch_size=rows)
+    generator.generate(["a"] * rows, dataclasses.replace(SETTINGS, max_tokens=2))
+    (programs,) = generator._programs.values()
+    compiled = programs.compiled_decode(generator._cache.arrays)
+    assert compiled.memory_analysis().alias_size_in_bytes >= generator.speed.cache_bytes
+    module, entry = accounts.parse_module(compiled.as_text())
+    (loop,) = [instruction for instruction in module[entry] if instruction.opcode == "while"]
+    made = [
+        instruction.opcode
+        for instruction in module[loop.attribute("body")]
+        if instruction.opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast")
+        and accounts._bytes(instruction.type) >= rows * 8 * 32 * 32 * 4
+    ]
+    assert made == ["fusion"] * 3
+
+
 def test_a_state_has_one_size_for_rows_of_any_length():
     model = to_decode_model(model_on(None), None)
     mesh = generator_on(None)._mesh
