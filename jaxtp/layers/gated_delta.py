@@ -190,9 +190,9 @@ class GatedDeltaNet(Branch):
         if segments is not None:
             positions = jnp.take(segment_positions(segments), positions, axis=1)
         positions = jnp.broadcast_to(positions, (rows, length)).reshape(rows * chunks, -1)
-        tokens = with_halo(jnp.concatenate(qkv, axis=-1), self.config.delta_conv - 1, chunks)
+        whole = with_halo(jnp.concatenate(qkv, axis=-1), self.config.delta_conv - 1, chunks)
         tokens, write, decay = (
-            x.reshape(rows * chunks, -1, x.shape[-1]) for x in (jnp.stack(tokens, axis=1), write, decay)
+            x.reshape(rows * chunks, -1, x.shape[-1]) for x in (jnp.stack(whole, axis=1), write, decay)
         )
         q, k, v = self.heads(weights, tokens, positions)
         starts = None if segments is None else positions == 0
