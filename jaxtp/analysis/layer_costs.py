@@ -382,7 +382,7 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
     for norm in layer.qk_norms:
         yield from qk_norm_costs(norm, work)
     if config.attention_sinks:
-        in_float32, split = replace(layer.precision, compute="float32"), config.heads.sinks
+        in_float32, split = replace(layer.precision, compute="float32"), config.heads.numbers()
         yield Weight(module=ATTEND, size=split.size, split=split, fsdp=False, precision=in_float32)
     cached = work.tokens * config.heads.on_device(work.tp)[1] * config.head_dim
     yield Bytes("cached", 2 * cached * itemsize(layer.precision.compute))

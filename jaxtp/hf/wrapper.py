@@ -20,7 +20,7 @@ HEAD, TABLE = "head.kernel", "embedding.embedding"
 TEXT = "text_config"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SHARED = ("tie_word_embeddings", "quantization_config")
-"""Attributes of a text model that may be outside of `text_config`."""
+"""Attributes of a text model that may be outside of `text_config`, where they have precedence, as in transformers."""
 Tensors = Mapping[str, StoredTensor]
 
 
@@ -36,7 +36,7 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
             f"architectures = {quote(attributes['architectures'])} is not supported, only {wrapper.architecture}"
         )
     shared = {name: attributes[name] for name in _SHARED if name in attributes}
-    return {**shared, "model_type": wrapper.text_types[0], **text, "architectures": None}
+    return {"model_type": wrapper.text_types[0], **text, **shared, "architectures": None}
 
 
 def is_part(family: Family) -> bool:
@@ -103,12 +103,6 @@ def _unwrapped(name: str, before: str, before_head: str, family: Family) -> str:
     return bare if name.startswith(before_head) and bare.startswith("lm_head.") else name
 
 
-def others_in(folder: Folder, family: Family, num_layers: int) -> Tensors:
-    """Returns the tensors that are not the text model's."""
-    text = {tensor.name for tensor in full_names(folder.tensors, family, num_layers).values()}
-    return {name: tensor for name, tensor in folder.tensors.items() if name not in text}
-
-
 def _is_other(name: str, full: str, family: Family, num_layers: int | None) -> bool:
     if family.wrapper is not None and name == full and name.removeprefix("model.").startswith(family.wrapper.others):
         return True
@@ -123,8 +117,14 @@ class Whole:
 
     folder: Folder
     family: Family
-    others: Tensors
-    """Tensors that an export copies, by their names in the folder."""
+    text: Tensors
+    """The text model's tensors, by their names in the family's table."""
+
+    @property
+    def others(self) -> Tensors:
+        """Tensors that an export copies, by their names in the folder."""
+        text = {tensor.name for tensor in self.text.values()}
+        return {name: tensor for name, tensor in self.folder.tensors.items() if name not in text}
 
     def name(self, theirs: str) -> str:
         """Returns the name in this folder of a tensor in the family's table."""

@@ -221,10 +221,9 @@ class PaddedHeads(PaddedDim):
     heads to each group, whichever computes less.
     """
 
-    @property
-    def sinks(self) -> "PaddedSinks":
-        """The division of one number per query head."""
-        return PaddedSinks(self.factors[:2], self.factors[2])
+    def numbers(self, *width: int) -> "PaddedNumbers":
+        """Returns the division of one number per query head, or of `width`."""
+        return PaddedNumbers((*self.factors[:2], *width), self.factors[2])
 
     @property
     def keys(self) -> "PaddedKVHeads":
@@ -243,14 +242,15 @@ class PaddedHeads(PaddedDim):
 
 
 @dataclass(frozen=True)
-class PaddedSinks(PaddedDim):
-    """Splits one number per query head over tp, like the heads; factors: kv heads K, query heads per kv head G."""
+class PaddedNumbers(PaddedDim):
+    """Splits numbers of query heads over tp, like the heads; factors: kv heads K, query heads per kv head G, and
+    perhaps numbers per query head."""
 
     width: int  # of the heads
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
-        return _padded_heads(*self.factors, self.width, tp)[:2]
+        return *_padded_heads(*self.factors[:2], self.width, tp)[:2], *self.factors[2:]
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class CausalSelfAttention(Branch):
         self.qkv = ColumnParallelLinear(d_model, features, context, use_bias=bias, targets=targets, rngs=rngs)
         period, count = rotated_dims(config.head_dim, config.rope_scaling, config.rotary_fraction)
         count = 0 if config.rope_theta is None else count
-        zeros, padding = jnp.zeros(config.num_heads, self.precision.param), ((-1, queries.sinks),)
+        zeros, padding = jnp.zeros(config.num_heads, self.precision.param), ((-1, queries.numbers()),)
         self.sinks = parameter("sinks", zeros, P(TP), padding=padding) if config.attention_sinks else None
         linear = config.attention_softcap is None and config.clip_qkv is None and self.sinks is None
         # In a dim without rope, a key bias adds the same to all scores of a query, which the softmax cancels. Its

@@ -20,7 +20,8 @@ from jaxtp.layers.parameter import DType, FrozenParam, PaddedDim, parameter
 
 _Llama = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-Target = Literal[_Llama, _Latent]
+_Delta = Literal["b_proj", "a_proj"]
+Target = Literal[_Llama, _Latent, _Delta]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
 
@@ -42,8 +43,8 @@ class LoraConfig:
     """Multiply by alpha / sqrt(rank) instead, so that outputs do not shrink at high ranks (rsLoRA)."""
 
     targets: tuple[Target, ...] = TARGETS
-    """Projections that get an adapter, named as in Hugging Face's Llama and DeepSeek; others than the model's are
-    skipped."""
+    """Projections that get an adapter, named as in Hugging Face's Llama and DeepSeek, and as in FLA for Gated DeltaNet;
+    others than the model's are skipped."""
 
     dtype: Annotated[DType, STEP] = "float32"
     """Dtype of the adapters and their optimizer state. All other weights are frozen, and stored in

@@ -36,7 +36,8 @@ from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch, ShrinkSpec, smallest_congruent
 from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExperts
-from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
+from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
+from jaxtp.layers.latent_attention import LatentAttention
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig, Target
 from jaxtp.layers.mlp import MLP
@@ -77,8 +78,8 @@ _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(NormConfig, ExpertsConfig, LatentAttentionConfig):
-    """One kind of decoder block: attention, then an MLP or experts, each a branch with norms."""
+class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig):
+    """One kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, each a branch with norms."""
 
     residual_scale: Positive = 1.0
     """Factor of the outputs of attention and MLP (Granite)."""
@@ -270,7 +271,8 @@ class ModelConfig(BlockConfig, DecoderSizes):
         others = block.num_experts or block.kv_rank or self.dropout
         joined = block.norm_placement == "parallel" and self.overlap == "none" and not others
         context = replace(self.layer_context, joined=joined)
-        attention = LatentAttention if block.kv_rank else CausalSelfAttention
+        attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
+        attention = GatedDeltaNet if block.delta_value_heads else attention
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
         mlp = partial(ExpertsBesideMLP, norm=block) if block.dense_mlp else mlp
         branches: dict[str, Branch] = {

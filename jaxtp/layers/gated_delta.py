@@ -1,0 +1,229 @@
+"""Gated DeltaNet (arXiv 2412.06464): linear attention with a matrix state, as in Qwen3-Next and Qwen3.5.
+
+Queries, keys and values pass a causal depthwise convolution. Each value head has a state `[K, V]`: a token decays it,
+and writes the difference of its value and the value that the state has for its key (`kernels/delta_rule.py`). The
+results are normalised per head and gated. Each key head serves a group of value heads. Both are split over tp like kv
+heads and their query heads, so that only the column and the row layer communicate over tp.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.collectives import axis_size, batch_spec, device_view, token_spec
+from jaxtp.config.hints import Problem
+from jaxtp.config.schema import Count, CountOrZero
+from jaxtp.layers.attention import PaddedHeads
+from jaxtp.layers.branch import Branch, Padded, ShrinkSpec
+from jaxtp.layers.context import Sequences
+from jaxtp.layers.kernels.delta_rule import delta_rule
+from jaxtp.layers.latent_attention import LatentAttentionConfig
+from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
+from jaxtp.layers.lora import Target
+from jaxtp.layers.norm import NormConfig, QKNorm
+from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
+from jaxtp.layers.sequence_parallel import LocalShape, segment_positions
+from jaxtp.mesh import TP
+
+DELTA = "gated_delta"  # name in profiles of the layer without its projections
+
+_L2_EPS = 1e-6  # added to the squared norm of queries and keys, in every family
+_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
+_INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm.scale")
+_SMALL_KEY, _SMALL_VALUE = 8, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaConfig(LatentAttentionConfig):
+    """Settings of a block's attention, or of its Gated DeltaNet."""
+
+    delta_value_heads: CountOrZero = 0
+    """Value heads of Gated DeltaNet, which replaces attention in blocks where this is not 0. Divisible by
+    delta_key_heads; the layer pads both if mesh.tp needs more."""
+
+    delta_key_heads: CountOrZero = 0
+    """Gated DeltaNet: query and key heads."""
+
+    delta_key_dim: CountOrZero = 0
+    """Gated DeltaNet: width of a query or key head."""
+
+    delta_value_dim: CountOrZero = 0
+    """Gated DeltaNet: width of a value head."""
+
+    delta_conv: Count = 4
+    """Gated DeltaNet: tokens that the causal convolution of queries, keys and values reads, with the current one."""
+
+    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """See `BranchConfig`."""
+        if not self.delta_value_heads:
+            yield from super().problems(sizes)
+            return
+        count = self.delta_value_heads
+        needed = {"delta_key_heads": count, "delta_key_dim": 128, "delta_value_dim": 128}
+        for name, works in needed.items():
+            if not getattr(self, name):
+                yield Problem(f"model.{name}=0, but model.delta_value_heads={count} needs it; {works} works")
+        if self.delta_key_heads and count % self.delta_key_heads:
+            text = f"model.delta_value_heads={count} is not divisible by model.delta_key_heads={self.delta_key_heads}"
+            yield Problem(text, among={"model.delta_key_heads": count})
+        if sizes[TP] > 2 * count:
+            text = f"mesh.tp={sizes[TP]} is more than twice model.delta_value_heads={count}: most devices get no head"
+            yield Problem(text, among={f"mesh.{TP}": count})
+
+    @property
+    def delta_heads(self) -> PaddedHeads:
+        """The division of value heads over tp, with key heads as kv heads; the width is that of keys."""
+        group = self.delta_value_heads // self.delta_key_heads
+        return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
+
+    def zigzag(self, shape: LocalShape) -> bool:
+        """See `BranchConfig`."""
+        return not self.delta_value_heads and super().zigzag(shape)
+
+    def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
+        """See `BranchConfig`."""
+        if not self.delta_value_heads:
+            yield from super().context_problems(shape)
+
+    def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
+        """See `BranchConfig`."""
+        if not self.delta_value_heads:
+            yield from super().adapter_kernels()
+            return
+        yield from ((target, f"attention.in_proj.kernels.{i}") for i, target in enumerate(_TARGETS))
+        yield "o_proj", "attention.out.kernel"
+
+    def padding(self, tp: int) -> Iterator[Padded]:
+        """See `BranchConfig`."""
+        if not self.delta_value_heads:
+            yield from super().padding(tp)
+        elif self.delta_key_heads and self.delta_value_heads % self.delta_key_heads == 0:
+            key_heads, group, _ = self.delta_heads.stored(tp)
+            yield "delta value heads", self.delta_value_heads, key_heads * group
+            yield "delta key heads", self.delta_key_heads, key_heads
+
+    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
+        """See `BranchConfig`."""
+        return {
+            **super().shrink(small),
+            "delta_key_dim": small.size(self.delta_key_dim, min(self.delta_key_dim, _SMALL_KEY)),
+            "delta_value_dim": min(self.delta_value_dim, _SMALL_VALUE),  # unlike the keys'
+        }
+
+
+class GatedDeltaNet(Branch):
+    """Gated DeltaNet, `delta_value_heads / tp` states per device.
+
+    `norm` gives the epsilon of the norm before the gate.
+
+    Shapes: `[B, T, D] -> [B, T, D]`, with Hk key heads of width K and Hv value heads of width V. Kernels
+    `in_proj.kernels`: queries and keys `[D, Hk*K]`, values and gate `[D, Hv*V]`, write strength and decay `[D, Hv]`;
+    `out` `[Hv*V, D]`; heads contiguous. Taps `q_conv`, `k_conv`, `v_conv` `[W, ...]`, the last for the current token.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        config: GatedDeltaConfig,
+        context: LayerContext = LayerContext(),
+        *,
+        norm: NormConfig = NormConfig(norm_eps=1e-6),
+        rngs: nnx.Rngs,
+    ):
+        self.config, self.precision = config, context.precision
+        dtype, heads, width = self.precision.param, config.delta_heads, config.delta_value_dim
+        keys, values, numbers = heads.keys, heads.numbers(width), heads.numbers()
+        features = (keys, keys, values, values, numbers, numbers)
+        self.in_proj = ColumnParallelLinear(d_model, features, context, targets=_TARGETS, rngs=rngs)
+
+        def taps(split: PaddedDim) -> Any:
+            bound, shape = config.delta_conv**-0.5, (config.delta_conv, split.size)
+            initial = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)  # PyTorch's
+            return parameter("taps", initial, P(None, TP), padding=((-1, split),))
+
+        self.q_conv, self.k_conv, self.v_conv = (taps(split) for split in (keys, keys, values))
+        initial = jnp.log(jax.random.uniform(rngs.params(), (config.delta_value_heads,), dtype, 0.01, 16))
+        self.decay_log = parameter("decay_log", initial, P(TP), padding=((-1, numbers),))
+        self.dt_bias = parameter("dt_bias", jnp.ones_like(initial), P(TP), padding=((-1, numbers),))
+        self.norm = QKNorm("head", PaddedDim((width,)), replace(norm, norm="rms"), self.precision)
+        self.out = RowParallelLinear(values, d_model, context, target="o_proj", rngs=rngs)
+
+    def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
+        """Reads each document from its first token on."""
+        segments_BT, projected = sequences.segments, self.in_proj(x_BTD)
+        weights, specs = self._inner()
+        segments_spec = None if segments_BT is None else batch_spec(None)
+        in_specs = (specs, (token_spec(TP),) * len(projected), segments_spec)
+        return self.out(device_view(self._read, DELTA, in_specs, token_spec(TP))(weights, projected, segments_BT))
+
+    def _inner(self) -> tuple[Weights, dict[str, P]]:
+        """Returns the parameters between both projections, and their specs."""
+        weights, specs = params_and_specs(self)
+        return {name: weights[name] for name in _INSIDE}, {name: specs[name] for name in _INSIDE}
+
+    def _read(self, weights: Weights, projected: tuple[Array, ...], segments: Array | None) -> Array:
+        """Returns the gated results of this device's heads, `[b, T, F]`."""
+        *qkv, gate, write, decay = projected
+        tokens = jnp.concatenate(qkv, axis=-1)
+        positions = jnp.arange(tokens.shape[1])[None] if segments is None else segment_positions(segments)
+        # The tokens before this device's first; a document that begins here reads none of them.
+        tokens = jnp.pad(tokens, ((0, 0), (self.config.delta_conv - 1, 0), (0, 0)))
+        initial = None
+        heads, strengths = self.heads(weights, tokens, positions), self.strengths(weights, write, decay)
+        starts = None if segments is None else positions == 0
+        y, _ = delta_rule(*heads, *strengths, starts, initial)
+        return self.gated(weights, y, gate)
+
+    def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, Array, Array]:
+        """Returns queries, keys and values `[b, T, heads, width]`, convolved and normalised.
+
+        `tokens` `[b, W - 1 + T, F]` are projections of queries, keys and values, from W - 1 tokens before the first
+        on; `positions` `[b, T]` are positions in documents, which hide the tokens before a document.
+        """
+        keys = self.config.delta_heads.keys
+        load = partial(self.precision.load, fsdp_dim=None, accumulate="float32")
+        shared = (1, keys.shared_by(axis_size(TP)))
+        parts = [load(weights[name], tp_gather=shared) for name in ("q_conv", "k_conv")] + [load(weights["v_conv"])]
+        # Only projections are saved for the backward pass, not each product with a tap.
+        qkv = jax.checkpoint(_convolved, prevent_cse=False)(tokens, positions, jnp.concatenate(parts, axis=1))
+        width, count = self.config.delta_key_dim, parts[0].shape[1]
+        q, k, v = jnp.split(qkv, [count, 2 * count], axis=-1)
+        q, k = (x.reshape(*x.shape[:2], -1, width) for x in (q, k))
+        v = v.reshape(*v.shape[:2], -1, self.config.delta_value_dim)
+        return _l2_normalised(q, width**-0.5), _l2_normalised(k), v
+
+    def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
+        """Returns the logarithm of each head's decay, and its write strength, `[b, T, heads]` in float32."""
+        load = replace(self.precision, compute="float32").load
+        rate, bias = (load(weights[name], None) for name in ("decay_log", "dt_bias"))
+        log_decay = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
+        return log_decay, jax.nn.sigmoid(write.astype(jnp.float32))
+
+    def gated(self, weights: Weights, y: Array, gate: Array) -> Array:
+        """Normalises and gates results `[b, T, heads, V]`; returns `[b, T, F]`. Padded heads are zero."""
+        y = self.norm(y, weights["norm.scale"]).reshape(gate.shape)
+        return (y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+
+def _convolved(tokens: Array, positions: Array, taps: Array) -> Array:
+    """Returns the SiLU of the convolution of each feature with its taps, in float32 inside."""
+    last, length = taps.shape[0] - 1, positions.shape[1]
+    tokens32 = tokens.astype(jnp.float32)
+    y = taps[last] * tokens32[:, last:]
+    for back in range(1, last + 1):
+        earlier = tokens32[:, last - back : last - back + length]
+        y += taps[last - back] * jnp.where(positions[..., None] >= back, earlier, 0)
+    return jax.nn.silu(y).astype(tokens.dtype)
+
+
+def _l2_normalised(x: Array, scale: float = 1.0) -> Array:
+    x32 = x.astype(jnp.float32)
+    norm = jax.lax.rsqrt(jnp.sum(jnp.square(x32), axis=-1, keepdims=True) + _L2_EPS)
+    return (x32 * (scale * norm)).astype(x.dtype)
