@@ -47,21 +47,24 @@ def is_part(family: Family) -> bool:
 def full_names(stored: Tensors, family: Family, num_layers: int | None = None) -> Tensors:
     """Returns the text model's tensors by the names in the family's table; some files lack its prefix.
 
-    Raises `HFError` if a multimodal file mixes names, or has none of the text model.
+    A text model that transformers took out of a multimodal folder has the names of that folder. Raises `HFError` if a
+    multimodal file mixes names, or has none of the text model.
     """
     head, table = (name_of(ours, family) for ours in (HEAD, TABLE))
     names = {name: name for name in stored}
-    if family.wrapper is not None:
+    bare = table.removeprefix(family.prefix)
+    wrapped = family.wrapper is not None or (table not in stored and TEXT_PREFIXES[1][0] + bare in stored)
+    if wrapped:
         before, before_head = _prefixes(stored, family)
         names = {name: _unwrapped(name, before, before_head, family) for name in stored}
-    elif table not in stored and table.removeprefix(family.prefix) in stored:
+    elif table not in stored and bare in stored:
         names = {name: name if name == head else family.prefix + name for name in stored}
     full: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if _is_other(name, names[name], family, num_layers):
             continue
         other = full.setdefault(names[name], tensor)
-        is_bare = family.wrapper is not None and name == names[name] and name.startswith(family.prefix)
+        is_bare = wrapped and name == names[name] and name.startswith(family.prefix)
         if other is not tensor or is_bare:
             both = " and ".join(truncate(each) for each in sorted({other.name, name}))
             raise HFError(f"{both}: the names of text tensors begin in two ways")

@@ -32,6 +32,7 @@ from jaxtp.collectives import (
     device_view,
     permute,
     token_spec,
+    vary_like,
 )
 from jaxtp.layers.sequence_parallel import Context, LocalShape, Method, Part
 from jaxtp.mesh import CONTEXT, CP
@@ -81,6 +82,29 @@ class Sequences:
     def local_positions(self, length: int) -> Array:
         """Returns this device's positions, inside `device_view`: `[T/cp]`, ascending."""
         return jnp.concatenate([start + jnp.arange(size) for start, size in self._chunks(length)])
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a device."""
+        return 2 if self.zigzag else 1
+
+    def initial_states(self, m: Array, u: Array) -> Array:
+        """Returns the state before each of this device's chunks, `[b * chunks, H, K, V]`, inside `device_view`.
+
+        A chunk's tokens turn the state S into m S + u, with m `[b * chunks, H, K, K]`.
+        """
+        maps_bHKF = jnp.concatenate([m, u], axis=-1)
+        rows = maps_bHKF.reshape(-1, self.num_chunks, *maps_bHKF.shape[1:])
+        every = self.natural(all_gather(jnp.moveaxis(rows, 1, 0), *CONTEXT, dim=0), dim=0)
+
+        def advance(state: Array, chunk: Array) -> tuple[Array, Array]:
+            m, u = jnp.split(chunk, [chunk.shape[-2]], axis=-1)
+            return u + jnp.matmul(m, state, precision="highest"), state
+
+        empty = vary_like(jnp.zeros((rows.shape[0], *u.shape[1:]), u.dtype), every)
+        _, states = lax.scan(advance, empty, every)
+        own = jnp.take(states, self.local_positions(len(every)), axis=0, mode="clip")
+        return jnp.moveaxis(own, 0, 1).reshape(u.shape)
 
     def _chunks(self, length: int) -> list[tuple[Array | int, int]]:  # (first position, size) of each
         cp, index = axis_size(CP), axis_index(CP)

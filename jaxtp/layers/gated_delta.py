@@ -22,7 +22,7 @@ from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, CountOrZero
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, Padded, ShrinkSpec
-from jaxtp.layers.context import Sequences
+from jaxtp.layers.context import Sequences, with_halo
 from jaxtp.layers.kernels.delta_rule import delta_rule
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -30,7 +30,7 @@ from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, QKNorm
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import LocalShape, segment_positions
-from jaxtp.mesh import TP
+from jaxtp.mesh import CP, TP
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
 
@@ -79,7 +79,7 @@ class GatedDeltaConfig(LatentAttentionConfig):
 
     @property
     def delta_heads(self) -> PaddedHeads:
-        """The division of value heads over tp, with key heads as kv heads; the width is that of keys."""
+        """The division of value heads over tp, with key heads as kv heads, which have the width."""
         group = self.delta_value_heads // self.delta_key_heads
         return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
 
@@ -128,6 +128,8 @@ class GatedDeltaNet(Branch):
     `out` `[Hv*V, D]`; heads contiguous. Taps `q_conv`, `k_conv`, `v_conv` `[W, ...]`, the last for the current token.
     """
 
+    over_cp = True
+
     def __init__(
         self,
         d_model: int,
@@ -161,23 +163,32 @@ class GatedDeltaNet(Branch):
         weights, specs = self._inner()
         segments_spec = None if segments_BT is None else batch_spec(None)
         in_specs = (specs, (token_spec(TP),) * len(projected), segments_spec)
-        return self.out(device_view(self._read, DELTA, in_specs, token_spec(TP))(weights, projected, segments_BT))
+        read = partial(self._read, replace(sequences, segments=None))
+        return self.out(device_view(read, DELTA, in_specs, token_spec(TP))(weights, projected, segments_BT))
 
     def _inner(self) -> tuple[Weights, dict[str, P]]:
         """Returns the parameters between both projections, and their specs."""
         weights, specs = params_and_specs(self)
         return {name: weights[name] for name in _INSIDE}, {name: specs[name] for name in _INSIDE}
 
-    def _read(self, weights: Weights, projected: tuple[Array, ...], segments: Array | None) -> Array:
-        """Returns the gated results of this device's heads, `[b, T, F]`."""
+    def _read(
+        self, sequences: Sequences, weights: Weights, projected: tuple[Array, ...], segments: Array | None
+    ) -> Array:
+        """Returns the gated results of this device's heads, `[b, T/cp, F]`."""
         *qkv, gate, write, decay = projected
-        tokens = jnp.concatenate(qkv, axis=-1)
-        positions = jnp.arange(tokens.shape[1])[None] if segments is None else segment_positions(segments)
-        # The tokens before this device's first; a document that begins here reads none of them.
-        tokens = jnp.pad(tokens, ((0, 0), (self.config.delta_conv - 1, 0), (0, 0)))
-        initial = None
+        rows, length, _ = gate.shape
+        chunks = sequences.num_chunks
+        positions = sequences.local_positions(length * axis_size(CP))
+        if segments is not None:
+            positions = jnp.take(segment_positions(segments), positions, axis=1)
+        positions = jnp.broadcast_to(positions, (rows, length)).reshape(rows * chunks, -1)
+        tokens = with_halo(jnp.concatenate(qkv, axis=-1), self.config.delta_conv - 1, chunks)
+        tokens, write, decay = (
+            x.reshape(rows * chunks, -1, x.shape[-1]) for x in (jnp.stack(tokens, axis=1), write, decay)
+        )
         heads, strengths = self.heads(weights, tokens, positions), self.strengths(weights, write, decay)
         starts = None if segments is None else positions == 0
+        initial = None if axis_size(CP) == 1 else sequences.initial_states
         y, _ = delta_rule(*heads, *strengths, starts, initial)
         return self.gated(weights, y, gate)
 

@@ -311,8 +311,8 @@ def test_the_nearest_family_of_an_unknown_one():
     attributes = json.loads((FOLDER / "qwen3/config.json").read_text()) | {"model_type": "new", "sinks": True}
     with pytest.raises(jaxtp.HFError, match=r"'new' is not supported.* is qwen3, which lacks sinks = True"):
         jaxtp.hf.config_json.model_config(attributes, "it")
-    with pytest.raises(jaxtp.HFError, match="because of Gated DeltaNet"):
-        jaxtp.hf.config_json.model_config({"model_type": "qwen3_5"}, "it")
+    with pytest.raises(jaxtp.HFError, match="because of Mamba-2 layers"):
+        jaxtp.hf.config_json.model_config({"model_type": "bamba"}, "it")
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["interleaved", "multimodal"])

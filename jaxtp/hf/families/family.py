@@ -82,9 +82,8 @@ class Attribute:
         return 1 if self.unit is None else fields[self.unit[0]] ** self.unit[1]
 
 
-LayerType = Literal[
-    *("linear_attention", "full_attention", "sliding_attention", "global", "rope", "no_rope", "experts", "dense")
-]
+AttentionType = Literal["linear_attention", "full_attention", "sliding_attention", "global"]
+LayerType = Literal[AttentionType, "rope", "no_rope", "experts", "dense"]
 """Types of layers; one has several. A global layer has full attention in a model with windows."""
 
 

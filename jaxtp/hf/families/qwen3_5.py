@@ -8,35 +8,38 @@ from jaxtp.hf.families.qwen import SHARED_EXPERT
 _LAYER = "model.layers.{layer}."
 
 
-def _delta(ours: str, theirs: str, **options: bool | str | None) -> base.Tensor:
-    return base.Tensor(f"blocks.attention.{ours}", f"{_LAYER}linear_attn.{theirs}", **options)  # type: ignore[arg-type]
+def _delta(ours: str, theirs: str, *, chunks: str | None = None, float32: bool | None = False) -> base.Tensor:
+    paths, conv = (f"blocks.attention.{ours}", f"{_LAYER}linear_attn.{theirs}"), "_conv" in ours
+    transposed = conv or "kernel" in ours
+    return base.Tensor(*paths, transposed=transposed, unit_dim=conv, chunks=chunks, float32=float32)
 
 
 def _inputs(theirs: str, *kernels: int, chunks: str | None = None) -> tuple[base.Tensor, ...]:
     """Returns the kernels of q, k, v, z, b and a (0 to 5) that are in one tensor."""
-    return tuple(_delta(f"in_proj.kernels.{i}", f"{theirs}.weight", transposed=True, chunks=chunks) for i in kernels)
+    return tuple(_delta(f"in_proj.kernels.{i}", f"{theirs}.weight", chunks=chunks) for i in kernels)
 
 
 _GATED = tuple(
-    base.Tensor(f"blocks.attention.qkv.{ours}.{i}", f"{_LAYER}self_attn.q_proj.{theirs}", transposed, chunks="num_heads")
-    for ours, theirs, transposed in (("kernels", "weight", True), ("biases", "bias", False))
-    for i in (0, 3)
+    replace(tensor, ours=tensor.ours[:-1] + i, chunks="num_heads")
+    for tensor in (base.QKV[0], base.QKV_BIASES[0])
+    for i in "03"
 )
 """Each head's query, then its gate."""
 _BODY = (
     *base.OUTER,
     *base.NORMS,
     *_GATED,
-    *(tensor for tensor in base.QKV + base.QKV_BIASES if not tensor.ours.endswith(".0")),
+    *base.QKV[1:],
+    *base.QKV_BIASES[1:],
     *(replace(tensor, unless="delta_value_heads") for tensor in base.OUT),
     *base.OUT_BIAS,
     *base.QK_NORMS,
-    *(_delta(f"{part}_conv", "conv1d.weight", transposed=True, unit_dim=True) for part in "qkv"),
+    *(_delta(f"{part}_conv", "conv1d.weight") for part in "qkv"),
     # In published files of Qwen 3.5, A_log and the norm are float32, and all else is bfloat16.
     _delta("decay_log", "A_log", float32=None),
     _delta("dt_bias", "dt_bias"),
     _delta("norm.scale", "norm.weight", float32=None),
-    _delta("out.kernel", "out_proj.weight", transposed=True),
+    _delta("out.kernel", "out_proj.weight"),
     *base.GATE_UP,
     *base.DOWN,
 )
@@ -57,6 +60,7 @@ _EXPERTS: dict[base.LayerType, tuple[base.Attribute, ...]] = {
         base.Attribute("shared_expert_intermediate_size", ("shared_experts",), int, 512, can_be_zero=True),
     )
 }
+_REQUIRED = base.required(without=("partial_rotary_factor",), mlp_bias=False, attn_output_gate=True)
 _ATTENTION_TP_PLAN = base.ATTENTION_TP_PLAN | base.REPLICATED
 _SHARED_TP_PLAN = {name.replace("_experts", "_expert"): style for name, style in base.SHARED_TP_PLAN.items()}
 
@@ -84,7 +88,7 @@ QWEN3_5 = base.Family(
     rope_attributes=(replace(base.PARTIAL_ROPE, default=0.25),),
     rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),
     always={"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": True},
-    required=base.required(without=("partial_rotary_factor",), mlp_bias=False, attn_output_gate=True),
+    required=_REQUIRED,
     others=("mtp.",),
     # The state is float32 in transformers too, whatever mamba_ssm_dtype is.
     ignored_attributes=frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
@@ -104,7 +108,7 @@ QWEN3_5_MOE = replace(
     ),
     by_type=_LINEAR | _EXPERTS,
     always_by_type={"experts": {"shared_experts_gate": True}},
-    required=QWEN3_5.required | {"norm_topk_prob": True},
+    required=_REQUIRED | {"norm_topk_prob": True},
     # Without effect in transformers: all layers have experts.
     ignored_attributes=QWEN3_5.ignored_attributes
     | base.ROUTER_LOSS
@@ -132,7 +136,7 @@ QWEN3_NEXT = replace(
     ),
     layer_attributes=QWEN3_5.layer_attributes | base.DENSE_LAYERS,
     by_type=_LINEAR | _EXPERTS | {"dense": (base.Attribute("intermediate_size", ("d_ff",), int),)},
-    required=QWEN3_5.required | {"use_sliding_window": False},
+    required=_REQUIRED | {"use_sliding_window": False},
     ignored_attributes=QWEN3_5.ignored_attributes | base.ROUTER_LOSS,
     tp_plan=base.TP_PLAN
     | base.REPLICATED

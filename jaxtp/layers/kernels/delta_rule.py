@@ -1,12 +1,29 @@
-"""The gated delta rule, token by token: a stand-in for the chunked form."""
+"""The gated delta rule by chunks in plain `lax`, for every backend.
 
-from typing import Any
+The state S of a value head, `[K, V]`, maps keys to values. Each token decays it, writes its value and reads:
+
+    S = exp(log_decay) * S;    S = S + k^T (write * (v - k S));    y = q S
+
+In a chunk of c tokens all writes together solve a unit lower triangular system (the WY form: Yang et al., arXiv
+2412.06464), so that only the states at the beginnings of chunks are computed one after the other.
+
+Letters of einsum: b rows, g key heads, r value heads of each, n chunks, i and j tokens of a chunk, k and v widths.
+"""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import vary_like
+
+CARRIED = "carried"
+"""`checkpoint_name` of the states and new values that the backward pass of `chunk_states` needs."""
+
+State = Array | Callable[[Array, Array], Array] | None
+Scan = Callable[[Array, Array, Array, Array, Array], tuple[Array, Array, Array]]
 
 
 def delta_rule(
@@ -16,30 +33,197 @@ def delta_rule(
     log_decay: Array,
     write: Array,
     starts: Array | None = None,
-    state: Any = None,
+    state: State = None,
     *,
     chunk: int = 64,
-    scan: Any = None,
+    scan: Scan | None = None,
 ) -> tuple[Array, Array]:
-    """Returns the results of each token, `[B, T, Hv, V]`, and the state after the last, `[B, Hv, K, V]`."""
-    if state is None:
-        zeros = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), jnp.float32)
-        state = vary_like(zeros, q, k, v, log_decay, write, *([] if starts is None else [starts]))
-    starts = jnp.zeros(write.shape[:2], bool) if starts is None else jnp.broadcast_to(starts, write.shape[:2])
+    """Returns what the queries read, `[B, T, Hv, V]`, and the final state, `[B, Hv, K, V]`, at least float32.
 
-    def step(state: Any, token: Any) -> tuple[Any, Any]:
-        *token, begins = token
-        y, state = delta_step(*token, jnp.where(begins[:, None, None, None], 0, state))
-        return state, y
+    Products are in the dtype of `v` with float32 sums. The backward pass saves the arguments and `CARRIED`.
 
-    state, y = jax.lax.scan(step, state, tuple(x.swapaxes(0, 1) for x in (q, k, v, log_decay, write, starts)))
-    return y.swapaxes(0, 1).astype(v.dtype), state
+    Args:
+      q, k: L2-normalised queries and keys, `[B, T, Hk, K]`; value head h uses key head h // (Hv // Hk).
+      v: `[B, T, Hv, V]`.
+      log_decay, write: at most 0, and the strength of writing, `[B, T, Hv]`.
+      starts: whether a document begins at a token, `[B, T]`; its tokens read nothing from before.
+      state: the initial state; a function gets the tokens' affine map, `(M [B, Hv, K, K], U [B, Hv, K, V])` with
+        final state = M initial + U, and returns it; None is zero.
+      chunk: tokens of a chunk, a power of two.
+      scan: replaces `chunk_states`.
+    """
+    if chunk & (chunk - 1) or chunk < 1:
+        raise ValueError(f"chunk={chunk} is not a power of two")
+    rows, length, heads, values = v.shape
+    wide, keys = jnp.promote_types(v.dtype, jnp.float32), k.shape[2:]
+    chunk = min(chunk, 1 << (length - 1).bit_length())
+    starts = jnp.zeros((rows, length), bool) if starts is None else starts
+    initial = jnp.zeros((rows, heads, keys[1], values), wide) if state is None or callable(state) else state
+    arrays = (q.astype(v.dtype), k.astype(v.dtype), v, *(x.astype(wide) for x in (log_decay, write, initial)), starts)
+    arrays = tuple(vary_like(x, *arrays) for x in arrays)
+
+    def run(q: Array, k: Array, v: Array, log_decay: Array, write: Array, initial: Array, starts: Array) -> tuple:
+        tokens = _Chunks(chunk, q, k, v, log_decay, write, starts)
+        return tokens.rule(scan or chunk_states, state if callable(state) else None, initial)
+
+    policy = jax.checkpoint_policies.save_only_these_names(CARRIED)
+    y, final = jax.checkpoint(run, policy=policy)(*arrays)
+    return y[:, :length], final
 
 
 def delta_step(q: Array, k: Array, v: Array, log_decay: Array, write: Array, state: Array) -> tuple[Array, Array]:
-    """Returns one token's results `[B, Hv, V]`, and the next state."""
-    q, k = (jnp.repeat(x.astype(jnp.float32), v.shape[1] // x.shape[1], axis=1) for x in (q, k))
-    state = state * jnp.exp(log_decay)[..., None, None]
-    new = write[..., None] * (v.astype(jnp.float32) - jnp.einsum("bhk,bhkv->bhv", k, state))
-    state = state + k[..., None] * new[:, :, None]
-    return jnp.einsum("bhk,bhkv->bhv", q, state), state
+    """Returns what one token of each row reads, `[B, Hv, V]`, and the new state, `[B, Hv, K, V]`."""
+    rows, heads, width, values = state.shape
+    group = (rows, k.shape[1], heads // k.shape[1])
+    q, k = q.astype(state.dtype), k.astype(state.dtype)
+    decayed = (jnp.exp(log_decay)[..., None, None] * state).reshape(*group, width, values)
+    read = jnp.einsum("sbgk,bgrkv->sbgrv", jnp.stack([q, k]), decayed)
+    new = write.reshape(*group, 1) * (v.reshape(*group, values) - read[1])
+    after = decayed + k[:, :, None, :, None] * new[..., None, :]
+    y = read[0] + jnp.sum(q * k, -1)[:, :, None, None] * new
+    return y.reshape(v.shape).astype(v.dtype), after.reshape(state.shape)
+
+
+class _Chunks:
+    """Tokens in chunks, `[B, Hk, Hv // Hk, C, c, ...]`; queries and keys without the third dim."""
+
+    def __init__(self, chunk: int, q: Array, k: Array, v: Array, log_decay: Array, write: Array, starts: Array):
+        rows, length, keys, _ = k.shape
+        padding = -length % chunk
+
+        def chunks(x: Array, *heads: int) -> Array:
+            x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
+            x = x.reshape(rows, -1, chunk, *heads, *x.shape[3:])
+            return jnp.moveaxis(x, range(3, 3 + len(heads)), range(1, 1 + len(heads)))
+
+        both = keys, v.shape[2] // keys
+        self.q, self.k, self.v = chunks(q, keys), chunks(k, keys), chunks(v, *both)
+        log_decay, self.write = chunks(log_decay, *both), chunks(write, *both)
+        document = jnp.cumsum(chunks(starts), axis=-1)[:, None, None]  # 0: it began before the chunk
+        at = jnp.arange(chunk)
+        self.lower = at[:, None] > at
+        # Sums of the decays of tokens j+1 to i. Differences of one running sum would lose digits after strong decay.
+        sums = _exact(
+            "il,bgrnlj->bgrnij",
+            (at[:, None] >= at).astype(log_decay.dtype),
+            jnp.where(self.lower, log_decay[..., None], 0),
+        )
+        same = document[..., :, None] == document[..., None, :]
+        self.between = jnp.where(same & (at[:, None] >= at), jnp.exp(sums), 0)
+        self.from_state = jnp.where(document == 0, jnp.exp(sums[..., 0] + log_decay[..., :1]), 0)
+
+    def rule(self, scan: Scan, begin: Callable[[Array, Array], Array] | None, initial: Array) -> tuple[Array, Array]:
+        dtype = self.v.dtype
+        keys = _product("bgnik,bgnjk->bgnij", self.k, self.k)[:, :, None]
+        weights = self.write[..., None] * keys * self.between
+        inverse = unit_inverse(jnp.where(self.lower, weights, 0)) * self.write[..., None, :]
+        u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
+        w = _product("bgrnij,bgnjk->bgrnik", (inverse * self.from_state[..., None, :]).astype(dtype), self.k)
+        k = self.k[:, :, None] * self.between[..., -1, :, None]
+        w, u, k, decay = (
+            _by_head(x) for x in (w.astype(dtype), u.astype(dtype), k.astype(dtype), self.from_state[..., -1])
+        )
+        if begin is not None:
+            width = w.shape[-1]
+            columns = jnp.concatenate([u, jnp.zeros_like(w)], axis=-1)
+            identity = jnp.zeros_like(initial, shape=(*initial.shape[:3], width)) + jnp.eye(width, dtype=initial.dtype)
+            *_, image = scan(w, columns, k, decay, jnp.concatenate([initial, identity], axis=-1))
+            initial = vary_like(begin(image[..., -width:], image[..., :-width]).astype(initial.dtype), initial)
+        states, new, final = scan(w, u, k, decay, initial)
+        split = self.v.shape[:3]
+        states, new = (x.reshape(*split, *x.shape[2:]) for x in (states, new))
+        y = self.from_state[..., None] * _product("bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype))
+        scores = _product("bgnik,bgnjk->bgnij", self.q, self.k)[:, :, None] * self.between
+        y += _product("bgrnij,bgrnjv->bgrniv", scores.astype(dtype), new)
+        y = _by_head(y).astype(dtype)
+        return jnp.moveaxis(y, 1, 3).reshape(y.shape[0], -1, y.shape[1], y.shape[-1]), final
+
+
+def _by_head(x: Array) -> Array:
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+@jax.custom_vjp
+def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple[Array, Array, Array]:
+    """Returns the states at the chunks' beginnings `[B, H, C, K, V]`, the new values and the final state.
+
+    In each chunk, new values = u - w S and then S = decay * S + k_decayed^T (new values).
+
+    Args:
+      w, k_decayed: `[B, H, C, c, K]`.
+      u: `[B, H, C, c, V]`.
+      decay: of the whole chunk, `[B, H, C]`; 0 where a document begins in it.
+      state: `[B, H, K, V]`, float32.
+    """
+
+    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        w, u, k, decay = chunk
+        new = (u - _product("bhck,bhkv->bhcv", w, state.astype(w.dtype))).astype(u.dtype)
+        after = decay[..., None, None] * state + _product("bhck,bhcv->bhkv", k, new)
+        return after, (state, new)
+
+    final, chunks = lax.scan(step, state, tuple(jnp.moveaxis(x, 2, 0) for x in (w, u, k_decayed, decay)))
+    states, new = (jnp.moveaxis(x, 0, 2) for x in chunks)
+    return states, new, final
+
+
+def _chunk_states_forward(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple:
+    states, new, final = chunk_states(w, u, k_decayed, decay, state)
+    states, new = checkpoint_name(states, CARRIED), checkpoint_name(new, CARRIED)
+    return (states, new, final), (w, k_decayed, decay, states, new)
+
+
+def _chunk_states_backward(residuals: tuple[Array, ...], grads: tuple[Array, ...]) -> tuple[Array, ...]:
+    w, k, decay, states, new = residuals
+    d_states, d_new, d_final = grads
+
+    def step(d_after: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        w, k, decay, d_state, d_new = chunk
+        d_new = (d_new + _product("bhck,bhkv->bhcv", k, d_after.astype(k.dtype))).astype(d_new.dtype)
+        before = decay[..., None, None] * d_after + d_state - _product("bhck,bhcv->bhkv", w, d_new)
+        return before, (d_after, d_new)
+
+    chunks = tuple(jnp.moveaxis(x, 2, 0) for x in (w, k, decay, d_states, d_new))
+    d_state, chunks = lax.scan(step, d_final, chunks, reverse=True)
+    d_after, d_new = (jnp.moveaxis(x, 0, 2) for x in chunks)
+    d_w = -_product("bhncv,bhnkv->bhnck", d_new, states.astype(w.dtype))
+    d_k = _product("bhncv,bhnkv->bhnck", new, d_after.astype(k.dtype))
+    d_decay = jnp.sum(states * d_after, axis=(-2, -1))
+    return d_w.astype(w.dtype), d_new, d_k.astype(k.dtype), d_decay, d_state
+
+
+chunk_states.defvjp(_chunk_states_forward, _chunk_states_backward)
+
+
+@jax.custom_vjp
+def unit_inverse(below: Array) -> Array:
+    """Returns the inverse of the identity plus `below`, which is zero on and above the diagonal, `[..., c, c]`.
+
+    By blocks: two of half the size, then the block below them. Powers of `below` can be large where the inverse is not.
+    """
+    size = below.shape[-1]
+    if size == 1:
+        return jnp.ones_like(below)
+    half = size // 2
+    inverses = unit_inverse(jnp.stack([below[..., :half, :half], below[..., half:, half:]]))
+    corner = -_exact(
+        "...ij,...jk->...ik", _exact("...ij,...jk->...ik", inverses[1], below[..., half:, :half]), inverses[0]
+    )
+    upper = jnp.concatenate([inverses[0], jnp.zeros_like(corner)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, inverses[1]], axis=-1)], axis=-2)
+
+
+def _unit_inverse_backward(inverse: Array, grad: Array) -> tuple[Array]:
+    grad = _exact("...ji,...jk->...ik", inverse, grad)
+    return (-_exact("...ij,...kj->...ik", grad, inverse),)
+
+
+unit_inverse.defvjp(lambda below: (unit_inverse(below),) * 2, _unit_inverse_backward)
+
+
+def _exact(letters: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(letters, a, b, precision=lax.Precision.HIGHEST)
+
+
+def _product(letters: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(letters, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))

@@ -1,0 +1,244 @@
+"""Gated DeltaNet against a recurrence in float64, on every mesh: loss and every gradient."""
+
+import dataclasses
+from functools import cache
+
+import deltas
+import jax
+import jax.numpy as jnp
+import latents
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+from support import (
+    TOLERANCE,
+    assert_close,
+    by_name,
+    random_weights,
+    relative_error,
+    sizes_of,
+    state_on_mesh,
+    sweep,
+    without_mesh,
+)
+
+import jaxtp
+from jaxtp.analysis.work import work_of
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.layers.branch import ShrinkSpec
+from jaxtp.layers.context import Sequences
+from jaxtp.layers.gated_delta import GatedDeltaNet
+from jaxtp.layers.linear import LayerContext
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.parameter import pad, padding_of, unpad
+from jaxtp.mesh import mesh_of, mesh_shape
+from jaxtp.models.config import padded_sizes, shrink_model, violations
+
+B, T, V, D = 4, 24, 19, 24
+LATENT = {"delta_value_heads": 0, "kv_rank": 16, "query_rank": 8, "head_dim": 12, "rope_head_dim": 4}
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=V,
+    d_model=D,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=6,
+    delta_value_heads=6,
+    delta_key_heads=2,
+    delta_key_dim=8,
+    delta_value_dim=10,
+    d_ff=24,
+    norm_eps=1e-3,
+    rope_theta=20.0,
+    loss_chunk=8,
+)
+CONFIGS = {
+    "groups": CONFIG,
+    "single": dataclasses.replace(CONFIG, delta_key_heads=6, delta_key_dim=5, delta_conv=2),
+    "one key head": dataclasses.replace(CONFIG, delta_value_heads=4, delta_key_heads=1, delta_key_dim=12, delta_conv=6),
+    "hybrid": dataclasses.replace(CONFIG, pattern=({}, {**LATENT, "value_head_dim": 10})),
+    "adapters": dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0)),
+}
+MESHES = [(1, 1, 1, n) for n in (1, 2, 3, 4, 8)] + [(1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 2)]
+
+
+@cache
+def batch():
+    random = np.random.default_rng(0)
+    ids, labels = random.integers(0, V, (2, B, T), np.int32)
+    breaks = np.sort(random.integers(1, T, (B, 3)), axis=1)
+    segments = 1 + (np.arange(T) >= breaks[:, :, None]).sum(axis=1).astype(np.int32)
+    segments[0, 20:] = 0
+    return ids, np.where(segments > 0, labels, -100), segments
+
+
+def logits_of(weights, config):
+    ids, _, segments = batch()
+    scale = config.lora.rank and config.lora.scale
+    norm = lambda x, scale: reference.rms_norm(x, scale, config.norm_eps)
+    x = weights["embedding.embedding"][ids]
+    for layer, block in enumerate(config.layers()):
+        path = f"blocks.{layer}." if config.pattern else "blocks."
+        w = {name.removeprefix(path): a[0 if config.pattern else layer] for name, a in weights.items() if path in name}
+        inner = {name.removeprefix("attention."): array for name, array in w.items()}
+        read = norm(x, w["attention_norm.scale"])
+        if block.delta_value_heads:
+            x = x + deltas.gated_delta(read, segments, inner, block, block.norm_eps, scale)
+        else:
+            x = x + latents.attention(read, segments, inner, block, scale)
+        gate, up = (
+            w[f"mlp.gate_up.kernels.{i}"]
+            + (scale * w[f"mlp.gate_up.loras.{i}.a"] @ w[f"mlp.gate_up.loras.{i}.b"] if scale else 0)
+            for i in (0, 1)
+        )
+        mlp = {"gate": gate, "up": up, "down": latents.effective(w, "mlp.down", scale)}
+        x = x + reference.swiglu(norm(x, w["mlp_norm.scale"]), mlp)
+    return norm(x, weights["norm.scale"]) @ weights["head.kernel"].T
+
+
+def build(config):
+    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+
+
+@cache
+def expected(name):
+    """Returns weights in float32; and loss and gradients in float64."""
+    config = CONFIGS[name]
+    weights = random_weights(build(config))
+    with jax.enable_x64(True):
+        loss = lambda wide: reference.cross_entropy(logits_of(wide, config), batch()[1])[0]
+        wide = {name: jnp.asarray(np.asarray(array, np.float64)) for name, array in weights.items()}
+        total, grads = jax.jit(jax.value_and_grad(loss))(wide)
+        return weights, total, {name: np.asarray(grad) for name, grad in grads.items()}
+
+
+def computed(name, mesh, **changes):
+    """Returns the loss, and the gradients as stored."""
+    ids, labels, segments = batch()
+    config, on = dataclasses.replace(CONFIGS[name], **changes), mesh_of(sizes_of(mesh))
+    graph, state = state_on_mesh(build(config), expected(name)[0], on)
+    trained = nnx.LoRAParam if config.lora.rank else nnx.Param
+
+    def loss(params, others):
+        return nnx.merge(graph, params, others, copy=True).loss(ids, labels, segments_BT=segments)[0]
+
+    with jax.set_mesh(on):
+        total, grads = jax.jit(jax.value_and_grad(loss))(*nnx.split_state(state, trained, ...))
+        return total, grads, by_name(grads, on)
+
+
+def check(name, mesh, **changes):
+    _, expected_loss, expected_grads = expected(name)
+    total, _, grads = computed(name, mesh, **changes)
+    errors = {name: relative_error(grad, expected_grads[name]) for name, grad in grads.items()}
+    errors["loss"] = abs(float(total) / float(expected_loss) - 1)
+    worst = {name: error for name, error in errors.items() if not error < TOLERANCE}
+    assert not worst, worst
+
+
+SOME = [(1, 1, 1, 4), (1, 1, 1, 3), (1, 2, 1, 2)]
+TRIED = [("groups", mesh, split) for mesh in MESHES for split in {mesh[-1] > 1, False}]
+TRIED += [(name, mesh, split) for name in CONFIGS for mesh in [*SOME, (1, 1, 1, 8)] for split in (True, False)]
+
+
+@pytest.mark.parametrize("case", sweep([*dict.fromkeys(TRIED)], ("adapters", (1, 1, 1, 4), True)), ids=str)
+def test_on_every_mesh(case):
+    name, mesh, sequence_parallel = case
+    check(name, mesh, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("remat", ["none", "save_dots", "save_gathered", "save_reduced", "full"])
+@pytest.mark.parametrize("name", ["hybrid", "adapters"])
+def test_every_policy(name, remat):
+    check(name, (1, 2, 1, 2), remat=remat)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("changes", [{"scan_layers": False}, {"overlap": "ring"}], ids=str)
+@pytest.mark.parametrize("name", ["hybrid", "adapters"])
+def test_other_programs(name, changes):
+    check(name, (1, 1, 1, 4), **changes)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("tp", [2, 3, 8])
+def test_beside_an_mlp_that_shares_its_collectives(tp):
+    (one, _, expected), (other, _, found) = (
+        computed("groups", (1, 1, 1, n), norm_placement="parallel") for n in (1, tp)
+    )
+    assert_close({**found, "loss": other}, {**expected, "loss": one})
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["groups", "one key head"])
+@pytest.mark.parametrize("tp", [3, 8])
+def test_padding_gets_no_gradient(name, tp):
+    stored = named_variables(computed(name, (1, 1, 1, tp))[1])
+    padded = {path: variable for path, variable in stored.items() if padding_of(variable)}
+    assert len(padded) >= 12
+    for path, variable in padded.items():
+        array, padding = np.asarray(variable[...]), padding_of(variable)
+        np.testing.assert_array_equal(array, pad(unpad(array, padding, tp), padding, tp), err_msg=path)
+
+
+@cache
+def layer():
+    """Returns a function from rows, segments and a gradient of the output to the output and the input's gradient."""
+    make = lambda: GatedDeltaNet(D, CONFIG, rngs=nnx.Rngs(0))
+    graph, state = without_mesh(make, random_weights(make))
+
+    @jax.jit
+    def run(x, segments, gradient):
+        y, backward = jax.vjp(lambda x: nnx.merge(graph, state)(x, Sequences(segments=segments)), x)
+        return y, backward(gradient)[0]
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_document_packed_equals_it_alone(seed):
+    """Forward and backward, whatever its neighbours are."""
+    random = np.random.default_rng(seed)
+    x, gradient = random.standard_normal((2, 1, T, D)).astype(np.float32)
+    lengths = random.multinomial(T - 4, np.ones(4) / 4) + 1
+    segments = np.repeat([3, 1, 3, 0], lengths)[None]
+    packed = layer()(x, segments, gradient)
+    for begin, end in zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False):
+        alone = lambda array: np.pad(array[:, begin:end], ((0, 0), (0, T - (end - begin)), (0, 0)))
+        only = (np.arange(T) < end - begin)[None].astype(np.int32)
+        found = [np.asarray(array)[:, : end - begin] for array in layer()(alone(x), only, alone(gradient))]
+        expected = [np.asarray(array)[:, begin:end] for array in packed]
+        assert_close(dict(enumerate(found)), dict(enumerate(expected)))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tp_divides_the_products_and_moves_the_two_collectives_of_a_block(tp):
+    config = dataclasses.replace(CONFIG, delta_key_heads=4, delta_value_heads=8)
+
+    def work(tp):
+        sizes = mesh_shape(tp=tp)
+        with jax.set_mesh(mesh_of(sizes)):
+            make = lambda: GatedDeltaNet(D, config, LayerContext(sequence_parallel=tp > 1), rngs=nnx.Rngs(0))
+            graph, state = nnx.split(nnx.eval_shape(make))
+            loss = lambda params, x: jnp.sum(nnx.merge(graph, params[0])(params[1] + x))
+            x = jax.ShapeDtypeStruct((2, 128, D), jnp.float32)
+            return work_of(loss, sizes, (state, x), x)
+
+    one, split = work(1), work(tp)
+    assert tp * sum(product.flops for product in split.products) == sum(product.flops for product in one.products)
+    large = [c.kind for c, times in split.traffic.items() for _ in range(times) if len(c.shape) > 2]
+    assert sorted(large) == ["all-gather", "all-gather", "reduce-scatter", "reduce-scatter"]
+    assert all(c.bytes <= 4 * config.delta_value_dim for c in split.traffic if len(c.shape) < 2)  # the norm's gradient
+
+
+def test_initial_values_are_those_of_transformers():
+    for tp in (1, 3):
+        with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+            made = GatedDeltaNet(D, dataclasses.replace(CONFIG, delta_value_heads=600), rngs=nnx.Rngs(0))
+            arrays = {path: np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(made))}
+            whole = by_name(nnx.state(made), jaxtp.make_mesh(tp=tp))
+        rates = np.exp(whole["decay_log"])
+        assert 0.01 <= rates.min() < 0.2 and 15.8 < rates.max() <= 16 and abs(rates.mean() - 8) < 0.6
+        assert (whole["dt_bias"] == 1).all()
+        del arrays
