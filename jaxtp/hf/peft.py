@@ -8,6 +8,7 @@ a hostile one may never end. A layer or expert without an adapter gets zeros, wh
 PEFT has one A and one B for a kernel of several projections (Phi-3's qkv_proj), and for all experts that are stacked
 in one parameter: `[E * r, in]` and `[out, r * E]`. jaxtp has an adapter for each projection. An import copies A; an
 export of n projections with different As writes rank n * r, with a block-diagonal B, which an import takes apart.
+A projection without an adapter has zeros there.
 """
 
 import math
@@ -88,14 +89,10 @@ def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
     if not any(EXPERT in tensor.theirs for tensor in family.tensors):
         layout = "stacked"  # as in memory: Granite's files stack experts in modules
     parameters = named_variables(nnx.filter_state(abstract_decoder(replace(config, lora=LoraConfig()))[1], nnx.Param))
-    by_kernel: dict[str, list[TensorPart]] = {}
-    for part in tensor_parts(parameters, config, family, layout):
-        by_kernel.setdefault(part.ours, []).append(part)
-    modules: dict[str, list[TensorPart]] = {}
-    for kernel in _by_kernel(replace(config, lora=LoraConfig(rank=1))):
-        for part in by_kernel[kernel]:
-            modules.setdefault(_in_memory(part.theirs, family), []).append(part)
-    return modules
+    order = {kernel: i for i, kernel in enumerate(_by_kernel(replace(config, lora=LoraConfig(rank=1))))}
+    parts = [part for part in tensor_parts(parameters, config, family, layout) if part.ours in order]
+    parts.sort(key=lambda part: order[part.ours])
+    return group_by_tensor(replace(part, theirs=_in_memory(part.theirs, family)) for part in parts)
 
 
 def _by_kernel(config: ModelConfig) -> _Adapters:
@@ -362,9 +359,9 @@ def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family
     is_old = version is None or (int(version[1]), int(version[2])) < (0, 19)
     exchanged = {name for name, parts in adapted.items() if _is_exchanged(parts[0], factors[name], is_old)}
     lora, diagonal = _lora_config(attributes, adapted, factors, exchanged, made_for)
-    target_of = {kernel: adapter.target for kernel, adapter in _by_kernel(replace(config, lora=lora)).items()}
+    every_adapter = _by_kernel(replace(config, lora=lora))
     used = {
-        target_of[part.ours]
+        every_adapter[part.ours].target
         for name, parts in adapted.items()
         for part in (_nonzero_parts(factors[name][0], parts) if diagonal and len(parts) > 1 else parts)
     }
@@ -444,12 +441,12 @@ def _lora_config(
         sides = (outputs, inputs) if name in exchanged else (inputs, outputs)
         _check_shapes(found[name].rank, part.shape[0] if _is_stacked(part) else 1, sides, factors[name], made_for)
     base = LoraConfig(rank=rank_of(""), alpha=alpha_of(""), rslora=rslora)
-    joined = {name: parts for name, parts in adapted.items() if len(parts) > 1}
+    joined = [name for name, parts in adapted.items() if len(parts) > 1]
     diagonal = bool(joined) and all(
-        found[name].rank == len(parts) * base.rank
+        found[name].rank == len(adapted[name]) * base.rank
         and name not in exchanged
-        and _is_block_diagonal(factors[name][1], parts)
-        for name, parts in joined.items()
+        and _is_block_diagonal(factors[name][1], adapted[name])
+        for name in joined
     )
     first, one = ("r", base) if diagonal else next(iter(found.items()))
     for name, lora in found.items():
@@ -516,8 +513,7 @@ def _is_block_diagonal(b: StoredTensor, parts: Sequence[TensorPart]) -> bool:
 
 def _nonzero_parts(a: StoredTensor, parts: Sequence[TensorPart]) -> Sequence[TensorPart]:
     """Returns the parts whose ranks of A are not zero, or all if none are; reads the tensor."""
-    experts = parts[0].shape[0] if _is_stacked(parts[0]) else 1
-    blocks = a.read().reshape(experts, len(parts), -1)
+    blocks = a.read().reshape(parts[0].shape[0] if _is_stacked(parts[0]) else 1, len(parts), -1)
     is_used = (blocks != 0).any(axis=(0, 2))
     return [part for part, used in zip(parts, is_used, strict=True) if used] or parts
 

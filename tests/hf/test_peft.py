@@ -556,6 +556,10 @@ REFUSED = {
         arrays(lm_head__lora_A__weight=ZEROS),
         "adapters of lm_head are not supported in a llama, only of self",
     ),
+    "a vision tower": (
+        arrays(model__visual__blocks__0__attn__qkv__lora_A__weight=ZEROS),
+        "adapters of model.visual.blocks.0.attn.qkv are not supported in a llama, only of self",
+    ),
     "an embedding": (arrays(model__embed_tokens__lora_embedding_A=ZEROS), "lora_embedding_A is not supported"),
     "another model": (
         lambda folder: write(
