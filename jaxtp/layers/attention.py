@@ -135,6 +135,10 @@ class AttentionConfig(BranchConfig):
         """The division of query heads over tp."""
         return PaddedHeads((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
 
+    def describe_heads(self) -> str:
+        """Returns the numbers of heads, and their width."""
+        return f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
+
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
         """Returns the `Use` of a kernel on a device's sequences."""
         part = self.context_attention(shape.tp).method(shape)[0] == "gather"

@@ -6,18 +6,20 @@ results are normalised per head and gated. Each key head serves a group of value
 heads and their query heads, so that only the column and the row layer communicate over tp.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import axis_size, batch_spec, device_view, token_spec
+from jaxtp.collectives import ATTENDED, axis_size, batch_spec, device_view, token_spec
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, CountOrZero
 from jaxtp.layers.attention import PaddedHeads
@@ -82,6 +84,12 @@ class GatedDeltaConfig(LatentAttentionConfig):
         """The division of value heads over tp, with key heads as kv heads, which have the width."""
         group = self.delta_value_heads // self.delta_key_heads
         return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
+
+    def describe_heads(self) -> str:
+        """See `AttentionConfig`."""
+        count, keys = self.delta_value_heads, self.delta_key_heads
+        states = f"{count} heads with states ({keys} key) of {self.delta_key_dim} x {self.delta_value_dim}"
+        return states if count else super().describe_heads()
 
     def zigzag(self, shape: LocalShape) -> bool:
         """See `BranchConfig`."""
@@ -186,29 +194,23 @@ class GatedDeltaNet(Branch):
         tokens, write, decay = (
             x.reshape(rows * chunks, -1, x.shape[-1]) for x in (jnp.stack(tokens, axis=1), write, decay)
         )
-        heads, strengths = self.heads(weights, tokens, positions), self.strengths(weights, write, decay)
+        q, k, v = self.heads(weights, tokens, positions)
         starts = None if segments is None else positions == 0
         initial = None if axis_size(CP) == 1 else sequences.initial_states
-        y, _ = delta_rule(*heads, *strengths, starts, initial)
-        return self.gated(weights, y, gate)
+        y, _ = delta_rule(q, k, v, *self.strengths(weights, write, decay), starts, initial)
+        return self.gated(weights, checkpoint_name(y, ATTENDED), gate)
 
-    def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, Array, Array]:
+    def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, ...]:
         """Returns queries, keys and values `[b, T, heads, width]`, convolved and normalised.
 
         `tokens` `[b, W - 1 + T, F]` are projections of queries, keys and values, from W - 1 tokens before the first
         on; `positions` `[b, T]` are positions in documents, which hide the tokens before a document.
         """
-        keys = self.config.delta_heads.keys
         load = partial(self.precision.load, fsdp_dim=None, accumulate="float32")
-        shared = (1, keys.shared_by(axis_size(TP)))
-        parts = [load(weights[name], tp_gather=shared) for name in ("q_conv", "k_conv")] + [load(weights["v_conv"])]
-        # Only projections are saved for the backward pass, not each product with a tap.
-        qkv = jax.checkpoint(_convolved, prevent_cse=False)(tokens, positions, jnp.concatenate(parts, axis=1))
-        width, count = self.config.delta_key_dim, parts[0].shape[1]
-        q, k, v = jnp.split(qkv, [count, 2 * count], axis=-1)
-        q, k = (x.reshape(*x.shape[:2], -1, width) for x in (q, k))
-        v = v.reshape(*v.shape[:2], -1, self.config.delta_value_dim)
-        return _l2_normalised(q, width**-0.5), _l2_normalised(k), v
+        shared = (1, self.config.delta_heads.keys.shared_by(axis_size(TP)))
+        taps = [load(weights[name], tp_gather=shared) for name in ("q_conv", "k_conv")] + [load(weights["v_conv"])]
+        widths = (self.config.delta_key_dim, self.config.delta_value_dim)
+        return _recomputed(partial(_convolved_heads, widths), tokens, positions, *taps)
 
     def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
         """Returns the logarithm of each head's decay, and its write strength, `[b, T, heads]` in float32."""
@@ -219,22 +221,33 @@ class GatedDeltaNet(Branch):
 
     def gated(self, weights: Weights, y: Array, gate: Array) -> Array:
         """Normalises and gates results `[b, T, heads, V]`; returns `[b, T, F]`. Padded heads are zero."""
-        y = self.norm(y, weights["norm.scale"]).reshape(gate.shape)
-        return (y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+        def run(y: Array, gate: Array, scale: Array) -> Array:
+            y = self.norm(y, scale).reshape(gate.shape).astype(jnp.float32)
+            return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+
+        return _recomputed(run, y, gate, weights["norm.scale"])
 
 
-def _convolved(tokens: Array, positions: Array, taps: Array) -> Array:
-    """Returns the SiLU of the convolution of each feature with its taps, in float32 inside."""
-    last, length = taps.shape[0] - 1, positions.shape[1]
+def _recomputed(function: Callable[..., Any], *arguments: Array) -> Any:
+    # The backward pass repeats a chain of elementwise operations. A nested `jax.checkpoint` would follow the block's
+    # policy, and `none` would save every float32 array of it.
+    call = jax.custom_vjp(function)
+    call.defvjp(lambda *args: (function(*args), args), lambda args, grads: jax.vjp(function, *args)[1](grads))
+    return call(*arguments)
+
+
+def _convolved_heads(widths: tuple[int, int], tokens: Array, positions: Array, *taps: Array) -> tuple[Array, ...]:
+    last, length, both = taps[0].shape[0] - 1, positions.shape[1], jnp.concatenate(taps, axis=1)
     tokens32 = tokens.astype(jnp.float32)
-    y = taps[last] * tokens32[:, last:]
+    y = both[last] * tokens32[:, last:]
     for back in range(1, last + 1):
-        earlier = tokens32[:, last - back : last - back + length]
-        y += taps[last - back] * jnp.where(positions[..., None] >= back, earlier, 0)
-    return jax.nn.silu(y).astype(tokens.dtype)
+        earlier = tokens32[:, last - back :][:, :length]
+        y += both[last - back] * jnp.where(positions[..., None] >= back, earlier, 0)
+    qkv = jnp.split(jax.nn.silu(y), np.cumsum([each.shape[1] for each in taps[:-1]]), axis=-1)
+    q, k, v = (x.reshape(*x.shape[:2], -1, width) for x, width in zip(qkv, (widths[0], *widths), strict=True))
+    return tuple(x.astype(tokens.dtype) for x in (_l2_normalised(q) * widths[0] ** -0.5, _l2_normalised(k), v))
 
 
-def _l2_normalised(x: Array, scale: float = 1.0) -> Array:
-    x32 = x.astype(jnp.float32)
-    norm = jax.lax.rsqrt(jnp.sum(jnp.square(x32), axis=-1, keepdims=True) + _L2_EPS)
-    return (x32 * (scale * norm)).astype(x.dtype)
+def _l2_normalised(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _L2_EPS)

@@ -102,6 +102,12 @@ class LatentAttentionConfig(AttentionConfig):
         """See `AttentionConfig`."""
         return LatentHeads((self.num_heads, 1, self.head_dim)) if self.kv_rank else super().heads
 
+    def describe_heads(self) -> str:
+        """See `AttentionConfig`."""
+        if not self.kv_rank:
+            return super().describe_heads()
+        return f"{self.num_heads} heads (keys and values from {self.kv_rank}) of {self.head_dim}"
+
     def use(self, **known: Any) -> Use:
         """See `AttentionConfig`."""
         return super().use(**known, value_head_dim=self.value_head_dim) if self.kv_rank else super().use(**known)

@@ -27,12 +27,13 @@ import jax
 
 from jaxtp.collectives import ATTENDED, CHOSEN, GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
 from jaxtp.config.entry import UserError
+from jaxtp.layers.kernels.delta_rule import CARRIED
 
 RematPolicy = Literal["none", "save_dots", "save_gathered", "save_reduced", "full", "offload"]
 
 BLOCK_INPUT = "block_input"
 _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
-    "save_dots": (PROJECTED, REDUCED, ATTENDED, CHOSEN),
+    "save_dots": (PROJECTED, REDUCED, ATTENDED, CARRIED, CHOSEN),
     "save_gathered": (GATHERED, REDUCED, CHOSEN),
     "save_reduced": (REDUCED, CHOSEN),
     "full": (CHOSEN,),

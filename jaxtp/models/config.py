@@ -6,6 +6,7 @@ settings, so YAML stays flat: `model.num_kv_heads`.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -289,8 +290,10 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def describe_block(self) -> str:
         """Returns the sizes of a block in one line."""
-        keys = f"keys and values from {self.kv_rank}" if self.kv_rank else f"{self.num_kv_heads} kv"
-        heads = f"{self.num_heads} heads ({keys}) of {self.head_dim}"
+        found = Counter(block.describe_heads() for block in self.layers())
+        counted = [f"{each} in {count}" for each, count in found.items()]
+        counted[0] += f" of {self.num_layers} layers"
+        heads = ", ".join(counted if 1 < len(found) <= _MAX_UNFIT else [next(iter(found))])
         others = len(self.block_kinds()) - 1
         differing = f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
         count = self.num_experts
@@ -430,6 +433,10 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
         if value := getattr(config, name):
             text = f"model.{name}={str(value).lower()} needs experts; add --model.num-experts, or leave it out"
             yield Problem(text)
+    if not any(block.delta_value_heads for block in config.block_kinds()):
+        for name in ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"):
+            if (value := getattr(config, name)) != getattr(GatedDeltaConfig, name):
+                yield Problem(f"model.{name}={value} needs Gated DeltaNet in a block; set model.delta_value_heads")
     listed = reversed([*config.listed_blocks().items()])
     places = {block: f"{place}: " for place, block in listed} | {config.block(): ""}
     by_kind = ((places[block], list(block.problems(mesh))) for block in config.block_kinds())

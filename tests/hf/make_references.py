@@ -436,19 +436,19 @@ def delta(key_heads, value_heads, key_dim, value_dim, taps, *layer_types):
     return {**DELTA, **heads, **widths, "layer_types": list(layer_types), "num_hidden_layers": len(layer_types)}
 
 
-NEXT = {**delta(2, 6, 6, 5, 4, LINEAR, LINEAR, FULL, LINEAR), **CHOSEN, "num_experts": 5}
+NEXT = {**delta(2, 6, 6, 7, 4, LINEAR, LINEAR, FULL), **CHOSEN, "num_experts": 5}
 NEXT |= {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1], "norm_topk_prob": False}
-MIXED = {**delta(2, 4, 4, 6, 4, FULL, LINEAR), **CHOSEN, "num_experts": 5, "shared_expert_intermediate_size": 20}
+MIXED = {**delta(2, 4, 8, 6, 4, FULL, LINEAR), **CHOSEN, "num_experts": 5, "shared_expert_intermediate_size": 20}
 QWEN_EYE = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
 QWEN_EYE |= {"spatial_merge_size": 1, "temporal_patch_size": 1, "out_hidden_size": 32, "num_position_embeddings": 16}
 SEEN = {"image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_config": QWEN_EYE}
-DENSE_TEXT = {**delta(3, 3, 8, 8, 2, LINEAR, FULL), **TIED}
+DENSE_TEXT = {**delta(4, 4, 8, 8, 2, LINEAR, FULL), **TIED}
 FAMILIES |= {
-    "qwen3_next": ("Qwen3Next", NEXT, QUARTER),
     "qwen3_5": ("Qwen3_5Text", {**delta(3, 6, 8, 4, 3, LINEAR, FULL, LINEAR), **TIED}, MROPE),
     "qwen3_5_moe": ("Qwen3_5MoeText", {**MIXED, "attention_bias": True}, QUARTER),
     "qwen3_5_mm": ("Qwen3_5", {"text_config": {**TINY, **DENSE_TEXT, "rope_parameters": MROPE}, **SEEN, **TIED}, None),
     "qwen3_5_moe_mm": ("Qwen3_5Moe", {"text_config": {**TINY, **MIXED, "rope_parameters": MROPE}, **SEEN}, None),
+    "qwen3_next": ("Qwen3Next", NEXT, QUARTER),
 }
 PREDICTS = {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), "mtp.layers.0.mlp.up_proj.weight": (28, 32)}
 """Some tensors of the heads that published files of `qwen3_next` and `_mm` have beside the model."""

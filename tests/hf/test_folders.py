@@ -86,6 +86,35 @@ def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
     assert not [name for name in contents(tmp_path / "text") if "vision" in name]
 
 
+FLOAT32 = ("A_log", "linear_attn.norm.weight")
+"""Tensors of Qwen 3.5 on the Hub that are float32 beside bfloat16."""
+
+
+@pytest.mark.parametrize("wide", [FLOAT32, pytest.param((), marks=pytest.mark.wide)], ids=["3.5", "3.6"])
+def test_a_folder_keeps_its_dtypes_and_its_layout_of_experts(wide, tmp_path):
+    shutil.copytree(FOLDER / "qwen3_5_moe_mm", tmp_path / "source")
+    stored = read_header(FOLDER / "qwen3_5_moe_mm/model.safetensors")
+    tensors = {name: ("F32" if name.endswith(wide) else "BF16", tensor.read()) for name, tensor in stored.items()}
+    write_tensors(tmp_path / "source", tensors)
+    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+        model = jaxtp.load_hf(tmp_path / "source")
+    assert model.config.precision.param == "bfloat16"
+    jaxtp.save_hf(model, tmp_path / "out", like=tmp_path / "source")
+    assert contents(tmp_path / "out") == contents(tmp_path / "source")
+    assert [name for name in contents(tmp_path / "out") if "mtp." in name or "experts.gate_up_proj" in name]
+
+
+def test_a_text_model_may_have_the_names_of_its_multimodal_folder(tmp_path):
+    """As transformers writes a Qwen3_5ForCausalLM that it has read there."""
+    attributes = json.loads((FOLDER / "qwen3_5_mm/config.json").read_text())["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(attributes | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    stored = read_header(FOLDER / "qwen3_5_mm/model.safetensors")
+    write_tensors(tmp_path, {name: (t.dtype, t.read()) for name, t in stored.items() if ".visual." not in name})
+    found, expected = (nnx.state(jaxtp.load_hf(folder)) for folder in (tmp_path, FOLDER / "qwen3_5_mm"))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 PREFIX = FORMS["older"][0]
 LEFT = "language_model.model.layers.0.more.weight"
 

@@ -18,6 +18,7 @@ import jaxtp
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import Packed
 from jaxtp.data.samples import RowSettings, make_rows
+from jaxtp.layers import gated_delta
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.layers.sequence_parallel import segment_mask, segment_positions
 from jaxtp.models import decoder
@@ -33,13 +34,12 @@ MODEL = jaxtp.ModelConfig(
 WRONG = 1e-3
 
 
-def build():
-    return jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0))
-
-
 @cache
-def model():
-    return nnx.merge(*without_mesh(build, random_weights(build)))
+def model(config=MODEL):
+    build = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    weights = random_weights(build)
+    slow = {name: weights[name] - 4 for name in weights if name.endswith("decay_log")}  # a state stays
+    return nnx.merge(*without_mesh(build, {**weights, **slow}))
 
 
 def row_of(*lengths):
@@ -48,7 +48,7 @@ def row_of(*lengths):
     return row["inputs"], row["segments"]
 
 
-def document_errors():
+def document_errors(config=MODEL):
     """How far the logits of each document in a row are from those of the document alone, at the beginning of a row."""
     inputs, segments = row_of(5, 4, 2)
     rows, kinds = [inputs], [segments]
@@ -56,7 +56,7 @@ def document_errors():
         own = inputs[segments == segment]
         rows.append(np.pad(own, (0, T - len(own))))
         kinds.append(np.pad(np.ones(len(own), np.int32), (0, T - len(own))))
-    graph, state = nnx.split(model())
+    graph, state = nnx.split(model(config))
     run = jax.jit(lambda state, ids, segments: nnx.merge(graph, state)(ids, segments))
     packed, *alone = np.asarray(run(state, np.stack(rows), np.stack(kinds)))
     lengths = [np.sum(segments == segment) for segment in (1, 2, 3)]
@@ -89,6 +89,31 @@ def test_nanovlm_204_a_document_does_not_see_the_one_before_it(monkeypatch):
     first, *others = document_errors()
     assert first < 1e-5
     assert min(others) > WRONG
+
+
+DELTA = dataclasses.replace(
+    MODEL, learned_positions=None, delta_value_heads=2, delta_key_heads=2, delta_key_dim=8, delta_value_dim=8
+)
+
+
+@pytest.mark.wide
+def test_torchtitan_3984_a_state_begins_anew_with_each_document(monkeypatch):
+    """https://github.com/pytorch/torchtitan/pull/3984: the mask of documents reached the attention layers only; states
+    and convolutions of Gated DeltaNet ran across documents. Here both begin anew, each by itself."""
+    assert max(document_errors(DELTA)) < 1e-5
+    rule, heads = gated_delta.delta_rule, gated_delta._convolved_heads
+    planted = {
+        "delta_rule": lambda *arrays, **others: rule(*arrays[:5], None, *arrays[6:], **others),
+        "_convolved_heads": lambda widths, tokens, positions, *taps: heads(
+            widths, tokens, jnp.broadcast_to(jnp.arange(T), positions.shape), *taps
+        ),
+    }
+    for name, wrong in planted.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(gated_delta, name, wrong)
+            first, *others = document_errors(DELTA)
+        assert first < 1e-5
+        assert min(others) > WRONG
 
 
 @pytest.mark.wide

@@ -27,6 +27,7 @@ from jaxtp.collectives import (
     vary,
 )
 from jaxtp.layers import latent_attention, loss, parameter
+from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.sequence_parallel import dropout
@@ -210,6 +211,25 @@ def test_megatron_lm_37_the_gradient_of_a_shared_key_is_of_all_heads(monkeypatch
     errors = latent_errors(True)
     assert errors["latent_down.kernel"] > WRONG
     assert max(errors["output"], errors["query_down.kernel"], errors["latent_norm.scale"]) < RIGHT
+
+
+DELTA = GatedDeltaConfig(delta_value_heads=8, delta_key_heads=4, delta_key_dim=4, delta_value_dim=3)
+
+
+def test_megatron_lm_1989_each_part_of_a_projection_is_split_by_heads():
+    """https://github.com/NVIDIA/Megatron-LM/pull/1989: the queries, keys, values, gates and strengths of Gated DeltaNet
+    were columns of one matrix, which tp cut evenly, so that a device took others for them. Here each is split alone."""
+    (x, g), layer = latent_input(), lambda: GatedDeltaNet(D, DELTA, rngs=nnx.Rngs(0))
+    weights, names = random_weights(layer, scale=0.5), [f"in_proj.kernels.{i}" for i in range(6)]
+    expected = found_on(make_mesh(), layer, weights, x, g)
+    found = found_on(make_mesh(tp=4), layer, weights, x, g)
+    assert max(relative_error(found[name], expected[name]) for name in expected) < RIGHT
+    ends = np.cumsum([weights[name].shape[1] // 4 for name in names])
+    packed = np.split(np.concatenate([weights[name] for name in names], axis=1), 4, axis=1)
+    parts = zip(*(np.split(device, ends[:-1], axis=1) for device in packed), strict=True)
+    cut = {name: np.concatenate(part, axis=1) for name, part in zip(names, parts, strict=True)}
+    found = found_on(make_mesh(tp=4), layer, {**weights, **cut}, x, g)
+    assert relative_error(found["output"], expected["output"]) > WRONG
 
 
 V = 5

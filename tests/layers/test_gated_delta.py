@@ -36,11 +36,12 @@ from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.models.config import padded_sizes, shrink_model, violations
 
 B, T, V, D = 4, 24, 19, 24
+LONG = 136  # three chunks of the rule
 LATENT = {"delta_value_heads": 0, "kv_rank": 16, "query_rank": 8, "head_dim": 12, "rope_head_dim": 4}
 CONFIG = jaxtp.ModelConfig(
     vocab_size=V,
     d_model=D,
-    num_layers=2,
+    num_layers=1,
     num_heads=6,
     num_kv_heads=6,
     delta_value_heads=6,
@@ -56,7 +57,7 @@ CONFIGS = {
     "groups": CONFIG,
     "single": dataclasses.replace(CONFIG, delta_key_heads=6, delta_key_dim=5, delta_conv=2),
     "one key head": dataclasses.replace(CONFIG, delta_value_heads=4, delta_key_heads=1, delta_key_dim=12, delta_conv=6),
-    "hybrid": dataclasses.replace(CONFIG, pattern=({}, {**LATENT, "value_head_dim": 10})),
+    "hybrid": dataclasses.replace(CONFIG, num_layers=2, pattern=({}, {**LATENT, "value_head_dim": 10})),
     "adapters": dataclasses.replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0)),
 }
 MESHES = [(1, 1, 1, n) for n in (1, 2, 3, 4, 8)] + [(1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 2)]
@@ -100,11 +101,18 @@ def build(config):
     return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
 
 
+def slow_weights(make):
+    """Returns random weights with decays that leave a part of the state, unlike most initial ones."""
+    weights = random_weights(make)
+    slow = {name: weights[name] - 4 for name in weights if name.endswith("decay_log")}
+    return {**weights, **slow}
+
+
 @cache
 def expected(name):
     """Returns weights in float32; and loss and gradients in float64."""
     config = CONFIGS[name]
-    weights = random_weights(build(config))
+    weights = slow_weights(build(config))
     with jax.enable_x64(True):
         loss = lambda wide: reference.cross_entropy(logits_of(wide, config), batch()[1])[0]
         wide = {name: jnp.asarray(np.asarray(array, np.float64)) for name, array in weights.items()}
@@ -186,7 +194,7 @@ def test_padding_gets_no_gradient(name, tp):
 def layer():
     """Returns a function from rows, segments and a gradient of the output to the output and the input's gradient."""
     make = lambda: GatedDeltaNet(D, CONFIG, rngs=nnx.Rngs(0))
-    graph, state = without_mesh(make, random_weights(make))
+    graph, state = without_mesh(make, slow_weights(make))
 
     @jax.jit
     def run(x, segments, gradient):
@@ -200,19 +208,20 @@ def layer():
 def test_a_document_packed_equals_it_alone(seed):
     """Forward and backward, whatever its neighbours are."""
     random = np.random.default_rng(seed)
-    x, gradient = random.standard_normal((2, 1, T, D)).astype(np.float32)
-    lengths = random.multinomial(T - 4, np.ones(4) / 4) + 1
+    x, gradient = random.standard_normal((2, 1, LONG, D)).astype(np.float32)
+    lengths = random.multinomial(LONG - 4, np.ones(4) / 4) + 1
     segments = np.repeat([3, 1, 3, 0], lengths)[None]
     packed = layer()(x, segments, gradient)
-    for begin, end in zip(np.cumsum([0, *lengths]), np.cumsum(lengths), strict=False):
-        alone = lambda array: np.pad(array[:, begin:end], ((0, 0), (0, T - (end - begin)), (0, 0)))
-        only = (np.arange(T) < end - begin)[None].astype(np.int32)
-        found = [np.asarray(array)[:, : end - begin] for array in layer()(alone(x), only, alone(gradient))]
-        expected = [np.asarray(array)[:, begin:end] for array in packed]
-        assert_close(dict(enumerate(found)), dict(enumerate(expected)))
+    for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+        own = slice(end - length, end)
+        alone = [np.zeros_like(array) for array in (x, segments, gradient)]
+        for array, whole in zip(alone, (x, np.ones_like(segments), gradient), strict=True):
+            array[:, :length] = whole[:, own]
+        found = [array[:, :length] for array in layer()(*alone)]
+        assert_close(dict(enumerate(found)), {i: array[:, own] for i, array in enumerate(packed)})
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", sweep([2, 4], 4))
 def test_tp_divides_the_products_and_moves_the_two_collectives_of_a_block(tp):
     config = dataclasses.replace(CONFIG, delta_key_heads=4, delta_value_heads=8)
 
@@ -232,13 +241,60 @@ def test_tp_divides_the_products_and_moves_the_two_collectives_of_a_block(tp):
     assert all(c.bytes <= 4 * config.delta_value_dim for c in split.traffic if len(c.shape) < 2)  # the norm's gradient
 
 
-def test_initial_values_are_those_of_transformers():
-    for tp in (1, 3):
-        with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
-            made = GatedDeltaNet(D, dataclasses.replace(CONFIG, delta_value_heads=600), rngs=nnx.Rngs(0))
-            arrays = {path: np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(made))}
-            whole = by_name(nnx.state(made), jaxtp.make_mesh(tp=tp))
-        rates = np.exp(whole["decay_log"])
-        assert 0.01 <= rates.min() < 0.2 and 15.8 < rates.max() <= 16 and abs(rates.mean() - 8) < 0.6
-        assert (whole["dt_bias"] == 1).all()
-        del arrays
+def test_initial_values_are_those_of_transformers_on_every_mesh():
+    config = dataclasses.replace(CONFIG, delta_value_heads=600, delta_key_heads=200, delta_key_dim=1)
+    make, on = jax.jit(lambda: nnx.state(GatedDeltaNet(D, config, rngs=nnx.Rngs(0)))), jaxtp.make_mesh(tp=3)
+    with jax.set_mesh(on):
+        split = by_name(make(), on)
+    whole = {name: np.asarray(variable[...]) for name, variable in named_variables(make()).items()}
+    assert_close(split, whole, tolerance=0)
+    rates = np.exp(whole["decay_log"])
+    assert 0.01 <= rates.min() < 0.2
+    assert 15.8 < rates.max() <= 16.0001
+    assert abs(rates.mean() - 8) < 0.6
+    assert (whole["dt_bias"] == 1).all()
+
+
+UNFIT = {
+    "model.delta_key_heads=0, but model.delta_value_heads=6 needs it; 6 works": {"delta_key_heads": 0},
+    "model.delta_key_dim=0, but model.delta_value_heads=6 needs it; 128 works": {"delta_key_dim": 0},
+    "model.delta_value_dim=0, but model.delta_value_heads=6 needs it; 128 works": {"delta_value_dim": 0},
+    "model.delta_value_heads=6 is not divisible by model.delta_key_heads=4; delta_key_heads can be 1, 2, 3, 6": {
+        "delta_key_heads": 4
+    },
+    "model.delta_conv=3 needs Gated DeltaNet in a block; set model.delta_value_heads": {
+        **{"delta_value_heads": 0, "delta_key_heads": 0, "delta_key_dim": 0, "delta_value_dim": 0, "delta_conv": 3},
+    },
+}
+
+
+@pytest.mark.parametrize("text", UNFIT)
+def test_settings_that_do_not_fit_are_named(text):
+    (problem,) = violations(dataclasses.replace(CONFIG, **UNFIT[text]), mesh_shape(fsdp=2, tp=2))
+    assert problem.startswith(text)
+
+
+def test_more_devices_than_twice_the_heads_are_refused():
+    (problem,) = violations(CONFIG, mesh_shape(tp=16))
+    assert problem.startswith("mesh.tp=16 is more than twice model.delta_value_heads=6")
+
+
+def test_settings_of_a_hybrid_may_stand_on_either_side():
+    sizes = {name: getattr(CONFIG, name) for name in ("delta_value_heads", "delta_key_heads")}
+    one = dataclasses.replace(CONFIG, num_layers=2, pattern=({}, {"delta_value_heads": 0}))
+    other = dataclasses.replace(one, delta_value_heads=0, delta_key_heads=0, pattern=(sizes, {"delta_key_heads": 2}))
+    assert list(one.layers()) == list(other.layers())
+    heads = "6 heads with states (2 key) of 8 x 10 in 1 of 2 layers, 6 heads (6 kv) of 16 in 1"
+    described = f"d_model 24, {heads}, d_ff 24, and 1 other kind of block"
+    assert one.describe_block() == other.describe_block() == described
+    assert not [*violations(one, mesh_shape(tp=3)), *violations(other, mesh_shape(tp=3))]
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+def test_a_small_model_is_padded_alike(tp):
+    large = dataclasses.replace(CONFIG, num_layers=4, delta_key_dim=128, delta_value_dim=128, head_dim=64)
+    large = dataclasses.replace(large, pattern=({}, {"delta_value_heads": 0, "num_heads": 6}))
+    small = shrink_model(large, ShrinkSpec(tps=frozenset({1, tp}), shards=1, length=32, before=4096))
+    assert (small.delta_key_dim, small.delta_value_dim) == (8, 10)
+    padded = [{name: n for name, n in padded_sizes(each, tp).items() if "heads" in name} for each in (large, small)]
+    assert padded[0] == padded[1]
