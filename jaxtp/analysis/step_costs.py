@@ -416,6 +416,9 @@ def _kernel(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
     *operands, result = arrays(*equation.invars, equation.outvars[0])
     if name.startswith("grouped_"):  # each row with the matrix of its group, or its part of the matrix's gradient
         return (*operands[-2].shape, result.shape[-1]), 1, True
+    if name.startswith("delta_"):  # each token reads the state, then changes it
+        width = operands[0].shape[-1]
+        return (operands[0].size // width, width, result.shape[-1]), 2, True
     if name not in _ATTENTION:
         raise ValueError(f"the products of the kernel {name!r} are not known; add a rule to {__name__}")
     rows, length, heads, width = operands[0].shape

@@ -74,6 +74,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     # All layers set the same fields, so that each that differs from the model's is a change.
     common = {name: fields.get(name, _DEFAULTS.get(name)) for name in family.changing_fields()}
     common |= {} if sparse is None else {"num_experts": fields["num_experts"]}
+    common |= {} if any(linear) else {name: _DEFAULTS[name] for name in fields if name.startswith("delta_")}
 
     def settings(windowed: bool, rotates: bool, is_linear: bool, experts: bool) -> Settings:
         layer = {**common, "sliding_window": window if windowed else None, **ropes[windowed]}
@@ -94,11 +95,8 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     layers = [{**layer, **overrides.get(i, {})} for i, layer in enumerate(usual)]
     model = settings(all(kinds), any(rotated), any(linear), any(has_experts))
     model = next((layer for layer, before in zip(layers, usual, strict=True) if before == model), model)
-    if (values := model.get("delta_value_heads")) and values % (keys := fields["delta_key_heads"]):
-        raise HFError(
-            f"linear_num_value_heads = {values} is not a multiple of linear_num_key_heads = {keys}; the nearest is "
-            f"{max(1, round(values / keys)) * keys}"
-        )
+    if values := model.get("delta_value_heads"):
+        _check_multiple(values, whole("linear_num_key_heads", fields["delta_key_heads"]))
     if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
@@ -358,6 +356,15 @@ def _read_linear(attributes: Attributes, family: Family, count: int) -> list[boo
     if not isinstance(types, list) or len(types) != count or not set(map(str, types)) <= {_FULL, _LINEAR}:
         raise HFError(f"layer_types = {quote(types)}: should be {_FULL} or {_LINEAR} for each of {count} layers")
     return [kind == _LINEAR for kind in types]
+
+
+def _check_multiple(values: int, keys: int) -> None:
+    if values % keys:
+        nearest = max(1, round(values / keys)) * keys
+        raise HFError(
+            f"linear_num_value_heads = {values} is not a multiple of linear_num_key_heads = {keys}; the nearest is "
+            f"{nearest}"
+        )
 
 
 def _write_linear(layers: Sequence[BlockConfig]) -> dict[str, object]:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import (
     all_gather,
@@ -34,6 +35,7 @@ from jaxtp.collectives import (
     token_spec,
     vary_like,
 )
+from jaxtp.layers.kernels.delta_rule import CARRIED
 from jaxtp.layers.sequence_parallel import Context, LocalShape, Method, Part
 from jaxtp.mesh import CONTEXT, CP
 
@@ -95,7 +97,8 @@ class Sequences:
         """
         maps_bHKF = jnp.concatenate([m, u], axis=-1)
         rows = maps_bHKF.reshape(-1, self.num_chunks, *maps_bHKF.shape[1:])
-        every = self.natural(all_gather(jnp.moveaxis(rows, 1, 0), *CONTEXT, dim=0), dim=0)
+        gathered = checkpoint_name(all_gather(jnp.moveaxis(rows, 1, 0), *CONTEXT, dim=0), CARRIED)
+        every = self.natural(gathered, dim=0)
 
         def advance(state: Array, chunk: Array) -> tuple[Array, Array]:
             m, u = jnp.split(chunk, [chunk.shape[-2]], axis=-1)

@@ -17,7 +17,7 @@ parallelism), and traffic over tp, forward and backward, in units of (t-1)/t * b
 gradients and for outputs that were not saved.
 
 No policy saves gathered weights; every policy saves the routers' choices. `save_dots` saves the results of blockwise
-and fused attention kernels, and recomputes cudnn and xla.
+and fused attention kernels and of Gated DeltaNet with its states, and recomputes cudnn and xla.
 """
 
 from collections.abc import Callable

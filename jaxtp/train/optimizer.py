@@ -16,7 +16,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.train.config import GroupConfig, OptimizerConfig
 from jaxtp.train.sharded_optimizer import OnPaddedArrays
 
-_VECTORS = {"scale", "bias", "biases", "alpha_p", "alpha_n", "sinks"}
+_VECTORS = {"scale", "bias", "biases", "alpha_p", "alpha_n", "sinks", "q_conv", "k_conv", "v_conv", "decay_log"}
 _TABLES = {"embedding", "head"}
 
 

@@ -573,6 +573,9 @@ def test_the_published_qwen_3_5():
     assert model_config(QWEN3_5_TEXT | {"output_gate_type": "swish", "layer_types": None}, "it") == config
     yarn = {**MROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
     assert model_config(QWEN3_5_TEXT | {"rope_parameters": yarn}, "it").rope_scaling.factor == 4
+    full = model_config(QWEN3_5_TEXT | {"layer_types": ["full_attention"] * 40}, "it")
+    assert (full.delta_value_heads, full.delta_key_heads, full.pattern) == (0, 0, ())
+    assert write_attributes(full, FAMILIES["qwen3_5_moe_text"], "float32")["full_attention_interval"] == 1
     for_text = QWEN3_5_TEXT | {"tie_word_embeddings": True}
     assert not model_config(QWEN3_5 | {"text_config": for_text}, "it").tie_embeddings, "transformers reads the other"
 
@@ -670,6 +673,7 @@ def test_the_published_gemma_3_of_4b():
             QWEN3_5_TEXT | {"linear_num_value_heads": 30},
             "= 30 is not a multiple of linear_num_key_heads = 16; .* is 32",
         ),
+        (QWEN3_5_TEXT | {"linear_num_key_heads": 0}, "linear_num_key_heads = 0: should be a whole number"),
         (QWEN3_5_TEXT | {"linear_num_value_heads": 0}, "linear_num_value_heads = 0: should be a whole number"),
         (QWEN3_5_TEXT | {"layer_types": ["linear_attention"] * 4}, "or linear_attention for each of 40 layers"),
         (QWEN3_5_TEXT | {"layer_types": ["sliding_attention"] * 40}, "should be full_attention or linear_attention"),

@@ -190,11 +190,12 @@ def test_fast_llm_542_norms_and_biases_do_not_decay(monkeypatch):
     decayed as matrices are. Here what decays is told by name, in whichever stack a layer is."""
     biased = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "qk_norm": "head", "num_experts": 0}
     of_experts = {"num_experts": 4, "experts_bias": True, "router_bias": True, "shared_experts": 8}
-    model = dataclasses.replace(MODEL, **biased, norm="layer", pattern=({}, of_experts), num_layers=2)
+    states = {"delta_value_heads": 2, "delta_key_heads": 2, "delta_key_dim": 4, "delta_value_dim": 4}
+    model = dataclasses.replace(MODEL, **biased, norm="layer", pattern=({}, of_experts, states), num_layers=3)
     plan = plan_state(model, optimizers.build(SETTINGS, STEPS), make_mesh())
     names = parameters(plan)
-    vectors = {name for name in names if any(word in name for word in ("norm", "bias"))}
-    assert len(vectors) > 20
+    vectors = {name for name in names if any(word in name for word in ("norm", "bias", "conv", "decay"))}
+    assert len(vectors) > 30
     assert not optimizers.is_matrix("blocks.mlp.experts.router_scale")
     assert decaying(names) == names.keys() - vectors
     monkeypatch.setattr(optimizers, "is_matrix", lambda path: True)

@@ -26,7 +26,7 @@ from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
-B, HEADS, K, V, D = 2, 2, 3, 5, 12
+B, HEADS, K, V, D = 2, 2, 3, 5, 16
 
 
 def states_before(m, u):
@@ -75,11 +75,18 @@ CONFIG = jaxtp.ModelConfig(
     head_dim=4,
     d_ff=16,
     rope_theta=2.0,
+    norm_eps=1e-3,  # results of a head can be small, and their norm would amplify rounding
     delta_value_heads=4,
     delta_key_heads=2,
     delta_key_dim=4,
     delta_value_dim=6,
 )
+
+
+def long_memory(weights):
+    """Returns weights whose states decay by e within 2 to 30 tokens; by default most decay within one."""
+    rates = [name for name in weights if name.endswith("decay_log") and "optimizer" not in name]
+    return weights | {name: np.resize(np.linspace(-3.6, -1, 4, dtype="float32"), weights[name].shape) for name in rates}
 
 
 @cache
@@ -90,7 +97,7 @@ def program(mesh, zigzag, packed=True, training=True):
     def build():
         return GatedDeltaNet(D, CONFIG, rngs=nnx.Rngs(0))
 
-    graph, state = state_on_mesh(build, random_weights(build), on)
+    graph, state = state_on_mesh(build, long_memory(random_weights(build)), on)
 
     @jax.jit
     def run(x, segments, upstream):
@@ -164,7 +171,11 @@ def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
             loss = lambda params, x: jnp.sum(nnx.merge(graph, params[0])(params[1] + x, Sequences(zigzag=zigzag)))
             x = jax.ShapeDtypeStruct((B, length, D), jnp.float32)
             traffic = work_of(loss, sizes, (state, x), x).traffic
-        return Counter({(c.kind, c.bytes): n for c, n in traffic.items() if c.axes == ("cp",) and c.module == DELTA})
+        moved = Counter()
+        for c, times in traffic.items():
+            if c.axes == ("cp",) and c.module == DELTA:
+                moved[c.kind, c.bytes] += times
+        return moved
 
     maps = (
         4 * B * CONFIG.delta_value_heads // tp * CONFIG.delta_key_dim * (CONFIG.delta_key_dim + CONFIG.delta_value_dim)
@@ -176,7 +187,6 @@ def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
     found = moved(64)
     assert found[PERMUTE, 4 * B * (CONFIG.delta_conv - 1) * features] == 2 * halos
     assert found[ALL_GATHER, cp * chunks * maps] == found[REDUCE_SCATTER, cp * chunks * maps] == 1
-    print(found)
     assert found == moved(128) == moved(256)
 
 
@@ -196,7 +206,7 @@ def on_one_device(name):
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
         train=LoopConfig(steps=10, accumulation=2),
     )
-    initial = parity.initial_arrays(run)
+    initial = long_memory(parity.initial_arrays(run))
     return run, initial, parity.run(run, ONE_DEVICE, initial)
 
 

@@ -61,6 +61,7 @@ EVERYTHING = {
     "attention_gate": True,
     "attention_sinks": True,
 }
+DELTA = {"delta_value_heads": 9, "delta_key_heads": 3, "delta_key_dim": 4, "delta_value_dim": 6}
 VARIANTS = {
     "plain": {},
     "everything": EVERYTHING,
@@ -80,6 +81,7 @@ VARIANTS = {
     "lion": {"optimizer": "lion"},
     "adafactor": {"optimizer": "adafactor", "d_model": 128},  # from 128 on its moments are factored
     "muon": {"optimizer": "muon"},
+    "gated delta": {**DELTA, "optimizer": "muon", "pattern": ({}, {"delta_value_heads": 0})},
 }
 TRIED = [
     *(

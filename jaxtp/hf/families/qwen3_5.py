@@ -46,9 +46,9 @@ _BODY = (
 _ATTRIBUTES = (
     *base.sizes(),
     base.ATTENTION_BIAS,
-    base.Attribute("linear_num_key_heads", ("delta_key_heads",), int, 16),
-    base.Attribute("linear_key_head_dim", ("delta_key_dim",), int, 128),
-    base.Attribute("linear_value_head_dim", ("delta_value_dim",), int, 128),
+    base.Attribute("linear_num_key_heads", ("delta_key_heads",), int, 16, can_be_zero=True),
+    base.Attribute("linear_key_head_dim", ("delta_key_dim",), int, 128, can_be_zero=True),
+    base.Attribute("linear_value_head_dim", ("delta_value_dim",), int, 128, can_be_zero=True),
     base.Attribute("linear_conv_kernel_dim", ("delta_conv",), int, 4),
 )
 _LINEAR: dict[base.LayerType, tuple[base.Attribute, ...]] = {

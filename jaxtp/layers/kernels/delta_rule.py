@@ -73,15 +73,14 @@ def delta_rule(
 
 def delta_step(q: Array, k: Array, v: Array, log_decay: Array, write: Array, state: Array) -> tuple[Array, Array]:
     """Returns what one token of each row reads, `[B, Hv, V]`, and the new state, `[B, Hv, K, V]`."""
-    rows, heads, width, values = state.shape
-    group = (rows, k.shape[1], heads // k.shape[1])
-    q, k = q.astype(state.dtype), k.astype(state.dtype)
-    decayed = (jnp.exp(log_decay)[..., None, None] * state).reshape(*group, width, values)
-    read = jnp.einsum("sbgk,bgrkv->sbgrv", jnp.stack([q, k]), decayed)
-    new = write.reshape(*group, 1) * (v.reshape(*group, values) - read[1])
-    after = decayed + k[:, :, None, :, None] * new[..., None, :]
-    y = read[0] + jnp.sum(q * k, -1)[:, :, None, None] * new
-    return y.reshape(v.shape).astype(v.dtype), after.reshape(state.shape)
+    q, k = (jnp.repeat(x.astype(state.dtype), v.shape[1] // x.shape[1], axis=1) for x in (q, k))
+    decay = jnp.exp(log_decay)[..., None]
+    # XLA would copy a state that is decayed, grouped or transposed before the product, and not update it in place.
+    read = decay[..., None] * jnp.einsum("bhsk,bhkv->bhsv", jnp.stack([q, k], axis=2), state)
+    new = write[..., None] * (v - read[:, :, 1])
+    after = decay[..., None] * state + k[..., None] * new[:, :, None]
+    y = read[:, :, 0] + jnp.sum(q * k, axis=-1, keepdims=True) * new
+    return y.astype(v.dtype), after
 
 
 class _Chunks:
@@ -118,7 +117,8 @@ class _Chunks:
         weights = self.write[..., None] * keys * self.between
         inverse = unit_inverse(jnp.where(self.lower, weights, 0)) * self.write[..., None, :]
         u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
-        w = _product("bgrnij,bgnjk->bgrnik", (inverse * self.from_state[..., None, :]).astype(dtype), self.k)
+        # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16 without optimization.
+        w = _product("bgnjk,bgrnij->bgrnik", self.k, (inverse * self.from_state[..., None, :]).astype(dtype))
         k = self.k[:, :, None] * self.between[..., -1, :, None]
         w, u, k, decay = (
             _by_head(x) for x in (w.astype(dtype), u.astype(dtype), k.astype(dtype), self.from_state[..., -1])
@@ -156,15 +156,15 @@ def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Arra
       state: `[B, H, K, V]`, float32.
     """
 
-    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        w, u, k, decay = chunk
-        new = (u - _product("bhck,bhkv->bhcv", w, state.astype(w.dtype))).astype(u.dtype)
-        after = decay[..., None, None] * state + _product("bhck,bhcv->bhkv", k, new)
-        return after, (state, new)
+    def step(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        states, values, state = sums
+        new = u[:, :, n] - _product("bhck,bhkv->bhcv", w[:, :, n], state.astype(w.dtype))
+        new = new.astype(u.dtype)
+        after = decay[:, :, n, None, None] * state + _product("bhck,bhcv->bhkv", k_decayed[:, :, n], new)
+        return states.at[:, :, n].set(state), values.at[:, :, n].set(new), after
 
-    final, chunks = lax.scan(step, state, tuple(jnp.moveaxis(x, 2, 0) for x in (w, u, k_decayed, decay)))
-    states, new = (jnp.moveaxis(x, 0, 2) for x in chunks)
-    return states, new, final
+    states = jnp.zeros_like(w, state.dtype, shape=(*w.shape[:3], *state.shape[2:]))
+    return lax.fori_loop(0, w.shape[2], step, (states, jnp.zeros_like(u), state))
 
 
 def _chunk_states_forward(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple:
@@ -177,15 +177,19 @@ def _chunk_states_backward(residuals: tuple[Array, ...], grads: tuple[Array, ...
     w, k, decay, states, new = residuals
     d_states, d_new, d_final = grads
 
-    def step(d_after: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        w, k, decay, d_state, d_new = chunk
-        d_new = (d_new + _product("bhck,bhkv->bhcv", k, d_after.astype(k.dtype))).astype(d_new.dtype)
-        before = decay[..., None, None] * d_after + d_state - _product("bhck,bhcv->bhkv", w, d_new)
-        return before, (d_after, d_new)
+    last = w.shape[2] - 1
 
-    chunks = tuple(jnp.moveaxis(x, 2, 0) for x in (w, k, decay, d_states, d_new))
-    d_state, chunks = lax.scan(step, d_final, chunks, reverse=True)
-    d_after, d_new = (jnp.moveaxis(x, 0, 2) for x in chunks)
+    def step(turn: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        afters, values, d_after = sums
+        n = last - turn
+        new = d_new[:, :, n] + _product("bhck,bhkv->bhcv", k[:, :, n], d_after.astype(k.dtype))
+        new = new.astype(d_new.dtype)
+        before = decay[:, :, n, None, None] * d_after + d_states[:, :, n]
+        before -= _product("bhck,bhcv->bhkv", w[:, :, n], new)
+        return afters.at[:, :, n].set(d_after), values.at[:, :, n].set(new), before
+
+    sums = jnp.zeros_like(d_states), jnp.zeros_like(d_new), d_final
+    d_after, d_new, d_state = lax.fori_loop(0, last + 1, step, sums)
     d_w = -_product("bhncv,bhnkv->bhnck", d_new, states.astype(w.dtype))
     d_k = _product("bhncv,bhnkv->bhnck", new, d_after.astype(k.dtype))
     d_decay = jnp.sum(states * d_after, axis=(-2, -1))
