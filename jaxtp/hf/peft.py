@@ -8,6 +8,7 @@ a hostile one may never end. A layer or expert without an adapter gets zeros, wh
 PEFT has one A and one B for a kernel of several projections (Phi-3's qkv_proj), and for all experts that are stacked
 in one parameter: `[E * r, in]` and `[out, r * E]`. jaxtp has an adapter for each projection. An import copies A; an
 export of n projections with different As writes rank n * r, with a block-diagonal B, which an import takes apart.
+A projection without an adapter has zeros there.
 """
 
 import math
@@ -54,7 +55,7 @@ from jaxtp.layers.lora import TARGETS, LoraConfig, freeze_state
 from jaxtp.layers.mlp import MLP_TARGETS
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh
-from jaxtp.models.config import ModelConfig, adapter_targets
+from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -78,30 +79,32 @@ _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
 
-_Modules = Mapping[str, list[tuple[Adapter, TensorPart]]]
-"""The adapters of each adapted tensor, by its name in transformers' memory, and their kernels' parts of it."""
+_Modules = Mapping[str, list[TensorPart]]
+"""The parts of each tensor that can have an adapter, by its name in transformers' memory; a part is a kernel."""
+_Adapters = Mapping[str, Adapter]
+"""A model's adapters by kernel."""
 
 
 def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
     if not any(EXPERT in tensor.theirs for tensor in family.tensors):
         layout = "stacked"  # as in memory: Granite's files stack experts in modules
     parameters = named_variables(nnx.filter_state(abstract_decoder(replace(config, lora=LoraConfig()))[1], nnx.Param))
-    by_kernel: dict[str, list[TensorPart]] = {}
-    for part in tensor_parts(parameters, config, family, layout):
-        by_kernel.setdefault(part.ours, []).append(part)
-    modules: dict[str, list[tuple[Adapter, TensorPart]]] = {}
-    for adapter in adapters(config):
-        for part in by_kernel[adapter.kernel]:
-            modules.setdefault(_in_memory(part.theirs, family), []).append((adapter, part))
-    return modules
+    order = {kernel: i for i, kernel in enumerate(_by_kernel(replace(config, lora=LoraConfig(rank=1))))}
+    parts = [part for part in tensor_parts(parameters, config, family, layout) if part.ours in order]
+    parts.sort(key=lambda part: order[part.ours])
+    return group_by_tensor(replace(part, theirs=_in_memory(part.theirs, family)) for part in parts)
+
+
+def _by_kernel(config: ModelConfig) -> _Adapters:
+    return {adapter.kernel: adapter for adapter in adapters(config)}
 
 
 def _in_memory(module: str, family: Family) -> str:
-    # The name in transformers' memory. Multimodal files have other names, and so did older versions.
+    # The name in transformers' memory. Multimodal models and files have other names, and so did older versions.
+    known = (*(form for form, _ in TEXT_PREFIXES), family.prefix)
+    beginning = next((form for form in known if module.startswith(form)), None)
     before = family.prefix if family.wrapper is None else MODULES
-    known = (*(form for form, _ in TEXT_PREFIXES), family.prefix) if family.wrapper is not None else (before,)
-    beginning = next((form for form in known if module.startswith(form)), "")
-    return before + module.removeprefix(beginning) if beginning else module
+    return module if beginning is None else before + module.removeprefix(beginning)
 
 
 def _is_stacked(part: TensorPart) -> bool:
@@ -125,20 +128,27 @@ def _tensor_name(stem: str, factor: str) -> str:
 
 
 def _factors(
-    adapted: _Modules, variables: Mapping[str, Variable], *, diagonal: bool, exchanged: Collection[str] = ()
+    adapted: _Modules,
+    trained: _Adapters,
+    variables: Mapping[str, Variable],
+    *,
+    diagonal: bool,
+    exchanged: Collection[str] = (),
 ) -> Iterator[TensorPart]:
     """Yields the parts of each A, then of each B, which is block-diagonal if `diagonal` and it has several parts.
 
-    `exchanged` tensors have A in place of B, as before `_VERSION`.
+    A part without an adapter has zeros. `exchanged` tensors have A in place of B, as before `_VERSION`.
     """
     stems = _stems(adapted)
     for factor in "AB":
-        for name, projections in adapted.items():
-            for i, (adapter, part) in enumerate(projections):
+        for name, kernels in adapted.items():
+            for i, part in enumerate(kernels):
+                if (adapter := trained.get(part.ours)) is None:
+                    continue
                 *experts, inputs, rank = logical_shape(variables[f"{adapter.lora}.a"])[1:]
                 stacked = experts if part.expert is None else []
                 outputs, joined = part.ordered_shape[-1], math.prod(stacked)
-                first, ranks = (i * rank, len(projections) * rank) if diagonal else (0, rank)
+                first, ranks = (i * rank, len(kernels) * rank) if diagonal else (0, rank)
                 is_first = (factor == "A") != (name in exchanged)  # `[E * r, sides]`, unlike `[sides, r * E]`
                 sides = inputs if factor == "A" else outputs
                 where = TensorPart(
@@ -179,15 +189,17 @@ def save_peft(
     if not config.lora.rank:
         raise HFError("the model has no adapters; write all of it by save_hf")
     family = choose_family(replace(config, lora=LoraConfig()), options.get("family"))
-    modules = _modules(config, family, layout)
-    variables = named_variables(nnx.state(model, nnx.LoRAParam))
-    arrays = {adapter.lora: variables[f"{adapter.lora}.a"][...] for adapter in adapters(config)}
-    nonzero = {lora: _on_host(_nonzero_layers, a) for lora, a in arrays.items()}
-    is_used = {name: any(nonzero[each.lora][part.index] for each, part in parts) for name, parts in modules.items()}
-    adapted = {name: parts for name, parts in modules.items() if is_used[name]} or modules
-    pairs = {(first.lora, other.lora) for (first, _), *others in modules.values() for other, _ in others}
-    diagonal = not all(_on_host(jnp.array_equal, *(arrays[lora] for lora in pair)) for pair in pairs)
-    files = {WEIGHTS: group_by_tensor(_factors(adapted, variables, diagonal=diagonal))}
+    trained, variables = _by_kernel(config), named_variables(nnx.state(model, nnx.LoRAParam))
+    every = _modules(config, family, layout)
+    arrays = {kernel: variables[f"{adapter.lora}.a"][...] for kernel, adapter in trained.items()}
+    nonzero = {kernel: _on_host(_nonzero_layers, a) for kernel, a in arrays.items()}
+    modules = {name: [part for part in parts if part.ours in trained] for name, parts in every.items()}
+    modules = {name: parts for name, parts in modules.items() if parts}
+    used = [name for name, parts in modules.items() if any(nonzero[part.ours][part.index] for part in parts)]
+    adapted = {name: every[name] for name in used or modules}
+    pairs = {(first.ours, other.ours) for first, *others in modules.values() for other in others}
+    diagonal = not all(_on_host(jnp.array_equal, arrays[first], arrays[other]) for first, other in pairs)
+    files = {WEIGHTS: group_by_tensor(_factors(adapted, trained, variables, diagonal=diagonal))}
     are_short = len(adapted) == len(modules) and family.wrapper is None  # a vision tower has modules of the same names
     described = _peft_config(config, adapted, are_short=are_short, diagonal=diagonal)
     others = {CONFIG: json_bytes({**described, "base_model_name_or_path": None if base is None else str(base)})}
@@ -211,22 +223,22 @@ def _peft_config(config: ModelConfig, adapted: _Modules, *, are_short: bool, dia
     parameters: list[str] = []
     counts: dict[str, int] = {}
     # In a model with experts, PEFT takes other modules of these names for experts, from version 0.19 on.
+    names = {name: name.removesuffix(".weight").rpartition(".")[2] for name in adapted}
     mixed = {
         name
-        for name, ((adapter, part), *_) in adapted.items()
-        if config.most_experts and adapter.target in MLP_TARGETS and part.expert is None and not _is_stacked(part)
+        for name, (part, *_) in adapted.items()
+        if config.most_experts and names[name] in MLP_TARGETS and part.expert is None and not _is_stacked(part)
     }
-    for name, ((adapter, part), *others) in adapted.items():
+    for name, (part, *others) in adapted.items():
         is_parameter = name in mixed or _is_stacked(part)
         full = name if is_parameter else name.removesuffix(".weight")
         end = re.split(r"\.\d+\.", full, maxsplit=1)[-1]
-        last = full.rpartition(".")[2]
-        is_last = not is_parameter and (last == adapter.target if part.expert is None else not mixed)
-        short = last if is_last else end
+        is_last = not is_parameter and (names[name] in TARGETS if part.expert is None else not mixed)
+        short = names[name] if is_last else end
         (parameters if is_parameter else modules).append(short if are_short else full)
         if others and diagonal:
             counts[end] = 1 + len(others)
-    rslora = lora.rslora and not any(part.expert is not None for (_, part), *_ in adapted.values())
+    rslora = lora.rslora and not any(part.expert is not None for part, *_ in adapted.values())
     alpha = lora.alpha if rslora == lora.rslora else lora.scale * lora.rank  # PEFT doubles both for a fused kernel
     attributes: dict[str, object] = {
         "peft_type": "LORA",
@@ -237,7 +249,7 @@ def _peft_config(config: ModelConfig, adapted: _Modules, *, are_short: bool, dia
         "lora_dropout": 0.0,
         "target_modules": list(dict.fromkeys(modules)),
         "bias": "none",
-        "fan_in_fan_out": any(not (part.transposed or _is_stacked(part)) for (_, part), *_ in adapted.values()),
+        "fan_in_fan_out": any(not (part.transposed or _is_stacked(part)) for part, *_ in adapted.values()),
         "inference_mode": True,
     }
     if parameters:
@@ -334,42 +346,40 @@ def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family
     """Compares the names and shapes in a folder with a model's; raises `HFError` if they differ."""
     base = attributes.get("base_model_name_or_path")
     made_for = f"; they were made for {truncate(base, 200)} (base_model_name_or_path)" if base else ""
-    stored, targets = _read_tensors(path, family), _names("target_parameters", attributes)
-    layout: Layout = "stacked" if targets and not any(map(_EXPERT.search, stored)) else "separate"
-    every = _modules(replace(config, lora=LoraConfig(rank=1, targets=adapter_targets(config))), family, layout)
-    possible = {
-        name: parts for name, parts in every.items() if not _is_stacked(parts[0][1]) or _suffixes(name) & targets
-    }
+    read, targets = _read_tensors(path), _names("target_parameters", attributes)
+    layout: Layout = "stacked" if targets and not any(map(_EXPERT.search, read)) else "separate"
+    every = _modules(config, family, layout)
+    possible = {name: parts for name, parts in every.items() if not _is_stacked(parts[0]) or _suffixes(name) & targets}
     stems = _stems(possible)
-    _check_tensors(stored, {stem: name for name, stem in stems.items()}, config, family, made_for)
+    stored = _check_tensors(read, stems.values(), config, family, made_for)
     adapted = {name: parts for name, parts in possible.items() if _tensor_name(stems[name], "A") in stored}
     _check_names(attributes, stems, adapted, made_for)
     factors = {name: tuple(stored[_tensor_name(stems[name], factor)] for factor in "AB") for name in adapted}
     version = re.match(r"(\d{1,4})\.(\d{1,4})", str(attributes.get("peft_version")))
     is_old = version is None or (int(version[1]), int(version[2])) < (0, 19)
-    exchanged = {name for name, parts in adapted.items() if _is_exchanged(parts[0][1], factors[name], is_old)}
+    exchanged = {name for name, parts in adapted.items() if _is_exchanged(parts[0], factors[name], is_old)}
     lora, diagonal = _lora_config(attributes, adapted, factors, exchanged, made_for)
-    used = {adapter.target for parts in adapted.values() for adapter, _ in parts}
+    every_adapter = _by_kernel(replace(config, lora=lora))
+    used = {
+        every_adapter[part.ours].target
+        for name, parts in adapted.items()
+        for part in (_nonzero_parts(factors[name][0], parts) if diagonal and len(parts) > 1 else parts)
+    }
     lora = replace(lora, targets=tuple(target for target in TARGETS if target in used))
     config = replace(config, lora=lora)
-    new = {adapter.kernel: adapter for adapter in adapters(config)}  # other targets may number adapters otherwise
-    modules = {
-        name: [(new[old.kernel], part) for old, part in each if old.kernel in new] for name, each in every.items()
-    }
+    trained = _by_kernel(config)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
-    parts = group_by_tensor(
-        _factors({name: modules[name] for name in adapted}, variables, diagonal=diagonal, exchanged=exchanged)
-    )
+    parts = group_by_tensor(_factors(adapted, trained, variables, diagonal=diagonal, exchanged=exchanged))
     tensors = {name: replace(stored[name], shape=part.shape) for name, (part, *_) in parts.items()}
     notes = []
     if dropout := attributes.get("lora_dropout"):
         notes.append(f"lora_dropout = {quote(dropout)} is not applied")
-    if len(adapted) < (count := sum(map(bool, modules.values()))):
+    if len(adapted) < (count := sum(any(part.ours in trained for part in parts) for parts in every.values())):
         notes.append(f"{len(adapted)} of {count} modules have an adapter; the others are not trained")
     return PeftFolder(path, lora, tensors, parts, tuple(notes))
 
 
-def _read_tensors(path: Path, family: Family) -> dict[str, StoredTensor]:
+def _read_tensors(path: Path) -> dict[str, StoredTensor]:
     try:
         weights = reading.inside(path, WEIGHTS)
     except OSError as error:
@@ -378,33 +388,36 @@ def _read_tensors(path: Path, family: Family) -> dict[str, StoredTensor]:
         raise HFError(explain_pickle(path, "peft") or f"no {WEIGHTS} is there")
     if not (stored := read_header(weights)):
         raise HFError(f"{WEIGHTS} holds no adapters")
-    return {
-        PREFIX * name.startswith(PREFIX) + _in_memory(name.removeprefix(PREFIX), family): stored[name]
-        for name in stored
-    }
+    return stored
 
 
 def _check_tensors(
-    tensors: Mapping[str, StoredTensor], possible: Mapping[str, str], config: ModelConfig, family: Family, made_for: str
-) -> None:
-    """Checks that tensors are float factors of `possible` modules, in pairs."""
+    tensors: Mapping[str, StoredTensor], possible: Collection[str], config: ModelConfig, family: Family, made_for: str
+) -> dict[str, StoredTensor]:
+    """Returns tensors by their names in memory; checks that they are float factors of `possible` modules, in pairs."""
     kinds = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", stem).partition(".*.")[2] for stem in possible))
+    named: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         if (match := _TENSOR.fullmatch(name)) is None:
             raise HFError(f"{truncate(name, 200)} is not supported, only adapters of {kinds}")
-        module, factor = match.groups()
+        module, factor = _in_memory(match[1], family), match[2]
         layer = re.search(r"\.(\d{1,9})\.", module)
         if module not in possible and layer is not None and module.replace(layer[0], ".0.", 1) in possible:
             where = f"layer {layer[1]}, and the model has {config.num_layers} layers"
             raise HFError(f"{PREFIX}{truncate(module, 200)} is in {where}{made_for}")
         if module not in possible:
             raise HFError(
-                f"adapters of {truncate(module, 200)} are not supported in a {family.model_type}, only of {kinds}"
+                f"adapters of {truncate(match[1], 200)} are not supported in a {family.model_type}, only of {kinds}"
             )
         if tensor.dtype not in DTYPES:
             raise HFError(f"{truncate(name, 200)} is {tensor.dtype}, not float32, bfloat16 or float16")
-        if (other := _tensor_name(module, "B" if factor == "A" else "A")) not in tensors:
-            raise HFError(f"missing: {other}")
+        if (other := named.setdefault(_tensor_name(module, factor), tensor)) is not tensor:
+            raise HFError(f"{truncate(other.name, 200)} and {truncate(name, 200)} are the same adapter; remove one")
+    for module in possible:
+        missing = [name for factor in "AB" if (name := _tensor_name(module, factor)) not in named]
+        if len(missing) == 1:
+            raise HFError(f"missing: {missing[0]}")
+    return named
 
 
 def _lora_config(
@@ -423,17 +436,17 @@ def _lora_config(
     for name, parts in adapted.items():
         target = name if _suffixes(name) & targets else name.removesuffix(".weight")
         found[name] = LoraConfig(rank=rank_of(target), alpha=alpha_of(target), rslora=rslora)
-        part = parts[0][1]
+        part = parts[0]
         *_, inputs, outputs = part.ordered_shape
         sides = (outputs, inputs) if name in exchanged else (inputs, outputs)
         _check_shapes(found[name].rank, part.shape[0] if _is_stacked(part) else 1, sides, factors[name], made_for)
     base = LoraConfig(rank=rank_of(""), alpha=alpha_of(""), rslora=rslora)
-    joined = {name: parts for name, parts in adapted.items() if len(parts) > 1}
+    joined = [name for name, parts in adapted.items() if len(parts) > 1]
     diagonal = bool(joined) and all(
-        found[name].rank == len(parts) * base.rank
+        found[name].rank == len(adapted[name]) * base.rank
         and name not in exchanged
-        and _is_block_diagonal(factors[name][1], parts)
-        for name, parts in joined.items()
+        and _is_block_diagonal(factors[name][1], adapted[name])
+        for name in joined
     )
     first, one = ("r", base) if diagonal else next(iter(found.items()))
     for name, lora in found.items():
@@ -485,10 +498,10 @@ def _check_shapes(
             raise HFError(f"{tensor.name} is {dims(tensor.shape)}, and this model needs {dims(shape)}{made_for}")
 
 
-def _is_block_diagonal(b: StoredTensor, parts: Sequence[tuple[Adapter, TensorPart]]) -> bool:
+def _is_block_diagonal(b: StoredTensor, parts: Sequence[TensorPart]) -> bool:
     """Returns whether the output dims of each part use only its ranks; reads the tensor."""
     owners = np.zeros(b.shape[0], np.int64)
-    for i, (_, part) in enumerate(parts):
+    for i, part in enumerate(parts):
         owners[slice(part.first, None) if part.columns is None else part.columns] = i
     for row, block in b.blocks():
         by_part = block.reshape(len(block), len(parts), -1)
@@ -496,6 +509,13 @@ def _is_block_diagonal(b: StoredTensor, parts: Sequence[tuple[Adapter, TensorPar
         if (by_part != 0).any():
             return False
     return True
+
+
+def _nonzero_parts(a: StoredTensor, parts: Sequence[TensorPart]) -> Sequence[TensorPart]:
+    """Returns the parts whose ranks of A are not zero, or all if none are; reads the tensor."""
+    blocks = a.read().reshape(parts[0].shape[0] if _is_stacked(parts[0]) else 1, len(parts), -1)
+    is_used = (blocks != 0).any(axis=(0, 2))
+    return [part for part, used in zip(parts, is_used, strict=True) if used] or parts
 
 
 def _names(name: str, attributes: Attributes) -> set[str]:

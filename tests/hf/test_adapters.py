@@ -155,13 +155,17 @@ MIXTURES = {
     "beside an MLP": {**EXPERTS, "dense_mlp": 12, "norm_placement": "both"},
     "latent": {"kv_rank": 8, "rope_head_dim": 4, "head_dim": 8, "value_head_dim": 6, "num_kv_heads": 4},
 }
+MIXTURES["linear"] = {
+    **{"delta_key_heads": 2, "delta_key_dim": 3, "delta_value_dim": 5, "attention_gate": True},
+    "pattern": ({"delta_value_heads": 4}, {}),
+}
 MIXTURES["latent queries"] = {**MIXTURES["latent"], **MIXTURES["shared"], "query_rank": 8}
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("sizes", [None, {"fsdp": 2, "tp": 2}, {"tp": 3}], ids=str)
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_merged_in_mixtures_and_latent_attention(kind, sizes):
+def test_merged_in_mixtures_and_other_attention(kind, sizes):
     with contextlib.nullcontext() if sizes is None else jax.set_mesh(jaxtp.make_mesh(**sizes)):
         model = jaxtp.Decoder(dataclasses.replace(PLAIN, **MIXTURES[kind]), rngs=nnx.Rngs(0))
         adapted, random = jaxtp.add_adapters(model, LoraConfig(rank=2)), np.random.default_rng(0)

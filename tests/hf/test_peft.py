@@ -175,6 +175,40 @@ def test_projections_in_one_share_their_a(name, tmp_path):
     assert exactly(factors_of(load_peft(model, tmp_path / "trained", family=name))) == exactly(factors_of(adapted))
 
 
+PARTS = [("q_proj", "v_proj", "o_proj"), ("k_proj", "up_proj"), ("up_proj", "gate_proj", "v_proj", "q_proj")]
+
+
+@pytest.mark.parametrize("targets", sweep(PARTS, PARTS[0]), ids=str)
+def test_some_projections_of_a_tensor_are_trained(targets, tmp_path):
+    """The others have zeros: in B if one is trained, else in A too, and stay without an adapter."""
+    model = jaxtp.load_hf(FOLDER / "phi3")
+    adapted = jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets))
+    train(adapted)
+    attributes, _ = written(adapted, tmp_path / "out", family="phi3")
+    again = load_peft(model, tmp_path / "out", family="phi3")
+    if attributes.get("rank_pattern"):
+        assert {*again.config.lora.targets} == {*targets}
+        assert exactly(factors_of(again)) == exactly(factors_of(adapted))
+    merged = (named_variables(nnx.state(jaxtp.merge_adapters(each))) for each in (adapted, again))
+    for (path, expected), found in zip(next(merged).items(), next(merged).values(), strict=True):
+        np.testing.assert_array_equal(found[...], expected[...], err_msg=path)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_adapters_of_the_text_in_a_multimodal_model(prefix, base, tmp_path):
+    arrays = tensors(everywhere("q_proj", "down_proj"))
+    renamed = {name.replace(".model.layers", f".{prefix}layers"): array for name, array in arrays.items()}
+    both = [load_peft(jaxtp.load_hf(base), write(tmp_path / str(i), each)) for i, each in enumerate((arrays, renamed))]
+    assert exactly(factors_of(both[0])) == exactly(factors_of(both[1]))
+    for family, before in (("llama", "model."), ("mistral3", "model.language_model.")):
+        _, found = written(both[1], tmp_path / family, family=family)
+        assert found == exactly(
+            {name.replace(".model.layers", f".{before}layers"): array for name, array in arrays.items()}
+        )
+    with pytest.raises(jaxtp.HFError, match=r"layers.0.* and .*layers.0.* are the same adapter; remove one"):
+        open_peft(write(tmp_path / "twice", arrays | renamed), MODEL)
+
+
 def written(model, folder, **options):
     """The configuration and the tensors of `save_peft`."""
     jaxtp.save_peft(model, folder, **options)
@@ -521,6 +555,10 @@ REFUSED = {
     "a head": (
         arrays(lm_head__lora_A__weight=ZEROS),
         "adapters of lm_head are not supported in a llama, only of self",
+    ),
+    "a vision tower": (
+        arrays(model__visual__blocks__0__attn__qkv__lora_A__weight=ZEROS),
+        "adapters of model.visual.blocks.0.attn.qkv are not supported in a llama, only of self",
     ),
     "an embedding": (arrays(model__embed_tokens__lora_embedding_A=ZEROS), "lora_embedding_A is not supported"),
     "another model": (

@@ -27,7 +27,13 @@ mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]  # of libraries that are not ours
 READ = FAMILIES.keys() | WRAPPERS.keys()
 SOURCES = sorted(path.parent for path in FOLDER.glob("*/config.json") if model_types(path.parent.name) <= READ)
-CONVERTED = pytest.importorskip("peft.utils.transformers_weight_conversion")._MODEL_TO_CONVERSION_PATTERN
+make_references = pytest.importorskip("hf.make_references")
+conversion = pytest.importorskip("peft.utils.transformers_weight_conversion")
+CONVERTED = {
+    name
+    for name, pattern in conversion._MODEL_TO_CONVERSION_PATTERN.items()
+    if pattern in conversion._MOE_TARGET_MODULE_MAPPING
+}
 """Families whose adapters in modules of experts PEFT reads; in others (Qwen2-MoE), it skips them silently."""
 UPDATED = [
     name
@@ -55,6 +61,7 @@ def loaded(folder):
         folder,
         dtype=torch.float32,
         attn_implementation="eager",
+        experts_implementation="eager",
         output_loading_info=True,
         **(dequantized if "quantization_config" in attributes else {}),
     )
@@ -67,8 +74,13 @@ def theirs(folder, ids, adapters=None):
     model = loaded(folder)
     if adapters is not None:
         model = peft.PeftModel.from_pretrained(model, str(adapters))
-    with torch.no_grad():
-        return model.eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.numpy()
+    return in_double(model, ids)
+
+
+def in_double(model, ids):
+    """Logits of a model of transformers or peft, computed in float64."""
+    with torch.no_grad(), make_references.InDouble():
+        return model.double().eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.numpy()
 
 
 def ours(model, ids):
@@ -99,7 +111,7 @@ def test_every_family_is_a_reference():
 def test_what_we_export(source, tmp_path):
     """The model, and it with adapters: merged, and beside it in peft; experts in both layouts."""
     family = family_of(read_attributes(source), source.name)
-    name = family.model_type if family.wrapper is None else family.wrapper.model_type
+    name = model_type(source)
     whole = {"family": name} if family.wrapper is None else {"like": source}
     with np.load(source / "reference.npz") as reference:
         ids = reference["input_ids"].astype(np.int32)
@@ -121,6 +133,11 @@ def test_what_we_export(source, tmp_path):
     np.testing.assert_allclose(theirs(tmp_path / "merged", ids), expected, atol=1e-4)
     for adapters in tmp_path.glob("adapters*"):
         np.testing.assert_allclose(theirs(tmp_path / "separate", ids, adapters), expected, atol=1e-4)
+
+
+def model_type(folder):
+    family = family_of(read_attributes(folder), folder.name)
+    return family.model_type if family.wrapper is None else family.wrapper.model_type
 
 
 def with_adapters(model, lora):
@@ -178,8 +195,7 @@ def by_peft(base, folder, **settings):
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
-    with torch.no_grad():
-        return model(torch.from_numpy(IDS.astype(np.int64)), use_cache=False).logits.numpy()
+    return in_double(model, IDS)
 
 
 @pytest.fixture(scope="module")
@@ -214,11 +230,44 @@ def test_what_peft_made(kind, base, tmp_path):
     assert config["use_rslora"] == KINDS[kind].get("use_rslora", False)
 
 
-@pytest.mark.parametrize(("name", "targets"), [("gpt2", ["c_attn", "c_proj"]), ("phi3", ["qkv_proj", "down_proj"])])
-def test_what_peft_made_of_projections_in_one(name, targets, tmp_path):
+IN_ONE = {
+    "gpt2": ["c_attn", "c_proj"],
+    "phi3": ["qkv_proj", "down_proj"],
+    "qwen3_5": "all-linear",
+    "qwen3_5_mm": r".*language_model.*\.(in_proj_qkv|in_proj_a|q_proj|up_proj)",
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "q_proj", "v_proj"],
+}
+
+
+@pytest.mark.parametrize("name", IN_ONE)
+def test_what_peft_made_of_projections_in_one(name, tmp_path):
     """PEFT has one A for several projections, we have one for each; PEFT's is theirs, one after the other."""
-    begun = by_peft(FOLDER / name, tmp_path / "theirs", r=2, target_modules=targets)
+    begun = by_peft(FOLDER / name, tmp_path / "theirs", r=2, target_modules=IN_ONE[name])
     is_trained_on(jaxtp.load_hf(FOLDER / name), FOLDER / name, begun, tmp_path)
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("gate_proj", "a_proj"), ("b_proj",)], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_some_projections_in_one(name, targets, tmp_path):
+    """The others of its tensor have zeros."""
+    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+        model = jaxtp.load_hf(FOLDER / name)
+        adapted = with_adapters(model, LoraConfig(rank=2, targets=targets))
+        jaxtp.save_peft(adapted, tmp_path / "ours", family=model_type(FOLDER / name))
+        expected = ours(adapted, IDS)
+        again = jaxtp.load_peft(model, tmp_path / "ours", family=model_type(FOLDER / name))
+        np.testing.assert_allclose(ours(again, IDS), expected, atol=1e-5)
+    np.testing.assert_allclose(theirs(FOLDER / name, IDS, tmp_path / "ours"), expected, atol=1e-4)
+
+
+def test_all_linear_layers_of_a_model_with_experts_but_its_gate(tmp_path):
+    """PEFT also adapts the gate of the shared expert, which has no adapter here."""
+    base, but = FOLDER / "qwen3_5_moe", {"exclude_modules": ["shared_expert_gate"]}
+    by_peft(base, tmp_path / "with it", r=2, target_modules="all-linear")
+    with pytest.raises(jaxtp.HFError, match=r"adapters of .*shared_expert_gate are not supported"):
+        jaxtp.load_peft(jaxtp.load_hf(base), tmp_path / "with it")
+    begun = by_peft(base, tmp_path / "theirs", r=2, target_modules="all-linear", **but)
+    is_trained_on(jaxtp.load_hf(base), base, begun, tmp_path)
 
 
 MIXTURES = {  # the modules beside the experts
@@ -226,6 +275,8 @@ MIXTURES = {  # the modules beside the experts
     "qwen3_moe": ["k_proj", "v_proj"],
     "gpt_oss": ["q_proj", "o_proj"],
     "deepseek_v3": ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"],
+    "qwen3_5_moe": ["in_proj_qkv", "in_proj_z", "out_proj", "k_proj", "shared_expert.up_proj"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"],
 }
 
 
@@ -263,7 +314,7 @@ def test_what_peft_made_of_experts_in_modules(name, tmp_path):
 
 def is_trained_on(model, base, begun, tmp_path):
     """PEFT's adapters are read, merged, changed, and read by PEFT."""
-    family = family_of(read_attributes(base), base.name).model_type
+    family = model_type(base)
     with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
         adapted = jaxtp.load_peft(jaxtp.load_hf(base), tmp_path / "theirs", family=family)
         np.testing.assert_allclose(ours(adapted, IDS), begun, atol=1e-4)
