@@ -208,7 +208,7 @@ def compiled():
 
 def test_memory_is_linear_in_the_tokens(compiled):
     small, large = (compiled[n].memory_analysis().temp_size_in_bytes for n in (256, 512))
-    assert large < 2.05 * small
+    assert large < 2.2 * small
     assert "512,512" not in compiled[512].as_text()
 
 

@@ -59,15 +59,15 @@ def delta_rule(
     chunk = min(chunk, 1 << (length - 1).bit_length())
     starts = jnp.zeros((rows, length), bool) if starts is None else starts
     initial = jnp.zeros((rows, heads, keys[1], values), wide) if state is None or callable(state) else state
-    arrays = (q.astype(v.dtype), k.astype(v.dtype), v, *(x.astype(wide) for x in (log_decay, write, initial)), starts)
-    arrays = tuple(vary_like(x, *arrays) for x in arrays)
+    tokens = q.astype(v.dtype), k.astype(v.dtype), v, log_decay.astype(wide), write.astype(wide), starts
+    tokens, initial = jax.tree.map(lambda x: vary_like(x, *tokens, initial), (tokens, initial.astype(wide)))
 
-    def run(q: Array, k: Array, v: Array, log_decay: Array, write: Array, initial: Array, starts: Array) -> tuple:
-        tokens = _Chunks(chunk, q, k, v, log_decay, write, starts)
-        return tokens.rule(scan or chunk_states, state if callable(state) else None, initial)
+    def run(tokens: tuple[Array, ...], initial: Array) -> tuple[Array, Array]:
+        begin = state if callable(state) else None
+        return _Chunks(chunk, tokens).rule(scan or chunk_states, begin, initial)
 
     policy = jax.checkpoint_policies.save_only_these_names(CARRIED)
-    y, final = jax.checkpoint(run, policy=policy)(*arrays)
+    y, final = jax.checkpoint(run, policy=policy)(tokens, initial)
     return y[:, :length], final
 
 
@@ -87,7 +87,8 @@ def delta_step(q: Array, k: Array, v: Array, log_decay: Array, write: Array, sta
 class _Chunks:
     """Tokens in chunks, `[B, Hk, Hv // Hk, C, c, ...]`; queries and keys without the third dim."""
 
-    def __init__(self, chunk: int, q: Array, k: Array, v: Array, log_decay: Array, write: Array, starts: Array):
+    def __init__(self, chunk: int, tokens: tuple[Array, ...]):
+        q, k, v, log_decay, write, starts = tokens
         rows, length, keys, _ = k.shape
         padding = -length % chunk
 
@@ -125,9 +126,8 @@ class _Chunks:
         # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16 without optimization.
         w = _product("bgnjk,bgrnij->bgrnik", self.k, (inverse * self.from_state[..., None, :]).astype(dtype))
         k = self.of_values(self.k) * self.between[..., -1, :, None]
-        w, u, k, decay = (
-            _by_head(x) for x in (w.astype(dtype), u.astype(dtype), k.astype(dtype), self.from_state[..., -1])
-        )
+        w, u, k = (_by_head(x.astype(dtype)) for x in (w, u, k))
+        decay = _by_head(self.from_state[..., -1])
         if begin is not None:
             width = w.shape[-1]
             columns = jnp.concatenate([u, jnp.zeros_like(w)], axis=-1)
