@@ -59,15 +59,15 @@ def delta_rule(
     chunk = min(chunk, 1 << (length - 1).bit_length())
     starts = jnp.zeros((rows, length), bool) if starts is None else starts
     initial = jnp.zeros((rows, heads, keys[1], values), wide) if state is None or callable(state) else state
-    arrays = (q.astype(v.dtype), k.astype(v.dtype), v, *(x.astype(wide) for x in (log_decay, write, initial)), starts)
-    arrays = tuple(vary_like(x, *arrays) for x in arrays)
+    tokens = q.astype(v.dtype), k.astype(v.dtype), v, log_decay.astype(wide), write.astype(wide), starts
+    tokens, initial = jax.tree.map(lambda x: vary_like(x, *tokens, initial), (tokens, initial.astype(wide)))
 
-    def run(q: Array, k: Array, v: Array, log_decay: Array, write: Array, initial: Array, starts: Array) -> tuple:
-        tokens = _Chunks(chunk, q, k, v, log_decay, write, starts)
-        return tokens.rule(scan or chunk_states, state if callable(state) else None, initial)
+    def run(tokens: tuple[Array, ...], initial: Array) -> tuple[Array, Array]:
+        begin = state if callable(state) else None
+        return _Chunks(chunk, tokens).rule(scan or chunk_states, begin, initial)
 
     policy = jax.checkpoint_policies.save_only_these_names(CARRIED)
-    y, final = jax.checkpoint(run, policy=policy)(*arrays)
+    y, final = jax.checkpoint(run, policy=policy)(tokens, initial)
     return y[:, :length], final
 
 
@@ -86,7 +86,8 @@ def delta_step(q: Array, k: Array, v: Array, log_decay: Array, write: Array, sta
 class _Chunks:
     """Tokens in chunks, `[B, Hk, Hv // Hk, C, c, ...]`; queries and keys without the third dim."""
 
-    def __init__(self, chunk: int, q: Array, k: Array, v: Array, log_decay: Array, write: Array, starts: Array):
+    def __init__(self, chunk: int, tokens: tuple[Array, ...]):
+        q, k, v, log_decay, write, starts = tokens
         rows, length, keys, _ = k.shape
         padding = -length % chunk
 
@@ -111,18 +112,21 @@ class _Chunks:
         self.between = jnp.where(same & (at[:, None] >= at), jnp.exp(sums), 0)
         self.from_state = jnp.where(document == 0, jnp.exp(sums[..., 0] + log_decay[..., :1]), 0)
 
+    def of_values(self, x: Array) -> Array:
+        # The transpose of a concatenation is additions, of a broadcast a reduction, which XLA for CPUs does slowly.
+        return jnp.concatenate([x[:, :, None]] * self.v.shape[2], axis=2)
+
     def rule(self, scan: Scan, begin: Callable[[Array, Array], Array] | None, initial: Array) -> tuple[Array, Array]:
         dtype = self.v.dtype
-        keys = _product("bgnik,bgnjk->bgnij", self.k, self.k)[:, :, None]
+        keys = self.of_values(_product("bgnik,bgnjk->bgnij", self.k, self.k))
         weights = self.write[..., None] * keys * self.between
         inverse = unit_inverse(jnp.where(self.lower, weights, 0)) * self.write[..., None, :]
         u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
         # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16 without optimization.
         w = _product("bgnjk,bgrnij->bgrnik", self.k, (inverse * self.from_state[..., None, :]).astype(dtype))
-        k = self.k[:, :, None] * self.between[..., -1, :, None]
-        w, u, k, decay = (
-            _by_head(x) for x in (w.astype(dtype), u.astype(dtype), k.astype(dtype), self.from_state[..., -1])
-        )
+        k = self.of_values(self.k) * self.between[..., -1, :, None]
+        w, u, k = (_by_head(x.astype(dtype)) for x in (w, u, k))
+        decay = _by_head(self.from_state[..., -1])
         if begin is not None:
             width = w.shape[-1]
             columns = jnp.concatenate([u, jnp.zeros_like(w)], axis=-1)
@@ -133,7 +137,7 @@ class _Chunks:
         split = self.v.shape[:3]
         states, new = (x.reshape(*split, *x.shape[2:]) for x in (states, new))
         y = self.from_state[..., None] * _product("bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype))
-        scores = _product("bgnik,bgnjk->bgnij", self.q, self.k)[:, :, None] * self.between
+        scores = self.of_values(_product("bgnik,bgnjk->bgnij", self.q, self.k)) * self.between
         y += _product("bgrnij,bgrnjv->bgrniv", scores.astype(dtype), new)
         y = _by_head(y).astype(dtype)
         return jnp.moveaxis(y, 1, 3).reshape(y.shape[0], -1, y.shape[1], y.shape[-1]), final
