@@ -112,14 +112,19 @@ class _Chunks:
         self.between = jnp.where(same & (at[:, None] >= at), jnp.exp(sums), 0)
         self.from_state = jnp.where(document == 0, jnp.exp(sums[..., 0] + log_decay[..., :1]), 0)
 
+    def of_values(self, x: Array) -> Array:
+        # The transpose of a concatenation is additions, of a broadcast a reduction, which XLA for CPUs does slowly.
+        return jnp.concatenate([x[:, :, None]] * self.v.shape[2], axis=2)
+
     def rule(self, scan: Scan, begin: Callable[[Array, Array], Array] | None, initial: Array) -> tuple[Array, Array]:
         dtype = self.v.dtype
-        keys = _product("bgnik,bgnjk->bgnij", self.k, self.k)[:, :, None]
+        keys = self.of_values(_product("bgnik,bgnjk->bgnij", self.k, self.k))
         weights = self.write[..., None] * keys * self.between
         inverse = unit_inverse(jnp.where(self.lower, weights, 0)) * self.write[..., None, :]
         u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
-        w = _product("bgrnij,bgnjk->bgrnik", (inverse * self.from_state[..., None, :]).astype(dtype), self.k)
-        k = self.k[:, :, None] * self.between[..., -1, :, None]
+        # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16 without optimization.
+        w = _product("bgnjk,bgrnij->bgrnik", self.k, (inverse * self.from_state[..., None, :]).astype(dtype))
+        k = self.of_values(self.k) * self.between[..., -1, :, None]
         w, u, k, decay = (
             _by_head(x) for x in (w.astype(dtype), u.astype(dtype), k.astype(dtype), self.from_state[..., -1])
         )
@@ -133,7 +138,7 @@ class _Chunks:
         split = self.v.shape[:3]
         states, new = (x.reshape(*split, *x.shape[2:]) for x in (states, new))
         y = self.from_state[..., None] * _product("bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype))
-        scores = _product("bgnik,bgnjk->bgnij", self.q, self.k)[:, :, None] * self.between
+        scores = self.of_values(_product("bgnik,bgnjk->bgnij", self.q, self.k)) * self.between
         y += _product("bgrnij,bgrnjv->bgrniv", scores.astype(dtype), new)
         y = _by_head(y).astype(dtype)
         return jnp.moveaxis(y, 1, 3).reshape(y.shape[0], -1, y.shape[1], y.shape[-1]), final
@@ -156,15 +161,15 @@ def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Arra
       state: `[B, H, K, V]`, float32.
     """
 
-    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        w, u, k, decay = chunk
-        new = (u - _product("bhck,bhkv->bhcv", w, state.astype(w.dtype))).astype(u.dtype)
-        after = decay[..., None, None] * state + _product("bhck,bhcv->bhkv", k, new)
-        return after, (state, new)
+    def step(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        states, values, state = sums
+        new = u[:, :, n] - _product("bhck,bhkv->bhcv", w[:, :, n], state.astype(w.dtype))
+        new = new.astype(u.dtype)
+        after = decay[:, :, n, None, None] * state + _product("bhck,bhcv->bhkv", k_decayed[:, :, n], new)
+        return states.at[:, :, n].set(state), values.at[:, :, n].set(new), after
 
-    final, chunks = lax.scan(step, state, tuple(jnp.moveaxis(x, 2, 0) for x in (w, u, k_decayed, decay)))
-    states, new = (jnp.moveaxis(x, 0, 2) for x in chunks)
-    return states, new, final
+    states = jnp.zeros_like(w, state.dtype, shape=(*w.shape[:3], *state.shape[2:]))
+    return lax.fori_loop(0, w.shape[2], step, (states, jnp.zeros_like(u), state))
 
 
 def _chunk_states_forward(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple:
@@ -177,15 +182,19 @@ def _chunk_states_backward(residuals: tuple[Array, ...], grads: tuple[Array, ...
     w, k, decay, states, new = residuals
     d_states, d_new, d_final = grads
 
-    def step(d_after: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        w, k, decay, d_state, d_new = chunk
-        d_new = (d_new + _product("bhck,bhkv->bhcv", k, d_after.astype(k.dtype))).astype(d_new.dtype)
-        before = decay[..., None, None] * d_after + d_state - _product("bhck,bhcv->bhkv", w, d_new)
-        return before, (d_after, d_new)
+    last = w.shape[2] - 1
 
-    chunks = tuple(jnp.moveaxis(x, 2, 0) for x in (w, k, decay, d_states, d_new))
-    d_state, chunks = lax.scan(step, d_final, chunks, reverse=True)
-    d_after, d_new = (jnp.moveaxis(x, 0, 2) for x in chunks)
+    def step(turn: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        afters, values, d_after = sums
+        n = last - turn
+        new = d_new[:, :, n] + _product("bhck,bhkv->bhcv", k[:, :, n], d_after.astype(k.dtype))
+        new = new.astype(d_new.dtype)
+        before = decay[:, :, n, None, None] * d_after + d_states[:, :, n]
+        before -= _product("bhck,bhcv->bhkv", w[:, :, n], new)
+        return afters.at[:, :, n].set(d_after), values.at[:, :, n].set(new), before
+
+    sums = jnp.zeros_like(d_states), jnp.zeros_like(d_new), d_final
+    d_after, d_new, d_state = lax.fori_loop(0, last + 1, step, sums)
     d_w = -_product("bhncv,bhnkv->bhnck", d_new, states.astype(w.dtype))
     d_k = _product("bhncv,bhnkv->bhnck", new, d_after.astype(k.dtype))
     d_decay = jnp.sum(states * d_after, axis=(-2, -1))
