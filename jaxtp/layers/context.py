@@ -11,8 +11,8 @@ so data and checkpoints do not depend on cp. Only attention and Gated DeltaNet n
 Later tokens see more keys. Gather without a window therefore balances work by zigzag order: of the chunks 0 to 2cp-1,
 device c has c and 2cp-1-c. Activations have this order, results for users have natural order.
 
-Gated DeltaNet works in both orders. Its convolution fetches a halo. A chunk's tokens are an affine map of the state, and
-one all-gather of these maps gives each chunk its initial state: its size does not depend on T.
+Gated DeltaNet works in both orders. Its convolution fetches a halo. A chunk's tokens are an affine map of the state,
+and one all-gather of these maps gives each chunk its initial state: its size does not depend on T.
 """
 
 import math
