@@ -20,7 +20,7 @@ from jaxtp.collectives import axis_size
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
 from jaxtp.layers.parameter import PARAMETERS, spec_of
-from jaxtp.mesh import AXES, CP, DP, FSDP, axes_of, make_mesh, mesh_sizes, parts
+from jaxtp.mesh import AXES, CP, DP, FSDP, axes_of, batch_parts, make_mesh, mesh_sizes, parts
 from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead
 
 
@@ -109,13 +109,24 @@ def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
     return itemsize * sum(shards)
 
 
+def has_states(model: DecodeModel, mesh: Mesh) -> bool:
+    """Returns whether a layer caches a state of one size for rows of any length, which cannot be cut back."""
+    rows = batch_parts(mesh_sizes(mesh))
+    short, long = (_cache_arrays(model, mesh, rows, num_slots) for num_slots in (1, 2))
+    return any(a.shape == b.shape for a, b in zip(short, long, strict=True))
+
+
 def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -> int:
     """Returns the KV cache's bytes per device."""
-    with jax.set_mesh(mesh):
-        caches = jax.tree.leaves(jax.eval_shape(lambda: model.empty(num_rows, num_slots)))
+    caches = _cache_arrays(model, mesh, num_rows, num_slots)
     sharding = NamedSharding(mesh, LAYER_SPEC)
     stacked = (math.prod(a.shape[:-4]) * a.dtype.itemsize for a in caches)
     return sum(size * math.prod(sharding.shard_shape(a.shape[-4:])) for size, a in zip(stacked, caches, strict=True))
+
+
+def _cache_arrays(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -> list[jax.ShapeDtypeStruct]:
+    with jax.set_mesh(mesh):
+        return jax.tree.leaves(jax.eval_shape(lambda: model.empty(num_rows, num_slots)))
 
 
 def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> DecodeModel:

@@ -2,7 +2,8 @@
 
 When a row's text ends, the next prompt takes the row while the others continue (Yu et al., Orca, OSDI 2022). Prompts
 are packed: several share a sequence, and the last may continue in the next call, so no prompt is padded to another's
-length. A finished row keeps its KV cache, and a prompt with the same first tokens (the next chat turn) reuses it.
+length. A finished row keeps its KV cache, and a prompt with the same first tokens (the next chat turn) reuses it. A
+recurrent state cannot be cut back: a prompt that begins with all tokens of a row reuses it, any other reads all again.
 
 The attention kernels are those for packed documents. The cached tokens of a continued prompt come right before its new
 tokens, so each query attends to one range of keys. A few programs therefore serve prompts of any length.
@@ -306,8 +307,9 @@ class Scheduler:
         alone = len(waiting) == 1 or len(self._cached) == 1
         while free and waiting:
             request = waiting.popleft()
-            row = max(free, key=lambda row: _num_cached(self._cached[row], request.tokens))
-            count = _num_cached(self._cached[row], request.tokens)
+            counts = {row: self._num_cached(row, request.tokens) for row in free}
+            row = max(counts, key=counts.__getitem__)
+            count = counts[row]
             if not alone and count < request.num_prompt / 2:  # a row with cached tokens must begin a sequence
                 count = 0
             del self._cached[row][count:]
@@ -318,19 +320,26 @@ class Scheduler:
                 self._seen[row, request.tokens] = True
             free.remove(row)
 
+    def _num_cached(self, row: int, prompt: Sequence[int]) -> int:
+        """Counts cached prompt tokens, except the last, whose logits are needed; a state has all its tokens or none."""
+        cached = self._cached[row]
+        most = min(len(cached), len(prompt) - 1)
+        count = next((index for index in range(most) if cached[index] != prompt[index]), most)
+        return 0 if self._programs.has_states and count < len(cached) else count
+
     def _prefill(self) -> Iterator[Piece]:
         total, done = sum(request.num_prompt - len(self._cached[row]) for row, request in self._unread()), 0
         while unread := self._unread():
             parts = [self._next_chunks(unread, part) for part in range(self._num_parts)]
             sampled, seconds = self._call(partial(self._programs.read, packed=self._pack(parts)))
             chunks = [chunk for part in parts for chunk in part]
+            for row, start, stop in chunks:
+                self._cached[row] += self._requests[row].tokens[start:stop]
             count = sum(stop - start for _, start, stop in chunks)
             done += count
             self.timing.prefill_seconds += seconds
             self.timing.prefill_tokens += count
-            self._progress(done, total)
-            for row, start, stop in chunks:
-                self._cached[row] += self._requests[row].tokens[start:stop]
+            self._progress(done, total)  # may raise
             ended = [row for row, _, stop in chunks if stop == self._requests[row].num_prompt]
             yield from self._append_tokens(sampled, ended)
 
@@ -366,8 +375,11 @@ class Scheduler:
         caches, self._cache.arrays = self._cache.arrays, None
         assert caches is not None, "an earlier call has failed"
         started, compiled = time.perf_counter(), self._programs.compile_seconds
-        self._cache.arrays, sampled = program(caches, rows=self._row_arrays())
+        caches, sampled = program(caches, rows=self._row_arrays())
+        if not self._programs.has_states:  # what an interrupt leaves in a state is unknown
+            self._cache.arrays = caches
         tokens = wait(*sampled)
+        self._cache.arrays = caches
         return tokens, time.perf_counter() - started - (self._programs.compile_seconds - compiled)
 
     def _append_tokens(self, sampled: StepTokens, rows: Sequence[int]) -> list[Piece]:
@@ -377,6 +389,7 @@ class Scheduler:
                 if (request := self._requests.get(row)) is None:  # its text has ended
                     continue
                 if not math.isfinite(logprobs[row]):
+                    self._cache.arrays = None
                     raise NumericsError(
                         f"the logits after prompt {request.index} are not finite: the weights are damaged"
                     )
@@ -386,6 +399,8 @@ class Scheduler:
                     self._seen[row, tokens[row]] = True
                 if request.finish is not None:
                     del self._requests[row]
+                    if request.finish == "stop" and self._programs.has_states:
+                        self._cached[row].clear()  # the state may have tokens after the stop text
         return pieces
 
     def _row_arrays(self) -> RowArrays:
@@ -428,9 +443,3 @@ def wait(tokens: Array, logprobs: Array, steps: Array) -> StepTokens:
     """Returns sampled tokens when they are computed."""
     count = int(steps)
     return np.asarray(tokens)[:count].tolist(), np.asarray(logprobs)[:count].tolist()
-
-
-def _num_cached(cached: Sequence[int], prompt: Sequence[int]) -> int:
-    """Counts cached prompt tokens, except the last, whose logits are needed."""
-    most = min(len(cached), len(prompt) - 1)
-    return next((index for index in range(most) if cached[index] != prompt[index]), most)

@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain
-from jaxtp.generate.decode_model import DecodeModel
+from jaxtp.generate.decode_model import DecodeModel, has_states
 from jaxtp.generate.sampling import GenerationSettings, sample
-from jaxtp.layers.cache import KVCaches, NewTokens
+from jaxtp.layers.cache import DROPPED, KVCaches, NewTokens
 
 Ints = NDArray[np.int32] | Array
 
@@ -100,6 +100,7 @@ class Programs:
     ):
         self.shape, self.compile_seconds = shape, 0.0
         self.vocab_size, self.penalises = model.config.vocab_size, settings.repetition_penalty != 1
+        self.has_states = has_states(model, mesh)
         self._mesh, self._end_ids = mesh, sorted(end_ids)
         self._sample = partial(sample, settings=settings, num_ids=num_ids)
         self._graph, self.weights = nnx.split(model)
@@ -159,7 +160,7 @@ class Programs:
         def decode_step(carry: _Carry) -> _Carry:
             step, caches, seen_BV, tokens_B, lengths_B, left_B, tokens, logprobs = carry
             active_B = left_B > 0
-            positions_B = jnp.where(active_B, lengths_B, self.shape.slots)  # out of range: inactive rows write nothing
+            positions_B = jnp.where(active_B, lengths_B, DROPPED)
             new = NewTokens(constrain(positions_B[:, None], batch_spec(None)))
             x_B1D, caches = model(tokens_B[:, None], caches, new)
             lengths_B = lengths_B + active_B

@@ -17,6 +17,9 @@ from jaxtp.mesh import CONTEXT, TP
 LAYER_SPEC = batch_spec(TP, CONTEXT, None)
 """The spec of one layer's keys or values, `[B, K, S, H]`: a matrix per head, so that products need no transpose."""
 
+DROPPED = 2**30
+"""Position of a token that no row has."""
+
 KVCaches = tuple[Mapping[str, tuple[Array, ...]], ...]
 """Caches by layer and branch: keys and values `[B, K, S, H]` in the compute dtype, keys rotated, S slots a row. K is
 the number of kv heads, or tp if that is more: devices that share a head each store it."""
@@ -28,7 +31,7 @@ class NewTokens:
     """The slots of new tokens `[B, T]` in a cache."""
 
     positions: Array
-    """Position of each token in its row, `[B, T]` int32; positions >= S are dropped."""
+    """Position of each token in its row, `[B, T]` int32; tokens at `DROPPED` leave a cache as it is."""
 
     rows: Array | None = None
     """Packed: row of each token among its device's rows, `[B, T]` int32, one run per row; -1 for padding, at the end.
@@ -56,11 +59,30 @@ class NewTokens:
         # Only these slots are written, so XLA updates a donated cache in place.
         return cache.at[rows, :, positions].set(new, mode="drop")
 
+    def by_row(self) -> "NewTokens":
+        """Returns these tokens as packed ones; those that are rows continue."""
+        if self.rows is not None:
+            return self
+        rows = jnp.where(self.positions < DROPPED, jnp.arange(self.positions.shape[0])[:, None], -1)
+        return NewTokens(self.positions, rows, continued=True)
+
+    def ends(self, num_rows: int) -> tuple[Array, Array, Array]:
+        """Returns whether each row has packed tokens, and the sequence and index of its last one, `[R]` each."""
+        assert self.rows is not None
+        rows = self.rows.reshape(-1)
+        places = jnp.where(rows == jnp.arange(num_rows)[:, None], jnp.arange(rows.size), -1)
+        last = jnp.max(places, axis=1)
+        return last >= 0, *jnp.divmod(last, self.rows.shape[1])
+
     def before(self, cache: Array) -> Array:
         """Returns the earlier tokens of each sequence's first row, right-aligned, `[b, S, K, H]`; see `segments`."""
-        assert self.rows is not None
-        first = jnp.take(cache, self.rows[:, 0], axis=0, mode="clip").swapaxes(1, 2)
+        first = self.first(cache).swapaxes(1, 2)
         return jax.vmap(lambda x, count: jnp.roll(x, -count, axis=0))(first, self.positions[:, 0])
+
+    def first(self, cache: Array) -> Array:
+        """Returns the cache of each sequence's first row, `[b, ...]`; of any row if the first begins."""
+        assert self.rows is not None
+        return jnp.take(cache, self.rows[:, 0], axis=0, mode="clip")
 
     def segments(self, num_slots: int) -> Array:
         """Returns the segments of packed tokens `[b, T]`, or of earlier and packed tokens `[b, S + T]`."""

@@ -19,20 +19,22 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import ATTENDED, axis_size, batch_spec, device_view, token_spec
+from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, CountOrZero
 from jaxtp.layers.attention import PaddedHeads
-from jaxtp.layers.branch import Branch, Padded, ShrinkSpec
+from jaxtp.layers.branch import Branch, KVCache, Padded, ShrinkSpec
+from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences, with_halo
-from jaxtp.layers.kernels.delta_rule import delta_rule
+from jaxtp.layers.kernels.delta_rule import chunk_states, delta_rule, delta_step
+from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, QKNorm
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import LocalShape, segment_positions
-from jaxtp.mesh import CP, TP
+from jaxtp.mesh import CP, TP, current_device
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
 
@@ -197,7 +199,8 @@ class GatedDeltaNet(Branch):
         q, k, v = self.heads(weights, tokens, positions)
         starts = None if segments is None else positions == 0
         initial = None if axis_size(CP) == 1 else sequences.initial_states
-        y, _ = delta_rule(q, k, v, *self.strengths(weights, write, decay), starts, initial)
+        scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
+        y, _ = delta_rule(q, k, v, *self.strengths(weights, write, decay), starts, initial, scan=scan)
         return self.gated(weights, checkpoint_name(y, ATTENDED), gate)
 
     def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, ...]:
@@ -227,6 +230,75 @@ class GatedDeltaNet(Branch):
             return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
 
         return _recomputed(run, y, gate, weights["norm.scale"])
+
+    def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
+        """Returns empty states `[B, Hv, K, V]`, and the convolution's last inputs `[B, tp, W - 1, F / tp]`."""
+        config, tp = self.config, axis_size(TP)
+        values, keys = config.delta_heads.on_device(tp)
+        features = 2 * keys * config.delta_key_dim + values * config.delta_value_dim
+        state = jnp.zeros((num_rows, tp * values, config.delta_key_dim, config.delta_value_dim), jnp.float32)
+        window = jnp.zeros((num_rows, tp, config.delta_conv - 1, features), self.precision.compute)
+        return constrain(state, LAYER_SPEC), constrain(window, LAYER_SPEC)
+
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
+        """Reads new tokens on from the states of their rows."""
+        projected, (weights, specs), cache_specs = self.in_proj(x_BTD), self._inner(), (LAYER_SPEC, LAYER_SPEC)
+        in_specs = (specs, (token_spec(TP),) * len(projected), cache_specs, new.specs)
+        read = device_view(self._read_on, DELTA, in_specs, (token_spec(TP), cache_specs))
+        y, cache = read(weights, projected, cache, new)
+        return self.out(y), cache
+
+    def _read_on(
+        self, weights: Weights, projected: tuple[Array, ...], cache: KVCache, new: NewTokens
+    ) -> tuple[Array, KVCache]:
+        """Returns the gated results of this device's heads, and the updated cache."""
+        *qkv, gate, write, decay = projected
+        state, window, single = cache[0], cache[1][:, 0], new.rows is None and gate.shape[1] == 1
+        new = new.by_row()
+        tokens = jnp.concatenate([new.first(window), jnp.concatenate(qkv, axis=-1)], axis=1)
+        q, k, v = self.heads(weights, tokens, new.positions)
+        dropped = jnp.asarray(new.rows)[..., None] < 0  # they leave the states as they are
+        log_decay, write = (jnp.where(dropped, 0, each) for each in self.strengths(weights, write, decay))
+        if single:
+            log_decay = jnp.where(new.positions[..., None] == 0, -jnp.inf, log_decay)
+            y, state = delta_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], write[:, 0], state)
+            y = y[:, None]
+        else:
+            y, state = _packed_rule((q, k, v, log_decay, write), state, new)
+        there, sequence, last = new.ends(len(window))
+        latest = tokens[sequence[:, None], last[:, None] + 1 + jnp.arange(window.shape[1])]
+        window = jnp.where(there[:, None, None], latest, window)
+        return self.gated(weights, y, gate), (state, window[:, None])
+
+
+def _packed_rule(arguments: tuple[Array, ...], state: Array, new: NewTokens) -> tuple[Array, Array]:
+    """Returns what packed tokens read, and the states of all rows after them; `arguments` are those of `delta_rule`."""
+
+    def with_chunks(*chunks: Array) -> Any:
+        states, written, _ = chunk_states(*chunks)
+        return states, written, (states, written)
+
+    (_, k, _, log_decay, _), starts = arguments, new.positions == 0
+    initial = new.first(state) if new.continued else None
+    y, (states, written) = delta_rule(*arguments, starts, initial, scan=with_chunks)  # type: ignore[misc, arg-type]
+    # A row's last state is the decayed state before its last chunk, and what its tokens in this chunk write.
+    there, sequence, last = new.ends(len(state))
+    index, offset = jnp.divmod(last, written.shape[3])
+    at = (last - offset)[:, None] + jnp.arange(written.shape[3])
+    rows, k, log_decay, starts = (
+        x.at[sequence[:, None], at].get(mode="fill", fill_value=-1)
+        for x in (jnp.asarray(new.rows), k, log_decay, starts)
+    )
+    of_row = rows == jnp.arange(len(state))[:, None]
+    log_decay = jnp.where(of_row[..., None], log_decay, 0)
+    later = jax.lax.cumsum(jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))[:, 1:], axis=1, reverse=True)
+    weights = jnp.where(of_row[..., None], jnp.exp(later), 0)
+    k = jnp.repeat(k, state.shape[1] // k.shape[2], axis=2) * weights[..., None].astype(k.dtype)
+    begins = jnp.any(starts & of_row, axis=1)[:, None]
+    rest = jnp.where(begins, 0, jnp.exp(jnp.sum(log_decay, axis=1)))
+    after = jnp.einsum("rchk,rhcv->rhkv", k, written[sequence, :, index], preferred_element_type=state.dtype)
+    after += rest[..., None, None] * states[sequence, :, index]
+    return y, jnp.where(there[:, None, None, None], after, state)
 
 
 def _recomputed(function: Callable[..., Any], *arguments: Array) -> Any:

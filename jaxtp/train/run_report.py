@@ -15,7 +15,7 @@ from jaxtp.checkpoint.logical import logical_size
 from jaxtp.config.console import Display
 from jaxtp.data.samples import Data
 from jaxtp.layers.kernels import grouped
-from jaxtp.layers.kernels.select import architecture_of
+from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.layers.sequence_parallel import is_split
@@ -164,9 +164,17 @@ def _data_rows(
 
 
 def describe_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str:
-    """Describes the kernels of attention and experts."""
+    """Describes the kernels of attention, Gated DeltaNet and experts."""
     attention = [f"{name} attention ({why})" for name, why in chosen_kernels(config, mesh, platform).items()]
-    return "; ".join([" and ".join(attention), *describe_grouped(config.model, platform)])
+    others = *describe_delta(config.model, platform), *describe_grouped(config.model, platform)
+    return "; ".join([*([" and ".join(attention)] if attention else []), *others])
+
+
+def describe_delta(model: ModelConfig, platform: str) -> Iterator[str]:
+    """Yields what computes the states of Gated DeltaNet."""
+    for width in dict.fromkeys(block.delta_key_dim for block in model.block_kinds() if block.delta_value_heads):
+        scan, why = pick_scan(width, platform)
+        yield f"{'pallas' if scan else 'xla'} states of Gated DeltaNet ({why})"
 
 
 def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
@@ -191,11 +199,12 @@ def _describe_experts(model: ModelConfig, tp: int) -> str | None:
 
 
 def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:
-    """Describes attention over cp; None if cp is 1."""
+    """Describes attention and Gated DeltaNet over cp; None if cp is 1."""
     if mesh[CP] == 1:
         return None
     share, found = share_of(config, mesh), {}
-    for block in config.model.block_kinds():
+    attending = [block for block in config.model.block_kinds() if not block.delta_value_heads]
+    for block in attending:
         attention = block.context_attention(mesh[TP])
         method, why = attention.method(share)
         where = "" if attention.window is None else f" within a window of {attention.window:,}"
@@ -205,7 +214,10 @@ def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
         chunks = "two chunks of each on a device, for even work"
     elif any(found.values()):
         chunks += f"; WARNING: the last has the most to do, as 2 * cp does not divide sequences of {share.length:,}"
-    return f"sequences over cp {mesh[CP]}, {chunks}; attention by {' and '.join(found)}"
+    layers = [f"attention by {' and '.join(found)}"] if found else []
+    if len(attending) < len(config.model.block_kinds()):
+        layers.append("Gated DeltaNet by its chunks' maps of states")
+    return f"sequences over cp {mesh[CP]}, {chunks}; {', '.join(layers)}"
 
 
 def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:

@@ -28,7 +28,7 @@ from jaxtp.layers.sequence_parallel import Part
 from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes, platform_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import known_problems, native_versions
-from jaxtp.train.validation import run_uses
+from jaxtp.train.validation import attention_blocks, run_uses
 
 HostArray = np.ndarray[Any, Any]
 
@@ -274,7 +274,7 @@ def _uses(config: TrainConfig, mesh: Mesh) -> list[tuple[Use, tuple[int, int]]]:
     # The distinct uses of attention, each with the query and kv heads of a device.
     sizes = mesh_sizes(mesh)
     uses = run_uses(config, sizes, architecture_of(mesh.local_devices[0]))
-    heads = (block.heads.on_device(sizes[TP]) for block in config.model.block_kinds())
+    heads = (block.heads.on_device(sizes[TP]) for block in attention_blocks(config.model))
     return list(dict.fromkeys(zip(uses, heads, strict=True)))
 
 

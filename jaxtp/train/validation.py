@@ -27,7 +27,7 @@ from jaxtp.mesh import (
     mesh_sizes,
     parts,
 )
-from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
+from jaxtp.models.config import BlockConfig, ModelConfig, model_problems, padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig
 
 
@@ -118,7 +118,12 @@ def multiplies_all(model: ModelConfig, platform: str) -> bool:
 def run_uses(config: TrainConfig, mesh: Mapping[str, int], platform: str | None) -> list[Use]:
     """Returns how each kind of block uses attention."""
     share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
-    return [block.use_on(share, config.model.precision.compute) for block in config.model.block_kinds()]
+    return [block.use_on(share, config.model.precision.compute) for block in attention_blocks(config.model)]
+
+
+def attention_blocks(model: ModelConfig) -> list[BlockConfig]:
+    """Returns the distinct settings of blocks that have attention."""
+    return [block for block in model.block_kinds() if not block.delta_value_heads]
 
 
 def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> LocalShape:

@@ -14,7 +14,7 @@ from support import MESHES, TOLERANCE, continue_rows, random_weights, relative_e
 import jaxtp
 from jaxtp.analysis.census import count_collectives
 from jaxtp.generate.decode_model import decode_mesh, to_decode_model, weight_bytes
-from jaxtp.layers.cache import NewTokens
+from jaxtp.layers.cache import DROPPED, NewTokens
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import batch_parts, mesh_sizes
@@ -84,11 +84,17 @@ MODELS = {
         shared_experts=10,
         shared_experts_gate=True,
     ),
+    "states": dataclasses.replace(
+        SHARED,
+        num_layers=4,
+        pattern=({}, {"delta_value_heads": 0}),
+        **{"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 6, "delta_value_dim": 8},
+    ),
     "learned activations": dataclasses.replace(SHARED, mlp="plain", activation="xielu", d_ff=22),
     "bfloat16": dataclasses.replace(SHARED, precision=jaxtp.Precision(param="bfloat16", compute="bfloat16")),
 }
 CASES = [("shared", mesh) for mesh in [None, *MESHES]] + [(name, (1, 2, 4)) for name in MODELS if name != "shared"]
-CASES += [("experts", (2, 2, 2))]  # whole ones on each device; above a part of each
+CASES += [("states", (2, 2, 2)), ("experts", (2, 2, 2))]  # whole ones on each device; above a part of each
 DEFAULT = [("pieces", (1, 2, 4))]
 FIRST = np.array([1, 2, 3, 4, 5, 6, 6, 1])  # tokens of each row that are read first
 SECOND = np.array([6, 1, 5, 1, 2, 4, 3, 6])  # and after these
@@ -152,7 +158,7 @@ def test_reading_in_parts_equals_reading_at_once(case):
         caches = packed(caches, np.where(first, FIRST, 0), continued=False)
         caches = packed(caches, np.where(first, SECOND, FIRST), continued=True)
         while lengths.min() < T:
-            positions = np.where(lengths < T, lengths, T).astype(np.int32)[:, None]
+            positions = np.where(lengths < T, lengths, DROPPED).astype(np.int32)[:, None]
             one = np.take_along_axis(ids, np.minimum(positions, T - 1), axis=1)
             logits, caches = read(weights, caches, one, NewTokens(positions))
             for row in np.flatnonzero(lengths < T):

@@ -73,15 +73,14 @@ def delta_rule(
 
 def delta_step(q: Array, k: Array, v: Array, log_decay: Array, write: Array, state: Array) -> tuple[Array, Array]:
     """Returns what one token of each row reads, `[B, Hv, V]`, and the new state, `[B, Hv, K, V]`."""
-    rows, heads, width, values = state.shape
-    group = (rows, k.shape[1], heads // k.shape[1])
-    q, k = q.astype(state.dtype), k.astype(state.dtype)
-    decayed = (jnp.exp(log_decay)[..., None, None] * state).reshape(*group, width, values)
-    read = jnp.einsum("sbgk,bgrkv->sbgrv", jnp.stack([q, k]), decayed)
-    new = write.reshape(*group, 1) * (v.reshape(*group, values) - read[1])
-    after = decayed + k[:, :, None, :, None] * new[..., None, :]
-    y = read[0] + jnp.sum(q * k, -1)[:, :, None, None] * new
-    return y.reshape(v.shape).astype(v.dtype), after.reshape(state.shape)
+    q, k = (jnp.repeat(x.astype(state.dtype), v.shape[1] // x.shape[1], axis=1) for x in (q, k))
+    decay = jnp.exp(log_decay)[..., None]
+    # XLA would copy a state that is decayed, grouped or transposed before the product, and not update it in place.
+    read = decay[..., None] * jnp.einsum("bhsk,bhkv->bhsv", jnp.stack([q, k], axis=2), state)
+    new = write[..., None] * (v - read[:, :, 1])
+    after = decay[..., None] * state + k[..., None] * new[:, :, None]
+    y = read[:, :, 0] + jnp.sum(q * k, axis=-1, keepdims=True) * new
+    return y.astype(v.dtype), after
 
 
 class _Chunks:

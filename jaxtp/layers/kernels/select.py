@@ -1,4 +1,4 @@
-"""Attention kernels: one table of their capabilities and costs, and the choice of `model.attention: auto`.
+"""Attention kernels: one table of their capabilities and costs, and the choice of `model.attention: auto`; `pick_scan`.
 
 No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused` take the first and last key of each
 query (`activations.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to 2.3 times as fast as FlashAttention on an
@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxtp.layers.kernels.blockwise_attention import MOST_IN_BLOCK, block_size, blockwise_attention, num_visited
+from jaxtp.layers.kernels.delta_rule import Scan
 from jaxtp.layers.sequence_parallel import Part, key_ranges, segment_mask
 from jaxtp.mesh import platform_of
 
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
 KernelChoice = Literal["auto", KernelName]
 
-_HOPPER, _BLACKWELL = 9, 10  # major compute capabilities; consumer cards of Blackwell have 12
+_AMPERE, _HOPPER, _BLACKWELL = 8, 9, 10  # major compute capabilities; consumer cards of Blackwell have 12
 
 _WIDE_ON_BLACKWELL = (9, 25)
 """The first cuDNN with a backward pass for head_dim 256 on Blackwell; JAX accepts older ones.
@@ -344,3 +345,17 @@ def unsupported(requested: KernelChoice, use: Use) -> Iterator[str]:
     ]
     for problem in KERNELS[requested].problems(use):
         yield f"model.attention={requested}: {problem}; use auto ({' or '.join(supported)})"
+
+
+def pick_scan(key_dim: int, platform: str | None) -> tuple[Scan | None, str]:
+    """Returns what computes the states of Gated DeltaNet, None for `lax`, and the reason. Platform None: unknown."""
+    use = Use(head_dim=key_dim, platform=platform)
+    if use.family not in (None, "cuda"):
+        return None, f"pallas runs only on cuda, not on {use.family}"
+    if use.capability and use.capability[0] < _AMPERE:
+        return None, f"pallas runs only from compute capability {_AMPERE}.0 on, not on {platform}"
+    from jaxtp.layers.kernels.delta_kernels import MOST_KEY_DIM, chunk_states  # Pallas takes a while to import
+
+    if key_dim > MOST_KEY_DIM:
+        return None, f"pallas takes a delta_key_dim of at most {MOST_KEY_DIM}, not {key_dim}"
+    return chunk_states, "it keeps each state on the chip"

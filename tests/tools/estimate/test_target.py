@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from support import sweep
+from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -249,38 +249,52 @@ def test_what_rings_move_is_hidden_behind_products(remat, monkeypatch):
     assert hidden > 0.9 * sum(sent.values()), sent
 
 
-GROUPED = """
+COMPILED = """
 import json, math, re, sys
 from functools import partial
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
-from jaxtp.layers.kernels.grouped import grouped_matmul
 from jaxtp.mesh import mesh_of, mesh_shape
+
+def compiled(step, *shapes):
+    mesh = mesh_of(mesh_shape(), topology("h100", 1, 1).devices())
+    arrays = [jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, PartitionSpec())) for shape in shapes]
+    with jax.set_mesh(mesh):
+        program = jax.shard_map(step, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+        options = ABSENT_GPU | {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+        return jax.jit(program).lower(*arrays).compile(compiler_options=options)
+"""
+"""A kernel that spills registers fails to compile."""
+
+GROUPED = f"""{COMPILED}
+from jaxtp.layers.kernels.grouped import grouped_matmul
 
 def step(method, rows, kernels, sizes, grad):
     y, backward = jax.vjp(lambda rows, kernels: grouped_matmul(rows, kernels, sizes, method), rows, kernels)
     return y, *backward(grad)
 
-mesh = mesh_of(mesh_shape(), topology("h100", 1, 1).devices())
 rows, width, columns, groups = json.load(sys.stdin)
-shapes = ((rows, width), "bfloat16"), ((groups, width, columns), "bfloat16"), ((groups,), "int32"), \
+shapes = ((rows, width), "bfloat16"), ((groups, width, columns), "bfloat16"), ((groups,), "int32"), \\
     ((rows, columns), "bfloat16")
-arrays = [jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, PartitionSpec())) for shape in shapes]
 for method in ("pallas", "xla"):
-    with jax.set_mesh(mesh):
-        program = jax.shard_map(partial(step, method), in_specs=PartitionSpec(), out_specs=PartitionSpec())
-        options = ABSENT_GPU | {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
-        compiled = jax.jit(program).lower(*arrays).compile(compiler_options=options)
-    text = compiled.as_text()
+    program = compiled(partial(step, method), *shapes)
+    text = program.as_text()
     sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\\bbf16\\[([\\d,]+)\\]", text)]
-    print(json.dumps({
-        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+    print(json.dumps({{
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
         "kernels": text.count('custom_call_target="__gpu$xla.gpu.triton"'),
         "products": len(re.findall(r" dot\\(", text)),
         "largest": max(sizes),
-    }))
+    }}))
 """
+
+
+def answers(program, request):
+    """Returns the lines of JSON that a program prints."""
+    done = subprocess.run([sys.executable, "-c", program], input=json.dumps(request), capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return list(map(json.loads, done.stdout.splitlines()))
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
@@ -288,12 +302,66 @@ def test_each_row_is_multiplied_with_its_own_expert_alone(monkeypatch):
     """By Pallas' kernels, which spill no registers; XLA lays the rows out for each of the experts, in memory."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     rows, width, columns, groups = shape = 4096 * 8, 2048, 768, 128
-    done = subprocess.run([sys.executable, "-c", GROUPED], input=json.dumps(shape), capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    pallas, xla = map(json.loads, done.stdout.splitlines())
+    pallas, xla = answers(GROUPED, shape)
     assert (pallas["kernels"], pallas["products"]) == (3, 0)
     assert pallas["largest"] == groups * width * columns
     assert pallas["temporaries"] < 2**20
     assert (xla["kernels"], xla["products"]) == (0, 3)
     assert xla["largest"] == groups * rows * width
     assert xla["temporaries"] >= groups * rows * width * 2
+
+
+DELTA = f"""{COMPILED}
+from jaxtp.layers.kernels.delta_rule import delta_rule
+from jaxtp.layers.kernels.select import pick_scan
+
+def states(scan, w, u, k_decayed, decay, state, *grads):
+    results, backward = jax.vjp(scan, w, u, k_decayed, decay, state)
+    return *results, *backward(grads)
+
+def rule(scan, *arrays):
+    *inputs, starts, grad = arrays
+    y, backward = jax.vjp(lambda *inputs: delta_rule(*inputs, starts, scan=scan)[0], *inputs)
+    return y, *backward(grad)
+
+whole, dtype, width = json.load(sys.stdin)
+scan, _ = pick_scan(width, "cuda 9.0")
+def of(*shape, dtype="float32"):
+    return (1, *shape), dtype
+
+if whole:
+    tokens, each = of(1024, 6, width, dtype=dtype), of(1024, 6)
+    programs = [(rule, one, (tokens,) * 3 + (each, each, of(1024, dtype="bool"), tokens)) for one in (scan, None)]
+else:
+    tokens, states_of_all, state = of(6, 16, 64, width, dtype=dtype), of(6, 16, width, width), of(6, width, width)
+    programs = [(states, scan, (tokens,) * 3 + (of(6, 16), state, states_of_all, tokens, state))]
+for step, one, shapes in programs:
+    program = compiled(partial(step, one), *shapes)
+    text = program.as_text()
+    print(json.dumps({{
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
+        "kernels": re.findall(r'gpu.triton".*?op_name="[^"]*/delta_(\\w+)/', text),
+        "loops": len(re.findall(r" while\\(", text)),
+    }}))
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize(
+    ("dtype", "width"), sweep_of([["bfloat16", "float32"], [128, 256]], ("bfloat16", 128), ("float32", 128))
+)
+def test_the_states_of_gated_deltanet_spill_no_registers(dtype, width, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    (compiled,) = answers(DELTA, (False, dtype, width))
+    assert compiled["kernels"] == ["states", "gradient"]
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_gated_deltanet_is_compiled_without_loops(monkeypatch):
+    """The backward pass does not compute the states again, and takes no more memory than with loops."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    pallas, xla = answers(DELTA, (True, "bfloat16", 128))
+    assert (pallas["kernels"], pallas["loops"]) == (["states", "gradient"], 0)
+    assert (xla["kernels"], xla["loops"]) == ([], 2)
+    assert pallas["temporaries"] <= xla["temporaries"]

@@ -1,0 +1,145 @@
+"""The gated delta rule's recurrence over chunks as a Pallas kernel for NVIDIA GPUs, compiled by Triton.
+
+A program holds columns of one head's state on the chip and visits the chunks. The gradient of the recurrence is the
+same recurrence, from the last chunk to the first; the other gradients are products over all chunks, by XLA:
+
+    pass        new                              state
+    forward     u - w @ state                    decay * state + k_decayed.T @ new
+    backward    d_new + k_decayed @ d_state      decay * d_state - w.T @ new + d_states
+
+Precision and determinism: see `fused_attention.py`.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jaxtp.collectives import vary_like
+from jaxtp.layers.kernels.delta_rule import CARRIED
+from jaxtp.mesh import current_platform
+
+DTYPES = ("bfloat16", "float16", "float32")  # dtypes of the operands
+
+MOST_KEY_DIM, MOST_TOKENS = 256, 64  # width of keys and tokens of a chunk that a program multiplies at once
+
+_LEAST = 16  # narrowest product that Triton computes
+_COLUMNS = 32  # columns of a program: with more there are too few programs, with fewer w is read too often
+_PREFETCHED = 2**14  # bytes of a chunk of w, up to which shared memory has room for the next chunk too
+
+
+def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple[Array, Array, Array]:
+    """Returns the state before each chunk, the new values and the final state; see `delta_rule.chunk_states`.
+
+    Off CUDA the kernel runs in Pallas' interpreter, slowly, for tests.
+
+    Raises:
+      ValueError: unsupported dtypes or sizes.
+    """
+    rows, keys, values = w.shape[-2], w.shape[-1], u.shape[-1]
+    if {x.dtype for x in (w, u, k_decayed)} != {w.dtype} or w.dtype.name not in DTYPES:
+        dtypes = ", ".join(x.dtype.name for x in (w, u, k_decayed))
+        raise ValueError(f"w, u and k_decayed are {dtypes}: the kernel takes one of {', '.join(DTYPES)}")
+    if keys > MOST_KEY_DIM or rows > MOST_TOKENS:
+        most = f"{MOST_TOKENS} tokens of width {MOST_KEY_DIM}"
+        raise ValueError(f"chunks of {rows} tokens of width {keys} do not fit a GPU's shared memory: at most {most}")
+    columns = min(_COLUMNS, _padded(values))
+    more_rows, more_keys, more_values = _padded(rows) - rows, _padded(keys) - keys, -values % columns
+    w, k_decayed = (_pad(x, more_rows, more_keys) for x in (w, k_decayed))
+    arrays = w, _pad(u, more_rows, more_values), k_decayed, decay, _pad(state, more_keys, more_values)
+    states, new, final = _chunk_states(*(vary_like(x, *arrays) for x in arrays))
+    return states[..., :keys, :values], new[..., :rows, :values], final[..., :keys, :values]
+
+
+def _padded(size: int) -> int:
+    return max(_LEAST, pl.next_power_of_2(size))
+
+
+def _pad(x: Array, rows: int, columns: int) -> Array:
+    return jnp.pad(x, (*[(0, 0)] * (x.ndim - 2), (0, rows), (0, columns)))
+
+
+@jax.custom_vjp
+def _chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple[Array, Array, Array]:
+    return _run(w, u, k_decayed, decay, state)
+
+
+def _forward(
+    w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
+) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
+    states, new, final = _run(w, u, k_decayed, decay, state)
+    states, new = checkpoint_name(states, CARRIED), checkpoint_name(new, CARRIED)
+    return (states, new, final), (w, k_decayed, decay, states, new)
+
+
+def _backward(saved: tuple[Array, ...], grads: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+    w, k_decayed, decay, states, new = saved
+    d_states, d_new, d_final = grads
+    d_after, d_u, d_state = _run(k_decayed, d_new, w, decay, d_final, d_states)
+
+    def product(values: Array, states: Array) -> Array:
+        y = jnp.einsum("...cv,...kv->...ck", values, states.astype(w.dtype), preferred_element_type=jnp.float32)
+        return y.astype(w.dtype)
+
+    return product(-d_u, states), d_u, product(new, d_after), jnp.sum(states * d_after, axis=(-2, -1)), d_state
+
+
+_chunk_states.defvjp(_forward, _backward)
+
+
+@jax.jit  # without jit, JAX 0.10 keeps a kernel in the backward pass when `jax.checkpoint` has saved its results
+def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None = None) -> Any:
+    """Returns the states before visits, the new values and the last state; with `d_states` from the last chunk on."""
+    batch, heads, chunks, rows, keys = a.shape
+    columns, prefetches = min(_COLUMNS, u.shape[-1]), rows * keys * a.dtype.itemsize <= _PREFETCHED
+    varying = jax.typeof(a).manual_axis_type  # all inputs vary equally
+
+    def whole(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *x.shape[2:]), lambda j, h, i: (i, h, *[0] * (x.ndim - 2)))
+
+    def block(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *shape, columns), lambda j, h, i: (i, h, *[0] * len(shape), j))
+
+    def result(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, heads, *shape, u.shape[-1]), dtype, manual_axis_type=varying)
+
+    def program(*refs: Any) -> None:  # jit: see `fused_attention.py`
+        jax.jit(partial(_kernel, d_states is not None))(*refs)
+
+    extra = [] if d_states is None else [d_states]
+    return pl.pallas_call(
+        program,
+        grid=(u.shape[-1] // columns, heads, batch),  # neighbours share w and k_decayed, which stay in the cache
+        in_specs=[
+            *(whole(a), block(chunks, rows), whole(b), whole(decay), block(keys)),
+            *(block(chunks, keys) for _ in extra),
+        ],
+        out_specs=[block(chunks, keys), block(chunks, rows), block(keys)],
+        out_shape=[result(jnp.float32, chunks, keys), result(a.dtype, chunks, rows), result(jnp.float32, keys)],
+        compiler_params=triton.CompilerParams(num_warps=4 if prefetches else 8, num_stages=2 if prefetches else 1),
+        interpret=current_platform() != "cuda",
+        name="delta_states" if d_states is None else "delta_gradient",
+    )(a, u, b, decay, state, *extra)
+
+
+def _kernel(backward: bool, *refs: Any) -> None:
+    a_ref, u_ref, b_ref, decay_ref, state_ref, *d_states_ref, states_ref, new_ref, final_ref = refs
+    chunks = a_ref.shape[0]
+
+    def visit(i: Array, state: Array) -> Array:
+        at = chunks - 1 - i if backward else i
+        states_ref[at] = state
+        a, u = a_ref[at], u_ref[at].astype(jnp.float32)
+        product = triton.dot(a, state.astype(a.dtype))
+        new = (u + product if backward else u - product).astype(a.dtype)
+        new_ref[at] = new
+        state *= decay_ref[at]
+        state += triton.dot(b_ref[at], -new if backward else new, trans_a=True)
+        return state + d_states_ref[0][at] if backward else state
+
+    final_ref[...] = lax.fori_loop(0, chunks, visit, state_ref[...])
