@@ -21,10 +21,11 @@ from jaxtp.collectives import device_view
 from jaxtp.layers.context import Sequences, num_routes
 from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of
+from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of, mesh_shape
 from jaxtp.tools.check import parity
-from jaxtp.tools.check.shrink import ONE_DEVICE, Case
-from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case, methods_of
+from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.run_report import describe_context
 
 B, HEADS, K, V, D = 2, 2, 3, 5, 16
 
@@ -222,3 +223,18 @@ def test_three_updates_over_cp_are_those_of_one_device(name, mesh, method):
     errors = parity.compare(numbers, expected)
     assert errors.within(parity.TOLERANCES["float32"]), errors
     assert numbers.problems == ()
+
+
+def test_only_attention_has_methods_and_an_order_over_cp():
+    """A model without attention has chunks in natural order, and equal work in them."""
+    mesh, data = mesh_shape(cp=4), DataConfig(sequence_length=64)
+    found = {}
+    for name in ("delta", "hybrid"):
+        run = TrainConfig(model=RUNS[name], data=data, mesh=MeshConfig(context="gather"))
+        found[name] = describe_context(run, mesh), methods_of(dataclasses.replace(run, mesh=MeshConfig()), mesh)
+    alone = "sequences over cp 4, a chunk on each device; Gated DeltaNet by its chunks' maps of states"
+    assert found["delta"] == (alone, ["auto"])
+    text, methods = found["hybrid"]
+    assert text.startswith("sequences over cp 4, two chunks of each on a device, for even work; attention by gather (")
+    assert text.endswith("), Gated DeltaNet by its chunks' maps of states")
+    assert {*methods} == {"ulysses", "gather"}
