@@ -13,9 +13,11 @@ from support import random_weights, state_on_mesh, sweep, without_mesh
 import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate import engine
-from jaxtp.generate.decode_model import has_states, to_decode_model
+from jaxtp.generate.decode_model import decode_mesh, decode_sizes, has_states, to_decode_model
 from jaxtp.layers.cache import DROPPED, NewTokens
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
+from jaxtp.mesh import mesh_sizes
+from jaxtp.tools.estimate.generation import cache_bytes as estimated_bytes
 
 CONFIG = jaxtp.ModelConfig(
     vocab_size=259,
@@ -186,6 +188,15 @@ def test_a_token_updates_the_states_in_place(rows):
         and accounts._bytes(instruction.type) >= rows * 8 * 32 * 32 * 4
     ]
     assert made == ["fusion"]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 1, 4), (2, 2, 2)], ids=str)
+def test_the_estimate_of_a_cache_is_its_size(mesh):
+    model, mesh = model_on(mesh), jaxtp.make_mesh(*mesh)
+    placed = decode_mesh(mesh)
+    expected = engine.cache_bytes(to_decode_model(model, placed), placed, 8, 64)
+    assert estimated_bytes(CONFIG, decode_sizes(mesh_sizes(mesh)), 8, 64) == expected
 
 
 def test_a_state_has_one_size_for_rows_of_any_length():
