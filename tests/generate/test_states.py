@@ -129,16 +129,16 @@ def test_a_turn_reads_on_from_a_state_that_is_its_beginning():
 
 @pytest.mark.wide
 def test_nothing_is_kept_of_a_state_past_a_stop_text_or_an_interrupt(monkeypatch):
+    monkeypatch.setattr(engine, "SECONDS_PER_CALL", 1e6)  # calls of 1, 2 and 4 tokens
     generator, first = generator_on(None), tuple(b"what is this?")
-    stop = bytes(greedy(first)[1:2]).decode("latin-1")
-    tokenizer = generator.tokenizer
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: bytes(ids).decode("latin-1").encode())
-    generator._steps = 8
-    stopped, _ = stream(generator, first, stop=(stop,))
-    assert stopped.finish == "stop"
-    second = (*first, *greedy(first)[:3])
-    found, _ = stream(generator, second)
-    assert found.ids == greedy(second)
+    text = greedy(first)
+    assert text[2] not in text[:2]
+    monkeypatch.setattr(generator.tokenizer, "decode", lambda ids: bytes(ids).decode("latin-1").encode())
+    stopped, _ = stream(generator, first, stop=(chr(text[2]),))
+    assert (stopped.finish, stopped.ids) == ("stop", text[:3])
+    second = (*first, *text[:3])
+    found, counts = stream(generator, second)
+    assert (found.ids, counts) == (greedy(second), (0, len(second)))
     wait, calls = engine.wait, iter(range(100))
 
     def interrupted(*sampled):
@@ -150,8 +150,8 @@ def test_nothing_is_kept_of_a_state_past_a_stop_text_or_an_interrupt(monkeypatch
         patch.setattr(engine, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             stream(generator, first)
-    found, counts = stream(generator, (*first, *greedy(first)[:1]))
-    assert (found.ids, counts) == (greedy((*first, *greedy(first)[:1])), (0, len(first) + 1))
+    found, counts = stream(generator, second)
+    assert (found.ids, counts) == (greedy(second), (0, len(second)))
 
 
 @pytest.mark.wide
