@@ -91,7 +91,7 @@ def stream(generator, prompt, **settings):
     return result, (generator.speed.timing.kept_tokens, generator.speed.timing.prefill_tokens)
 
 
-MESHES = [None, (1, 1, 2), (1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 1, 1), (1, 1, 8)]
+MESHES = [None, (1, 1, 2), (1, 1, 3), (1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 1, 1), (1, 1, 8)]
 
 
 @pytest.mark.parametrize("mesh", sweep(MESHES), ids=str)
