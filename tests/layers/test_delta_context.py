@@ -1,30 +1,48 @@
-"""Gated DeltaNet over cp: states and convolutions reach over chunks, and no gradient stops at one."""
+"""Gated DeltaNet over cp: states and convolutions reach over chunks of tokens, and so do all gradients."""
+
+import dataclasses
+from collections import Counter
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from support import assert_close, sizes_of
+from support import TOLERANCE, assert_close, by_name, random_weights, relative_error, sizes_of, state_on_mesh, sweep
 
+import jaxtp
+from jaxtp.analysis.collective import ALL_GATHER, PERMUTE, REDUCE_SCATTER
+from jaxtp.analysis.work import work_of
 from jaxtp.collectives import device_view
-from jaxtp.layers.context import Sequences
-from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of
+from jaxtp.layers.context import Sequences, num_routes
+from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of, mesh_shape
+from jaxtp.tools.check import parity
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case, methods_of
+from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.run_report import describe_context
 
-B, HEADS, K, V = 2, 2, 3, 5
+B, HEADS, K, V, D = 2, 2, 3, 5, 16
 
 
 def states_before(m, u):
-    """The state before each chunk of maps `[n, B, H, K, ...]`, one after the other."""
+    """Returns the state before each chunk, from maps `[n, B, H, K, ...]`."""
     states = [jnp.zeros_like(u[0])]
     for chunk in range(len(u) - 1):
         states.append(m[chunk] @ states[-1] + u[chunk])
     return jnp.stack(states)
 
 
-@pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
-@pytest.mark.parametrize("cp", [2, 4])
-def test_every_chunk_starts_with_the_state_of_all_before_it(cp, zigzag):
+@pytest.mark.parametrize(
+    "case", sweep([(cp, z) for cp in (2, 4) for z in (False, True)], (2, False), (4, True)), ids=str
+)
+def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(case):
+    cp, zigzag = case
     count, chunks = cp * (1 + zigzag), 1 + zigzag
     draw = np.random.default_rng(0).standard_normal
     m, u, upstream = (draw((count, B, HEADS, K, width)).astype(np.float32) for width in (K, V, V))
@@ -34,8 +52,7 @@ def test_every_chunk_starts_with_the_state_of_all_before_it(cp, zigzag):
         order = sequences.positions(count)
 
         def body(m, u):  # of a device, [chunks, b, h, K, ...]
-            stacked = [jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for x in (m, u)]
-            states = sequences.initial_states(*stacked)
+            states = sequences.initial_states(*(jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]) for x in (m, u)))
             return jnp.moveaxis(states.reshape(-1, chunks, *states.shape[1:]), 1, 0)
 
         spec = P(CONTEXT, BATCH, TP)
@@ -47,5 +64,177 @@ def test_every_chunk_starts_with_the_state_of_all_before_it(cp, zigzag):
             return found, *back(upstream)
 
         found = run(m, u, upstream)
-    names = ("states", "d m", "d u")
-    assert_close(dict(zip(names, found, strict=True)), dict(zip(names, (expected, *pull(upstream)), strict=True)))
+    assert_close(dict(enumerate(found)), dict(enumerate((expected, *pull(upstream)))))
+
+
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=29,
+    d_model=D,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=4,
+    d_ff=16,
+    rope_theta=2.0,
+    norm_eps=0.1,  # results of a head can be small, and their norm would amplify rounding
+    delta_value_heads=4,
+    delta_key_heads=2,
+    delta_key_dim=4,
+    delta_value_dim=6,
+)
+
+
+def long_memory(weights):
+    """Returns weights whose states decay by e within 2 to 30 tokens; by default most decay within one."""
+    rates = [name for name in weights if name.endswith("decay_log") and "optimizer" not in name]
+    return weights | {name: np.resize(np.linspace(-3.6, -1, 4, dtype="float32"), weights[name].shape) for name in rates}
+
+
+@cache
+def program(mesh, zigzag, packed=True, training=True):
+    """Returns a function from rows, segments and the output's gradient to the output, and all gradients in training."""
+    on = mesh_of(sizes_of(mesh))
+
+    def build():
+        return GatedDeltaNet(D, CONFIG, rngs=nnx.Rngs(0))
+
+    graph, state = state_on_mesh(build, long_memory(random_weights(build)), on)
+
+    @jax.jit
+    def run(x, segments, upstream):
+        sequences = Sequences(segments=segments if packed else None, zigzag=zigzag)
+        order = sequences.positions(x.shape[1])
+        forward = lambda x, state: sequences.natural(nnx.merge(graph, state)(x[:, order], sequences))
+        y, backward = jax.vjp(forward, x, state)
+        return y, backward(upstream) if training else None
+
+    def results(x, segments, upstream):
+        with jax.set_mesh(on):
+            y, gradients = run(x, segments, upstream)
+        if not training:
+            return np.asarray(y)
+        return {"y": np.asarray(y), "dx": np.asarray(gradients[0]), **by_name(gradients[1], on)}
+
+    return results
+
+
+@st.composite
+def packings(draw, length):
+    """A document's length, its place in a row, and the segments of a row with it alone and of one with others."""
+    size = draw(st.integers(1, length))
+    place = draw(st.integers(0, length - size))
+    around = np.cumsum(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    around[:place] *= draw(st.booleans())  # padding
+    at = np.arange(length)
+    alone, packed = at < size, (at >= place) & (at < place + size)
+    return size, place, np.stack([np.where(alone, 99, 0), np.where(packed, 99, around + 100 * (at > place))])
+
+
+@given(packings(16), st.integers(0, 9))
+def test_a_document_over_chunks_equals_it_at_any_other_place(packing, seed):
+    """Chunks are shorter than the convolution."""
+    size, place, segments = packing
+    x = np.random.default_rng(seed).standard_normal((B, 16, D)).astype(np.float32)
+    x[1, place : place + size] = x[0, :size]
+    y = program((1, 1, 4, 1), zigzag=True, training=False)(x, segments.astype(np.int32), x)
+    assert relative_error(y[1, place : place + size], y[0, :size]) < TOLERANCE
+
+
+CASES = [
+    *(((1, 1, 4, 1), zigzag, length, packed) for zigzag in (False, True) for length in (8, 40) for packed in (0, 1)),
+    *(((1, 1, 2, 2), zigzag, 12, True) for zigzag in (False, True)),
+    *((mesh, True, 16, True) for mesh in ((1, 2, 2, 1), (2, 1, 4, 2), (1, 2, 2, 4), (1, 1, 8, 1), (1, 1, 2, 3))),
+]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", CASES, ids=str)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):
+    mesh, zigzag, length, packed = case
+    segments = data.draw(packings(length))[2].astype(np.int32)
+    x, upstream = np.random.default_rng(0).standard_normal((2, B, length, D)).astype(np.float32)
+    found, expected = (program(*on, packed)(x, segments, upstream) for on in ((mesh, zigzag), ((1, 1, 1, 1), False)))
+    assert_close(found, expected)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
+def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
+    """A gather of maps in float32, and halos; transposed in the backward pass."""
+    cp, tp, chunks = 4, 2, 1 + zigzag
+
+    def moved(length):
+        sizes = sizes_of((1, 1, cp, tp))
+        with jax.set_mesh(mesh_of(sizes)):
+            graph, state = nnx.split(nnx.eval_shape(lambda: GatedDeltaNet(D, CONFIG, rngs=nnx.Rngs(0))))
+            loss = lambda params, x: jnp.sum(nnx.merge(graph, params[0])(params[1] + x, Sequences(zigzag=zigzag)))
+            x = jax.ShapeDtypeStruct((B, length, D), jnp.float32)
+            traffic = work_of(loss, sizes, (state, x), x).traffic
+        moved = Counter()
+        for c, times in traffic.items():
+            if c.axes == ("cp",) and c.module == DELTA:
+                moved[c.kind, c.bytes] += times
+        return moved
+
+    maps = (
+        4 * B * CONFIG.delta_value_heads // tp * CONFIG.delta_key_dim * (CONFIG.delta_key_dim + CONFIG.delta_value_dim)
+    )
+    features = (
+        2 * CONFIG.delta_key_heads * CONFIG.delta_key_dim + CONFIG.delta_value_heads * CONFIG.delta_value_dim
+    ) // tp
+    halos = num_routes(cp, 1, zigzag=zigzag)
+    found = moved(64)
+    assert found[PERMUTE, 4 * B * (CONFIG.delta_conv - 1) * features] == 2 * halos
+    assert found[ALL_GATHER, cp * chunks * maps] == found[REDUCE_SCATTER, cp * chunks * maps] == 1
+    assert found == moved(128) == moved(256)
+
+
+PATTERN = ({"sliding_window": 3}, {"delta_value_heads": 0}, {})
+RUNS = {
+    "delta": CONFIG,
+    "hybrid": dataclasses.replace(CONFIG, num_layers=3, pattern=PATTERN, remat="save_dots"),
+    "adapters": dataclasses.replace(CONFIG, pattern=PATTERN[1:], lora=LoraConfig(rank=3), dropout=0.1),
+}
+
+
+@cache
+def on_one_device(name):
+    run = TrainConfig(
+        model=RUNS[name],
+        data=DataConfig(sequence_length=16, global_batch_size=8),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+        train=LoopConfig(steps=10, accumulation=2),
+    )
+    initial = long_memory(parity.initial_arrays(run))
+    return run, initial, parity.run(run, ONE_DEVICE, initial)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("method", ["ulysses", "gather"])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("delta", (1, 1, 4, 2)), ("hybrid", (1, 2, 2, 2)), ("adapters", (2, 1, 4, 1))]
+)
+def test_three_updates_over_cp_are_those_of_one_device(name, mesh, method):
+    """Full attention fetches keys in zigzag order, and exchanges heads in natural order."""
+    run, initial, expected = on_one_device(name)
+    numbers = parity.run(run, Case(sizes_of(mesh), mesh[-1] > 1, method), initial, audited=True)
+    errors = parity.compare(numbers, expected)
+    assert errors.within(parity.TOLERANCES["float32"]), errors
+    assert numbers.problems == ()
+
+
+def test_only_attention_has_methods_and_an_order_over_cp():
+    """A model without attention has chunks in natural order, and equal work in them."""
+    mesh, data = mesh_shape(cp=4), DataConfig(sequence_length=64)
+    found = {}
+    for name in ("delta", "hybrid"):
+        run = TrainConfig(model=RUNS[name], data=data, mesh=MeshConfig(context="gather"))
+        found[name] = describe_context(run, mesh), methods_of(dataclasses.replace(run, mesh=MeshConfig()), mesh)
+    alone = "sequences over cp 4, a chunk on each device; Gated DeltaNet by its chunks' maps of states"
+    assert found["delta"] == (alone, ["auto"])
+    text, methods = found["hybrid"]
+    assert text.startswith("sequences over cp 4, two chunks of each on a device, for even work; attention by gather (")
+    assert text.endswith("), Gated DeltaNet by its chunks' maps of states")
+    assert {*methods} == {"ulysses", "gather"}
