@@ -240,7 +240,11 @@ def match_tensors(
     both = {name: (stored[name], part) for name, (part, *_) in needed.items() if name in stored}
     wrong = {
         "missing": [name for name in needed if name not in stored],
-        "unexpected": [name for name in stored if name not in known and not _is_ignored(name, family)],
+        "unexpected": [
+            name
+            for name, tensor in stored.items()
+            if name not in known and 0 not in tensor.shape and not _is_ignored(name, family)
+        ],
         "wrong shape": [
             f"{name} is {dims(tensor.shape)}, not {dims(part.stored_shape)}"
             for name, (tensor, part) in both.items()

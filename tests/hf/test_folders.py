@@ -114,6 +114,24 @@ def test_a_text_model_may_have_the_names_of_its_multimodal_folder(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.wide
+def test_a_shared_expert_of_width_zero(tmp_path):
+    """transformers writes its tensors, and a gate; others write none."""
+    attributes = json.loads((FOLDER / "qwen3_5_moe/config.json").read_text()) | {"shared_expert_intermediate_size": 0}
+    (tmp_path / "config.json").write_text(json.dumps(attributes))
+    stored = read_header(FOLDER / "qwen3_5_moe/model.safetensors")
+    tensors = {name: (t.dtype, t.read()) for name, t in stored.items()}
+    inner = {name: value for name, value in tensors.items() if ".shared_expert." in name}
+    empty = {n: (dtype, a[:, :0] if "down_proj" in n else a[:0]) for n, (dtype, a) in inner.items()}
+    logits = []
+    for changed in (empty, {}):
+        write_tensors(tmp_path, {n: value for n, value in tensors.items() if ".shared_expert." not in n} | changed)
+        model = jaxtp.load_hf(tmp_path)
+        assert not model.config.shared_experts
+        logits.append(model(np.arange(6, dtype=np.int32)[None]))
+    np.testing.assert_array_equal(*logits)
+
+
 PREFIX = FORMS["older"][0]
 LEFT = "language_model.model.layers.0.more.weight"
 

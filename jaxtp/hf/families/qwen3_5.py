@@ -106,6 +106,8 @@ QWEN3_5_MOE = replace(
         base.Attribute("num_experts", ("num_experts",), int, 256),
         base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 8),
     ),
+    # Without a shared expert, transformers has a gate of nothing.
+    ignored_tensors=(*QWEN3_5.ignored_tensors, f"{_LAYER}mlp.shared_expert_gate.weight"),
     by_type=_LINEAR | _EXPERTS,
     always_by_type={"experts": {"shared_experts_gate": True}},
     required=_REQUIRED | {"norm_topk_prob": True},
