@@ -65,6 +65,7 @@ BACKWARD_OF_DELTA = 1.2
 measured in programs of NVIDIA's compiler (one block of Qwen3.5-27B, 8,192 to 32,768 tokens)."""
 
 MUCH_PADDING = 0.25  # of a block's weights: from here on it is warned of
+_AMPERE = "8.0"  # the oldest architecture of NVIDIA with every kernel
 _FURTHEST = 1024  # size of tp that is proposed
 
 
@@ -445,12 +446,18 @@ def _program_costs(
     yield from _traced_products(jaxpr.jaxpr)
 
 
+@dataclass(frozen=True)
+class _Device(AbstractDevice):
+    compute_capability: str
+
+
 @contextmanager
 def _abstract(sizes: Mapping[str, int], platform: str | None = None) -> Iterator[None]:
-    # `platform` decides the kernels, which take it from the mesh's device.
-    device = platform and AbstractDevice(device_kind=platform, num_cores=None, platform=platform.partition(" ")[0])
+    # The kernels follow the mesh's device. Without one they would ask JAX for its devices, which starts its backend.
+    name, _, capability = (platform or "cpu").partition(" ")
+    device = _Device(device_kind=name, num_cores=None, platform=name, compute_capability=capability or _AMPERE)
     none = AbstractMesh((), ())  # a context mesh cannot change its size directly
-    mesh = abstract_mesh(sizes).update(abstract_device=device or None)
+    mesh = abstract_mesh(sizes).update(abstract_device=device)
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
         yield
 

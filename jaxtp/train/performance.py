@@ -35,6 +35,8 @@ _SIZE, _SIZE_ON_CPU = 2048, 256
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
     """Returns `6 (N - V D) + 6 L S (heads * head_dim)`, the definition for every utilization, with N `parameters`.
 
+    A layer of Gated DeltaNet has 18 (value heads * K V), three products with its states, in place of attention's term.
+
     Embedding lookups, recomputation and unused experts do not count; a tied table counts as the head's product. Frozen
     parameters count 4 instead of 6. Kaplan et al., arXiv 2001.08361; attention as in Megatron-LM, arXiv 2104.04473,
     halved for causality.

@@ -216,6 +216,15 @@ def test_active_parameters_are_those_that_are_published(name, every, active):
     assert active_parameters(model, parameters) / 1e9 == pytest.approx(active, abs=0.05)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("length", [64, 100, 1024])
+def test_gated_delta_net_counts_three_products_with_its_states(length):
+    model = jaxtp.ModelConfig(delta_value_heads=6, delta_key_heads=3, delta_key_dim=8, delta_value_dim=10)
+    of_weights = flops_per_token(model, 10**6, sequence_length=0)
+    of_states = flops_per_token(model, 10**6, sequence_length=length) - of_weights
+    assert of_states == pytest.approx(model.num_layers * 18 * 6 * 8 * 10)
+
+
 def test_frozen_weights_have_no_gradient_to_compute():
     """Without attention and lookup: 4 for a frozen parameter, 6 for one of an adapter."""
     model = jaxtp.ModelConfig(d_ff=64, lora=LoraConfig(rank=2, targets=("q_proj", "down_proj")))

@@ -71,8 +71,10 @@ RECIPES = {
     "llama31_8b_128k_16": "h100x16",
     "lora_gpt_oss_120b": "h100x8",
     "lora_llama31_70b": "h100x8",
+    "lora_qwen35_35b_a3b_32k": "h100x8",
     "mixtral_8x7b": NINE_TENTHS,
     "pretrain_1b": "h100x1",
+    "qwen35_27b": NINE_TENTHS,
     "qwen3_30b_a3b": NINE_TENTHS,
 }
 
