@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxtp.layers.kernels.delta_rule import delta_rule, delta_step
+from jaxtp.layers.kernels.delta_rule import Tokens, delta_rule, delta_step
 from jaxtp.tools.bench.__main__ import medians
 
 KEY_HEADS, VALUE_HEADS, WIDTH = 2, 4, 128
@@ -34,7 +34,7 @@ def token_by_token(q: Array, k: Array, v: Array, log_decay: Array, write: Array)
     return jnp.moveaxis(y, 0, 1), final
 
 
-RULES = {"tokens": token_by_token, "chunks": delta_rule}
+RULES = {"tokens": token_by_token, "chunks": lambda *arrays: delta_rule(Tokens(*arrays))}
 
 
 def draw(length: int) -> list[Array]:

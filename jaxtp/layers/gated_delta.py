@@ -26,7 +26,7 @@ from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences, with_halo
-from jaxtp.layers.kernels.delta_rule import Scan, chunk_states, delta_rule, delta_step
+from jaxtp.layers.kernels.delta_rule import Scan, Tokens, chunk_states, delta_rule, delta_step
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -200,7 +200,8 @@ class GatedDeltaNet(Branch):
         starts = None if segments is None else positions == 0
         initial = None if axis_size(CP) == 1 else sequences.initial_states
         scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
-        y, _ = delta_rule(q, k, v, *self.strengths(weights, write, decay), starts, initial, scan=scan)
+        read = Tokens(q, k, v, *self.strengths(weights, write, decay), starts)
+        y, _ = delta_rule(read, initial, scan=scan)
         return self.gated(weights, checkpoint_name(y, ATTENDED), gate)
 
     def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, ...]:
@@ -265,30 +266,30 @@ class GatedDeltaNet(Branch):
             y = y[:, None]
         else:
             scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
-            y, state = _packed_rule((q, k, v, log_decay, write), state, new, scan or chunk_states)
+            packed = Tokens(q, k, v, log_decay, write, new.positions == 0)
+            y, state = _packed_rule(packed, state, new, scan or chunk_states)
         there, sequence, last = new.ends(len(window))
         latest = tokens[sequence[:, None], last[:, None] + 1 + jnp.arange(window.shape[1])]
         window = jnp.where(there[:, None, None], latest, window)
         return self.gated(weights, y, gate), (state, window[:, None])
 
 
-def _packed_rule(arguments: tuple[Array, ...], state: Array, new: NewTokens, scan: Scan) -> tuple[Array, Array]:
-    """Returns what packed tokens read, and the states of all rows after them; `arguments` are q to write."""
+def _packed_rule(tokens: Tokens, state: Array, new: NewTokens, scan: Scan) -> tuple[Array, Array]:
+    """Returns what packed tokens read, and the states of all rows after them."""
 
     def scan_and_keep(*chunks: Array) -> Any:
         states, written, _ = scan(*chunks)
         return states, written, (states, written)
 
-    (_, k, _, log_decay, _), starts = arguments, new.positions == 0
     initial = new.first(state) if new.continued else None
-    y, (states, written) = delta_rule(*arguments, starts, initial, scan=scan_and_keep)  # type: ignore[misc, arg-type]
+    y, (states, written) = delta_rule(tokens, initial, scan=scan_and_keep)
     # A row's last state is the decayed state before its last chunk, and what its tokens in this chunk write.
     there, sequence, last = new.ends(len(state))
     index, offset = jnp.divmod(last, written.shape[3])
     at = (last - offset)[:, None] + jnp.arange(written.shape[3])
     rows, k, log_decay, starts = (
         x.at[sequence[:, None], at].get(mode="fill", fill_value=-1)
-        for x in (jnp.asarray(new.rows), k, log_decay, starts)
+        for x in (jnp.asarray(new.rows), tokens.k, tokens.log_decay, new.positions == 0)
     )
     of_row = rows == jnp.arange(len(state))[:, None]
     log_decay = jnp.where(of_row[..., None], log_decay, 0)

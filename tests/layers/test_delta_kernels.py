@@ -96,7 +96,7 @@ def rule(scan, *arrays):
     split, rows = PartitionSpec("dp", None, "tp"), PartitionSpec("dp")
 
     def read(*arrays):
-        return delta_rule.delta_rule(*arrays, chunk=8, scan=scan)[0]
+        return delta_rule.delta_rule(delta_rule.Tokens(*arrays), chunk=8, scan=scan)[0]
 
     view = device_view(read, "delta", (*(split,) * len(RULE), rows), split)
 

@@ -14,11 +14,16 @@ from support import assert_close, sweep
 
 import jaxtp
 from jaxtp.collectives import batch_spec, device_view
-from jaxtp.layers.kernels.delta_rule import delta_rule, delta_step, unit_inverse
+from jaxtp.layers.kernels import delta_rule as kernel
+from jaxtp.layers.kernels.delta_rule import Tokens, delta_step, unit_inverse
 from jaxtp.mesh import TP
 
 NAMES = ("y", "final state", "dq", "dk", "dv", "d log_decay", "d write", "d state")
 EXACT = 1e-12  # relative L2 norm in float64
+
+
+def delta_rule(q, k, v, log_decay, write, starts, state=None, **options):
+    return kernel.delta_rule(Tokens(q, k, v, log_decay, write, starts), state, **options)
 
 
 def token_by_token(q, k, v, log_decay, write, starts, state):

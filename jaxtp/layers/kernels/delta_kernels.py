@@ -1,13 +1,7 @@
 """The gated delta rule's recurrence over chunks as a Pallas kernel for NVIDIA GPUs, compiled by Triton.
 
-A program holds columns of one head's state on the chip and visits the chunks. The gradient of the recurrence is the
-same recurrence, from the last chunk to the first; the other gradients are products over all chunks, by XLA:
-
-    pass        new                              state
-    forward     u - w @ state                    decay * state + k_decayed.T @ new
-    backward    d_new + k_decayed @ d_state      decay * d_state - w.T @ new + d_states
-
-Precision and determinism: see `fused_attention.py`.
+A program holds columns of one head's state on the chip and visits the chunks. Precision and determinism: see
+`fused_attention.py`.
 """
 
 from functools import partial
@@ -16,13 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import vary_like
-from jaxtp.layers.kernels.delta_rule import CARRIED
+from jaxtp.layers.kernels.delta_rule import states_by
 from jaxtp.mesh import current_platform
 
 DTYPES = ("bfloat16", "float16", "float32")  # dtypes of the operands
@@ -53,7 +46,7 @@ def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Arra
     more_rows, more_keys, more_values = _padded(rows) - rows, _padded(keys) - keys, -values % columns
     w, k_decayed = (_pad(x, more_rows, more_keys) for x in (w, k_decayed))
     arrays = w, _pad(u, more_rows, more_values), k_decayed, decay, _pad(state, more_keys, more_values)
-    states, new, final = _chunk_states(*(vary_like(x, *arrays) for x in arrays))
+    states, new, final = states_by(_run, *(vary_like(x, *arrays) for x in arrays))
     return states[..., :keys, :values], new[..., :rows, :values], final[..., :keys, :values]
 
 
@@ -65,37 +58,8 @@ def _pad(x: Array, rows: int, columns: int) -> Array:
     return jnp.pad(x, (*[(0, 0)] * (x.ndim - 2), (0, rows), (0, columns)))
 
 
-@jax.custom_vjp
-def _chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple[Array, Array, Array]:
-    return _run(w, u, k_decayed, decay, state)
-
-
-def _forward(
-    w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
-) -> tuple[tuple[Array, Array, Array], tuple[Array, ...]]:
-    states, new, final = _run(w, u, k_decayed, decay, state)
-    states, new = checkpoint_name(states, CARRIED), checkpoint_name(new, CARRIED)
-    return (states, new, final), (w, k_decayed, decay, states, new)
-
-
-def _backward(saved: tuple[Array, ...], grads: tuple[Array, Array, Array]) -> tuple[Array, ...]:
-    w, k_decayed, decay, states, new = saved
-    d_states, d_new, d_final = grads
-    d_after, d_u, d_state = _run(k_decayed, d_new, w, decay, d_final, d_states)
-
-    def product(values: Array, states: Array) -> Array:
-        y = jnp.einsum("...cv,...kv->...ck", values, states.astype(w.dtype), preferred_element_type=jnp.float32)
-        return y.astype(w.dtype)
-
-    return product(-d_u, states), d_u, product(new, d_after), jnp.sum(states * d_after, axis=(-2, -1)), d_state
-
-
-_chunk_states.defvjp(_forward, _backward)
-
-
 @jax.jit  # without jit, JAX 0.10 keeps a kernel in the backward pass when `jax.checkpoint` has saved its results
-def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None = None) -> Any:
-    """Returns the states before visits, the new values and the last state; with `d_states` from the last chunk on."""
+def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None) -> Any:
     batch, heads, chunks, rows, keys = a.shape
     columns, prefetches = min(_COLUMNS, u.shape[-1]), rows * keys * a.dtype.itemsize <= _PREFETCHED
     varying = jax.typeof(a).manual_axis_type  # all inputs vary equally

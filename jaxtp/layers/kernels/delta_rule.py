@@ -11,6 +11,8 @@ Letters of einsum: b rows, g key heads, r value heads of each, n chunks, i and j
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,30 +25,30 @@ CARRIED = "carried"
 """`checkpoint_name` of the states and new values that the backward pass of `chunk_states` needs."""
 
 State = Array | Callable[[Array, Array], Array] | None
-Scan = Callable[[Array, Array, Array, Array, Array], tuple[Array, Array, Array]]
+_Results = tuple[Array, Array, Array]
+Scan = Callable[[Array, Array, Array, Array, Array], _Results]
+Recurrence = Callable[[Array, Array, Array, Array, Array, Array | None], _Results]  # see `states_by`
+
+
+class Tokens(NamedTuple):
+    """Tokens of sequences; value head h uses the query and key of head h // (Hv // Hk)."""
+
+    q: Array  # L2-normalised, `[B, T, Hk, K]`
+    k: Array  # L2-normalised, `[B, T, Hk, K]`
+    v: Array  # `[B, T, Hv, V]`
+    log_decay: Array  # at most 0, `[B, T, Hv]`
+    write: Array  # the strength of writing, `[B, T, Hv]`
+    starts: Array | None = None  # whether a document begins at a token, which reads nothing from before, `[B, T]`
 
 
 def delta_rule(
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array,
-    write: Array,
-    starts: Array | None = None,
-    state: State = None,
-    *,
-    chunk: int = 64,
-    scan: Scan | None = None,
+    tokens: Tokens, state: State = None, *, chunk: int = 64, scan: Scan | None = None
 ) -> tuple[Array, Array]:
     """Returns what the queries read, `[B, T, Hv, V]`, and the final state, `[B, Hv, K, V]`, at least float32.
 
     Products are in the dtype of `v` with float32 sums. The backward pass saves the arguments and `CARRIED`.
 
     Args:
-      q, k: L2-normalised queries and keys, `[B, T, Hk, K]`; value head h uses key head h // (Hv // Hk).
-      v: `[B, T, Hv, V]`.
-      log_decay, write: at most 0, and the strength of writing, `[B, T, Hv]`.
-      starts: whether a document begins at a token, `[B, T]`; its tokens read nothing from before.
       state: the initial state; a function gets the tokens' affine map, `(M [B, Hv, K, K], U [B, Hv, K, V])` with
         final state = M initial + U, and returns it; None is zero.
       chunk: tokens of a chunk, a power of two.
@@ -54,15 +56,17 @@ def delta_rule(
     """
     if chunk & (chunk - 1) or chunk < 1:
         raise ValueError(f"chunk={chunk} is not a power of two")
+    q, k, v, log_decay, write, starts = tokens
     rows, length, heads, values = v.shape
-    wide, keys = jnp.promote_types(v.dtype, jnp.float32), k.shape[2:]
+    wide = jnp.promote_types(v.dtype, jnp.float32)
     chunk = min(chunk, 1 << (length - 1).bit_length())
     starts = jnp.zeros((rows, length), bool) if starts is None else starts
-    initial = jnp.zeros((rows, heads, keys[1], values), wide) if state is None or callable(state) else state
-    tokens = q.astype(v.dtype), k.astype(v.dtype), v, log_decay.astype(wide), write.astype(wide), starts
-    tokens, initial = jax.tree.map(lambda x: vary_like(x, *tokens, initial), (tokens, initial.astype(wide)))
+    initial = jnp.zeros((rows, heads, k.shape[3], values), wide) if state is None or callable(state) else state
+    tokens = Tokens(q.astype(v.dtype), k.astype(v.dtype), v, log_decay.astype(wide), write.astype(wide), starts)
+    arrays = (q, k, v, log_decay, write, starts, initial)
+    tokens, initial = jax.tree.map(lambda x: vary_like(x, *arrays), (tokens, initial.astype(wide)))
 
-    def run(tokens: tuple[Array, ...], initial: Array) -> tuple[Array, Array]:
+    def run(tokens: Tokens, initial: Array) -> tuple[Array, Array]:
         begin = state if callable(state) else None
         return _Chunks(chunk, tokens).rule(scan or chunk_states, begin, initial)
 
@@ -86,7 +90,7 @@ def delta_step(q: Array, k: Array, v: Array, log_decay: Array, write: Array, sta
 class _Chunks:
     """Tokens in chunks, `[B, Hk, Hv // Hk, C, c, ...]`; queries and keys without the third dim."""
 
-    def __init__(self, chunk: int, tokens: tuple[Array, ...]):
+    def __init__(self, chunk: int, tokens: Tokens):
         q, k, v, log_decay, write, starts = tokens
         rows, length, keys, _ = k.shape
         padding = -length % chunk
@@ -99,7 +103,7 @@ class _Chunks:
         both = keys, v.shape[2] // keys
         self.q, self.k, self.v = chunks(q, keys), chunks(k, keys), chunks(v, *both)
         log_decay, self.write = chunks(log_decay, *both), chunks(write, *both)
-        document = jnp.cumsum(chunks(starts), axis=-1)[:, None, None]  # 0: it began before the chunk
+        document = jnp.cumsum(chunks(jnp.asarray(starts)), axis=-1)[:, None, None]  # 0: it began before the chunk
         at = jnp.arange(chunk)
         self.lower = at[:, None] > at
         # Sums of the decays of tokens j+1 to i. Differences of one running sum would lose digits after strong decay.
@@ -147,7 +151,6 @@ def _by_head(x: Array) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-@jax.custom_vjp
 def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple[Array, Array, Array]:
     """Returns the states at the chunks' beginnings `[B, H, C, K, V]`, the new values and the final state.
 
@@ -159,48 +162,58 @@ def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Arra
       decay: of the whole chunk, `[B, H, C]`; 0 where a document begins in it.
       state: `[B, H, K, V]`, float32.
     """
+    return states_by(_recurrence, w, u, k_decayed, decay, state)
 
-    def step(n: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+
+def _recurrence(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None = None) -> _Results:
+    last = a.shape[2] - 1
+
+    def step(turn: Array, sums: _Results) -> _Results:
         states, values, state = sums
-        new = u[:, :, n] - _product("bhck,bhkv->bhcv", w[:, :, n], state.astype(w.dtype))
-        new = new.astype(u.dtype)
-        after = decay[:, :, n, None, None] * state + _product("bhck,bhcv->bhkv", k_decayed[:, :, n], new)
+        n = turn if d_states is None else last - turn
+        read = _product("bhck,bhkv->bhcv", a[:, :, n], state.astype(a.dtype))
+        new = (u[:, :, n] - read if d_states is None else u[:, :, n] + read).astype(u.dtype)
+        change = _product("bhck,bhcv->bhkv", b[:, :, n], new)
+        after = decay[:, :, n, None, None] * state + (change if d_states is None else d_states[:, :, n] - change)
         return states.at[:, :, n].set(state), values.at[:, :, n].set(new), after
 
-    states = jnp.zeros_like(w, state.dtype, shape=(*w.shape[:3], *state.shape[2:]))
-    return lax.fori_loop(0, w.shape[2], step, (states, jnp.zeros_like(u), state))
+    states = jnp.zeros_like(a, state.dtype, shape=(*a.shape[:3], *state.shape[2:]))
+    return lax.fori_loop(0, last + 1, step, (states, jnp.zeros_like(u), state))
 
 
-def _chunk_states_forward(w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> tuple:
-    states, new, final = chunk_states(w, u, k_decayed, decay, state)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def states_by(run: Recurrence, w: Array, u: Array, k_decayed: Array, decay: Array, state: Array) -> _Results:
+    """Computes `chunk_states` by a recurrence.
+
+    Its gradient is the same recurrence, from the last chunk to the first; the other gradients are products over all
+    chunks. `run(a, u, b, decay, state, d_states)` returns the states before each visit, the new values, the last state:
+
+        d_states    order       new              next state
+        None        forward     u - a @ state    decay * state + b.T @ new
+        an array    backward    u + a @ state    decay * state - b.T @ new + d_states
+    """
+    return run(w, u, k_decayed, decay, state, None)
+
+
+def _forward(
+    run: Recurrence, w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
+) -> tuple[_Results, tuple[Array, ...]]:
+    states, new, final = run(w, u, k_decayed, decay, state, None)
     states, new = checkpoint_name(states, CARRIED), checkpoint_name(new, CARRIED)
     return (states, new, final), (w, k_decayed, decay, states, new)
 
 
-def _chunk_states_backward(residuals: tuple[Array, ...], grads: tuple[Array, ...]) -> tuple[Array, ...]:
-    w, k, decay, states, new = residuals
+def _backward(run: Recurrence, saved: tuple[Array, ...], grads: _Results) -> tuple[Array, ...]:
+    w, k, decay, states, new = saved
     d_states, d_new, d_final = grads
-
-    last = w.shape[2] - 1
-
-    def step(turn: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        afters, values, d_after = sums
-        n = last - turn
-        new = d_new[:, :, n] + _product("bhck,bhkv->bhcv", k[:, :, n], d_after.astype(k.dtype))
-        new = new.astype(d_new.dtype)
-        before = decay[:, :, n, None, None] * d_after + d_states[:, :, n]
-        before -= _product("bhck,bhcv->bhkv", w[:, :, n], new)
-        return afters.at[:, :, n].set(d_after), values.at[:, :, n].set(new), before
-
-    sums = jnp.zeros_like(d_states), jnp.zeros_like(d_new), d_final
-    d_after, d_new, d_state = lax.fori_loop(0, last + 1, step, sums)
-    d_w = -_product("bhncv,bhnkv->bhnck", d_new, states.astype(w.dtype))
+    d_after, d_u, d_state = run(k, d_new, w, decay, d_final, d_states)
+    d_w = -_product("bhncv,bhnkv->bhnck", d_u, states.astype(w.dtype))
     d_k = _product("bhncv,bhnkv->bhnck", new, d_after.astype(k.dtype))
     d_decay = jnp.sum(states * d_after, axis=(-2, -1))
-    return d_w.astype(w.dtype), d_new, d_k.astype(k.dtype), d_decay, d_state
+    return d_w.astype(w.dtype), d_u, d_k.astype(k.dtype), d_decay, d_state
 
 
-chunk_states.defvjp(_chunk_states_forward, _chunk_states_backward)
+states_by.defvjp(_forward, _backward)
 
 
 @jax.custom_vjp

@@ -312,7 +312,7 @@ def test_each_row_is_multiplied_with_its_own_expert_alone(monkeypatch):
 
 
 DELTA = f"""{COMPILED}
-from jaxtp.layers.kernels.delta_rule import delta_rule
+from jaxtp.layers.kernels.delta_rule import Tokens, delta_rule
 from jaxtp.layers.kernels.select import pick_scan
 
 def states(scan, w, u, k_decayed, decay, state, *grads):
@@ -321,7 +321,7 @@ def states(scan, w, u, k_decayed, decay, state, *grads):
 
 def rule(scan, *arrays):
     *inputs, starts, grad = arrays
-    y, backward = jax.vjp(lambda *inputs: delta_rule(*inputs, starts, scan=scan)[0], *inputs)
+    y, backward = jax.vjp(lambda *inputs: delta_rule(Tokens(*inputs, starts), scan=scan)[0], *inputs)
     return y, *backward(grad)
 
 whole, dtype, width = json.load(sys.stdin)
