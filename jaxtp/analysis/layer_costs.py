@@ -192,10 +192,11 @@ class Product:
 class Bytes:
     """Bytes of memory, or of traffic through it."""
 
-    kind: Literal["elementwise", "scores", "logits", "saved", "workspace", "cached"]
+    kind: Literal["elementwise", "scores", "logits", "saved", "workspace", "alone", "cached"]
     """elementwise: traffic of a forward pass, each operation fused into one kernel; scores and logits: estimated
     traffic outside of products, in all passes; saved: activations that the remat policy saves; workspace: activations
-    alive at once in the layer's backward pass; cached: KV cache for these tokens."""
+    alive at once in the layer's backward pass; alone: likewise, but of a branch, and never together with another's
+    workspace; cached: KV cache for these tokens."""
     bytes: float
 
 
@@ -449,7 +450,8 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
         ("weighted values", n, values, 2),
     ):
         count = work.num_evals(recomputed, num_backward) * runs
-        yield Product(name, m, k, columns, count, bytes=through, attention=True, counted=counted)
+        in_kernel = not kernel.streams_scores
+        yield Product(name, m, k, columns, count, through, attention=True, counted=counted, in_kernel=in_kernel)
     scores = runs * m * n if kernel.stores_scores else 0
     if kernel.streams_scores:
         yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)

@@ -7,7 +7,7 @@ the products that XLA (not a kernel) computes; its memory estimate assumes resid
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxtp.analysis.census import arrays, count_collectives, equations
 from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place
@@ -33,6 +33,7 @@ from jaxtp.analysis.layer_costs import (
     branch_costs,
     collective_cost,
     collectives_of,
+    column_costs,
     embedding_costs,
     enter,
     has_formulas,
@@ -40,21 +41,28 @@ from jaxtp.analysis.layer_costs import (
     leave,
     norm_costs,
     positions_costs,
+    row_costs,
 )
 from jaxtp.layers import remat
 from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.context import Sequences
+from jaxtp.layers.gated_delta import DELTA, GatedDeltaConfig, GatedDeltaNet
+from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.loss import LOSS
 from jaxtp.layers.parameter import PARAMETERS, PaddedDim, Precision, logical_shape, mark_unreduced, padding_of, spec_of
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, axes_of, batch_parts, mesh_shape, parts
+from jaxtp.mesh import BATCH, CP, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, axes_of, batch_parts, mesh_shape, parts
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
 
 LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products: three forward (maximum,
 exponentials, label's logit), three backward (exponentials, label, their difference)."""
+
+BACKWARD_OF_DELTA = 1.2
+"""Memory of Gated DeltaNet's backward pass in units of all activations between its projections, which it recomputes:
+measured in programs of NVIDIA's compiler (one block of Qwen3.5-27B, 8,192 to 32,768 tokens)."""
 
 MUCH_PADDING = 0.25  # of a block's weights: from here on it is warned of
 _FURTHEST = 1024  # size of tp that is proposed
@@ -92,8 +100,7 @@ class StepCosts:
     @property
     def flops_of_xla(self) -> float:
         """FLOPs outside of custom kernels."""
-        attention = self.attention if self.scores else ()
-        every = (*self.products, *attention, *self.update)
+        every = (*self.products, *self.attention, *self.update)
         return sum(product.flops for product in every if not product.in_kernel)
 
     @property
@@ -146,7 +153,9 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         itemsize=itemsize(config.precision.compute),
         param_itemsize=itemsize(config.trained_dtype),
         kept=int(_bytes("saved", every)),
-        working=int(max(_bytes("workspace", ((1, cost) for cost in costs)) for _, costs in blocks)),
+        working=int(
+            max(_bytes(kind, ((1, c) for c in costs)) for _, costs in blocks for kind in ("workspace", "alone"))
+        ),
         weights=int(max(sum(c.loaded_bytes(work) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
         transposed=int(sum(n * w.stored(work.sizes) * itemsize(w.precision.param) for n, w in weights if w.transposed)),
         loss=int(_bytes("workspace", outside)),
@@ -300,13 +309,75 @@ def described(config: ModelConfig, tp: int = 1, shards: int = 1) -> Decoder:
 
 @lru_cache(maxsize=32)
 def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
-    none, mesh = (
-        AbstractMesh((), ()),
-        abstract_mesh(mesh_shape(fsdp=shards, tp=tp)),
-    )  # a context mesh cannot change its size directly
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
+    with _abstract(mesh_shape(fsdp=shards, tp=tp)):
         model: Decoder = nnx.eval_shape(lambda: create_decoder(config, rngs=nnx.Rngs(0)))
     return model
+
+
+@branch_costs.register
+def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator[Cost]:
+    """Yields the costs of Gated DeltaNet: of its projections by formulas, between them of a traced program."""
+    config, compute = layer.config, itemsize(layer.precision.compute)
+    heads, width, values = config.delta_heads, config.delta_key_dim, config.delta_value_dim
+    (queries, keys), numbers = heads.on_device(work.tp), heads.numbers()
+    hidden = work.tokens * layer.in_proj.in_features * compute
+    taps = heads.keys, heads.keys, heads.numbers(values)
+    yield from column_costs(layer.in_proj, work, "delta in")
+    weight = partial(Weight, module=DELTA, fsdp=False, precision=layer.precision)
+    for split in taps:
+        group = split.shared_by(work.tp)
+        yield weight(size=config.delta_conv * split.size, split=split, group=group)
+    yield from [weight(size=numbers.size, split=numbers)] * 2
+    yield weight(size=values, tp=False, used_by_all_tp=True)
+    window = (config.delta_conv - 1) * sum(split.local(work.tp) for split in taps)
+    yield Bytes("cached", work.rows * (FLOAT32 * queries * width * values + compute * window))
+    # Rows and key heads are alike: one is traced. Other policies than these two save nothing between the projections.
+    one = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
+    policy = work.remat if work.remat in ("none", "save_dots") else "full"
+    shape = {name: getattr(work, name) for name in ("length", "zigzag", "platform", "training")}
+    for cost in _inside_delta(one, layer.precision, work.sizes[CP], (*shape.items(), ("remat", policy))):
+        yield _repeated(cost, work.rows * keys)
+    yield Bytes("alone", 3 * hidden)
+    yield from row_costs(layer.out, work, "attention out", read=read)
+
+
+@lru_cache(maxsize=256)
+def _inside_delta(
+    config: GatedDeltaConfig, precision: Precision, cp: int, shape: tuple[tuple[str, Any], ...]
+) -> tuple[Bytes | CollectiveCost | Product, ...]:
+    # Between the projections, without weights: only their gradients are all-reduced.
+    work = Workload(sizes=mesh_shape(cp=cp), rows=1, **dict(shape))
+    with _abstract(mesh_shape()):
+        layer = nnx.eval_shape(lambda: GatedDeltaNet(1, config, LayerContext(precision=precision), rngs=nnx.Rngs(0)))
+    graph, weights = nnx.split(layer)
+
+    def forward(projected: Any, weights: nnx.State) -> Array:
+        layer = nnx.merge(graph, weights)
+        for projection in ("in_proj", "out"):
+            setattr(layer, projection, lambda x: x)
+        return layer(projected, Sequences(zigzag=work.zigzag))
+
+    shapes = [(1, work.length, each.size) for each in layer.in_proj.features]
+    projected = tuple(jax.ShapeDtypeStruct(each, precision.compute) for each in shapes)
+    costs = list(_program_costs(forward, (projected, weights), work))
+    # A token reads the state by its key, writes it, and reads it by its query.
+    state = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
+    needed = 6.0 * work.tokens * state * work.num_evals(work.remat in RECOMPUTE_POLICIES, 2)
+    counted = needed / sum(cost.flops for cost in costs if isinstance(cost, Product))
+    moved = (cost for cost in costs if isinstance(cost, CollectiveCost) and cost.collective.kind != ALL_REDUCE)
+    products = (cost for cost in costs if isinstance(cost, Product))
+    rule = (replace(product, name="delta rule", attention=True, counted=counted) for product in products)
+    memory = {cost.kind: cost.bytes for cost in costs if isinstance(cost, Bytes)}
+    alone = BACKWARD_OF_DELTA * memory.pop("workspace")
+    return (*(Bytes(kind, size) for kind, size in memory.items()), Bytes("alone", alone), *moved, *rule)
+
+
+def _repeated(cost: Bytes | CollectiveCost | Product, times: int) -> Cost:
+    if isinstance(cost, CollectiveCost):
+        return replace(cost, collective=replace(cost.collective, bytes=times * cost.collective.bytes))
+    if isinstance(cost, Product):
+        return replace(cost, m=times * cost.m, bytes=times * cost.bytes)
+    return replace(cost, bytes=times * cost.bytes)
 
 
 def traced_costs(branch: Branch, work: Workload, features: int, precision: Precision, *, read: bool) -> Iterator[Cost]:
@@ -318,51 +389,70 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
       read: as in `branch_costs`.
     """
     yield from _traced_weights(branch, precision)
-    sizes = dict(work.sizes)
-    rows = work.rows * batch_parts(sizes)
+    rows = work.rows * batch_parts(work.sizes)
     x = jax.ShapeDtypeStruct((rows, work.length, features), precision.compute)
     graph, *states = nnx.split(branch, nnx.Param, ...)
     trained, others = states
     sequences = Sequences(context=work.context, zigzag=work.zigzag)
 
-    def forward(x: Array, trained: nnx.State, others: nnx.State) -> Array:
+    def forward(inputs: tuple[Array, nnx.State], others: nnx.State) -> Array:
+        x, trained = inputs
         y = nnx.merge(graph, trained, others)(x, sequences)
         return y * y if read else y
 
-    def vjp(policy: RematPolicy, x: Array, trained: nnx.State, others: nnx.State) -> Any:
-        # Offloading needs a device with pinned memory; it computes what full does.
-        saved = remat.policy("full" if policy == "offload" else policy)
-        run = jax.checkpoint(forward, policy=saved)
-        return jax.vjp(lambda x, trained: run(x, trained, others), x, trained)
+    def unreduced(inputs: tuple[Array, nnx.State]) -> tuple[Array, nnx.State]:
+        # copies are summed after the last micro-batch, which `Weight.collectives` counts
+        return inputs[0], mark_unreduced(inputs[1])
 
-    def step(x: Array, trained: nnx.State, others: nnx.State) -> Any:
+    copied = unreduced if work.training and work.accumulation > 1 else None
+    yield from _program_costs(forward, ((x, trained), others), work, copied)
+    cache: KVCache = ()
+    with _abstract(work.sizes), suppress(NotImplementedError):  # the branch cannot generate
+        cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length))
+    cached = sum(array.size * array.dtype.itemsize for array in cache)
+    yield Bytes("cached", cached / math.prod(work.sizes.values()))
+
+
+def _program_costs(
+    forward: Callable[..., Array], arguments: tuple[Any, Any], work: Workload, copied: Callable[..., Any] | None = None
+) -> Iterator[Bytes | CollectiveCost | Product]:
+    """Yields the costs of `forward(inputs, others)` and of the gradient by its inputs, perhaps by copies of them."""
+
+    def vjp(policy: RematPolicy, inputs: Any, others: Any) -> Any:
+        # Offloading needs a device with pinned memory; it computes what full does.
+        run = jax.checkpoint(forward, policy=remat.policy("full" if policy == "offload" else policy))
+        return jax.vjp(lambda inputs: run(inputs, others), inputs)
+
+    def step(inputs: Any, others: Any) -> Any:
         if not work.training:
-            return forward(x, trained, others)
-        if work.accumulation > 1:  # copies are summed after the last micro-batch, which `Weight.collectives` counts
-            trained = mark_unreduced(trained)
-        y, backward = vjp(work.remat, x, trained, others)
+            return forward(inputs, others)
+        y, backward = vjp(work.remat, inputs if copied is None else copied(inputs), others)
         return y, backward(y)
 
     def residuals(policy: RematPolicy) -> float:
-        jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))(x, trained, others).jaxpr
+        jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))(*arguments).jaxpr
         saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
-        return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / math.prod(sizes.values())
+        return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / math.prod(work.sizes.values())
 
-    none, mesh = AbstractMesh((), ()), abstract_mesh(sizes)  # a context mesh cannot change its size directly
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
-        jaxpr = jax.make_jaxpr(step)(x, trained, others)
+    with _abstract(work.sizes, work.platform):
+        jaxpr = jax.make_jaxpr(step)(*arguments)
         saved, everything = residuals(work.remat), residuals("none")
-        cache: KVCache = ()
-        with suppress(NotImplementedError):  # the branch cannot generate
-            cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length))
-    cached = sum(array.size * array.dtype.itemsize for array in cache)
-    yield Bytes("cached", cached / math.prod(sizes.values()))
     yield Bytes("saved", saved)
     yield Bytes("workspace", everything)
     yield Bytes("elementwise", everything)
-    for one, times in count_collectives(jaxpr, sizes).items():
+    for one, times in count_collectives(jaxpr, work.sizes).items():
         yield CollectiveCost(Collective(one.kind, one.axes, one.group, one.bytes, one.module), times)
     yield from _traced_products(jaxpr.jaxpr)
+
+
+@contextmanager
+def _abstract(sizes: Mapping[str, int], platform: str | None = None) -> Iterator[None]:
+    # `platform` decides the kernels, which take it from the mesh's device.
+    device = platform and AbstractDevice(device_kind=platform, num_cores=None, platform=platform.partition(" ")[0])
+    none = AbstractMesh((), ())  # a context mesh cannot change its size directly
+    mesh = abstract_mesh(sizes).update(abstract_device=device or None)
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:

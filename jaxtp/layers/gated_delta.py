@@ -273,7 +273,7 @@ class GatedDeltaNet(Branch):
 
 
 def _packed_rule(arguments: tuple[Array, ...], state: Array, new: NewTokens, scan: Scan) -> tuple[Array, Array]:
-    """Returns what packed tokens read, and the states of all rows after them; `arguments` are those of `delta_rule`."""
+    """Returns what packed tokens read, and the states of all rows after them; `arguments` are q to write."""
 
     def scan_and_keep(*chunks: Array) -> Any:
         states, written, _ = scan(*chunks)

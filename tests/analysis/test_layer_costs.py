@@ -77,6 +77,12 @@ MODEL = jaxtp.ModelConfig(
 )
 
 
+DELTA = {
+    **{"delta_value_heads": 6, "delta_key_heads": 3, "delta_key_dim": 8, "delta_value_dim": 6},
+    "pattern": ({}, {"delta_value_heads": 0}),
+}
+
+
 @pytest.mark.parametrize(
     ("sizes", "accumulation", "changes"),
     [
@@ -91,6 +97,14 @@ MODEL = jaxtp.ModelConfig(
         ),
         pytest.param(
             mesh_shape(dp=4, tp=2), 2, {"remat": "save_dots", "attention_bias": False}, marks=pytest.mark.wide
+        ),
+        *(
+            pytest.param(mesh_shape(**sizes), number, {"remat": remat, **DELTA}, marks=pytest.mark.wide)
+            for sizes, number, remat in (
+                ({"fsdp": 2, "tp": 2}, 1, "none"),
+                ({"dp": 2, "tp": 4}, 2, "save_dots"),
+                ({"cp": 4, "tp": 2}, 2, "full"),
+            )
         ),
     ],
     ids=str,
@@ -117,14 +131,19 @@ EXPERTS = dataclasses.replace(KERNELS, d_ff=64, num_experts=4, experts_per_token
 
 @pytest.mark.parametrize("remat", ["none", "save_gathered", "save_dots", "full"])
 @pytest.mark.parametrize(
-    "model", [KERNELS, dataclasses.replace(EXPERTS, grouped="pallas"), dataclasses.replace(EXPERTS, grouped="xla")]
+    "model",
+    [
+        KERNELS,
+        dataclasses.replace(EXPERTS, grouped="pallas"),
+        dataclasses.replace(EXPERTS, grouped="xla"),
+        pytest.param(dataclasses.replace(KERNELS, **DELTA), marks=pytest.mark.wide),
+    ],
 )
 def test_flops_of_kernels_are_read_from_the_traced_program(model, remat, monkeypatch):
     config, cuda = dataclasses.replace(model, remat=remat), {"platform": "cuda 9.0"}
     rows = {"batch_size": 4, "sequence_length": 256} | cuda
     formulas = step_costs.step_costs(config, mesh_shape(dp=2), **rows)
     monkeypatch.setattr(step_costs, "has_formulas", lambda branch: False)
-    monkeypatch.setattr("jaxtp.layers.attention.architecture_of", lambda device: "cuda 9.0")
     traced = step_costs.step_costs(config, mesh_shape(dp=2), **rows)
     assert traced.flops == formulas.flops
     assert traced.flops_of_xla == formulas.flops_of_xla

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from functools import cache
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,12 @@ from jaxtp.collectives import device_view
 from jaxtp.layers.context import Sequences, num_routes
 from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of
+from jaxtp.layers.sequence_parallel import Method
+from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of, mesh_shape
 from jaxtp.tools.check import parity
-from jaxtp.tools.check.shrink import ONE_DEVICE, Case
-from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case, methods_of
+from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.run_report import describe_context
 
 B, HEADS, K, V, D = 2, 2, 3, 5, 16
 
@@ -75,7 +78,7 @@ CONFIG = jaxtp.ModelConfig(
     head_dim=4,
     d_ff=16,
     rope_theta=2.0,
-    norm_eps=1e-3,  # results of a head can be small, and their norm would amplify rounding
+    norm_eps=0.1,  # results of a head can be small, and their norm would amplify rounding
     delta_value_heads=4,
     delta_key_heads=2,
     delta_key_dim=4,
@@ -210,11 +213,14 @@ def on_one_device(name):
     return run, initial, parity.run(run, ONE_DEVICE, initial)
 
 
+UPDATED = [("delta", (1, 1, 4, 2), "auto")]
+UPDATED += [
+    (*case, method) for case in (("hybrid", (1, 2, 2, 2)), ("adapters", (2, 1, 4, 1))) for method in get_args(Method)
+]
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("method", ["ulysses", "gather"])
-@pytest.mark.parametrize(
-    ("name", "mesh"), [("delta", (1, 1, 4, 2)), ("hybrid", (1, 2, 2, 2)), ("adapters", (2, 1, 4, 1))]
-)
+@pytest.mark.parametrize(("name", "mesh", "method"), UPDATED, ids=str)
 def test_three_updates_over_cp_are_those_of_one_device(name, mesh, method):
     """Full attention fetches keys in zigzag order, and exchanges heads in natural order."""
     run, initial, expected = on_one_device(name)
@@ -222,3 +228,18 @@ def test_three_updates_over_cp_are_those_of_one_device(name, mesh, method):
     errors = parity.compare(numbers, expected)
     assert errors.within(parity.TOLERANCES["float32"]), errors
     assert numbers.problems == ()
+
+
+def test_only_attention_has_methods_and_an_order_over_cp():
+    """A model without attention has chunks in natural order, and equal work in them."""
+    mesh, data = mesh_shape(cp=4), DataConfig(sequence_length=64)
+    found = {}
+    for name in ("delta", "hybrid"):
+        run = TrainConfig(model=RUNS[name], data=data, mesh=MeshConfig(context="gather"))
+        found[name] = describe_context(run, mesh), methods_of(dataclasses.replace(run, mesh=MeshConfig()), mesh)
+    alone = "sequences over cp 4, a chunk on each device; Gated DeltaNet by its chunks' maps of states"
+    assert found["delta"] == (alone, ["auto"])
+    text, methods = found["hybrid"]
+    assert text.startswith("sequences over cp 4, two chunks of each on a device, for even work; attention by gather (")
+    assert text.endswith("), Gated DeltaNet by its chunks' maps of states")
+    assert {*methods} == {"ulysses", "gather"}

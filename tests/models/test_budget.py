@@ -17,7 +17,7 @@ from jaxtp.layers import remat
 from jaxtp.layers.lora import LoraConfig, freeze
 from jaxtp.layers.loss import LOSS
 from jaxtp.layers.parameter import GRADIENTS
-from jaxtp.mesh import mesh_sizes
+from jaxtp.mesh import mesh_of, mesh_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import stored_arrays
 
@@ -26,17 +26,17 @@ CONFIG = {"d_model": 64, "d_ff": 96, "num_heads": 8, "num_kv_heads": 8, "head_di
 NUM_WEIGHTS = 9  # q, k, v, out, gate, up, down and two norm scales
 
 
-def block_collectives(mesh, policy, **config):
+def block_collectives(mesh, policy, length=T, **config):
     """Collectives of one block's forward and backward pass."""
     config = jaxtp.ModelConfig(**CONFIG, **config)
-    mesh = jaxtp.make_mesh(*mesh)
+    mesh = mesh_of(sizes_of(mesh))
     with jax.set_mesh(mesh):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
         if config.lora.rank:
             freeze(abstract)  # as the decoder does with all of its blocks
         graph, params, frozen = nnx.split(abstract, nnx.Param, ...)
         block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(policy))
-        x = jax.ShapeDtypeStruct((B, T, config.d_model), jnp.float32)
+        x = jax.ShapeDtypeStruct((B, length, config.d_model), jnp.float32)
         jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda *args: block(*args).sum(), argnums=(0, 1)))(x, params, frozen)
     return count_collectives(jaxpr, mesh_sizes(mesh))
 
@@ -116,6 +116,35 @@ def test_parallel_branches_share_a_gather_and_a_reduction(mesh, policy, split):
     assert units_over_tp(plain, mesh) == 2 * units_over_tp(found, mesh)
 
 
+GATED_DELTA = {"delta_value_heads": 8, "delta_key_heads": 4, "delta_key_dim": 8, "delta_value_dim": 10}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "policy", "split"),
+    sweep_of([[(1, 1, 8), (2, 2, 2)], SEQUENCE_PARALLEL, [None, False]], ((2, 2, 2), "full", None)),
+    ids=str,
+)
+def test_gated_delta_net_moves_over_tp_what_attention_does(mesh, policy, split):
+    """The two collectives of a branch, and parameters: taps of key heads that devices share, and scales' gradients."""
+    found = block_collectives(mesh, policy, sequence_parallel=split, **GATED_DELTA)
+    assert units_over_tp(found, mesh) == (ALL_REDUCE if split is False else SEQUENCE_PARALLEL)[policy]
+    others = {c.shape for c in found if c.axes == ("tp",) and len(c.shape) != 3}
+    taps = {(4, 8)} if mesh[2] > 4 else set()
+    kernels = {(64, 8), (64 // mesh[1], 8)} if mesh[2] > 4 else set()
+    assert others <= {(10,), (64,), (64 // mesh[1],)} | taps | kernels
+    activations = [c for c in found if c.axes != ("tp",) and len(c.shape) > 2]
+    assert not activations
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("policy", ALL_REDUCE)
+def test_states_over_cp_move_bytes_that_do_not_depend_on_the_length(policy):
+    short, long = (block_collectives((1, 1, 4, 2), policy, length, **GATED_DELTA) for length in (T, 16 * T))
+    short, long = ({c: n for c, n in found.items() if "cp" in c.axes} for found in (short, long))
+    assert short == long
+    assert {"permute", "all-gather", "reduce-scatter"} <= {c.kind for c in short}
+
+
 def test_nothing_over_fsdp_has_the_shape_of_an_activation():
     found = block_collectives((1, 2, 4), "none")
     rows = {c.shape[0] for c in found if c.axes == ("fsdp",)}
@@ -186,6 +215,14 @@ EXACT["parallel, dropout"] = dataclasses.replace(PARALLEL, dropout=0.1, embeddin
 EXACT["parallel, two norms"] = dataclasses.replace(PARALLEL, norm_placement="parallel_two", tie_embeddings=False)
 EXACT["parallel rings"] = dataclasses.replace(PARALLEL, overlap="ring", num_kv_heads=2)
 EXACT["parallel experts"] = dataclasses.replace(PARALLEL, num_experts=4, mlp_bias=False, norm="rms")
+DELTA = {
+    **{"delta_value_heads": 6, "delta_key_heads": 3, "delta_key_dim": 8, "delta_value_dim": 10},
+    "pattern": ({}, {"delta_value_heads": 0}),
+}
+EXACT["gated delta"] = dataclasses.replace(PLAIN, **DELTA)
+EXACT["gated delta, rings"] = dataclasses.replace(BIASED, num_kv_heads=2, overlap="ring", **DELTA)
+EXACT["gated delta, parallel"] = dataclasses.replace(PARALLEL, sequence_parallel=False, **DELTA)
+EXACT["gated delta, experts"] = dataclasses.replace(EXACT["experts"], precision=LOW, **DELTA)
 EXACT_FIRST = ["experts", "rings", "pieces", "large vocabulary, tied", "parallel"]
 """Together they have biases, shared kv heads, a padded vocabulary, both norms, and each way to move over tp."""
 
@@ -242,6 +279,8 @@ OVER_CP = {
         dataclasses.replace(BIASED, attention_sinks=True, pattern=({"sliding_window": 3}, {})),
     ),
 }
+OVER_CP["gather, states"] = ("gather", dataclasses.replace(PLAIN, **DELTA))
+OVER_CP["halo of chunks, states"] = ("gather", dataclasses.replace(WINDOWS, precision=LOW, **DELTA))
 """Methods over cp, and models for them. Adapters' budget is an upper bound over tp, and exact over cp."""
 CP_MESHES = [(2, 1, 4, 2), (1, 2, 2, 4), (1, 1, 4, 1)]
 

@@ -45,6 +45,26 @@ def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation, atte
     assert work.flops == compiled_flops(config, mesh, accumulation)
 
 
+DELTA = {"delta_value_heads": 8, "delta_key_heads": 4, "delta_key_dim": 8, "delta_value_dim": 6}
+HYBRID = dataclasses.replace(MODEL, attention="xla", pattern=(DELTA, {}))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", [(1, 2, 4), (1, 1, 8), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("remat", ["none", "save_dots", "full"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_flops_of_gated_delta_net_are_those_of_the_compiled_program(mesh, remat, rank):
+    config = dataclasses.replace(HYBRID, remat=remat, lora=LoraConfig(rank=rank))
+    assert step_costs(config, sizes_of(mesh), **SHAPE).flops == compiled_flops(config, mesh, 1)
+
+
+@pytest.mark.wide
+def test_tp_divides_the_products_of_gated_delta_net():
+    config = dataclasses.replace(HYBRID, vocab_size=64, num_kv_heads=8)
+    whole = compiled_flops(config, (1, 1, 1), 1)
+    assert [whole / compiled_flops(config, (1, 1, tp), 1) for tp in (2, 4, 8)] == [2, 4, 8]
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("remat", ["save_gathered", "save_reduced", "none", "full", "save_dots"])
 @pytest.mark.parametrize("rank", [0, 4])

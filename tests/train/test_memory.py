@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from support import sizes_of, sweep, sweep_of
 import jaxtp
 from jaxtp.data.loader import abstract_batch
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import mesh_shape
+from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, stored_arrays
@@ -130,6 +131,28 @@ def test_an_evaluation_takes_no_more_than_a_step(mesh, remat):
     """The check of a step's memory covers the evaluation's."""
     config, plan, taken = evaluation(32, 4, mesh, remat)
     assert taken <= temporaries(trace_step(config, plan))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_gated_delta_net_takes_memory_in_proportion_to_the_length(mesh, remat):
+    """And has no array with two dims of tokens."""
+    heads = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 10}
+    model = dataclasses.replace(MODEL, num_layers=1, remat=remat, **heads)
+    taken, lengths = [], (1344, 2688, 5376)  # equal to no width of the model
+    for length in lengths:
+        config = TrainConfig(model=model, data=DataConfig(sequence_length=length, global_batch_size=2))
+        sizes = sizes_of(mesh)
+        plan = plan_state(model, optimizers.build(config.optimizer, 10), mesh_of(sizes))
+        with jax.set_mesh(plan.mesh):
+            program = trace_step(config, plan).lower().compile()
+        taken.append(program.memory_analysis().temp_size_in_bytes)
+        tokens = {length, length // sizes["cp"], length // sizes["cp"] // sizes["tp"]}
+        shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", program.as_text())}
+        assert any(dim in tokens for shape in shapes for dim in shape)
+        assert not [shape for shape in shapes if sum(dim in tokens for dim in shape) > 1]
+    assert taken[2] - taken[1] == pytest.approx(2 * (taken[1] - taken[0]), rel=0.1)
 
 
 def test_frozen_weights_take_the_bytes_of_their_dtype_and_adapters_those_of_theirs():

@@ -23,19 +23,33 @@ FACTS = describe_model(CONFIG)
 ROWS, LENGTH = 8, 40
 
 
-def empty_cache():
-    model = jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0))
-    return DecodeModel(model, model.in_order()).empty(ROWS, LENGTH)
+DELTA = {"delta_value_heads": 6, "delta_key_heads": 3, "delta_key_dim": 8, "delta_value_dim": 10}
+HYBRID = dataclasses.replace(MODEL, **DELTA, pattern=({}, {"delta_value_heads": 0}))
+MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 8), (2, 2, 2), (1, 2, 4)]
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2), (1, 1, 8), (2, 2, 2), (1, 2, 4)], ids=str)
-def test_the_cache_is_that_of_the_layers(sizes):
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("name", ["attention", pytest.param("hybrid", marks=pytest.mark.wide)])
+def test_the_cache_is_that_of_the_layers(name, sizes):
+    config = {"attention": MODEL, "hybrid": HYBRID}[name]
+
+    def empty_cache():
+        model = jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+        return DecodeModel(model, model.in_order()).empty(ROWS, LENGTH)
+
     mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
-        caches = nnx.eval_shape(empty_cache)
-    (shape,) = {array.shape for array in jax.tree.leaves(caches)}
-    shard = jax.sharding.NamedSharding(mesh, LAYER_SPEC).shard_shape(shape)
-    assert cache_bytes(MODEL, mesh_sizes(mesh), ROWS, LENGTH) == 2 * MODEL.num_layers * math.prod(shard) * 4
+        caches = jax.tree.leaves(nnx.eval_shape(empty_cache))
+    layout = jax.sharding.NamedSharding(mesh, LAYER_SPEC)
+    held = sum(math.prod(layout.shard_shape(array.shape)) * array.dtype.itemsize for array in caches)
+    assert cache_bytes(config, mesh_sizes(mesh), ROWS, LENGTH) == held
+
+
+@pytest.mark.wide
+def test_states_of_gated_delta_net_do_not_grow_with_the_row():
+    config = dataclasses.replace(HYBRID, pattern=())
+    short, long = (cache_bytes(config, mesh_shape(tp=2), ROWS, length) for length in (LENGTH, 10 * LENGTH))
+    assert short == long > 0
 
 
 def found(room=1e12, rows=ROWS):
