@@ -1,7 +1,7 @@
 """Context parallelism: sequences are split over cp, `T / cp` tokens per device.
 
 Every device of a cp group has whole rows of ids, labels and segments and slices its tokens (`Sequences.local_tokens`),
-so data and checkpoints do not depend on cp. Only attention needs other positions:
+so data and checkpoints do not depend on cp. Only attention and Gated DeltaNet need other positions. Attention:
 
     ulysses   all-to-all to all tokens of N/(tp*cp) heads, and back (Jacobs et al., arXiv 2309.14509). All kernels
               work; kv heads are copied until cp divides them.
@@ -10,6 +10,9 @@ so data and checkpoints do not depend on cp. Only attention needs other position
 
 Later tokens see more keys. Gather without a window therefore balances work by zigzag order: of the chunks 0 to 2cp-1,
 device c has c and 2cp-1-c. Activations have this order, results for users have natural order.
+
+Gated DeltaNet works in both orders. Its convolution fetches a halo. A chunk's tokens are an affine map of the state,
+and one all-gather of these maps gives each chunk its initial state: its size does not depend on T.
 """
 
 import math
@@ -21,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import (
     all_gather,
@@ -34,6 +38,7 @@ from jaxtp.collectives import (
     token_spec,
     vary_like,
 )
+from jaxtp.layers.kernels.delta_rule import CARRIED
 from jaxtp.layers.sequence_parallel import Context, LocalShape, Method, Part
 from jaxtp.mesh import CONTEXT, CP
 
@@ -93,9 +98,11 @@ class Sequences:
 
         A chunk's tokens turn the state S into m S + u, with m `[b * chunks, H, K, K]`.
         """
+        # Passing states from chunk to chunk would move less, but in as many steps as there are chunks.
         maps_bHKF = jnp.concatenate([m, u], axis=-1)
         rows = maps_bHKF.reshape(-1, self.num_chunks, *maps_bHKF.shape[1:])
-        every = self.natural(all_gather(jnp.moveaxis(rows, 1, 0), *CONTEXT, dim=0), dim=0)
+        gathered = checkpoint_name(all_gather(jnp.moveaxis(rows, 1, 0), *CONTEXT, dim=0), CARRIED)
+        every = self.natural(gathered, dim=0)
 
         def advance(state: Array, chunk: Array) -> tuple[Array, Array]:
             m, u = jnp.split(chunk, [chunk.shape[-2]], axis=-1)

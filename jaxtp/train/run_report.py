@@ -199,11 +199,12 @@ def _describe_experts(model: ModelConfig, tp: int) -> str | None:
 
 
 def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:
-    """Describes attention over cp; None if cp is 1."""
+    """Describes attention and Gated DeltaNet over cp; None if cp is 1."""
     if mesh[CP] == 1:
         return None
     share, found = share_of(config, mesh), {}
-    for block in config.model.block_kinds():
+    attending = [block for block in config.model.block_kinds() if not block.delta_value_heads]
+    for block in attending:
         attention = block.context_attention(mesh[TP])
         method, why = attention.method(share)
         where = "" if attention.window is None else f" within a window of {attention.window:,}"
@@ -213,7 +214,10 @@ def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
         chunks = "two chunks of each on a device, for even work"
     elif any(found.values()):
         chunks += f"; WARNING: the last has the most to do, as 2 * cp does not divide sequences of {share.length:,}"
-    return f"sequences over cp {mesh[CP]}, {chunks}; attention by {' and '.join(found)}"
+    layers = [f"attention by {' and '.join(found)}"] if found else []
+    if len(attending) < len(config.model.block_kinds()):
+        layers.append("Gated DeltaNet by its chunks' maps of states")
+    return f"sequences over cp {mesh[CP]}, {chunks}; {', '.join(layers)}"
 
 
 def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:

@@ -78,7 +78,7 @@ def test_chunks_are_the_rule_token_by_token(heads):
 
 
 @pytest.mark.wide  # each example is a program
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.integers(1, 40), st.sampled_from([1, 2, 16, 64]), st.sampled_from([(1, 1), (1, 4), (3, 6)]), st.integers(1, 5)
 )
@@ -88,22 +88,23 @@ def test_any_length_chunk_heads_and_width(length, chunk, heads, width):
         assert_close(found(arguments, grads, chunk), expected(arguments, grads), EXACT)
 
 
+@settings(max_examples=8)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4))
 def test_a_document_alone_equals_it_packed(lengths):
     """Also its gradients. Neither the initial state nor its gradient passes a start."""
     with jax.enable_x64(True):
         (*tokens, _, state), (dy, d_final) = draw(90)
         bounds = np.cumsum([0, *lengths])
-        starts = jnp.zeros((2, 90), bool).at[:, bounds].set(True)
+        starts = np.tile(np.isin(np.arange(90), bounds), (2, 1))
         packed = found((*tokens, starts, state), (dy, 0 * d_final), chunk=16)
         assert not packed["d state"].any()
         for begin, end in itertools.pairwise(bounds):
-            *moved, dy_moved = (jnp.roll(x, -begin, axis=1)[:, :24] for x in (*tokens, dy))
-            around = jnp.zeros((2, 24), bool).at[:, [0, end - begin]].set(True)
+            *moved, dy_moved = (np.roll(x, -begin, axis=1)[:, :24] for x in (*tokens, dy))
+            around = np.tile(np.isin(np.arange(24), [0, end - begin]), (2, 1))
             alone = found((*moved, around, 9 * state), (dy_moved, 0 * d_final), chunk=8)
             assert_close(
-                {name: alone[name][:, : end - begin] for name in alone if "state" not in name},
-                {name: packed[name][:, begin:end] for name in packed if "state" not in name},
+                {name: np.asarray(alone[name])[:, : end - begin] for name in alone if "state" not in name},
+                {name: np.asarray(packed[name])[:, begin:end] for name in packed if "state" not in name},
                 EXACT,
             )
 
@@ -181,6 +182,7 @@ def test_float32_is_as_exact_in_hard_cases(case):
         wide = jax.tree.map(lambda x: x if x.dtype == bool else x.astype("float64"), (hard(arguments), grads))
         right = expected(*wide)
     assert all(np.isfinite(x).all() for x in result.values())
+    result, right = jax.tree.map(lambda x: np.where(np.abs(np.asarray(x)) < 1e-30, 0, x), (result, right))
     assert_close(result, right, 5e-6)
 
 

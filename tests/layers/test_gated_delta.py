@@ -292,9 +292,11 @@ def test_settings_of_a_hybrid_may_stand_on_either_side():
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
 def test_a_small_model_is_padded_alike(tp):
-    large = dataclasses.replace(CONFIG, num_layers=4, delta_key_dim=128, delta_value_dim=128, head_dim=64)
+    large = dataclasses.replace(
+        CONFIG, num_layers=4, delta_key_dim=128, delta_value_dim=128, head_dim=64, norm_eps=1e-6
+    )
     large = dataclasses.replace(large, pattern=({}, {"delta_value_heads": 0, "num_heads": 6}))
     small = shrink_model(large, ShrinkSpec(tps=frozenset({1, tp}), shards=1, length=32, before=4096))
-    assert (small.delta_key_dim, small.delta_value_dim) == (8, 10)
+    assert (small.delta_key_dim, small.delta_value_dim, small.norm_eps) == (8, 10, 1e-2)
     padded = [{name: n for name, n in padded_sizes(each, tp).items() if "heads" in name} for each in (large, small)]
     assert padded[0] == padded[1]

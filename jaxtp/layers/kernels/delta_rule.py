@@ -111,15 +111,19 @@ class _Chunks:
         self.between = jnp.where(same & (at[:, None] >= at), jnp.exp(sums), 0)
         self.from_state = jnp.where(document == 0, jnp.exp(sums[..., 0] + log_decay[..., :1]), 0)
 
+    def of_values(self, x: Array) -> Array:
+        # The transpose of a concatenation is additions, of a broadcast a reduction, which XLA for CPUs does slowly.
+        return jnp.concatenate([x[:, :, None]] * self.v.shape[2], axis=2)
+
     def rule(self, scan: Scan, begin: Callable[[Array, Array], Array] | None, initial: Array) -> tuple[Array, Array]:
         dtype = self.v.dtype
-        keys = _product("bgnik,bgnjk->bgnij", self.k, self.k)[:, :, None]
+        keys = self.of_values(_product("bgnik,bgnjk->bgnij", self.k, self.k))
         weights = self.write[..., None] * keys * self.between
         inverse = unit_inverse(jnp.where(self.lower, weights, 0)) * self.write[..., None, :]
         u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
         # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16 without optimization.
         w = _product("bgnjk,bgrnij->bgrnik", self.k, (inverse * self.from_state[..., None, :]).astype(dtype))
-        k = self.k[:, :, None] * self.between[..., -1, :, None]
+        k = self.of_values(self.k) * self.between[..., -1, :, None]
         w, u, k, decay = (
             _by_head(x) for x in (w.astype(dtype), u.astype(dtype), k.astype(dtype), self.from_state[..., -1])
         )
@@ -133,7 +137,7 @@ class _Chunks:
         split = self.v.shape[:3]
         states, new = (x.reshape(*split, *x.shape[2:]) for x in (states, new))
         y = self.from_state[..., None] * _product("bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype))
-        scores = _product("bgnik,bgnjk->bgnij", self.q, self.k)[:, :, None] * self.between
+        scores = self.of_values(_product("bgnik,bgnjk->bgnij", self.q, self.k)) * self.between
         y += _product("bgrnij,bgrnjv->bgrniv", scores.astype(dtype), new)
         y = _by_head(y).astype(dtype)
         return jnp.moveaxis(y, 1, 3).reshape(y.shape[0], -1, y.shape[1], y.shape[-1]), final

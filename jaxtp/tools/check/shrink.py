@@ -133,10 +133,11 @@ def cases_of(config: TrainConfig, sizes: Mapping[str, int], first_method: Contex
 
 def methods_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Context]:
     """Returns the cp attention methods to check: the configuration's, and for auto also the others."""
-    if sizes[CP] == 1 or config.mesh.context != "auto":
+    attending = [block for block in config.model.block_kinds() if not block.delta_value_heads]
+    if sizes[CP] == 1 or config.mesh.context != "auto" or not attending:
         return [config.mesh.context if sizes[CP] > 1 else "auto"]
     share = share_of(config, sizes)
-    taken = {block.context_attention(sizes[TP]).method(share)[0] for block in config.model.block_kinds()}
+    taken = {block.context_attention(sizes[TP]).method(share)[0] for block in attending}
     automatic = taken.pop() if len(taken) == 1 else "auto"
     return [automatic, *(method for method in get_args(Method) if method != automatic)]
 
