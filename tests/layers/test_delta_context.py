@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from functools import cache
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxtp.collectives import device_view
 from jaxtp.layers.context import Sequences, num_routes
 from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.sequence_parallel import Method
 from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of, mesh_shape
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, methods_of
@@ -211,11 +213,14 @@ def on_one_device(name):
     return run, initial, parity.run(run, ONE_DEVICE, initial)
 
 
+UPDATED = [("delta", (1, 1, 4, 2), "auto")]
+UPDATED += [
+    (*case, method) for case in (("hybrid", (1, 2, 2, 2)), ("adapters", (2, 1, 4, 1))) for method in get_args(Method)
+]
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("method", ["ulysses", "gather"])
-@pytest.mark.parametrize(
-    ("name", "mesh"), [("delta", (1, 1, 4, 2)), ("hybrid", (1, 2, 2, 2)), ("adapters", (2, 1, 4, 1))]
-)
+@pytest.mark.parametrize(("name", "mesh", "method"), UPDATED, ids=str)
 def test_three_updates_over_cp_are_those_of_one_device(name, mesh, method):
     """Full attention fetches keys in zigzag order, and exchanges heads in natural order."""
     run, initial, expected = on_one_device(name)
