@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 
 from jaxtp.collectives import vary_like
 from jaxtp.layers.kernels.delta_rule import CARRIED
@@ -105,7 +106,7 @@ def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Arr
     def block(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *shape, columns), lambda j, h, i: (i, h, *[0] * len(shape), j))
 
-    def result(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    def result(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, heads, *shape, u.shape[-1]), dtype, manual_axis_type=varying)
 
     def program(*refs: Any) -> None:  # jit: see `fused_attention.py`
