@@ -1,7 +1,8 @@
 """KV cache: a token's slot is its position in its row.
 
 New tokens come as rows (each sequence continues a row of the cache) or packed (tokens of several rows in one sequence).
-A layer writes them, then attends to the slots up to each query's position, which hides stale slots.
+A layer writes them, then attends to the slots up to each query's position, which hides stale slots. A recurrent layer
+has no slots but a state for each row, which begins again at position 0.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ DROPPED = 2**30
 
 KVCaches = tuple[Mapping[str, tuple[Array, ...]], ...]
 """Caches by layer and branch: keys and values `[B, K, S, H]` in the compute dtype, keys rotated, S slots a row. K is
-the number of kv heads, or tp if that is more: devices that share a head each store it."""
+the number of kv heads, or tp if that is more: devices that share a head each store it. Arrays without S slots are
+states, which all tokens of a row changed in turn."""
 
 
 @jax.tree_util.register_dataclass

@@ -26,7 +26,7 @@ from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences, with_halo
-from jaxtp.layers.kernels.delta_rule import chunk_states, delta_rule, delta_step
+from jaxtp.layers.kernels.delta_rule import Scan, chunk_states, delta_rule, delta_step
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -264,23 +264,24 @@ class GatedDeltaNet(Branch):
             y, state = delta_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], write[:, 0], state)
             y = y[:, None]
         else:
-            y, state = _packed_rule((q, k, v, log_decay, write), state, new)
+            scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
+            y, state = _packed_rule((q, k, v, log_decay, write), state, new, scan or chunk_states)
         there, sequence, last = new.ends(len(window))
         latest = tokens[sequence[:, None], last[:, None] + 1 + jnp.arange(window.shape[1])]
         window = jnp.where(there[:, None, None], latest, window)
         return self.gated(weights, y, gate), (state, window[:, None])
 
 
-def _packed_rule(arguments: tuple[Array, ...], state: Array, new: NewTokens) -> tuple[Array, Array]:
-    """Returns what packed tokens read, and the states of all rows after them; `arguments` are those of `delta_rule`."""
+def _packed_rule(arguments: tuple[Array, ...], state: Array, new: NewTokens, scan: Scan) -> tuple[Array, Array]:
+    """Returns what packed tokens read, and the states of all rows after them; `arguments` are q to write."""
 
-    def with_chunks(*chunks: Array) -> Any:
-        states, written, _ = chunk_states(*chunks)
+    def scan_and_keep(*chunks: Array) -> Any:
+        states, written, _ = scan(*chunks)
         return states, written, (states, written)
 
     (_, k, _, log_decay, _), starts = arguments, new.positions == 0
     initial = new.first(state) if new.continued else None
-    y, (states, written) = delta_rule(*arguments, starts, initial, scan=with_chunks)  # type: ignore[misc, arg-type]
+    y, (states, written) = delta_rule(*arguments, starts, initial, scan=scan_and_keep)  # type: ignore[misc, arg-type]
     # A row's last state is the decayed state before its last chunk, and what its tokens in this chunk write.
     there, sequence, last = new.ends(len(state))
     index, offset = jnp.divmod(last, written.shape[3])
