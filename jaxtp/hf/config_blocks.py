@@ -18,7 +18,8 @@ from jaxtp.layers.rope import UNSCALED, RopeScaling, rope_problems
 from jaxtp.models.config import BlockConfig, ModelConfig
 
 _ORIGINAL, _MAX_POSITIONS = "original_max_position_embeddings", "max_position_embeddings"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_INTERVAL, _DEFAULT_INTERVAL = "full_attention_interval", 4
 _TYPES, _KINDS = "attention_types", {"global": _FULL, "local": _SLIDING}
 """An attribute that lists groups of layers, and its names of attention types."""
 _SCALINGS: Mapping[str, tuple[str, ...]] = {
@@ -65,38 +66,46 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     kinds = _read_windows(attributes, family, count)
     window = whole("sliding_window", attributes.get("sliding_window", family.default_window)) if any(kinds) else None
     not_null = family.window_can_be_null and attributes.get("sliding_window", family.default_window) is not None
-    rotated = _read_rotated(attributes, family, kinds)
+    rotated, linear = _read_rotated(attributes, family, kinds), _read_linear(attributes, family, count)
     sparse = _read_sparse(attributes, family, count)
+    if sparse is not None and not fields["num_experts"]:
+        sparse = [False] * count
     has_experts = [bool(fields.get("num_experts"))] * count if sparse is None else sparse
     # All layers set the same fields, so that each that differs from the model's is a change.
     common = {name: fields.get(name, _DEFAULTS.get(name)) for name in family.changing_fields()}
     common |= {} if sparse is None else {"num_experts": fields["num_experts"]}
+    common |= {} if any(linear) else {name: _DEFAULTS[name] for name in fields if name.startswith("delta_")}
 
-    def settings(windowed: bool, rotates: bool, experts: bool) -> Settings:
+    def settings(windowed: bool, rotates: bool, is_linear: bool, experts: bool) -> Settings:
         layer = {**common, "sliding_window": window if windowed else None, **ropes[windowed]}
         layer |= {} if rotates else {**NO_ROPE}
         layer |= {} if experts or sparse is None else {"num_experts": 0}
-        for kind in _types(windowed, rotates, experts, any_window=any(kinds) or not_null):
+        for kind in _types(windowed, rotates, is_linear, experts, any_window=any(kinds) or not_null):
             for each in family.by_type.get(kind, ()):
                 # An override of single layers replaces the defaults of a type.
                 if name_in_file(each, attributes) in attributes or _OVERRIDES not in attributes:
                     layer |= dict.fromkeys(each.fields, read_attribute(each, attributes, {**fields, **layer}))
             layer |= {**family.always_by_type.get(kind, {})}
+        if layer.get("shared_experts") == 0 and "shared_experts_gate" in layer:
+            layer["shared_experts_gate"] = False
         return layer
 
     overrides = _read_overrides(attributes, family, fields)
-    usual = [settings(*each) for each in zip(kinds, rotated, has_experts, strict=True)]
+    usual = [settings(*each) for each in zip(kinds, rotated, linear, has_experts, strict=True)]
     layers = [{**layer, **overrides.get(i, {})} for i, layer in enumerate(usual)]
-    model = settings(all(kinds), any(rotated), any(has_experts))
+    model = settings(all(kinds), any(rotated), any(linear), any(has_experts))
     model = next((layer for layer, before in zip(layers, usual, strict=True) if before == model), model)
+    if values := model.get("delta_value_heads"):
+        _check_multiple(values, whole("linear_num_key_heads", fields["delta_key_heads"]))
     if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
     return _compress_layers(model, layers)
 
 
-def _types(windowed: bool, rotates: bool, experts: bool, *, any_window: bool) -> tuple[LayerType, ...]:
+def _types(windowed: bool, rotates: bool, linear: bool, experts: bool, *, any_window: bool) -> tuple[LayerType, ...]:
     attention: tuple[LayerType, ...] = ("full_attention", "global") if any_window else ("full_attention",)
+    attention = ("linear_attention",) if linear else attention
     return (
         *(("sliding_attention",) if windowed else attention),
         "rope" if rotates else "no_rope",
@@ -113,11 +122,13 @@ def write_layers(config: ModelConfig, family: Family) -> dict[str, object]:
         **(_write_ropes(layers, family) if "rope_theta" in names else {}),
         **({"layer_types": [family.only_layer_type] * len(layers)} if family.only_layer_type else {}),
         **_write_rotated(layers, family),
+        **(_write_linear(layers) if _INTERVAL in names else {}),
         **_write_sparse([bool(layer.num_experts) for layer in layers], family),
     }
     any_window = any(layer.sliding_window for layer in layers)
     for layer in reversed(layers):  # so the first layer of a type wins
-        flags = layer.sliding_window is not None, layer.rope_theta is not None, bool(layer.num_experts)
+        windowed, rotates = layer.sliding_window is not None, layer.rope_theta is not None
+        flags = windowed, rotates, bool(layer.delta_value_heads), bool(layer.num_experts)
         for kind in _types(*flags, any_window=any_window):
             written |= dict(write_fields(family.by_type.get(kind, ()), vars(layer)))
     if SCALE_BY_LAYER in names:
@@ -335,6 +346,36 @@ def _write_rotated(layers: Sequence[BlockConfig], family: Family) -> dict[str, o
     return {name: value for name, value in written.items() if name in family.layer_attributes}
 
 
+def _read_linear(attributes: Attributes, family: Family, count: int) -> list[bool]:
+    """Returns whether each layer has linear attention."""
+    if _INTERVAL not in family.layer_attributes:
+        return [False] * count
+    if (types := attributes.get("layer_types")) is None:
+        period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
+        return [(i + 1) % period != 0 for i in range(count)]
+    if not isinstance(types, list) or len(types) != count or not set(map(str, types)) <= {_FULL, _LINEAR}:
+        raise HFError(f"layer_types = {quote(types)}: should be {_FULL} or {_LINEAR} for each of {count} layers")
+    return [kind == _LINEAR for kind in types]
+
+
+def _check_multiple(values: int, keys: int) -> None:
+    if values % keys:
+        nearest = max(1, round(values / keys)) * keys
+        raise HFError(
+            f"linear_num_value_heads = {values} is not a multiple of linear_num_key_heads = {keys}; the nearest is "
+            f"{nearest}"
+        )
+
+
+def _write_linear(layers: Sequence[BlockConfig]) -> dict[str, object]:
+    linear = [bool(layer.delta_value_heads) for layer in layers]
+    period = linear.index(False) + 1 if not all(linear) else len(linear) + 1
+    written: dict[str, object] = {"layer_types": [_LINEAR if each else _FULL for each in linear]}
+    # Some programs read this one alone.
+    regular = linear == [(i + 1) % period != 0 for i in range(len(linear))]
+    return written | ({_INTERVAL: period} if regular else {})
+
+
 def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[bool] | None:
     """Returns whether each layer has experts; None if the family does not distinguish layers."""
     names, first = family.layer_attributes, family.default_dense_layers
@@ -402,7 +443,8 @@ def _read_rope(attributes: Attributes, family: Family, fields: Settings, *, wind
         raise HFError(f"rope_type = {quote(kind)} is not supported; a {family.model_type} can have {supported}")
     more = {name for each in family.rope_attributes for name in (each.name, each.alias)}
     for key in parameters:
-        if key not in {*_SCALINGS[kind], *_COMMON_PARAMETERS, *(_ATTENTION_SCALES if kind == "yarn" else ()), *more}:
+        known = {*_SCALINGS[kind], *_COMMON_PARAMETERS, *more, *family.rope_ignored}
+        if key not in known | {*(_ATTENTION_SCALES if kind == "yarn" else ())}:
             raise HFError(f"{truncate(key)} of the rotary embedding {kind!r} is unknown; it may change the model")
     width = fields.get("rope_head_dim") or fields.get("head_dim", 2)
     part = width / fields.get("head_dim", width) if family.rope_in_head else 1.0

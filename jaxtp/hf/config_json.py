@@ -28,7 +28,7 @@ from jaxtp.hf.model_folder import (
 )
 from jaxtp.hf.safetensors import FORMATS
 from jaxtp.hf.tensor_map import dtypes
-from jaxtp.hf.wrapper import TEXT, Whole, others_in, text_attributes
+from jaxtp.hf.wrapper import TEXT, Whole, full_names, text_attributes
 from jaxtp.layers.experts import ExpertsConfig
 from jaxtp.layers.mlp import MLPConfig
 from jaxtp.layers.parameter import DType
@@ -144,7 +144,7 @@ def open_whole(path: Path, config: ModelConfig) -> Whole:
         stored = configuration.validate(ModelConfig, _fields(text, family), source=source)
         if lost := configuration.differences(_comparable(stored), _comparable(config), "model."):
             raise HFError(f"another model (it has -> yours has): {join_problems([truncate(line) for line in lost])}")
-        return Whole(folder, family, others_in(folder, family, config.num_layers))
+        return Whole(folder, family, full_names(folder.tensors, family, config.num_layers))
 
 
 def changed_config(whole: Whole, dtype: DType, longest: object) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack, get_type_hints
@@ -30,7 +31,7 @@ from jaxtp.hf.families.family import Layout
 from jaxtp.hf.load import Progress
 from jaxtp.hf.model_folder import CONFIG, INDEX, WEIGHTS, Attributes, HFError, read_attributes, read_files
 from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, write_file
-from jaxtp.hf.tensor_map import TensorPart, constants, group_by_tensor, tensor_parts
+from jaxtp.hf.tensor_map import TensorPart, constants, general_names, group_by_tensor, tensor_parts
 from jaxtp.hf.wrapper import text_attributes
 from jaxtp.layers.parameter import DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
@@ -62,7 +63,7 @@ class SaveOptions(TypedDict, total=False):
     """Dtype of the tensors; by default the parameters' dtype, which is lossless."""
     experts: Layout
     """"separate" (default for models) writes a tensor per expert, as on the Hub; "stacked" (default for adapters) one
-    per layer, as in transformers 5."""
+    per layer, as in transformers 5. With `like`, the default is the layout in that folder."""
     allow_non_finite: bool
     """Write weights even if they are not finite."""
     progress: Progress | None
@@ -122,8 +123,11 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     else:
         attributes = changed_config(whole, dtype, more.get(MAX_POSITIONS))
     variables = named_variables(nnx.state(model))
-    parts = tensor_parts(variables, config, family, options.get("experts", "separate"))
-    tensors: dict[str, Stored] = {**group_by_tensor(parts), **constants(family, config.num_layers, dtype)}
+    text = {} if whole is None else whole.text
+    like_text = {} if "experts" in options else general_names(text)
+    parts = tensor_parts(variables, config, family, options.get("experts", "separate"), like_text)
+    grouped = {name: _like(text.get(name), group) for name, group in group_by_tensor(parts).items()}
+    tensors: dict[str, Stored] = {**grouped, **constants(family, config.num_layers, dtype)}
     if whole is not None:
         tensors = {whole.name(name): stored for name, stored in tensors.items()} | dict(whole.others)
     files = _shards(tensors, dtype, options.get("max_shard_size", "5GB"))
@@ -133,6 +137,12 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
         weight_map = {name: file for file, group in files.items() for name in group}
         others[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     write_folder(Path(path), variables, files, others, dtype, options)
+
+
+def _like(stored: StoredTensor | None, parts: Sequence[TensorPart]) -> Sequence[TensorPart]:
+    if parts[0].float32 is not None or stored is None:
+        return parts
+    return [replace(part, float32=stored.dtype == FORMATS["float32"]) for part in parts]
 
 
 def write_folder(

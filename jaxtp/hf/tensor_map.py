@@ -59,8 +59,8 @@ class TensorPart:
     """Shape in the file, if it splits a dim into heads, or joins the dims of experts and ranks."""
     head: int | None = None
     """Number of the only head in the tensor; None if it holds all heads, or the parameter has none."""
-    float32: bool = False
-    """Always float32 in the file."""
+    float32: bool | None = False
+    """Float32 in the file, whatever the dtype of the others; None: in some files."""
     inner: int = 0
     """Start of the part along the second to last dim in jaxtp's order."""
     experts_last: bool = False
@@ -121,7 +121,7 @@ def tensor_parts(
             shape = (*logical_shape(variable)[inside:-1], width)
             shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
             rows = width // block.head_dim if tensor.by_head else 1
-            split = (rows, width // rows) if tensor.by_head or tensor.one_row else None
+            split = (*shape[:-1], rows, shape[-1] // rows) if tensor.by_head or tensor.unit_dim else None
             each: Iterable[int | None] = (None,)
             if EACH_HEAD in tensor.theirs:
                 each, shape = range(width // block.head_dim), (block.head_dim,)
@@ -207,9 +207,14 @@ def _check_counts(stored: Mapping[str, StoredTensor], config: ModelConfig, famil
             raise HFError(f"{name} = {count}, and the file has tensors of {len(numbers)} {what}{last}")
 
 
+def general_names(stored: Iterable[str]) -> dict[str, str]:
+    """Returns one name for each name with `EXPERT` in place of the expert number."""
+    return {_EXPERT.sub(EXPERT, name): name for name in reversed(list(stored))}
+
+
 def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
     """Returns the tensors' dtypes, as spelled in the format; float8 with scales counts as bfloat16."""
-    general = {tensor.theirs for tensor in family.tensors if tensor.float32}
+    general = {tensor.theirs for tensor in family.tensors if tensor.float32 is not False}
     return {
         "BF16" if isinstance(tensor, ScaledTensor) else tensor.dtype
         for name, tensor in full_names(stored, family).items()
@@ -226,7 +231,7 @@ def match_tensors(
     """
     stored = full_names(tensors, family, config.num_layers)
     _check_counts(stored, config, family)
-    by_general = {_EXPERT.sub(EXPERT, name): name for name in reversed(list(stored))}
+    by_general = general_names(stored)
     layout: Layout = "separate" if any(EXPERT in name for name in by_general) else "stacked"
     needed = group_by_tensor(tensor_parts(parameters, config, family, layout, by_general))
     tied = config.tie_embeddings
@@ -235,7 +240,11 @@ def match_tensors(
     both = {name: (stored[name], part) for name, (part, *_) in needed.items() if name in stored}
     wrong = {
         "missing": [name for name in needed if name not in stored],
-        "unexpected": [name for name in stored if name not in known and not _is_ignored(name, family)],
+        "unexpected": [
+            name
+            for name, tensor in stored.items()
+            if name not in known and 0 not in tensor.shape and not _is_ignored(name, family)
+        ],
         "wrong shape": [
             f"{name} is {dims(tensor.shape)}, not {dims(part.stored_shape)}"
             for name, (tensor, part) in both.items()

@@ -20,7 +20,7 @@ HEAD, TABLE = "head.kernel", "embedding.embedding"
 TEXT = "text_config"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SHARED = ("tie_word_embeddings", "quantization_config")
-"""Attributes of a text model that may be outside of `text_config`."""
+"""Attributes of a text model that may be outside of `text_config`, where they have precedence, as in transformers."""
 Tensors = Mapping[str, StoredTensor]
 
 
@@ -36,7 +36,7 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
             f"architectures = {quote(attributes['architectures'])} is not supported, only {wrapper.architecture}"
         )
     shared = {name: attributes[name] for name in _SHARED if name in attributes}
-    return {**shared, "model_type": wrapper.text_types[0], **text, "architectures": None}
+    return {"model_type": wrapper.text_types[0], **text, **shared, "architectures": None}
 
 
 def is_part(family: Family) -> bool:
@@ -47,21 +47,24 @@ def is_part(family: Family) -> bool:
 def full_names(stored: Tensors, family: Family, num_layers: int | None = None) -> Tensors:
     """Returns the text model's tensors by the names in the family's table; some files lack its prefix.
 
-    Raises `HFError` if a multimodal file mixes names, or has none of the text model.
+    A text model that transformers took out of a multimodal folder has the names of that folder. Raises `HFError` if a
+    multimodal file mixes names, or has none of the text model.
     """
     head, table = (name_of(ours, family) for ours in (HEAD, TABLE))
     names = {name: name for name in stored}
-    if family.wrapper is not None:
+    bare = table.removeprefix(family.prefix)
+    wrapped = family.wrapper is not None or (table not in stored and TEXT_PREFIXES[1][0] + bare in stored)
+    if wrapped:
         before, before_head = _prefixes(stored, family)
         names = {name: _unwrapped(name, before, before_head, family) for name in stored}
-    elif table not in stored and table.removeprefix(family.prefix) in stored:
+    elif table not in stored and bare in stored:
         names = {name: name if name == head else family.prefix + name for name in stored}
     full: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if _is_other(name, names[name], family, num_layers):
             continue
         other = full.setdefault(names[name], tensor)
-        is_bare = family.wrapper is not None and name == names[name] and name.startswith(family.prefix)
+        is_bare = wrapped and name == names[name] and name.startswith(family.prefix)
         if other is not tensor or is_bare:
             both = " and ".join(truncate(each) for each in sorted({other.name, name}))
             raise HFError(f"{both}: the names of text tensors begin in two ways")
@@ -103,12 +106,6 @@ def _unwrapped(name: str, before: str, before_head: str, family: Family) -> str:
     return bare if name.startswith(before_head) and bare.startswith("lm_head.") else name
 
 
-def others_in(folder: Folder, family: Family, num_layers: int) -> Tensors:
-    """Returns the tensors that are not the text model's."""
-    text = {tensor.name for tensor in full_names(folder.tensors, family, num_layers).values()}
-    return {name: tensor for name, tensor in folder.tensors.items() if name not in text}
-
-
 def _is_other(name: str, full: str, family: Family, num_layers: int | None) -> bool:
     if family.wrapper is not None and name == full and name.removeprefix("model.").startswith(family.wrapper.others):
         return True
@@ -123,8 +120,14 @@ class Whole:
 
     folder: Folder
     family: Family
-    others: Tensors
-    """Tensors that an export copies, by their names in the folder."""
+    text: Tensors
+    """The text model's tensors, by their names in the family's table."""
+
+    @property
+    def others(self) -> Tensors:
+        """Tensors that an export copies, by their names in the folder."""
+        text = {tensor.name for tensor in self.text.values()}
+        return {name: tensor for name, tensor in self.folder.tensors.items() if name not in text}
 
     def name(self, theirs: str) -> str:
         """Returns the name in this folder of a tensor in the family's table."""

@@ -424,6 +424,37 @@ FAMILIES |= {
     "glm4_moe_lite": ("Glm4MoeLite", FLASH, ROPE),
     "mistral4": ("Mistral4", MISTRAL4, TEMPERED),
 }
+LINEAR = "linear_attention"
+QUARTER = {**ROPE, "partial_rotary_factor": 0.25}
+MROPE = {**QUARTER, "mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+DELTA = {**RMS, "head_dim": 16}
+
+
+def delta(key_heads, value_heads, key_dim, value_dim, taps, *layer_types):
+    heads = {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads}
+    widths = {"linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim, "linear_conv_kernel_dim": taps}
+    return {**DELTA, **heads, **widths, "layer_types": list(layer_types), "num_hidden_layers": len(layer_types)}
+
+
+NEXT = {**delta(2, 6, 6, 7, 4, LINEAR, LINEAR, FULL), **CHOSEN, "num_experts": 5}
+NEXT |= {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1], "norm_topk_prob": False}
+MIXED = {**delta(2, 4, 8, 6, 4, FULL, LINEAR), **CHOSEN, "num_experts": 5, "shared_expert_intermediate_size": 20}
+QWEN_EYE = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+QWEN_EYE |= {"spatial_merge_size": 1, "temporal_patch_size": 1, "out_hidden_size": 32, "num_position_embeddings": 16}
+SEEN = {"image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_config": QWEN_EYE}
+DENSE_TEXT = {**delta(4, 4, 8, 8, 2, LINEAR, FULL), **TIED}
+FAMILIES |= {
+    "qwen3_5": ("Qwen3_5Text", {**delta(3, 6, 8, 4, 3, LINEAR, FULL, LINEAR), **TIED}, MROPE),
+    "qwen3_5_moe": ("Qwen3_5MoeText", {**MIXED, "attention_bias": True}, QUARTER),
+    "qwen3_5_mm": ("Qwen3_5", {"text_config": {**TINY, **DENSE_TEXT, "rope_parameters": MROPE}, **SEEN, **TIED}, None),
+    "qwen3_5_moe_mm": ("Qwen3_5Moe", {"text_config": {**TINY, **MIXED, "rope_parameters": MROPE}, **SEEN}, None),
+    "qwen3_next": ("Qwen3Next", NEXT, QUARTER),
+}
+PREDICTS = {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), "mtp.layers.0.mlp.up_proj.weight": (28, 32)}
+"""Some tensors of the heads that published files of `qwen3_next` and `_mm` have beside the model."""
+PUBLISHED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
+PUBLISHED |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "full_attention_interval": 4}
+"""What the text models of Qwen3.5 to 3.8 on the Hub have too."""
 REMOTE = {
     f"deepseek_{version.lower()}": {
         "auto_map": {
@@ -441,6 +472,7 @@ REMOTE = {
 }
 """What the files of these families on the Hub have too."""
 ADDED = ["Gemma", "Gemma2", "Gemma3Text", "Gemma3", "VaultGemma", "Nemotron"]
+ADDED += ["Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3_5", "Qwen3_5Moe"]
 """Whose norms store what is added to 1."""
 BARE = ["gpt2_unscaled"]
 """Stored as OpenAI's are: no prefix in the names, and masks beside the weights."""
@@ -567,6 +599,8 @@ def make(name, seed):
     (folder / "config_v4.json").write_text(json.dumps(before, indent=2))
     if name in BARE:
         write_bare(folder / "model.safetensors", config)
+    if name in ("qwen3_next", "qwen3_5_mm", "qwen3_5_moe_mm"):
+        write_published(folder / "model.safetensors", generator, stacked=name.endswith("_moe_mm"))
     if name in FAMILIES:
         write_short(folder / "model.safetensors")
     (folder / "model.safetensors").chmod(0o644)
@@ -630,9 +664,30 @@ def scale(kind, path, parameter):
 
 def centre(kind, path):
     """Of a scale where it is stored as such; some norms store what is added to 1."""
+    if path.endswith("A_log"):
+        return -1.5  # a state that lasts for tens of tokens
     scales = path.endswith("weight") and ("norm" in path or ".ln_" in path)
     added = kind in ADDED or (kind == "MuseGlimmer" and ".layers." in path)
+    added &= "linear_attn.norm" not in path
     return 1.0 if (scales and not added) or path.endswith(("layer_scalar", "router.scale", "expert_scale")) else 0.0
+
+
+def write_published(path, generator, *, stacked):
+    """With heads that predict further tokens; experts `stacked` as on the Hub, or one by one."""
+    tensors = load_file(path)
+    while stacked and (name := next((name for name in tensors if ".experts.0." in name), None)):
+        before = name.partition("experts.")[0] + "experts."
+        experts = {end: stack(tensors, before, end) for end in ("gate_proj", "up_proj", "down_proj")}
+        tensors[f"{before}gate_up_proj"] = torch.cat([experts["gate_proj"], experts["up_proj"]], dim=1)
+        tensors[f"{before}down_proj"] = experts["down_proj"]
+    heads = {name: torch.randn(shape, generator=generator).bfloat16().float() for name, shape in PREDICTS.items()}
+    save_file(tensors | heads, path, metadata={"format": "pt"})
+
+
+def stack(tensors, before, end):
+    """Takes out the kernels of a layer's experts."""
+    numbered = (f"{before}{i}.{end}.weight" for i in itertools.count())
+    return torch.stack([tensors.pop(name) for name in itertools.takewhile(tensors.__contains__, numbered)])
 
 
 def write_bare(path, config):
@@ -689,6 +744,11 @@ def older_family(config):
     if kind == "gpt_neox":
         rope = config.pop("rope_parameters")
         config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+    if kind.startswith("qwen3_5"):
+        return {**config, **PUBLISHED, "partial_rotary_factor": 0.25, "torch_dtype": config.pop("dtype")}
+    if kind == "qwen3_next":
+        config |= {"use_sliding_window": False, "full_attention_interval": 3}
+        del config["layer_types"]
     if kind.startswith(("gemma4", "gpt_neo", "gpt_bigcode", "muse_glimmer", "ministral3")):
         return {**config, "torch_dtype": config.pop("dtype")}
     if kind in ("glm4_moe_lite", "mistral4"):

@@ -522,6 +522,81 @@ def test_what_a_gpt_oss_cannot_be(changes, message):
     assert is_one_clear_message(caught.value)
 
 
+HYBRID = (["linear_attention"] * 3 + ["full_attention"]) * 10
+MROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
+MROPE |= {"rope_theta": 10_000_000, "rope_type": "default"}
+QWEN3_5_TEXT = {
+    **{"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "bos_token_id": None},
+    **{"dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256},
+    **{"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "layer_types": HYBRID},
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16},
+    **{"linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32"},
+    **{"max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_moe_text"},
+    **{"moe_intermediate_size": 512, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
+    **{"num_attention_heads": 16, "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 40},
+    **{"num_key_value_heads": 2, "output_router_logits": False, "pad_token_id": None, "partial_rotary_factor": 0.25},
+    **{"rms_norm_eps": 1e-06, "rope_parameters": MROPE, "router_aux_loss_coef": 0.001},
+    **{"shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320},
+}
+QWEN3_5 = {
+    **{"architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5_moe"},
+    **{"text_config": QWEN3_5_TEXT, "tie_word_embeddings": False, "transformers_version": "5.7.0"},
+    **{"video_token_id": 248057, "vision_config": {"depth": 27}, "vision_end_token_id": 248054},
+}
+QWEN3_NEXT = {
+    **{name: value for name, value in QWEN3_5_TEXT.items() if not name.startswith(("mtp_", "mamba", "rope", "layer"))},
+    **{"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "intermediate_size": 5120},
+    **{"decoder_sparse_step": 1, "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10},
+    **{"num_hidden_layers": 48, "rope_scaling": None, "rope_theta": 10_000_000, "use_sliding_window": False},
+}
+
+
+def test_the_published_qwen_3_5():
+    """Of 35B-A3B; 3.8 has another name of its gate, and longer texts have yarn."""
+    config = model_config(QWEN3_5, "it")
+    assert [block.delta_value_heads for block in config.layers()] == [32, 32, 32, 0] * 10
+    assert (config.delta_key_heads, config.delta_key_dim, config.delta_value_dim, config.delta_conv) == (
+        16,
+        128,
+        128,
+        4,
+    )
+    assert (config.num_experts, config.experts_per_token, config.d_ff, config.normalize_experts) == (256, 8, 512, True)
+    assert (config.shared_experts, config.shared_experts_gate, config.attention_gate) == (512, True, True)
+    assert (config.norm, config.qk_norm, config.rotary_fraction, config.rope_theta) == (
+        "rms_plus_one",
+        "head",
+        0.25,
+        1e7,
+    )
+    assert config.rope_scaling.kind == "none"
+    assert model_config(QWEN3_5_TEXT | {"output_gate_type": "swish", "layer_types": None}, "it") == config
+    yarn = {**MROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
+    assert model_config(QWEN3_5_TEXT | {"rope_parameters": yarn}, "it").rope_scaling.factor == 4
+    full = model_config(QWEN3_5_TEXT | {"layer_types": ["full_attention"] * 40}, "it")
+    assert (full.delta_value_heads, full.delta_key_heads, full.pattern) == (0, 0, ())
+    assert write_attributes(full, FAMILIES["qwen3_5_moe_text"], "float32")["full_attention_interval"] == 1
+    for_text = QWEN3_5_TEXT | {"tie_word_embeddings": True}
+    assert not model_config(QWEN3_5 | {"text_config": for_text}, "it").tie_embeddings, "transformers reads the other"
+
+
+def test_the_published_qwen3_next():
+    config = model_config(QWEN3_NEXT, "it")
+    assert [block.delta_value_heads for block in config.layers()] == [32, 32, 32, 0] * 12
+    assert (config.num_experts, config.rope_theta, config.rotary_fraction) == (512, 1e7, 0.25)
+    written = write_attributes(config, FAMILIES["qwen3_next"], "bfloat16")
+    assert {name for name in written.keys() & QWEN3_NEXT.keys() if written[name] != QWEN3_NEXT[name]} == {
+        "intermediate_size"  # of no layer
+    }
+    assert written["layer_types"] == HYBRID + HYBRID[:8]
+    dense = model_config(QWEN3_NEXT | {"num_experts": 0, "full_attention_interval": 5}, "it")
+    assert (dense.num_experts, dense.d_ff, dense.shared_experts) == (0, 5120, 0)
+    assert [block.delta_value_heads for block in dense.layers()][3:6] == [32, 0, 32]
+    alone = model_config(QWEN3_NEXT | {"shared_expert_intermediate_size": 0, "mlp_only_layers": [0]}, "it")
+    assert (alone.num_experts, alone.shared_experts, alone.shared_experts_gate) == (512, 0, False)
+    assert [block.d_ff for block in alone.layers()][:2] == [5120, 512]
+
+
 def test_the_published_gemma_3_of_4b():
     """It leaves out what transformers assumes."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
@@ -590,6 +665,25 @@ def test_the_published_gemma_3_of_4b():
             "should map numbers of layers to num_key_value_heads",
         ),
         (PHI3 | {"partial_rotary_factor": 1e308}, "the rotated part of a head is 1e.308; it should be at most 1"),
+        (QWEN3_5_TEXT | {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
+        (QWEN3_5_TEXT | {"attn_output_gate": False}, "attn_output_gate = False is not supported, only True"),
+        (QWEN3_5_TEXT | {"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid' is not supported; swish, silu"),
+        (QWEN3_5_TEXT | {"norm_topk_prob": False}, "norm_topk_prob = False is not supported, only True"),
+        (
+            QWEN3_5_TEXT | {"linear_num_value_heads": 30},
+            "= 30 is not a multiple of linear_num_key_heads = 16; .* is 32",
+        ),
+        (QWEN3_5_TEXT | {"linear_num_key_heads": 0}, "linear_num_key_heads = 0: should be a whole number"),
+        (QWEN3_5_TEXT | {"linear_num_value_heads": 0}, "linear_num_value_heads = 0: should be a whole number"),
+        (QWEN3_5_TEXT | {"layer_types": ["linear_attention"] * 4}, "or linear_attention for each of 40 layers"),
+        (QWEN3_5_TEXT | {"layer_types": ["sliding_attention"] * 40}, "should be full_attention or linear_attention"),
+        (
+            QWEN3_5_TEXT | {"rope_parameters": {**MROPE, "rope_type": "mrope"}},
+            "'mrope' is not supported; a qwen3_5_moe",
+        ),
+        (QWEN3_5_TEXT | {"linear_gate": 1}, "linear_gate = 1 of a qwen3_5_moe_text is unknown"),
+        (QWEN3_NEXT | {"full_attention_interval": 0}, "full_attention_interval = 0: should be a whole number"),
+        (QWEN3_NEXT | {"use_sliding_window": True}, "use_sliding_window = True is not supported, only False"),
         ({"model_type": "gemma3"}, "text_config = missing: a gemma3 describes its text model there"),
         (SMOLLM3 | {"use_sliding_window": True, "sliding_window": 9}, "without layer_types: add them"),
         (

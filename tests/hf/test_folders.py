@@ -86,6 +86,52 @@ def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
     assert not [name for name in contents(tmp_path / "text") if "vision" in name]
 
 
+FLOAT32 = ("A_log", "linear_attn.norm.weight")
+"""Tensors of Qwen 3.5 on the Hub that are float32 beside bfloat16."""
+
+
+@pytest.mark.parametrize("wide", [FLOAT32, pytest.param((), marks=pytest.mark.wide)], ids=["3.5", "3.6"])
+def test_a_folder_keeps_its_dtypes_and_its_layout_of_experts(wide, tmp_path):
+    shutil.copytree(FOLDER / "qwen3_5_moe_mm", tmp_path / "source")
+    stored = read_header(FOLDER / "qwen3_5_moe_mm/model.safetensors")
+    tensors = {name: ("F32" if name.endswith(wide) else "BF16", tensor.read()) for name, tensor in stored.items()}
+    write_tensors(tmp_path / "source", tensors)
+    model = jaxtp.load_hf(tmp_path / "source")
+    assert model.config.precision.param == "bfloat16"
+    jaxtp.save_hf(model, tmp_path / "out", like=tmp_path / "source")
+    assert contents(tmp_path / "out") == contents(tmp_path / "source")
+    assert [name for name in contents(tmp_path / "out") if "mtp." in name or "experts.gate_up_proj" in name]
+
+
+def test_a_text_model_may_have_the_names_of_its_multimodal_folder(tmp_path):
+    """As transformers writes a Qwen3_5ForCausalLM that it has read there."""
+    attributes = json.loads((FOLDER / "qwen3_5_mm/config.json").read_text())["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(attributes | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    stored = read_header(FOLDER / "qwen3_5_mm/model.safetensors")
+    write_tensors(tmp_path, {name: (t.dtype, t.read()) for name, t in stored.items() if ".visual." not in name})
+    found, expected = (nnx.state(jaxtp.load_hf(folder)) for folder in (tmp_path, FOLDER / "qwen3_5_mm"))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.wide
+def test_a_shared_expert_of_width_zero(tmp_path):
+    """transformers writes its tensors, and a gate; others write none."""
+    attributes = json.loads((FOLDER / "qwen3_5_moe/config.json").read_text()) | {"shared_expert_intermediate_size": 0}
+    (tmp_path / "config.json").write_text(json.dumps(attributes))
+    stored = read_header(FOLDER / "qwen3_5_moe/model.safetensors")
+    tensors = {name: (t.dtype, t.read()) for name, t in stored.items()}
+    inner = {name: value for name, value in tensors.items() if ".shared_expert." in name}
+    empty = {n: (dtype, a[:, :0] if "down_proj" in n else a[:0]) for n, (dtype, a) in inner.items()}
+    logits = []
+    for changed in (empty, {}):
+        write_tensors(tmp_path, {n: value for n, value in tensors.items() if ".shared_expert." not in n} | changed)
+        model = jaxtp.load_hf(tmp_path)
+        assert not model.config.shared_experts
+        logits.append(model(np.arange(6, dtype=np.int32)[None]))
+    np.testing.assert_array_equal(*logits)
+
+
 PREFIX = FORMS["older"][0]
 LEFT = "language_model.model.layers.0.more.weight"
 
@@ -311,8 +357,8 @@ def test_the_nearest_family_of_an_unknown_one():
     attributes = json.loads((FOLDER / "qwen3/config.json").read_text()) | {"model_type": "new", "sinks": True}
     with pytest.raises(jaxtp.HFError, match=r"'new' is not supported.* is qwen3, which lacks sinks = True"):
         jaxtp.hf.config_json.model_config(attributes, "it")
-    with pytest.raises(jaxtp.HFError, match="because of Gated DeltaNet"):
-        jaxtp.hf.config_json.model_config({"model_type": "qwen3_5"}, "it")
+    with pytest.raises(jaxtp.HFError, match="because of Mamba-2 layers"):
+        jaxtp.hf.config_json.model_config({"model_type": "bamba"}, "it")
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["interleaved", "multimodal"])

@@ -38,7 +38,8 @@ NEWER = [name for name in NEWER if name not in UNREAD]
 LATENT = ["deepseek_v2", "deepseek_v3_yarn", "mistral4"]
 CASES += [(name, sizes, None) for name in LATENT for sizes in ((1, 1, 4, 1), (1, 1, 2, 4))]
 ALIKE = ["deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral3_mistral4"]
-"""Like one of `LATENT`."""
+ALIKE += ["qwen3_5", "qwen3_5_moe", "qwen3_5_moe_mm"]
+"""Like one of `LATENT`, or like qwen3_next and qwen3_5_mm."""
 FIRST = [("qwen3", (1, 1, 4), True)]
 """Norms of heads, windows with soft caps; experts are in tests/tools/evaluate, biases and tied tables beside plain
 mathematics in models. The newer models have their logits alone, each on one mesh."""
@@ -158,7 +159,7 @@ def test_one_step_of_adapters(name, tmp_path):
         again = jaxtp.load_peft(model, tmp_path / "adapters", family=family.model_type)
         after = adapted(ids)
     assert np.abs(np.asarray(after) - before).max() > 1e-3
-    np.testing.assert_allclose(again(ids), after, atol=5e-5)
+    np.testing.assert_allclose(again(ids), after, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", COPIED + MADE + NEWER)

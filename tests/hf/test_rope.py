@@ -101,7 +101,7 @@ SCALED = [name for name in SCALED if "longrope" in FAMILIES[name].rope_kinds and
 def test_what_is_written_reads_back(family):
     """By every family that rotates positions; it is checked by writing."""
     attributes = {name: 64 if name == "hidden_size" else 2 for name in (*SIZES, "hidden_size", "num_key_value_heads")}
-    more = {"head_dim": 4, "position_embedding_type": "rope", "layer_types": [FAMILIES[family].only_layer_type] * 2}
+    more = {"head_dim": 8, "position_embedding_type": "rope", "layer_types": [FAMILIES[family].only_layer_type] * 2}
     if more["layer_types"] == [None] * 2:
         more.pop("layer_types")
     more |= {"n_routed_experts": 2, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}

@@ -308,6 +308,13 @@ FAMILY_OF["gpt_oss"] = {
         "pattern": ({"sliding_window": 4}, {}),
     },
 }
+DELTA = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 3, "delta_value_dim": 5, "delta_conv": 3}
+DELTA |= {"norm": "rms_plus_one", "qk_norm": "head", "attention_gate": True, "rotary_fraction": 0.5}
+FAMILY_OF |= {
+    "qwen3_5_text": {**DELTA, "pattern": ({"delta_value_heads": 0}, {})},
+    "qwen3_5_moe_text": {**DELTA, "num_experts": 4, "shared_experts": 5, "shared_experts_gate": True},
+    "qwen3_next": {**DELTA, "normalize_experts": False, "first_blocks": ({"num_experts": 4, "d_ff": 9},)},
+}
 NEVER_FIRST = {"gemma4_unified_text", "ernie4_5", "glm4_moe_lite"}
 """Families whose models another family can represent too."""
 assert FAMILY_OF.keys() | NEVER_FIRST == FAMILIES.keys()

@@ -26,6 +26,7 @@ from jaxtp.hf.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from jaxtp.hf.families.phi import PHI
 from jaxtp.hf.families.phi3 import PHI3
 from jaxtp.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from jaxtp.hf.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_WRAPPER, QWEN3_5_WRAPPER, QWEN3_NEXT
 from jaxtp.hf.families.stablelm import STABLELM
 from jaxtp.hf.families.starcoder import GPT_BIGCODE, STARCODER2
 
@@ -40,6 +41,7 @@ FAMILIES: Mapping[str, Family] = {
         *(GEMMA, VAULTGEMMA, GEMMA4, GEMMA4_UNIFIED, MUSE_GLIMMER),
         *(GPT_NEO, GPT_BIGCODE, STARCODER2, ERNIE4_5, ERNIE4_5_MOE, DOTS1),
         *(GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4),
+        *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
@@ -49,6 +51,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     for wrapper in (
         *(GEMMA3_WRAPPER, MISTRAL3_WRAPPER),
         *(GEMMA4_WRAPPER, GEMMA4_UNIFIED_WRAPPER, MUSE_GLIMMER_WRAPPER),
+        *(QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER),
     )
 }
 """Multimodal models by `model_type`."""
@@ -58,7 +61,6 @@ ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "sparse attention with an indexer"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), "Gated DeltaNet layers"),
     **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2", "bamba"), "Mamba-2 layers"),
     "llama4": "chunked attention",
     "gemma3n": "embeddings and caches that layers share",

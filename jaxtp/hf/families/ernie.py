@@ -32,7 +32,7 @@ ERNIE4_5_MOE = base.Family(
         *ERNIE4_5.tensors,
         base.Tensor("head.bias", "lm_head.bias"),
         *base.EXPERTS,
-        replace(base.SELECTION_BIAS, theirs=f"{_EXPERTS}moe_statics.e_score_correction_bias", one_row=True),
+        replace(base.SELECTION_BIAS, theirs=f"{_EXPERTS}moe_statics.e_score_correction_bias", unit_dim=True),
         *base.SHARED_EXPERTS,
         *_SHARED_BIASES,
     ),

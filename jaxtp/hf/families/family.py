@@ -37,10 +37,10 @@ class Tensor:
     with num_kv_heads the queries of a group, its key and its value in turn, with d_ff parts that alternate."""
     by_head: bool = False
     """The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`."""
-    one_row: bool = False
-    """The file has `[1, N]`, jaxtp `[N]`."""
-    float32: bool = False
-    """Always float32 in the file, whatever the dtype of the others."""
+    unit_dim: bool = False
+    """The file has a dim of 1 before the last: `[1, N]`, jaxtp `[N]`."""
+    float32: bool | None = False
+    """Always float32 in the file, whatever the dtype of the others; None: in some files."""
     unless: str | None = None
     """Field that is 0 in a block with this tensor."""
 
@@ -82,7 +82,8 @@ class Attribute:
         return 1 if self.unit is None else fields[self.unit[0]] ** self.unit[1]
 
 
-LayerType = Literal["full_attention", "sliding_attention", "global", "rope", "no_rope", "experts", "dense"]
+AttentionType = Literal["linear_attention", "full_attention", "sliding_attention", "global"]
+LayerType = Literal[AttentionType, "rope", "no_rope", "experts", "dense"]
 """Types of layers; one has several. A global layer has full attention in a model with windows."""
 
 
@@ -112,6 +113,8 @@ WINDOW = frozenset({"sliding_window"})
 SWITCHED_WINDOW = WINDOW | {"use_sliding_window", "max_window_layers"}
 DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step"})
 """Attributes that name dense layers; the others have experts."""
+LINEAR_LAYERS = frozenset({"layer_types", "full_attention_interval"})
+"""Attributes that name layers with full attention; the others have linear attention."""
 NO_ROPE: Mapping[str, Any] = {"rope_theta": None, "rope_scaling": {"kind": "none"}}
 """Fields of layers that rotate nothing."""
 NEVER = 1 << 20
@@ -217,6 +220,8 @@ class Family:
     full attention."""
     default_rope: Mapping[str, Any] = field(default_factory=dict)
     """The rope_parameters of a file without any."""
+    rope_ignored: frozenset[str] = frozenset()
+    """Parameters of the rotary embedding without effect on text."""
     rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
     """Supported kinds of rotary embedding."""
     rope_aliases: Mapping[str, str] = field(default_factory=dict)

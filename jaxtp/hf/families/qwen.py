@@ -54,21 +54,23 @@ QWEN3_MOE = base.Family(
     tp_plan=base.TP_PLAN | base.REPLICATED | base.EXPERTS_TP_PLAN,
 )
 
+SHARED_EXPERT = tuple(
+    base.Tensor(f"blocks.mlp.{ours}", f"model.layers.{{layer}}.mlp.{theirs}.weight", transposed=True)
+    for ours, theirs in (
+        ("shared.gate_up.kernels.0", "shared_expert.gate_proj"),
+        ("shared.gate_up.kernels.1", "shared_expert.up_proj"),
+        ("shared.down.kernel", "shared_expert.down_proj"),
+        ("shared_gate", "shared_expert_gate"),
+    )
+)
+
 QWEN2_MOE = replace(
     QWEN3_MOE,
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     tensors=(
         *(tensor for tensor in QWEN3_MOE.tensors if tensor not in base.QK_NORMS + base.OUT_BIAS),
-        *(
-            base.Tensor(f"blocks.mlp.{ours}", f"model.layers.{{layer}}.mlp.{theirs}.weight", transposed=True)
-            for ours, theirs in (
-                ("shared.gate_up.kernels.0", "shared_expert.gate_proj"),
-                ("shared.gate_up.kernels.1", "shared_expert.up_proj"),
-                ("shared.down.kernel", "shared_expert.down_proj"),
-                ("shared_gate", "shared_expert_gate"),
-            )
-        ),
+        *SHARED_EXPERT,
     ),
     attributes=(
         *base.sizes(),
