@@ -415,16 +415,19 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
 
 
 def _program_costs(
-    forward: Callable[..., Array], arguments: tuple[Any, Any], work: Workload, copied: Callable[..., Any] | None = None
+    forward: Callable[..., Array],
+    arguments: tuple[object, object],
+    work: Workload,
+    copied: Callable[..., object] | None = None,
 ) -> Iterator[Bytes | CollectiveCost | Product]:
     """Yields the costs of `forward(inputs, others)` and of the gradient by its inputs, perhaps by copies of them."""
 
-    def vjp(policy: RematPolicy, inputs: Any, others: Any) -> Any:
+    def vjp(policy: RematPolicy, inputs: object, others: object) -> Any:
         # Offloading needs a device with pinned memory; it computes what full does.
         run = jax.checkpoint(forward, policy=remat.policy("full" if policy == "offload" else policy))
         return jax.vjp(lambda inputs: run(inputs, others), inputs)
 
-    def step(inputs: Any, others: Any) -> Any:
+    def step(inputs: object, others: object) -> object:
         if not work.training:
             return forward(inputs, others)
         y, backward = vjp(work.remat, inputs if copied is None else copied(inputs), others)

@@ -91,6 +91,26 @@ GLM_47_FLASH = {
     **{"model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240},
     **{"num_hidden_layers": 47, "num_attention_heads": 20, "max_position_embeddings": 202752, "rope_theta": 1000000},
 }
+QWEN_35 = {
+    **{"vocab_size": 248320, "head_dim": 256, "rms_norm_eps": 1e-06, "hidden_act": "silu", "attention_bias": False},
+    **{
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_conv_kernel_dim": 4,
+    },
+    **{"full_attention_interval": 4, "max_position_embeddings": 262144, "tie_word_embeddings": False},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+}
+QWEN_35_27B = QWEN_35 | {
+    **{"model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64},
+    **{"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48},
+}
+QWEN_35_35B_A3B = QWEN_35 | {
+    **{"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
+    **{"num_key_value_heads": 2, "linear_num_value_heads": 32, "num_experts": 256, "num_experts_per_tok": 8},
+    **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+}
 LLAMA_31_70B = LLAMA_31_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 
 
@@ -105,6 +125,8 @@ LLAMA_31_70B = LLAMA_31_8B | {"hidden_size": 8192, "intermediate_size": 28672, "
         ("gpt_oss_20b", GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
         ("lora_gpt_oss_120b", GPT_OSS),
         ("glm47_flash", GLM_47_FLASH),
+        ("qwen35_27b", {"model_type": "qwen3_5", "text_config": QWEN_35_27B}),
+        ("lora_qwen35_35b_a3b_32k", {"model_type": "qwen3_5_moe", "text_config": QWEN_35_35B_A3B}),
     ],
 )
 def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, attributes, tmp_path):
