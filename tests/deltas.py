@@ -24,7 +24,7 @@ def gated_delta(x, segments, w, config, eps, scale=0):
     kept = jnp.exp(-jnp.exp(w["decay_log"]) * jnp.log1p(jnp.exp(decay + w["dt_bias"])))
     begins = np.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     y = read(q / config.delta_key_dim**0.5, k, v.reshape(values), kept, 1 / (1 + jnp.exp(-write)), begins)
-    y = reference.rms_norm(y, w["norm.scale"], eps) * silu(gate.reshape(values))
+    y = reference.rms_norm(y, w["norm_scale"], eps) * silu(gate.reshape(values))
     return y.reshape(gate.shape) @ effective(w, "out", scale)
 
 

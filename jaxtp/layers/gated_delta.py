@@ -31,7 +31,7 @@ from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
-from jaxtp.layers.norm import NormConfig, QKNorm
+from jaxtp.layers.norm import NormConfig, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import LocalShape, segment_positions
 from jaxtp.mesh import CP, TP, current_device
@@ -40,7 +40,7 @@ DELTA = "gated_delta"  # name in profiles of the layer without its projections
 
 _L2_EPS = 1e-6  # added to the squared norm of queries and keys, in every family
 _TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
-_INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm.scale")
+_INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm_scale")
 _SMALL_KEY, _SMALL_VALUE = 8, 10
 
 
@@ -164,7 +164,7 @@ class GatedDeltaNet(Branch):
         initial = jnp.log(jax.random.uniform(rngs.params(), (config.delta_value_heads,), dtype, 0.01, 16))
         self.decay_log = parameter("decay_log", initial, P(TP), padding=((-1, numbers),))
         self.dt_bias = parameter("dt_bias", jnp.ones_like(initial), P(TP), padding=((-1, numbers),))
-        self.norm = QKNorm("head", PaddedDim((width,)), replace(norm, norm="rms"), self.precision)
+        self.norm_scale, self.norm_eps = parameter("scale", jnp.ones(width, dtype), P()), norm.norm_eps
         self.out = RowParallelLinear(values, d_model, context, target="o_proj", rngs=rngs)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
@@ -227,10 +227,11 @@ class GatedDeltaNet(Branch):
         """Normalises and gates results `[b, T, heads, V]`; returns `[b, T, F]`. Padded heads are zero."""
 
         def run(y: Array, gate: Array, scale: Array) -> Array:
-            y = self.norm(y, scale).reshape(gate.shape).astype(jnp.float32)
+            y = (rms_normalise(y, self.norm_eps) * scale).reshape(gate.shape).astype(jnp.float32)
             return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
 
-        return _recomputed(run, y, gate, weights["norm.scale"])
+        # The scale is loaded outside: of a frozen one no gradient is summed.
+        return _recomputed(run, y, gate, self.precision.load(weights["norm_scale"], None, used_by_all_tp=True))
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns empty states `[B, Hv, K, V]`, and the convolution's last inputs `[B, tp, W - 1, F / tp]`."""

@@ -38,7 +38,7 @@ _BODY = (
     # In published files of Qwen 3.5, A_log and the norm are float32, and all else is bfloat16.
     _delta("decay_log", "A_log", float32=None),
     _delta("dt_bias", "dt_bias"),
-    _delta("norm.scale", "norm.weight", float32=None),
+    _delta("norm_scale", "norm.weight", float32=None),
     _delta("out.kernel", "out_proj.weight"),
     *base.GATE_UP,
     *base.DOWN,
