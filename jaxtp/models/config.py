@@ -77,9 +77,9 @@ _MAX_UNFIT = 4  # kinds of blocks whose problems are listed at once
 _MODEL_WIDE = {"attention", "grouped"}  # settings that all blocks share
 _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
 
-_SMALL_EPS = 1e-2
+_SMALL_EPS = 1.0
 """Least norm_eps of a small model with Gated DeltaNet: what a query reads of a state can be small, and the norm divides
-by it. With 1e-5, gradients in float32 are 3e-5 from those in float64 on one device; with 1e-2, 1e-6."""
+by it. With 1e-2, gradients of a small Qwen3.5 in float32 differ by 9e-6 between meshes; with 1, by 6e-7."""
 
 
 @dataclass(frozen=True, kw_only=True)
