@@ -297,6 +297,6 @@ def test_a_small_model_is_padded_alike(tp):
     )
     large = dataclasses.replace(large, pattern=({}, {"delta_value_heads": 0, "num_heads": 6}))
     small = shrink_model(large, ShrinkSpec(tps=frozenset({1, tp}), shards=1, length=32, before=4096))
-    assert (small.delta_key_dim, small.delta_value_dim, small.norm_eps) == (8, 10, 1e-2)
+    assert (small.delta_key_dim, small.delta_value_dim, small.norm_eps) == (8, 10, 1.0)
     padded = [{name: n for name, n in padded_sizes(each, tp).items() if "heads" in name} for each in (large, small)]
     assert padded[0] == padded[1]
