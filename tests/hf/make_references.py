@@ -521,13 +521,19 @@ class CloseChoiceError(Exception):
 
 
 class InDouble(torch.overrides.TorchFunctionMode):
-    """Computes in float64 where transformers asks for float32: in norms, softmaxes, angles and losses."""
+    """Computes in float64 where transformers asks for float32: in norms, softmaxes, angles and losses.
+
+    Refuses choices of experts that differ by less than a margin."""
+
+    def __init__(self, margin=5e-5):
+        super().__init__()
+        self.margin = margin
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         if function in (torch.topk, torch.Tensor.topk):
             count = arguments[1] if len(arguments) > 1 else keywords["k"]
             best = arguments[0].sort(descending=True).values
-            if count < best.shape[-1] and (best[..., count - 1] - best[..., count]).min() < 5e-5:
+            if count < best.shape[-1] and (best[..., count - 1] - best[..., count]).min() < self.margin:
                 raise CloseChoiceError
         if function is torch.Tensor.float:
             function = torch.Tensor.double
