@@ -166,19 +166,17 @@ def chunk_states(w: Array, u: Array, k_decayed: Array, decay: Array, state: Arra
 
 
 def _recurrence(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None = None) -> _Results:
-    last = a.shape[2] - 1
-
-    def step(turn: Array, sums: _Results) -> _Results:
-        states, values, state = sums
-        n = turn if d_states is None else last - turn
+    # The carry is one state: a policy that saves everything saves the carry of each turn.
+    def step(state: Array, n: Array) -> tuple[Array, tuple[Array, Array]]:
         read = _product("bhck,bhkv->bhcv", a[:, :, n], state.astype(a.dtype))
         new = (u[:, :, n] - read if d_states is None else u[:, :, n] + read).astype(u.dtype)
         change = _product("bhck,bhcv->bhkv", b[:, :, n], new)
         after = decay[:, :, n, None, None] * state + (change if d_states is None else d_states[:, :, n] - change)
-        return states.at[:, :, n].set(state), values.at[:, :, n].set(new), after
+        return after, (state, new)
 
-    states = jnp.zeros_like(a, state.dtype, shape=(*a.shape[:3], *state.shape[2:]))
-    return lax.fori_loop(0, last + 1, step, (states, jnp.zeros_like(u), state))
+    final, chunks = lax.scan(step, state, jnp.arange(a.shape[2]), reverse=d_states is not None)
+    states, new = (jnp.moveaxis(x, 0, 2) for x in chunks)
+    return states, new, final
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
