@@ -24,7 +24,7 @@ from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
-from jaxtp.train.validation import chosen_kernels, multiplies_all, share_of
+from jaxtp.train.validation import attention_blocks, chosen_kernels, multiplies_all, share_of
 
 
 class Report(Display):
@@ -203,7 +203,7 @@ def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
     if mesh[CP] == 1:
         return None
     share, found = share_of(config, mesh), {}
-    attending = [block for block in config.model.block_kinds() if not block.delta_value_heads]
+    attending = attention_blocks(config.model)
     for block in attending:
         attention = block.context_attention(mesh[TP])
         method, why = attention.method(share)

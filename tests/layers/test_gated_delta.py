@@ -3,14 +3,12 @@
 import dataclasses
 from functools import cache
 
-import deltas
 import jax
 import jax.numpy as jnp
-import latents
 import numpy as np
 import pytest
-import reference
 from flax import nnx
+from packed_reference import D, V, batch, loss_and_gradients
 from support import (
     TOLERANCE,
     assert_close,
@@ -35,7 +33,6 @@ from jaxtp.layers.parameter import pad, padding_of, unpad
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.models.config import padded_sizes, shrink_model, violations
 
-B, T, V, D = 4, 24, 19, 24
 LONG = 136  # three chunks of the rule
 LATENT = {"delta_value_heads": 0, "kv_rank": 16, "query_rank": 8, "head_dim": 12, "rope_head_dim": 4}
 CONFIG = jaxtp.ModelConfig(
@@ -63,40 +60,6 @@ CONFIGS = {
 MESHES = [(1, 1, 1, n) for n in (1, 2, 3, 4, 8)] + [(1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 2)]
 
 
-@cache
-def batch():
-    random = np.random.default_rng(0)
-    ids, labels = random.integers(0, V, (2, B, T), np.int32)
-    breaks = np.sort(random.integers(1, T, (B, 3)), axis=1)
-    segments = 1 + (np.arange(T) >= breaks[:, :, None]).sum(axis=1).astype(np.int32)
-    segments[0, 20:] = 0
-    return ids, np.where(segments > 0, labels, -100), segments
-
-
-def logits_of(weights, config):
-    ids, _, segments = batch()
-    scale = config.lora.rank and config.lora.scale
-    norm = lambda x, scale: reference.rms_norm(x, scale, config.norm_eps)
-    x = weights["embedding.embedding"][ids]
-    for layer, block in enumerate(config.layers()):
-        path = f"blocks.{layer}." if config.pattern else "blocks."
-        w = {name.removeprefix(path): a[0 if config.pattern else layer] for name, a in weights.items() if path in name}
-        inner = {name.removeprefix("attention."): array for name, array in w.items()}
-        read = norm(x, w["attention_norm.scale"])
-        if block.delta_value_heads:
-            x = x + deltas.gated_delta(read, segments, inner, block, block.norm_eps, scale)
-        else:
-            x = x + latents.attention(read, segments, inner, block, scale)
-        gate, up = (
-            w[f"mlp.gate_up.kernels.{i}"]
-            + (scale * w[f"mlp.gate_up.loras.{i}.a"] @ w[f"mlp.gate_up.loras.{i}.b"] if scale else 0)
-            for i in (0, 1)
-        )
-        mlp = {"gate": gate, "up": up, "down": latents.effective(w, "mlp.down", scale)}
-        x = x + reference.swiglu(norm(x, w["mlp_norm.scale"]), mlp)
-    return norm(x, weights["norm.scale"]) @ weights["head.kernel"].T
-
-
 def build(config):
     return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
 
@@ -113,11 +76,7 @@ def expected(name):
     """Returns weights in float32; and loss and gradients in float64."""
     config = CONFIGS[name]
     weights = slow_weights(build(config))
-    with jax.enable_x64(True):
-        loss = lambda wide: reference.cross_entropy(logits_of(wide, config), batch()[1])[0]
-        wide = {name: jnp.asarray(np.asarray(array, np.float64)) for name, array in weights.items()}
-        total, grads = jax.jit(jax.value_and_grad(loss))(wide)
-        return weights, total, {name: np.asarray(grad) for name, grad in grads.items()}
+    return weights, *loss_and_gradients(weights, config)
 
 
 def computed(name, mesh, **changes):

@@ -5,13 +5,11 @@ from contextlib import nullcontext
 from functools import cache
 
 import jax
-import jax.numpy as jnp
-import latents
 import numpy as np
 import pytest
-import reference
 from accounts import compiled_flops, kept_activations, step_bytes
 from flax import nnx
+from packed_reference import D, V, batch, loss_and_gradients
 from support import (
     TOLERANCE,
     assert_close,
@@ -38,7 +36,6 @@ from jaxtp.tools.check.__main__ import verdicts
 from jaxtp.tools.check.shrink import Case, shrink
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 
-B, T, V, D = 4, 24, 19, 24
 CONFIG = jaxtp.ModelConfig(
     vocab_size=V,
     d_model=D,
@@ -71,45 +68,11 @@ CP_MESHES = [(1, 1, 2, 2), (1, 1, 4, 1), (1, 1, 4, 2), (1, 2, 2, 2)]
 
 
 @cache
-def batch():
-    random = np.random.default_rng(0)
-    ids, labels = random.integers(0, V, (2, B, T), np.int32)
-    breaks = np.sort(random.integers(1, T, (B, 3)), axis=1)
-    segments = 1 + (np.arange(T) >= breaks[:, :, None]).sum(axis=1).astype(np.int32)
-    segments[0, 20:] = 0
-    return ids, np.where(segments > 0, labels, -100), segments
-
-
-def logits_of(weights, config):
-    ids, _, segments = batch()
-    scale = config.lora.rank and config.lora.scale
-    norm = lambda x, scale: reference.rms_norm(x, scale, config.norm_eps)
-    x = weights["embedding.embedding"][ids]
-    for layer, block in enumerate(config.layers()):
-        path = f"blocks.{layer}." if config.pattern else "blocks."
-        w = {name.removeprefix(path): a[0 if config.pattern else layer] for name, a in weights.items() if path in name}
-        inner = {name.removeprefix("attention."): array for name, array in w.items()}
-        x = x + latents.attention(norm(x, w["attention_norm.scale"]), segments, inner, block, scale)
-        gate, up = (
-            w[f"mlp.gate_up.kernels.{i}"]
-            + (scale * w[f"mlp.gate_up.loras.{i}.a"] @ w[f"mlp.gate_up.loras.{i}.b"] if scale else 0)
-            for i in (0, 1)
-        )
-        mlp = {"gate": gate, "up": up, "down": latents.effective(w, "mlp.down", scale)}
-        x = x + reference.swiglu(norm(x, w["mlp_norm.scale"]), mlp)
-    return norm(x, weights["norm.scale"]) @ weights["head.kernel"].T
-
-
-@cache
 def expected(name):
     """Returns weights in float32; and loss and gradients in float64."""
     config = CONFIGS[name]
     weights = random_weights(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
-    with jax.enable_x64(True):
-        loss = lambda wide: reference.cross_entropy(logits_of(wide, config), batch()[1])[0]
-        wide = {name: jnp.asarray(np.asarray(array, np.float64)) for name, array in weights.items()}
-        total, grads = jax.jit(jax.value_and_grad(loss))(wide)
-        return weights, total, {name: np.asarray(grad) for name, grad in grads.items()}
+    return weights, *loss_and_gradients(weights, config)
 
 
 def errors(name, mesh, context="auto", **changes):

@@ -17,7 +17,7 @@ from jaxtp.layers.sequence_parallel import Context, Method, is_split
 from jaxtp.mesh import AXES, CP, DP, FSDP, SEQUENCE, STORAGE, TP, batch_parts, check_sizes, mesh_shape, parts
 from jaxtp.models.config import padded_sizes, shrink_model, violations
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.validation import check, context_problems, padding_problems, share_of
+from jaxtp.train.validation import attention_blocks, check, context_problems, padding_problems, share_of
 
 MAX_DEVICES, COMMON_TP = 16, 8
 MIN_SEQUENCE, MIN_ROWS = 24, 4
@@ -133,7 +133,7 @@ def cases_of(config: TrainConfig, sizes: Mapping[str, int], first_method: Contex
 
 def methods_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Context]:
     """Returns the cp attention methods to check: the configuration's, and for auto also the others."""
-    attending = [block for block in config.model.block_kinds() if not block.delta_value_heads]
+    attending = attention_blocks(config.model)
     if sizes[CP] == 1 or config.mesh.context != "auto" or not attending:
         return [config.mesh.context if sizes[CP] > 1 else "auto"]
     share = share_of(config, sizes)
