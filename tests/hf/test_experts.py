@@ -17,7 +17,6 @@ from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.config.schema import ConfigError
 from jaxtp.hf.config_json import choose_family, model_config, write_attributes
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.safetensors import read_header, with_scales, write_file
@@ -551,8 +550,6 @@ def test_adapters_beside_attention(tmp_path):
     one, other = (nnx.jit(lambda model: model(IDS))(model) for model in (merged, adapted))
     np.testing.assert_allclose(one, other, atol=2e-5)
     jaxtp.save_hf(merged, tmp_path / "merged")
-    with pytest.raises(ConfigError, match=r"gate_proj.* are projections of 6 experts.* q_proj"):
-        jaxtp.add_adapters(model, LoraConfig(rank=2))
     names = load_file(tmp_path / "adapters/adapter_model.safetensors")
     assert len(names) == 2 * 2 * 2
     base, after = (load_file(where / "model.safetensors") for where in (FOLDER / "mixtral", tmp_path / "merged"))
