@@ -86,7 +86,8 @@ def test_no_setting_is_named_that_is_not_there(program):
             schema = schema.__dataclass_fields__[key].default if isinstance(schema, type) else getattr(schema, key)
 
 
-@pytest.mark.parametrize("program", SWEEP)
+@pytest.mark.wide
+@pytest.mark.parametrize("program", COMMANDS)
 def test_every_flag_that_the_help_has_is_known(program, terminal, capsys):
     """Flags are looked up before tyro parses those that are given."""
     command = COMMANDS[program]
@@ -371,6 +372,7 @@ def test_what_a_command_has_no_use_for_may_stand_in_a_file_and_changes_nothing(t
     assert results[0] == results[1]
 
 
+@pytest.mark.wide
 def test_a_command_without_settings_of_its_own_first_shows_all(capsys):
     small = Command(program="jaxtp x", schema=TrainConfig, description="Does.\n\njaxtp x --a b\njaxtp x --c d\n")
     text = printed(small, "-h", capsys=capsys)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from flax import nnx
 from runs import TEXT, contents, records
-from support import assert_close, by_name, random_weights, state_on_mesh, sweep
+from support import assert_close, by_name, random_weights, state_on_mesh, sweep_of
 
 import jaxtp
 from jaxtp.analysis.layer_costs import has_formulas
@@ -120,8 +120,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mesh", sweep(list(MESHES), "both"))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mesh"), sweep_of([CASES, MESHES], ("example", "both")))
 def test_gradients_on_a_mesh_are_those_of_one_device(name, mesh, example):
     build, loss = CASES[name](example)
     sizes = MESHES[mesh]
@@ -192,6 +191,7 @@ def trained(tmp_path, task, mesh="tp=2", **settings):
     return records(tmp_path / "run", "param_norm")
 
 
+@pytest.mark.wide
 def test_python_takes_its_settings_and_files_name_them(tmp_path, example):
     """The settings, the function, and a function without a name train the same model by jaxtp's loss."""
     config = example.GatedConfig(**SIZES, second_weight=0.5)

@@ -190,7 +190,7 @@ MESHES = {
     "decoder": ({"tp": 2}, {"fsdp": 2, "tp": 2}),
 }
 """The meshes before and after a checkpoint."""
-PLAIN = [("plain", name) for name in ("galore", "multi_steps", "noise", "plateau", "frozen")]
+PLAIN = sweep_of([["plain"], ["galore", "multi_steps", "noise", "plateau", "frozen"]], ("plain", "galore"))
 PADDED = [("padded", name) for name in ("adafactor", "lamb", "shampoo")]
 WHOLE_MATRICES = ["adafactor", "flatten", "galore", "lamb", "muon", "schedule_free", "shampoo"]
 DECODERS = sweep_of((["decoder"], ["adamw", *WHOLE_MATRICES]))

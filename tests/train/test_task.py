@@ -86,7 +86,12 @@ def train(folder, mesh="dp=1", steps=3, callbacks=(), settings=None, **parts):
 
 @pytest.mark.parametrize(
     ("model", "accumulation"),
-    [pytest.param(Net, 1, marks=pytest.mark.wide), (Net, 2), (Normalised, 1), (WithConstants, 2)],
+    [
+        pytest.param(Net, 1, marks=pytest.mark.wide),
+        (Net, 2),
+        (Normalised, 1),
+        pytest.param(WithConstants, 2, marks=pytest.mark.wide),
+    ],
     ids=lambda value: str(value),
 )
 def test_no_mesh_changes_dropout_statistics_constants_or_the_losses_key(tmp_path, model, accumulation):

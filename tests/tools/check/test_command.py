@@ -87,6 +87,7 @@ def test_every_part_of_the_precision_is_checked(part, capsys):
     assert "all 4 equal one device" in out
 
 
+@pytest.mark.wide
 def test_without_a_flag_numbers_are_compared_in_float32(tmp_path, capsys):
     config = tmp_path / "coarse.yaml"
     config.write_text("model:\n  num_layers: 1\n  precision: {compute: bfloat16, param: bfloat16}\n")
