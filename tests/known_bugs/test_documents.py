@@ -103,7 +103,7 @@ def test_torchtitan_3984_a_state_begins_anew_with_each_document(monkeypatch):
     assert max(document_errors(DELTA)) < 1e-5
     rule, heads = gated_delta.delta_rule, gated_delta._convolved_heads
     planted = {
-        "delta_rule": lambda *arrays, **others: rule(*arrays[:5], None, *arrays[6:], **others),
+        "delta_rule": lambda tokens, *state, **others: rule(tokens._replace(starts=None), *state, **others),
         "_convolved_heads": lambda widths, tokens, positions, *taps: heads(
             widths, tokens, jnp.broadcast_to(jnp.arange(T), positions.shape), *taps
         ),
