@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import pytest
 import tyro
 import yaml
+from support import sweep
 
 from jaxtp.__main__ import COMMANDS as JAXTP_COMMANDS
 from jaxtp.__main__ import main as jaxtp_main
@@ -40,7 +41,6 @@ def all_commands():
 
 
 COMMANDS = {command.program: command for command in all_commands()}
-SWEEP = [pytest.param(name, marks=() if name == "jaxtp train" else pytest.mark.wide) for name in COMMANDS]
 
 
 def printed(command, *flags, capsys):
@@ -59,7 +59,7 @@ def terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
 
-@pytest.mark.parametrize("program", SWEEP)
+@pytest.mark.parametrize("program", sweep([*COMMANDS], "jaxtp train"))
 def test_help_fits_a_terminal_and_says_where_the_rest_is(program, terminal, capsys):
     command = COMMANDS[program]
     short = printed(command, "--help", capsys=capsys)
@@ -86,8 +86,7 @@ def test_no_setting_is_named_that_is_not_there(program):
             schema = schema.__dataclass_fields__[key].default if isinstance(schema, type) else getattr(schema, key)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("program", COMMANDS)
+@pytest.mark.parametrize("program", sweep([*COMMANDS], "jaxtp prepare"))
 def test_every_flag_that_the_help_has_is_known(program, terminal, capsys):
     """Flags are looked up before tyro parses those that are given."""
     command = COMMANDS[program]

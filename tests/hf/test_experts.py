@@ -550,6 +550,8 @@ def test_adapters_beside_attention(tmp_path):
     one, other = (nnx.jit(lambda model: model(IDS))(model) for model in (merged, adapted))
     np.testing.assert_allclose(one, other, atol=2e-5)
     jaxtp.save_hf(merged, tmp_path / "merged")
+    by_default = jaxtp.add_adapters(model, LoraConfig(rank=2)).blocks.mlp
+    assert [getattr(by_default, f"{name}_lora").a.shape[1] for name in ("gate", "up", "down")] == [6, 6, 6]
     names = load_file(tmp_path / "adapters/adapter_model.safetensors")
     assert len(names) == 2 * 2 * 2
     base, after = (load_file(where / "model.safetensors") for where in (FOLDER / "mixtral", tmp_path / "merged"))

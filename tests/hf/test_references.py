@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_reference import COPIED, EXPERTS, FOLDER, GRADIENT, LOGITS, LOSS, MADE, NEWER, TRAINED, model_types
+from hf_reference import COPIED, EXPERTS, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, NEWER, TRAINED, model_types
 from support import cached_and_whole, relative_error, sizes_of, sweep
 from updates import shifted, updated
 
@@ -95,7 +95,7 @@ def test_logits_losses_and_gradients(case):
     grads, masked_grads = (by_their_names(g, model.config, name) for g in (grads, masked_grads))
     for found, norm in ((grads, "grad_norm64"), (masked_grads, "grad_norm_masked64")):
         total = np.sqrt(sum(np.sum(np.float64(grad) ** 2) for grad in found.values()))
-        assert total == pytest.approx(float(reference[norm]), rel=GRADIENT)
+        assert total == pytest.approx(float(reference[norm]), rel=hf_reference.ILL_CONDITIONED.get(name, GRAD_NORM))
     errors = hf_reference.sketched_errors(grads, reference, "grad")
     assert max(errors.values()) < GRADIENT, errors
 
