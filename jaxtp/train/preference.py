@@ -75,7 +75,10 @@ class DPO:
         if pairs_BT.shape != labels_BT.shape:
             raise ConfigError(f"DPO: {PAIRS} is {list(pairs_BT.shape)}, and labels is {list(labels_BT.shape)}")
         segments_BT = batch.get("segments", 2 * jnp.abs(pairs_BT) - (pairs_BT > 0))
-        log_probs = partial(token_log_probs, ids_BT=batch["inputs"], labels_BT=labels_BT, segments_BT=segments_BT)
+
+        def log_probs(model: Decoder) -> Array:
+            return jnp.asarray(token_log_probs(model, batch["inputs"], labels_BT, segments_BT))
+
         if LOG_PROBS in batch:
             reference_BT = batch[LOG_PROBS]
         elif jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
