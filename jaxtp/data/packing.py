@@ -30,8 +30,8 @@ class Packed(Rows):
     """Rows of whole documents, each a segment, and padding.
 
     `long` handles documents longer than a row: "split" cuts them into full rows and a rest (each token is an input
-    once), "drop" omits them, "stop" raises `LongDocumentError`. A pair is placed as one document, and never cut. Planning takes about half a second and 24 MB of memory
-    for each million documents.
+    once), "drop" omits them, "stop" raises `LongDocumentError`. A pair is placed as one document, and is never cut.
+    Planning takes about half a second and 24 MB of memory for each million documents.
     """
 
     algorithm = f"best fit {VERSION}"
@@ -88,9 +88,9 @@ class Packed(Rows):
             too_long = lengths > self._length
             if pairs and long != "drop" and too_long.any():
                 raise LongDocumentError(
-                    f"{self._documents.location(2 * int(documents[too_long][0]))}: this pair of chosen and rejected has "
-                    f"{lengths[too_long][0]:,} tokens, more than data.sequence_length={self._length}, and a pair is not "
-                    "cut; --data.long-documents drop leaves such pairs out"
+                    f"{self._documents.location(2 * int(documents[too_long][0]))}: chosen and rejected have "
+                    f"{lengths[too_long][0]:,} tokens, more than data.sequence_length={self._length}, and a pair is "
+                    "never cut; --data.long-documents drop leaves such pairs out"
                 )
             if long == "stop" and too_long.any():
                 raise LongDocumentError(

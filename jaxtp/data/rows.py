@@ -20,8 +20,8 @@ PAIRS = "pairs"
 
 Row = dict[str, NDArray[np.int32]]
 """`inputs` and `labels`, `[T]`: a label is the next token, or `IGNORE`. Packed rows also have `SEGMENTS`: 1, 2, ... for
-their documents, 0 for padding. Rows of preference data also have `PAIRS`: i for the row's i-th chosen document (from 1),
--i for the rejected one, prompts included, and 0 for padding."""
+their documents, 0 for padding. Rows of preference data also have `PAIRS`: i for the chosen and -i for the
+rejected document of the row's pair i = 1, 2, ..., prompts included, 0 for padding."""
 
 Samples: TypeAlias = "grain.MapDataset[Row]"
 """Rows by index, which Grain reads ahead."""

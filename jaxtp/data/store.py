@@ -13,8 +13,8 @@ Version 1 of the format is a folder:
     start.
 - `inputs.jsonl`: path, bytes and modification time of each input, for `jaxtp prepare` only.
 
-Version 2 is preference data. Its manifest has `"pairs": true`, and its documents have prompts. Document 2i is the chosen
-and document 2i + 1 the rejected answer to a prompt, with which each of them starts. Both are in one shard.
+Version 2 is preference data, with `"pairs": true` in its manifest. Document 2i is the chosen and document 2i + 1 the
+rejected answer to a prompt. Each of them starts with the prompt, and both are in one shard.
 """
 
 import hashlib

@@ -69,7 +69,7 @@ def test_a_longer_pair_is_left_out_or_refused(monkeypatch):
     assert (len(dropped), dropped.num_dropped, dropped.num_split) == (3, 2, 0)
     assert sorted(int(row["inputs"][0]) for row in dropped) == [0, 17, 27]
     for long in ("split", "stop"):
-        with pytest.raises(LongDocumentError, match=r"document 2: this pair .* 11 tokens, .*length=10.* drop leaves"):
+        with pytest.raises(LongDocumentError, match=r"document 2: chosen .* 11 tokens, .*length=10.* drop leaves"):
             Packed(source, 10, VOCAB, long)
 
 
