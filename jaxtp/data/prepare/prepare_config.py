@@ -146,9 +146,10 @@ class PrepareConfig:
     def fields(self) -> Fields:
         """The columns that make a document."""
         if self.preference:
-            required = (REJECTED,) if self.prompt_field is None else (REJECTED, self.prompt_field)
-            optional = {PROMPT_FIELD, *(["system"] if self.messages else [])}.difference(required)
-            return Fields(CHOSEN, optional=tuple(sorted(optional)), required=required)
+            system = () if self.messages is None else ("system",)
+            if self.prompt_field is None:
+                return Fields(CHOSEN, optional=(PROMPT_FIELD, *system), required=(REJECTED,))
+            return Fields(CHOSEN, optional=system, required=(self.prompt_field, REJECTED))
         if self.messages == "instruction":
             return Fields("output", "instruction", ("input", "system", "history"))
         if self.messages is not None:
