@@ -33,7 +33,7 @@ from jaxtp.train.run_data import RunData, open_data
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
-from jaxtp.train.task import Task, load_task, transformation, with_decoder, with_references
+from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
 from jaxtp.train.user_loss import Traits, inspect_loss
 from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse
 
@@ -153,8 +153,8 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     enable_compilation_cache(mesh.devices.flat[0].platform)
     check_installed(config.metrics.trackers)
     task = load_task(config, task)  # imports a user's files, which may use the mesh's devices
-    if (with_model := with_decoder(config, task)) is not config:
-        config = with_model
+    model, config = config.model, with_parts(config, task)
+    if config.model is not model:
         check_decoder(config, mesh)
     data = open_data(config, source, task)
     config = with_batches(config, data, mesh)
@@ -334,7 +334,7 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
 
     config, source = resolve(config)
     task = load_task(replace_nested(config, {"train.callbacks": (), "data.validation_batches": None}))
-    config = with_decoder(config, task)
+    config = with_parts(config, task)
     loss = task.loss or partial(_decoder_loss, config.mesh.context)
     task = replace(task, loss=loss, validation=None)
     data = open_data(config, source, task)

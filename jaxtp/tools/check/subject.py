@@ -26,7 +26,7 @@ from jaxtp.train.run_data import open_data
 from jaxtp.train.setup import check_loss, with_batches
 from jaxtp.train.setup import plan as plan_of_run
 from jaxtp.train.state import Blueprint, total_bytes
-from jaxtp.train.task import Task, load_task, with_decoder
+from jaxtp.train.task import Task, load_task, with_parts
 
 DOCUMENTS = 4  # mean number in a row of a packed batch
 COPIES = 6
@@ -69,7 +69,7 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
       ValueError: a user's mistake, as in a run, or a model that is too large.
     """
     task = load_task(replace_nested(config, {"train.callbacks": (), "data.validation_batches": None}))
-    config, data = with_decoder(config, task), None
+    config, data = with_parts(config, task), None
     if task.has_own_model or task.batches is not None:
         data = open_data(config, InitSource(), task)
         config = _with_length(with_batches(config, data, make_mesh()), data.train)
