@@ -16,10 +16,12 @@ IGNORE = -100
 """A label without a loss, as in `layers/loss.py`."""
 
 SEGMENTS = "segments"
+PAIRS = "pairs"
 
 Row = dict[str, NDArray[np.int32]]
 """`inputs` and `labels`, `[T]`: a label is the next token, or `IGNORE`. Packed rows also have `SEGMENTS`: 1, 2, ... for
-their documents, 0 for padding."""
+their documents, 0 for padding. Rows of preference data also have `PAIRS`: i for the chosen and -i for the
+rejected document of the row's pair i = 1, 2, ..., prompts included, 0 for padding."""
 
 Samples: TypeAlias = "grain.MapDataset[Row]"
 """Rows by index, which Grain reads ahead."""
@@ -48,7 +50,7 @@ class Rows(Sequence[Row]):
     padding = 0.0
     """Fraction of positions without a token."""
     num_split = num_dropped = 0
-    """Number of documents that were cut or left out."""
+    """Number of documents that were cut or left out; of pairs, if they are the unit."""
 
     def __init__(self, documents: Documents, length: int, vocab_size: int):
         self._documents, self._length, self._vocab_size = documents, length, vocab_size
