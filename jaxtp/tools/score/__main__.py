@@ -1,7 +1,7 @@
 """`jaxtp score`: opens a model and a dataset, and writes scores (`scoring.py`)."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,10 +9,12 @@ from typing import Annotated
 
 import tyro
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
+from jaxtp.config.hints import Problem, explained
 from jaxtp.config.schema import ConfigError, Count, DataPath, Positive, UserPath
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
 from jaxtp.data.scores import Record, Scored, ScoresError, open_scores, verify
@@ -151,8 +153,7 @@ def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
         source = _open_model(config, path)
         _check(config, dataset, source)
         mesh = inference_mesh(config.mesh, source.config)
-        rows_config = TrainConfig(model=source.config, data=DataConfig(sequence_length=length))
-        refuse(problem.text for problem in context_problems(rows_config, mesh_sizes(mesh)))
+        _check_length(source, mesh, length)
         settings = RowSettings(length, source.config.vocab_size, config.data.packing, config.data.long_documents)
         splits = {name: split for name, split in dataset.splits.items() if split.num_tokens}
         rows = {name: make_rows(split, settings) for name, split in splits.items()}
@@ -200,6 +201,15 @@ def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource) -> None:
         )
     if source.context is not None and (length := config.data.sequence_length) and length > source.context:
         print_status(f"warning: sequences of {length:,} tokens, but the model was made for {source.context:,}")
+
+
+def _check_length(source: ModelSource, mesh: Mesh, length: int) -> None:
+    def problems_after(changes: Mapping[str, int]) -> Iterator[Problem]:
+        sizes = {axis: changes.get(f"mesh.{axis}", size) for axis, size in mesh_sizes(mesh).items()}
+        data = DataConfig(sequence_length=changes.get("data.sequence_length", length))
+        return context_problems(TrainConfig(model=source.config, data=data), sizes)
+
+    refuse(explained(problems_after, fixed=True))
 
 
 def _verify(folder: Path) -> int:

@@ -106,6 +106,9 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
             if writer is not None:
                 writer.save()
             raise
+        finally:
+            if writer is not None:
+                writer.close()
         with raise_everywhere():
             if writer is not None:
                 writer.finish()
@@ -243,12 +246,17 @@ class _Writer:
     def save(self) -> None:
         """Syncs the files, then replaces the journal."""
         for file in self._files.values():
-            with file:
-                sync_file(file)
-        self._files.clear()
+            sync_file(file)
+        self.close()
         journal = Journal(self._job.record, self._job.arguments, dict(self.done or {}))
         write_atomically(self._job.out / JOURNAL, json.dumps(asdict(journal)).encode())
         self._saved = time.monotonic()
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     def finish(self) -> None:
         """Writes `scores.json`."""
