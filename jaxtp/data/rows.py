@@ -16,10 +16,13 @@ IGNORE = -100
 """A label without a loss, as in `layers/loss.py`."""
 
 SEGMENTS = "segments"
+PAIRS = "pairs"
 
 Row = dict[str, NDArray[np.int32]]
 """`inputs` and `labels`, `[T]`: a label is the next token, or `IGNORE`. Packed rows also have `SEGMENTS`: 1, 2, ... for
-their documents, 0 for padding. Scores (`scores.py`) add columns `[T, ...]`, some of float32."""
+their documents, 0 for padding. Rows of preference data also have `PAIRS`: i for the chosen and -i for the
+rejected document of the row's pair i = 1, 2, ..., prompts included, 0 for padding. Scores (`scores.py`) add columns
+`[T, ...]`, some of float32."""
 
 Place = tuple[slice, int, slice]
 """Positions in a row, a shard, and the tokens there that the row has as inputs."""
@@ -51,7 +54,7 @@ class Rows(Sequence[Row]):
     padding = 0.0
     """Fraction of positions without a token."""
     num_split = num_dropped = 0
-    """Number of documents that were cut or left out."""
+    """Number of documents that were cut or left out; of pairs, if they are the unit."""
     add_columns: Callable[[Row, Iterator[Place]], None] | None = None
     """Adds columns to a row."""
 

@@ -66,9 +66,12 @@ class Data:
         sources = (*corpus.sources, *validation_sources)
         for rows, source in zip((*self.train_rows, *self.validation_rows), sources, strict=True):
             if not len(rows):
+                what, fix = "document", "--data.long-documents split cuts them"
+                if corpus.has_pairs:
+                    what, fix = "pair", "use a larger --data.sequence-length"
                 raise CorpusError(
-                    f"{source.name or corpus.description}: every document is longer than "
-                    f"data.sequence_length={settings.length}; --data.long-documents split cuts them"
+                    f"{source.name or corpus.description}: every {what} is longer than "
+                    f"data.sequence_length={settings.length}; {fix}"
                 )
 
     def epochs(self, samples: int) -> list[float]:
@@ -120,8 +123,8 @@ def _make_rows(documents: Documents, settings: RowSettings) -> Rows:
     if settings.packing == "concatenated":
         if documents.has_prompts:
             raise CorpusError(
-                f"{documents.location(0)}: data.packing=concatenated does not know where prompts end; instruction data "
-                "need --data.packing documents"
+                f"{documents.location(0)}: data.packing=concatenated does not know where prompts end; "
+                f"{'pairs' if documents.has_pairs else 'instruction data'} need --data.packing documents"
             )
         return Concatenated(documents, settings.length, settings.vocab_size)
     return Packed(documents, settings.length, settings.vocab_size, settings.long_documents)

@@ -12,6 +12,9 @@ Version 1 of the format is a folder:
   - `train-00000.prompts`, for instruction data only: little-endian uint32 `[n]`: prompt tokens at each document's
     start.
 - `inputs.jsonl`: path, bytes and modification time of each input, for `jaxtp prepare` only.
+
+Version 2 is preference data, with `"pairs": true` in its manifest. Document 2i is the chosen and document 2i + 1 the
+rejected answer to a prompt. Each of them starts with the prompt, and both are in one shard.
 """
 
 import hashlib
@@ -52,7 +55,8 @@ class Split(Documents):
         self._folder, self._name, self._shards = folder, name, shards
         dtype = manifest.tokenizer.dtype
         super().__init__([shard.documents for shard in shards], [shard.tokens for shard in shards], dtype)
-        self.has_prompts, self._vocab_size = manifest.prompts, manifest.tokenizer.vocab_size
+        self.has_prompts, self.has_pairs = manifest.prompts, manifest.pairs
+        self._vocab_size = manifest.tokenizer.vocab_size
         self.longest = manifest.splits[name].longest
         self._maps: dict[tuple[int, str], Tokens] = {}
 
