@@ -52,6 +52,11 @@ class Corpus:
         return "bytes" if self.tokenizer.kind == BYTES else "tokens"
 
     @property
+    def has_pairs(self) -> bool:
+        """Like `Documents.has_pairs`."""
+        return self.sources[0].train.has_pairs
+
+    @property
     def train_tokens(self) -> int:
         """Training tokens of all sources."""
         return sum(source.train.num_tokens for source in self.sources)
@@ -101,7 +106,9 @@ def load_corpus(
     else:
         parts = {"": _open(path) if path else standard_library()}
     other = _open(validation) if validation else None
-    _require_one_tokenizer({**parts, **({str(validation): other} if other else {})})
+    everything = {**parts, **({str(validation): other} if other else {})}
+    _require_one_tokenizer(everything)
+    _require_one_kind(everything)
     sources = tuple(_source(name, weights[name], part, other) for name, part in parts.items())
     first = next(iter(parts.values()))
     description = " + ".join(f"{weight:g} x {name}" for name, weight in weights.items())
@@ -116,6 +123,11 @@ class Part:
     validation: Documents | None
     tokenizer: TokenizerInfo
     description: str
+
+    @property
+    def has_pairs(self) -> bool:
+        """Like `Documents.has_pairs`."""
+        return any(each is not None and each.has_pairs for each in (self.train, self.validation))
 
 
 def standard_library(root: Path | None = None) -> Part:
@@ -195,6 +207,15 @@ def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
                 f"{list(theirs.prefix)}, after them {ours.eos_id} and {theirs.eos_id}): prepare one of them again, "
                 "with the same --bos and --eos"
             )
+
+
+def _require_one_kind(parts: Mapping[str, Part]) -> None:
+    named = {part.has_pairs: name or part.description for name, part in parts.items()}
+    if len(named) == 2:
+        raise CorpusError(
+            f"{named[True]} has pairs of a chosen and a rejected answer and {named[False]} has not: name datasets of "
+            "one kind; jaxtp prepare --preference makes pairs"
+        )
 
 
 def _in_memory(contents: list[bytes], source: str) -> InMemory:

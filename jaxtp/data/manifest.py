@@ -12,7 +12,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from jaxtp.config.entry import UserError
 from jaxtp.config.reading import truncate
 
-FORMAT = 1
+FORMAT, FORMAT_OF_PAIRS = 1, 2
+"""Older versions refuse to read a dataset of pairs as text."""
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
 TRAIN, VALIDATION = "train", "validation"
@@ -119,8 +120,12 @@ class Manifest:
     """Number of input files, and their bytes."""
     arguments: dict[str, object]
     """Settings of `jaxtp prepare`."""
+    pairs: bool = False
+    """Whether documents 2i and 2i + 1 are the chosen and the rejected answer to a prompt; written only if true."""
 
     def __post_init__(self) -> None:
+        if self.pairs and not self.prompts:
+            raise DatasetError("pairs without prompts")
         suffixes = {TOKENS, DOCUMENTS, *([PROMPTS] if self.prompts else [])}
         for name, split in self.splits.items():
             if name not in SPLITS:
@@ -128,13 +133,18 @@ class Manifest:
             for shard in split.shards:
                 if shard.sha256.keys() != suffixes:
                     raise DatasetError(f"a shard has the files {', '.join(shard.sha256) or 'none'}")
+                if self.pairs and shard.documents % 2:
+                    raise DatasetError(f"a shard of pairs has {shard.documents} documents")
             for key, value in totals(split.shards).items():
                 if getattr(split, key) != value:
                     raise DatasetError(f"{key} of {name} does not match its shards")
 
     def to_json(self) -> str:
         """Returns the text of `dataset.json`; deterministic."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        record = {"format": FORMAT_OF_PAIRS if self.pairs else FORMAT, **asdict(self)}
+        if not self.pairs:
+            del record["pairs"]
+        return json.dumps(record, indent=1) + "\n"
 
 
 def file_sizes(documents: int, tokens: int, dtype: np.dtype[np.unsignedinteger]) -> dict[str, int]:
@@ -164,9 +174,13 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise DatasetError(f"{path}: damaged: not JSON: {error}") from None
     try:
-        if isinstance(record, dict) and type(version := record.get("format")) is int and version != FORMAT:
-            raise DatasetError(f"format {version}; this version of jaxtp reads format {FORMAT}")
-        return parse(Manifest, content)
+        version = record.get("format") if isinstance(record, dict) else None
+        if type(version) is int and version not in (FORMAT, FORMAT_OF_PAIRS):
+            raise DatasetError(f"format {version}; this version of jaxtp reads formats {FORMAT} and {FORMAT_OF_PAIRS}")
+        manifest = parse(Manifest, content)
+        if manifest.pairs != (version == FORMAT_OF_PAIRS):
+            raise DatasetError(f"damaged: format {version} {'with' if manifest.pairs else 'without'} pairs")
+        return manifest
     except DatasetError as error:
         raise DatasetError(f"{path}: {error}") from None
 

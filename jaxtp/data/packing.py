@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError
 from jaxtp.data.documents import Documents
-from jaxtp.data.rows import SEGMENTS, Row, Rows, check_vocabulary, empty_row
+from jaxtp.data.rows import PAIRS, SEGMENTS, Row, Rows, check_vocabulary, empty_row
 
 VERSION = 1
 """Version of the packing: a change of its rows needs another version."""
@@ -30,8 +30,8 @@ class Packed(Rows):
     """Rows of whole documents, each a segment, and padding.
 
     `long` handles documents longer than a row: "split" cuts them into full rows and a rest (each token is an input
-    once), "drop" omits them, "stop" raises `LongDocumentError`. Planning takes about half a second and 24 MB of memory
-    for each million documents.
+    once), "drop" omits them, "stop" raises `LongDocumentError`. A pair is placed as one document, and is never cut.
+    Planning takes about half a second and 24 MB of memory for each million documents.
     """
 
     algorithm = f"best fit {VERSION}"
@@ -61,7 +61,15 @@ class Packed(Rows):
         at = 0
         for segment, (document, start) in enumerate(self._pieces[first:last].tolist(), start=1):
             at += self._place(row, at, segment, document, start)
+        if self._documents.has_pairs:
+            pair = (row[SEGMENTS] + 1) // 2
+            row[PAIRS] = np.where(row[SEGMENTS] % 2, pair, -pair)
         return row
+
+    def _ranges(self, index: int) -> Iterator[tuple[int, int]]:
+        for document, start in self._pieces[self._rows[index] : self._rows[index + 1]].tolist():
+            first, last = self._documents.token_range(document)
+            yield first + start, min(first + start + self._length, last)
 
     def _place(self, row: Row, at: int, segment: int, document: int, start: int) -> int:
         """Copies a document from token `start`; returns its number of inputs."""
@@ -76,11 +84,19 @@ class Packed(Rows):
 
     def _blocks(self, long: str) -> Iterator[tuple[Ints, Ints]]:
         """Yields the pieces of some of the documents, and the number of pieces in each row."""
-        first, parts = 0, self._documents.lengths()
+        first, parts, pairs = 0, self._documents.lengths(), self._documents.has_pairs
+        if pairs:
+            parts = (part.reshape(-1, 2).sum(1) for part in parts)
         for lengths in (part[start : start + BLOCK] for part in parts for start in range(0, len(part), BLOCK)):
             documents = np.arange(first, first + len(lengths))
             first += len(lengths)
             too_long = lengths > self._length
+            if pairs and long != "drop" and too_long.any():
+                raise LongDocumentError(
+                    f"{self._documents.location(2 * int(documents[too_long][0]))}: chosen and rejected have "
+                    f"{lengths[too_long][0]:,} tokens, more than data.sequence_length={self._length}, and a pair is "
+                    "never cut; --data.long-documents drop leaves such pairs out"
+                )
             if long == "stop" and too_long.any():
                 raise LongDocumentError(
                     f"{self._documents.location(int(documents[too_long][0]))}: {lengths[too_long][0]:,} tokens are "
@@ -94,6 +110,9 @@ class Packed(Rows):
                 self.num_split += int(too_long.sum())
             self._num_tokens += int(lengths.sum())
             pieces, _, counts = pack(*_pieces(documents, lengths, self._length), self._length)
+            if pairs:  # its two documents
+                pieces, counts = np.repeat(pieces * 2, 2, axis=0), counts * 2
+                pieces[1::2, 0] += 1
             yield pieces, counts
 
 

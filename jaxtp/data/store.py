@@ -12,6 +12,9 @@ Version 1 of the format is a folder:
   - `train-00000.prompts`, for instruction data only: little-endian uint32 `[n]`: prompt tokens at each document's
     start.
 - `inputs.jsonl`: path, bytes and modification time of each input, for `jaxtp prepare` only.
+
+Version 2 is preference data, with `"pairs": true` in its manifest. Document 2i is the chosen and document 2i + 1 the
+rejected answer to a prompt. Each of them starts with the prompt, and both are in one shard.
 """
 
 import hashlib
@@ -52,7 +55,8 @@ class Split(Documents):
         self._folder, self._name, self._shards = folder, name, shards
         dtype = manifest.tokenizer.dtype
         super().__init__([shard.documents for shard in shards], [shard.tokens for shard in shards], dtype)
-        self.has_prompts, self._vocab_size = manifest.prompts, manifest.tokenizer.vocab_size
+        self.has_prompts, self.has_pairs = manifest.prompts, manifest.pairs
+        self._vocab_size = manifest.tokenizer.vocab_size
         self.longest = manifest.splits[name].longest
         self._maps: dict[tuple[int, str], Tokens] = {}
 
@@ -81,7 +85,7 @@ class Split(Documents):
         """Reads all files; yields every difference from the manifest."""
         for index, shard in enumerate(self._shards):
             for suffix, expected in shard.sha256.items():
-                yield from _verify_sum(shard_file(self._folder, self._name, index, suffix), expected)
+                yield from verify_sum(shard_file(self._folder, self._name, index, suffix), expected)
             if (most := int(self._array(index, TOKENS).max())) >= self._vocab_size:
                 tokens = shard_file(self._folder, self._name, index, TOKENS)
                 yield f"{tokens}: id {most} is beyond the vocabulary of {self._vocab_size}"
@@ -154,12 +158,13 @@ def _require_size(path: Path, expected: int) -> None:
 def verify(dataset: Dataset) -> Iterator[str]:
     """Reads a whole dataset; yields every difference from its manifest."""
     if dataset.tokenizer.sha256 is not None:
-        yield from _verify_sum(dataset.folder / TOKENIZER, dataset.tokenizer.sha256)
+        yield from verify_sum(dataset.folder / TOKENIZER, dataset.tokenizer.sha256)
     for split in dataset.splits.values():
         yield from split.problems()
 
 
-def _verify_sum(path: Path, expected: str) -> Iterator[str]:
+def verify_sum(path: Path, expected: str) -> Iterator[str]:
+    """Yields a file's difference from its sha256."""
     try:
         checksum = sha256(path)
     except OSError as error:

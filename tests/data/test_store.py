@@ -186,7 +186,7 @@ def test_verify_checks_ids_and_offsets_against_the_manifest(copy):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda r: r.update(format=2), "format 2; this version of jaxtp reads format 1"),
+        (lambda r: r.update(format=3), "format 3; this version of jaxtp reads formats 1 and 2"),
         (lambda r: r.pop("splits"), "damaged: splits: Field required"),
         (lambda r: r["splits"]["train"].update(tokens=3), "tokens of train does not match its shards"),
         (lambda r: r["splits"].update(secret=r["splits"].pop("train")), "unknown split 'secret'"),

@@ -7,7 +7,7 @@ input, but repeats the beginning of a conversation.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from jaxtp.data.chat_template import (
 )
 from jaxtp.data.documents import Tokens
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import MEDIA, BadInputError, Fields, Turn, shorten, too_large
+from jaxtp.data.prepare.readers import MEDIA, BadInputError, Fields, Row, Turn, shorten, too_large
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
 
@@ -45,14 +45,14 @@ class Conversations:
     """Renders and tokenizes conversations; sets the tokenizer's prefix and end token to the template's."""
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
-        self.fields = replace(config.fields, turns=lambda row: self.turns(_messages(row, config.fields)))
+        self._config = config
+        self.fields = replace(config.fields, turns=self.of_row)
         self._text, name = template_of(config)
         self._special_tokens = _special_tokens(config, tokenizer)
         self._template = ChatTemplate(self._text, name, self._special_tokens)
         self._dtype = tokenizer.info.dtype
         self._rendered = rendered_tokenizer(tokenizer)
         self._tokens = SpecialTokens(self._rendered.tokens, keep=config.special_tokens)
-        self._max_bytes, self._media_as_text = config.max_document_bytes, config.media_as_text
         if isinstance(tokenizer, HuggingFaceTokenizer):
             info = tokenizer.info
             ((first, last), *_) = self.encode(self.turns(_PROBE))
@@ -61,21 +61,22 @@ class Conversations:
             is_named = config.eos is not None or config.no_eos
             tokenizer.info = replace(info, prefix=prefix, eos_id=info.eos_id if is_named or not ends else ends[-1])
 
+    def of_row(self, row: Row) -> tuple[Turn, ...]:
+        """Like `turns`, of a row's conversation."""
+        return self.turns(_messages(row, self._config.fields))
+
     def turns(self, messages: object) -> tuple[Turn, ...]:
         """Returns a conversation's answers; raises `ChatError` or `BadInputError`."""
-        escaped: list[Message] = self._tokens.escape(_checked(messages, self._media_as_text))
+        escaped: list[Message] = self._tokens.escape(self.checked(messages))
         answers = [index for index, message in enumerate(escaped) if message["role"] == ASSISTANT]
         if not answers:
             roles = ", ".join(dict.fromkeys(message["role"] for message in escaped))
             raise ChatError(f"no message has the role {ASSISTANT!r}; there are {roles}")
-        turns: list[Turn] = []
-        size = 0
-        for index in answers:
-            turns.append(self._turn(escaped, index))
-            size += sum(len((text or "").encode()) for text in turns[-1][:2])
-            if size > self._max_bytes:
-                raise too_large(self._max_bytes, "its answers with their prompts: ")
-        return tuple(turns)
+        return self._limited(self._turn(escaped, index) for index in answers)
+
+    def checked(self, messages: object) -> list[Message]:
+        """Returns messages with role and content, converted from ShareGPT's keys and from lists of parts."""
+        return _checked(messages, self._config.media_as_text)
 
     def encode(self, turns: Sequence[Turn]) -> list[list[Tokens]]:
         """Returns prompt ids and answer ids of each turn."""
@@ -86,6 +87,15 @@ class Conversations:
         """Writes the template and its special tokens, for `generate --chat`."""
         write_atomically(folder / TEMPLATE, self._text.encode())
         write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(self._special_tokens, indent=1) + "\n").encode())
+
+    def _limited(self, turns: Iterable[Turn]) -> tuple[Turn, ...]:
+        kept, size, most = [], 0, self._config.max_document_bytes
+        for turn in turns:
+            kept.append(turn)
+            size += sum(len((text or "").encode()) for text in turn[:2])
+            if size > most:
+                raise too_large(most, "its answers with their prompts: ")
+        return tuple(kept)
 
     def _turn(self, messages: list[Message], index: int) -> Turn:
         before = self._template.render(messages[:index])
@@ -128,7 +138,7 @@ def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, st
     return tokens | special_tokens(tokenizer_file(config.tokenizer).parent)
 
 
-def _messages(row: Mapping[str, object], fields: Fields) -> object:
+def _messages(row: Row, fields: Fields) -> object:
     """Returns a row's messages, from Alpaca's fields too."""
     texts = [name for name in fields.optional if name != "history"]
     for name in (*texts, *(fields.names if fields.prompt else ())):
@@ -144,15 +154,19 @@ def _messages(row: Mapping[str, object], fields: Fields) -> object:
         turns = [*history, [question, messages]]
         roles = ("user", ASSISTANT)
         messages = [{"role": r, "content": text} for turn in turns for r, text in zip(roles, turn, strict=True)]
-    if (system := row.get("system")) and isinstance(messages, list):
-        if any(isinstance(each, dict) and "system" in (each.get("role"), each.get("from")) for each in messages):
-            raise ChatError("there are two system messages, one of them in the field 'system'")
-        return [{"role": "system", "content": system}, *messages]
-    return messages
+    return with_system(messages, row.get("system")) if isinstance(messages, list) else messages
+
+
+def with_system(messages: list[Message], system: object) -> list[Message]:
+    """Puts a row's system message, if it has one, before the others."""
+    if not system:
+        return messages
+    if any(isinstance(each, dict) and "system" in (each.get("role"), each.get("from")) for each in messages):
+        raise ChatError("there are two system messages, one of them in the field 'system'")
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _checked(messages: object, media_as_text: bool) -> list[Message]:
-    """Returns messages with role and content, converted from ShareGPT's keys and from lists of parts."""
     if not isinstance(messages, list) or not messages:
         raise ChatError(f"not a list of messages, but {shorten(messages)}")
     checked: list[Message] = []

@@ -15,9 +15,9 @@ Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(m
 
 MIN_VOCAB_SIZE = 257
 """256 bytes and the end token."""
-TEXT_FIELD = "text"
+TEXT_FIELD, PROMPT_FIELD, CHOSEN, REJECTED = "text", "prompt", "chosen", "rejected"
 FIRST = (
-    *("inputs", "out", "tokenizer", "train_bpe", "field", "messages", "template", "include", "held_out"),
+    *("inputs", "out", "tokenizer", "train_bpe", "field", "messages", "preference", "template", "include", "held_out"),
     *("dedup", "on_error", "overwrite", "json", "verify"),
 )
 """Settings at the top of the help."""
@@ -67,7 +67,8 @@ class PrepareConfig:
     """Field of a JSONL or Parquet row that holds the document."""
 
     prompt_field: str | None = None
-    """With --completion-field: a document is a prompt and its completion; the loss ignores the prompt."""
+    """With --completion-field: a document is a prompt and its completion; the loss ignores the prompt. With
+    --preference: the prompt's field, by default prompt."""
 
     completion_field: str | None = None
     """See --prompt-field."""
@@ -78,6 +79,11 @@ class PrepareConfig:
     default the layout is detected, if rows have no text. Each answer of the assistant becomes a document; its prompt is
     everything before it, as the chat template writes it. The loss is on answers only, and the beginning of a
     conversation with n answers is read n times."""
+
+    preference: Switch = False
+    """Reads pairs of answers, for losses such as jaxtp:DPO: prompt, chosen and rejected of a JSONL or Parquet row are
+    texts, or lists of messages for the chat template (with --template FILE texts are messages too). Without a prompt,
+    chosen and rejected are whole conversations that differ in the last message, or texts that start alike."""
 
     template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Chat template for --messages, in Jinja; by default the one next to the tokenizer (chat_template.jinja, or in
@@ -129,11 +135,21 @@ class PrepareConfig:
     @property
     def has_prompts(self) -> bool:
         """Whether documents start with a prompt, which has no loss."""
-        return self.prompt_field is not None or self.messages is not None
+        return self.prompt_field is not None or self.messages is not None or self.preference
+
+    @property
+    def prompt_name(self) -> str:
+        """The field of the prompt of a pair."""
+        return self.prompt_field or PROMPT_FIELD
 
     @property
     def fields(self) -> Fields:
         """The columns that make a document."""
+        if self.preference:
+            system = () if self.messages is None else ("system",)
+            if self.prompt_field is None:
+                return Fields(CHOSEN, optional=(PROMPT_FIELD, *system), required=(REJECTED,))
+            return Fields(CHOSEN, optional=system, required=(self.prompt_field, REJECTED))
         if self.messages == "instruction":
             return Fields("output", "instruction", ("input", "system", "history"))
         if self.messages is not None:
@@ -180,15 +196,27 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         yield "--eos and --no-eos contradict each other"
     if config.eos == "":
         yield "--eos is empty"
-    if (config.prompt_field is None) != (config.completion_field is None):
+    if config.preference:
+        yield from _contradictions_of_pairs(config)
+    elif (config.prompt_field is None) != (config.completion_field is None):
         yield "--prompt-field and --completion-field go together"
     elif config.prompt_field is not None and config.field != TEXT_FIELD:
         yield "--field is for documents without a prompt; give it or --prompt-field and --completion-field"
-    if config.messages is None:
+    if config.messages is not None and config.bos != "auto":
+        yield "--bos is for documents; the chat template determines how a conversation starts"
+    if config.messages is None or config.preference:
         return
     if config.prompt_field is not None or config.field != TEXT_FIELD:
         yield "--messages is a row's only field; leave --field, --prompt-field and --completion-field out"
     if config.train_bpe is not None:
         yield "--messages needs the tokenizer that the chat template is made for: --tokenizer instead of --train-bpe"
-    if config.bos != "auto":
-        yield "--bos is for documents; the chat template determines how a conversation starts"
+
+
+def _contradictions_of_pairs(config: PrepareConfig) -> Iterator[str]:
+    names = {"--messages": config.messages not in (None, CHOSEN), "--field": config.field != TEXT_FIELD}
+    names["--completion-field"] = config.completion_field is not None
+    if any(names.values()):
+        given = ", ".join(name for name in names if names[name])
+        yield f"--preference reads prompt (or --prompt-field NAME), chosen and rejected; leave {given} out"
+    if config.train_bpe is not None:
+        yield "--preference needs the tokenizer of the model to tune: --tokenizer instead of --train-bpe"

@@ -111,12 +111,14 @@ class Fields:
     prompt: str | None = None
     optional: tuple[str, ...] = ()
     turns: Callable[[Row], tuple[Turn, ...]] | None = None
-    """Converts a row of a conversation; raises `ChatError` or `BadInputError`."""
+    """Converts a row of a conversation or a pair; raises `ChatError` or `BadInputError`."""
+    required: tuple[str, ...] = ()
+    """Columns that pairs have after `text`."""
 
     @property
     def names(self) -> list[str]:
         """The required columns."""
-        return [self.text] if self.prompt is None else [self.prompt, self.text]
+        return [self.text, *self.required] if self.prompt is None else [self.prompt, self.text]
 
     @property
     def is_list(self) -> bool:
@@ -193,18 +195,23 @@ def first_keys(source: Source) -> list[str]:
         with suppress(pyarrow.lib.ArrowException, OSError, ValueError):
             return list(parquet.read_schema(source.path).names)
         return []
+    return list(first_row(source, None))
+
+
+def first_row(source: Source, fields: Fields | None) -> Row:
+    """Returns the first JSON object, or a table's first row of `fields`; empty if unreadable."""
     with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError):
-        for _, _, item in itertools.islice(_READERS[source.format](source, 0, None), _PEEKED_LINES):
+        for _, _, item in itertools.islice(_READERS[source.format](source, 0, fields), _PEEKED_LINES):
             with suppress(BadInputError):
-                return list(_row(source, item))
-    return []
+                return _row(source, item)
+    return {}
 
 
 def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
     if start:
         return
     if fields is not None and (fields.prompt is not None or fields.turns is not None):
-        what = "conversations" if fields.turns else "prompts and completions"
+        what = "pairs" if fields.required else "conversations" if fields.turns else "prompts and completions"
         raise BadInputError(NO_FIELD, f"text has no fields; {what} are read from JSONL and Parquet")
     with open_stream(Path(source.path), source.max_window) as (stream, _):
         content = stream.read(source.max_document + 1)
@@ -372,8 +379,8 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
         except ChatError as error:
             where = f"{fields.text!r}: " if fields.is_list else ""
             raise BadInputError(NO_CONVERSATION, f"{where}{error}") from None
-    prompt = None if fields.prompt is None else _text(row, fields.prompt)
-    return (Turn(prompt, _text(row, fields.text)),)
+    prompt = None if fields.prompt is None else text_of(row, fields.prompt)
+    return (Turn(prompt, text_of(row, fields.text)),)
 
 
 def _row(source: Source, item: object) -> Row:
@@ -395,7 +402,8 @@ def _parse(content: bytes) -> object:
         raise BadInputError(NOT_JSON, f"not JSON: {error}") from None
 
 
-def _text(row: Row, name: str) -> str:
+def text_of(row: Row, name: str) -> str:
+    """Returns a text; raises `BadInputError`."""
     value = row[name]
     if not isinstance(value, str):
         raise BadInputError(NOT_A_STRING, f"{name!r} is not a string, but {shorten(value)}")

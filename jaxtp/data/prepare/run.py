@@ -15,6 +15,7 @@ from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, SplitRec
 from jaxtp.data.prepare.batches import Batch, Entry, batches, split_of, threshold
 from jaxtp.data.prepare.conversations import Conversations
 from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, open_tokenizer
+from jaxtp.data.prepare.preference import PairsOfConversations
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError, Turn
 from jaxtp.data.prepare.session import (
@@ -44,7 +45,8 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     """Makes or resumes a dataset; raises `UserError`."""
     named, sources = named_tokenizer(config), find_sources(config)
     config = with_layout(config, sources)
-    conversations = None if config.messages is None or named is None else Conversations(config, named)
+    kind = PairsOfConversations if config.preference else Conversations
+    conversations = None if config.messages is None or named is None else kind(config, named)
     job = Job(out, config, sources, named, conversations)
     try:
         with locked(out), ExitStack() as stack:
@@ -120,8 +122,12 @@ class _Preparation:
         entries = [entry for entry in batch.entries if not self._config.dedup or self._is_new(entry.digest)]
         encoded = self._encode([turn for entry in entries for turn in entry.turns])
         for entry in entries:
-            for size, ids in zip(entry.sizes, encoded, strict=False):  # `zip` takes one encoding per turn
-                self._append(entry, size, ids)
+            documents = list(zip(entry.sizes, encoded, strict=False))  # `zip` takes one encoding per turn
+            if self._config.preference and not all(len(ids[-1]) for _, ids in documents):
+                self._state.skip(EMPTY_DOCUMENT)
+                continue
+            for number, (size, ids) in enumerate(documents, 1):
+                self._append(entry, size, ids, may_end=not self._config.preference or number == len(documents))
         for problem in batch.problems:
             self._state.skip(problem.kind)
             self._show(problem)
@@ -162,7 +168,7 @@ class _Preparation:
         ids = self._tokenizer.encode_batch([text for turn in turns for text in (turn.prompt or "", turn.text)])
         return ([ids[i], ids[i + 1]] for i in range(0, len(ids), 2))
 
-    def _append(self, entry: Entry, size: int, ids: list[Tokens]) -> None:
+    def _append(self, entry: Entry, size: int, ids: list[Tokens], *, may_end: bool) -> None:
         if not any(len(part) for part in (*ids, self._end)):  # a tokenizer may drop white space
             self._state.skip(EMPTY_DOCUMENT)
             return
@@ -171,7 +177,7 @@ class _Preparation:
             prefix = prefix[:0]  # the text spells it
         writer = self._writers[split_of(entry.digest, self._config.held_out)]
         prompt = len(prefix) + len(ids[0]) if self._config.has_prompts else 0
-        self._num_tokens += writer.append([prefix, *ids, self._end], prompt, size)
+        self._num_tokens += writer.append([prefix, *ids, self._end], prompt, size, may_end=may_end)
         self._num_documents += 1
 
     def _save(self) -> None:
@@ -199,6 +205,7 @@ class _Preparation:
             skipped,
             {"files": len(sources), "bytes": sum(source.size for source in sources)},
             dict(self._state.arguments),
+            self._config.preference,
         )
         write_atomically(self._job.out / MANIFEST, manifest.to_json().encode())
         clear_leftovers(self._job.out)
@@ -213,9 +220,10 @@ class _Preparation:
         written = open_dataset(self._job.out)
         for name in SPLITS:
             split, shards = manifest.splits[name], len(manifest.splits[name].shards)
+            count = f"{split.documents // 2:,} pairs" if manifest.pairs else f"{split.documents:,} documents"
             loss = f", {written.splits[name].num_loss_tokens:,} of them with loss," if manifest.prompts else ""
             yield (
-                f"{name:<12}{split.documents:,} documents, {split.tokens:,} tokens{loss} in "
+                f"{name:<12}{count}, {split.tokens:,} tokens{loss} in "
                 f"{shards} shard{'' if shards == 1 else 's'}, the longest document {split.longest:,}"
             )
         if not manifest.splits[VALIDATION].shards and manifest.arguments["held_out"]:

@@ -43,6 +43,7 @@ from jaxtp.data.manifest import (
     shard_file,
 )
 from jaxtp.data.prepare.conversations import Conversations, template_checksum
+from jaxtp.data.prepare.preference import fields_of_texts
 from jaxtp.data.prepare.prepare_config import PrepareConfig, arguments
 from jaxtp.data.prepare.readers import Fields, Position, PrepareError, Source
 from jaxtp.data.store import open_dataset
@@ -89,7 +90,9 @@ class Job:
     @property
     def fields(self) -> Fields:
         """The columns that make a document."""
-        return self.config.fields if self.conversations is None else self.conversations.fields
+        if self.conversations is not None:
+            return self.conversations.fields
+        return fields_of_texts(self.config) if self.config.preference else self.config.fields
 
 
 @dataclass
@@ -291,8 +294,8 @@ class SplitWriter:
             for suffix in self._suffixes:
                 truncate_file(self._open_path(suffix), sizes[suffix])
 
-    def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int) -> int:
-        """Writes a document with a nonempty part; returns its number of tokens."""
+    def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int, *, may_end: bool = True) -> int:
+        """Writes a document with a nonempty part, after which the shard may end; returns its number of tokens."""
         length, progress = 0, self.progress
         if not self._files:
             self._files = {suffix: self._open_path(suffix).open("ab", _BUFFER) for suffix in self._suffixes}
@@ -308,7 +311,7 @@ class SplitWriter:
         self._files[DOCUMENTS].write(progress.tokens.to_bytes(OFFSET.itemsize, "little"))
         if PROMPTS in self._suffixes:
             self._files[PROMPTS].write(prompt.to_bytes(PROMPT.itemsize, "little"))
-        if progress.tokens >= self._shard_tokens:
+        if may_end and progress.tokens >= self._shard_tokens:
             self.end_shard()
         return length
 

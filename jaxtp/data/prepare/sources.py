@@ -40,6 +40,8 @@ def find_sources(config: PrepareConfig) -> list[Source]:
 def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
     """Detects and prints the layout of conversations by the first row's keys, unless a field is named."""
     source = next((source for source in sources if source.format != TEXT), None)
+    if config.preference:
+        return config if source is None else _with_layout_of_pairs(config, source)
     names_field = config.messages is not None or config.prompt_field is not None or config.field != TEXT_FIELD
     names = [] if names_field or source is None else readers.first_keys(source)
     layouts = [] if TEXT_FIELD in names else [name for name in _LAYOUTS if _LAYOUTS[name][1] <= {*names}]
@@ -49,9 +51,25 @@ def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
         return config
     config = replace(config, messages=layouts[0])
     check(config)
-    unread = ", ".join(shorten(name) for name in names if name not in config.fields.names_in(names))
-    print(f"{'layout':<12}{_LAYOUTS[layouts[0]][0]}{f'; not read: {unread}' if unread else ''}", flush=True)
+    _print_layout(_LAYOUTS[layouts[0]][0], names, config)
     return config
+
+
+def _with_layout_of_pairs(config: PrepareConfig, source: Source) -> PrepareConfig:
+    # A template, or a list in the first row, makes all rows conversations.
+    row = readers.first_row(source, config.fields)
+    values = [row[name] for name in config.fields.names_in(row) if name in row]
+    if config.template is not None or any(isinstance(value, list | dict) for value in values):
+        config = replace(config, messages=config.fields.text)
+        check(config)
+    layout = f"pairs of {'texts' if config.messages is None else 'conversations'}, 'chosen' and 'rejected'"
+    _print_layout(layout, readers.first_keys(source), config)
+    return config
+
+
+def _print_layout(layout: str, names: list[str], config: PrepareConfig) -> None:
+    unread = ", ".join(shorten(name) for name in names if name not in config.fields.names_in(names))
+    print(f"{'layout':<12}{layout}{f'; not read: {unread}' if unread else ''}", flush=True)
 
 
 def _require(library: str, files: str) -> None:

@@ -1,0 +1,128 @@
+"""Converts preference data to pairs of documents: a chosen and a rejected answer, each after the same prompt.
+
+A row has texts, or lists of messages for the chat template. If it has no prompt, `chosen` and `rejected` start with it:
+the prompt is every message but the last, or the beginning that the texts share.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
+from jaxtp.data.prepare.conversations import Conversations, with_system
+from jaxtp.data.prepare.prepare_config import CHOSEN, REJECTED, PrepareConfig
+from jaxtp.data.prepare.readers import NO_CONVERSATION, BadInputError, Fields, Row, Turn, text_of
+
+_NO_PAIR, _EMPTY_ANSWER, _EQUAL_ANSWERS = "no pair", "empty answer", "equal answers"
+"""Kinds of problems, as `dataset.json` counts them."""
+_ANSWER = "\n\nAssistant:"
+"""The last one starts the answer, in texts like those of Anthropic's HH."""
+
+
+def fields_of_texts(config: PrepareConfig) -> Fields:
+    """Returns the columns of rows of texts, which need no template."""
+    return replace(config.fields, turns=partial(_texts, config.prompt_name))
+
+
+class PairsOfConversations(Conversations):
+    """Renders and tokenizes two answers to one conversation."""
+
+    def of_row(self, row: Row) -> tuple[Turn, ...]:
+        """Returns the chosen and the rejected answer; raises `BadInputError`."""
+        with _naming(self._config.prompt_name):
+            prompt = self._prompt(row)
+        prompts, turns = [], []
+        for name in (CHOSEN, REJECTED):
+            with _naming(name):
+                whole = with_system(self._whole(row, name, prompt), row.get("system") and text_of(row, "system"))
+                *before, answer = self._tokens.escape(whole)
+                prompts.append(before)
+                turns.append(self._turn([*before, answer], len(before)))
+            if not answer["content"].strip() and not answer.get("tool_calls"):
+                raise _empty(name)
+        if prompts[0] != prompts[1]:
+            raise BadInputError(
+                _NO_PAIR,
+                f"{CHOSEN!r} and {REJECTED!r} differ in message {_num_shared(*prompts) + 1}, before the answer; only "
+                "their last messages may differ",
+            )
+        return self._limited(_different(*turns))
+
+    def _prompt(self, row: Row) -> list[Message]:
+        prompt = row.get(self._config.prompt_name)
+        if prompt is None:
+            return []
+        return self.checked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+
+    def _whole(self, row: Row, name: str, prompt: list[Message]) -> list[Message]:
+        """Returns the conversation that ends with an answer; raises `ChatError`."""
+        value = row[name]
+        if isinstance(value, str):
+            value = {"role": ASSISTANT, "content": value}
+        messages = self.checked([value] if isinstance(value, dict) else value)
+        if messages[0]["role"] == ASSISTANT:
+            messages = [*prompt, *messages]
+        elif prompt and not any(_said(messages[i : i + len(prompt)]) == _said(prompt) for i in range(len(messages))):
+            raise ChatError(f"it starts with a message of the role {messages[0]['role']!r}, but not with the prompt")
+        if (role := messages[-1]["role"]) != ASSISTANT:
+            raise ChatError(f"the last message has the role {role!r}; it should be the answer of {ASSISTANT!r}")
+        if len(messages) == 1:
+            raise _no_prompt(self._config.prompt_name)
+        return messages
+
+
+def _texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
+    chosen, rejected = text_of(row, CHOSEN), text_of(row, REJECTED)
+    if row.get(prompt_name) is not None:
+        prompt = text_of(row, prompt_name)
+    elif (cut := _shared(chosen, rejected)) > 0:
+        prompt, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
+    else:
+        raise _no_prompt(prompt_name)
+    for name, text in ((CHOSEN, chosen), (REJECTED, rejected)):
+        if not text.strip():
+            raise _empty(name)
+    return _different(Turn(prompt, chosen), Turn(prompt, rejected))
+
+
+def _shared(chosen: str, rejected: str) -> int:
+    """Returns where the answers start; without HH's mark, at the last word or line that both texts start alike."""
+    both = chosen[: _num_shared(chosen, rejected)]
+    if (mark := both.rfind(_ANSWER)) >= 0:
+        return mark + len(_ANSWER)
+    return max(both.rfind(" "), both.rfind("\n") + 1)
+
+
+def _num_shared(one: Sequence[object], other: Sequence[object]) -> int:
+    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
+
+
+def _different(chosen: Turn, rejected: Turn) -> tuple[Turn, Turn]:
+    if chosen.text == rejected.text:
+        raise BadInputError(_EQUAL_ANSWERS, f"{CHOSEN!r} and {REJECTED!r} are the same answer")
+    return chosen, rejected
+
+
+def _said(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"].strip()) for message in messages]
+
+
+def _empty(name: str) -> BadInputError:
+    return BadInputError(_EMPTY_ANSWER, f"{name!r}: the answer is empty")
+
+
+def _no_prompt(name: str) -> BadInputError:
+    return BadInputError(
+        _NO_PAIR,
+        f"there is no {name!r}, and {CHOSEN!r} and {REJECTED!r} do not start with one; --prompt-field NAME names it",
+    )
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    try:
+        yield
+    except ChatError as error:
+        raise BadInputError(NO_CONVERSATION, f"{field!r}: {error}") from None

@@ -1,0 +1,78 @@
+"""Rows of preference data: each pair in one row, whole."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtp.data.corpus import CorpusError
+from jaxtp.data.documents import InMemory
+from jaxtp.data.packing import LongDocumentError, Packed
+from jaxtp.data.rows import IGNORE
+from jaxtp.data.samples import RowSettings, make_rows
+
+VOCAB = 2**20
+PAIRS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=40)
+
+
+class Pairs(InMemory):
+    """Every token is another one."""
+
+    has_prompts = has_pairs = True
+
+    def __init__(self, pairs):
+        lengths = np.array(pairs).reshape(-1)
+        super().__init__(np.arange(lengths.sum(), dtype=np.uint32), lengths, "test")
+
+    def prompt_length(self, index):
+        return index // 2 % 5
+
+
+@given(PAIRS, st.integers(60, 90))
+@settings(deadline=None)
+def test_each_pair_is_whole_in_one_row_and_prompts_have_no_loss(pairs, length):
+    source = Pairs(pairs)
+    first = np.cumsum([0, *np.array(pairs).reshape(-1)])
+    packed, found = Packed(source, length, VOCAB), []
+    for row in packed:
+        assert {name: (array.dtype, array.shape) for name, array in row.items()} == dict.fromkeys(
+            ("inputs", "labels", "segments", "pairs"), (np.int32, (length,))
+        )
+        used = row["segments"] > 0
+        assert used[: used.sum()].all()
+        assert not row["inputs"][~used].any()
+        assert not row["pairs"][~used].any()
+        assert (row["labels"][~used] == IGNORE).all()
+        for number in range(1, row["pairs"].max() + 1):
+            for sign, segment in ((1, 2 * number - 1), (-1, 2 * number)):
+                where = row["pairs"] == sign * number
+                np.testing.assert_array_equal(where, row["segments"] == segment)
+                document = int(np.searchsorted(first, row["inputs"][where][0], side="right")) - 1
+                assert document % 2 == (sign < 0)
+                tokens = source.document(document)
+                np.testing.assert_array_equal(row["inputs"][where], tokens)
+                expected = np.append(tokens[1:].astype(np.int64), IGNORE)
+                expected[: max(source.prompt_length(document) - 1, 0)] = IGNORE
+                np.testing.assert_array_equal(row["labels"][where], expected)
+                found.append(document)
+        assert row["segments"].max() == 2 * row["pairs"].max() == -2 * row["pairs"].min()
+    assert found[1::2] == [document + 1 for document in found[::2]]
+    assert sorted(found) == list(range(2 * len(pairs)))
+    assert packed.padding == pytest.approx(1 - first[-1] / (len(packed) * length))
+    assert Packed(source, length, VOCAB).identity == packed.identity
+
+
+def test_a_longer_pair_is_left_out_or_refused(monkeypatch):
+    monkeypatch.setattr("jaxtp.data.packing.BLOCK", 2)
+    source = Pairs([(3, 3), (8, 3), (5, 5), (1, 9), (30, 1)])
+    dropped = Packed(source, 10, VOCAB, "drop")
+    assert (len(dropped), dropped.num_dropped, dropped.num_split) == (3, 2, 0)
+    assert sorted(int(row["inputs"][0]) for row in dropped) == [0, 17, 27]
+    for long in ("split", "stop"):
+        with pytest.raises(LongDocumentError, match=r"document 2: chosen .* 11 tokens, .*length=10.* drop leaves"):
+            Packed(source, 10, VOCAB, long)
+
+
+def test_concatenated_rows_are_refused():
+    with pytest.raises(CorpusError, match=r"concatenated does not know .*; pairs need --data.packing documents"):
+        make_rows(Pairs([(2, 2)]), RowSettings(4, VOCAB, "concatenated"))
