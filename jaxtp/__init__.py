@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from jaxtp.tools.explain.explanation import explain as explain
     from jaxtp.train.distillation import Distillation as Distillation
     from jaxtp.train.optimizer import by_path as by_path
+    from jaxtp.train.preference import DPO as DPO
     from jaxtp.train.task import Task as Task
     from jaxtp.train.trainer import Trainer as Trainer
 

@@ -26,7 +26,7 @@ import tyro
 from docstring_parser import parse_from_object
 
 from jaxtp.config.affects import Setting, find_setting, settings_of
-from jaxtp.config.reading import truncate
+from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import ConfigError, Switch, leaves, merged, nested, read_values, to_yaml, validate
 
 T = TypeVar("T")
@@ -232,6 +232,12 @@ class Command(Generic[T]):
     def _find(self, flag: str) -> Setting:
         name = _key(flag)
         known = {other: setting for setting in self.used_settings() for other in spellings(setting)}
+        section, _, key = name.rpartition(".")
+        if section in known and get_origin(known[section].kind) is dict:
+            of_key = known[section]
+            return dataclasses.replace(
+                of_key, path=(*of_key.path, key), keys=(*of_key.keys, key), flag=flag, kind=object
+            )
         if name not in known:
             raise ConfigError(f"{truncate(flag)}: {self._suggestion(name, list(known))}")
         if not flag.startswith("--"):
@@ -365,7 +371,10 @@ def spellings(setting: Setting) -> Iterator[str]:
 
 
 def _value(setting: Setting, word: str) -> object:
-    """Returns the value for pydantic to validate."""
+    """Returns the value for pydantic to validate; a key of a mapping has no type, and is read as in a YAML file."""
+    if setting.kind is object:
+        with contextlib.suppress(ValueError):
+            return parse_yaml(word.encode())
     choices = get_args(setting.kind)
     if type(None) in choices and not {str, Path} & {*choices} and word.lower() in ("none", "null"):
         return None

@@ -6,7 +6,8 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +47,20 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(partial(called, *given.args, **given.keywords))
     except ValueError:
         return None
+
+
+def check_arguments(name: str, function: Callable[..., Any], setting: str, arguments: Mapping[str, object]) -> None:
+    """Raises ConfigError if a function does not take the arguments that a setting gives it."""
+    if (signature := signature_of(function)) is None:
+        return
+    given = function.keywords if isinstance(function, partial) else {}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        takes = [each for each in signature.parameters if each not in given]
+        close = [match for each in arguments if each not in takes for match in get_close_matches(each, takes, 1)]
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{name}: {error}; {setting} can give {', '.join(takes) or 'none'}{hint}") from None
 
 
 def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:

@@ -126,7 +126,7 @@ class DecoderSizes:
     or a subclass of ModelConfig. The settings below then have no effect, except for arguments and plan."""
 
     arguments: Annotated[BlockChanges, STEP] = Changes({})
-    """In a YAML file: arguments of that function. Its parameter rngs gets nnx.Rngs(run.seed)."""
+    """Arguments of that function: --model.arguments.depth 4. Its parameter rngs gets nnx.Rngs(run.seed)."""
 
     plan: Annotated[Reference | None, COST] = None
     """Plan of that model: a dict from patterns of module paths to styles. By default its own PartitionSpecs, or else

@@ -5,6 +5,7 @@ The settings of a Decoder carry what makes it (`ModelConfig.decoder`), for all c
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxtp.config.affects import settings_of
-from jaxtp.config.python_object import reference_to, signature_of, user_code_error
+from jaxtp.config.python_object import check_arguments, reference_to, signature_of, user_code_error
 from jaxtp.config.schema import ConfigError, to_plain, validate
 from jaxtp.mesh import abstract_mesh, mesh_shape
 from jaxtp.models.config import ModelConfig
@@ -32,12 +33,7 @@ def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
         raise ConfigError(f"{name} is a model; give its class, or a function that returns it")
     signature = signature_of(function)
     takes_rngs = signature is not None and "rngs" in signature.parameters
-    if signature is not None:
-        try:
-            signature.bind(**({"rngs": None} if takes_rngs else {}) | arguments)
-        except TypeError as error:
-            takes = ", ".join(each for each in signature.parameters if each != "rngs") or "none"
-            raise ConfigError(f"{name}: {error}; model.arguments can give {takes}") from None
+    check_arguments(name, partial(function, rngs=None) if takes_rngs else function, "model.arguments", arguments)
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
         from jaxtp.parallelize.parallelize import mark_arrays_as_data

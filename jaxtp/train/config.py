@@ -24,7 +24,7 @@ from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.distributed.allocator import Allocator
 from jaxtp.layers.sequence_parallel import Context
 from jaxtp.mesh import AXES
-from jaxtp.models.config import ModelConfig
+from jaxtp.models.config import BlockChanges, Changes, ModelConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
 
@@ -207,7 +207,10 @@ class LoopConfig:
 
     loss: Annotated[Reference | None, STEP, SHORT_HELP] = None
     """A function (model, batch, key) -> (sum, weight) instead of the cross-entropy of the next token; a third result is
-    a dict of metrics."""
+    a dict of metrics. Or a class, whose instance is such a function."""
+
+    loss_arguments: Annotated[BlockChanges, STEP] = Changes({})
+    """Arguments of that class, or further ones of that function: --train.loss-arguments.beta 0.2."""
 
     callbacks: Annotated[tuple[Reference, ...], NOTHING, SHORT_HELP] = ()
     """Functions (trainer, step) that every process calls after each step."""

@@ -21,7 +21,7 @@ from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.layers.sequence_parallel import is_split
 from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, padded_sizes
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.validation import attention_blocks, chosen_kernels, multiplies_all, share_of
@@ -97,7 +97,7 @@ def summary(
         "context": model.pop("context", None),
         "experts": model.pop("experts", None),
         "kernels": model.pop("kernels", None),
-        "loss": _named(config.train.loss),
+        "loss": describe_loss(config.train),
         "optim": _named(config.optimizer.build),
         **_data_rows(config, data, sizes, progress),
         "folder": str(config.run.dir),
@@ -111,6 +111,12 @@ def summary(
 
 def _named(reference: str | None) -> str | None:
     return None if reference is None or reference.startswith("<") else reference
+
+
+def describe_loss(train: LoopConfig) -> str | None:
+    """Returns the name and the arguments of a user's loss."""
+    arguments = f"({_arguments(train.loss_arguments)})" if train.loss_arguments else ""
+    return (name := _named(train.loss)) and f"{name}{arguments}"
 
 
 def _model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | None]:
@@ -135,8 +141,12 @@ def _model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | No
 
 
 def _own_model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | None]:
-    arguments = ", ".join(f"{name}={value!r}" for name, value in config.model.arguments.items())
-    return {"model": f"{parameter_count(blueprint):,} parameters: {config.model.build}({arguments})"}
+    build = f"{config.model.build}({_arguments(config.model.arguments)})"
+    return {"model": f"{parameter_count(blueprint):,} parameters: {build}"}
+
+
+def _arguments(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def _data_rows(

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
@@ -17,6 +18,7 @@ from jaxtp.checkpoint.storage import newest_with_info
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.batches import Position
+from jaxtp.data.columns import WEIGHTS
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
@@ -33,8 +35,8 @@ from jaxtp.train.run_data import RunData, check_scored_model, open_data
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
-from jaxtp.train.task import Task, load_task, transformation, with_decoder, with_references
-from jaxtp.train.user_loss import Traits, inspect_loss
+from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
+from jaxtp.train.user_loss import Traits, attribute, example_batch, inspect_loss
 from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse
 
 
@@ -155,8 +157,8 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     enable_compilation_cache(mesh.devices.flat[0].platform)
     check_installed(config.metrics.trackers)
     task = load_task(config, task)  # imports a user's files, which may use the mesh's devices
-    if (with_model := with_decoder(config, task)) is not config:
-        config = with_model
+    model, config = config.model, with_parts(config, task)
+    if config.model is not model:
         check_decoder(config, mesh)
     data = open_data(config, source, task)
     config = with_batches(config, data, mesh)
@@ -336,13 +338,28 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
 
     config, source = resolve(config)
     task = load_task(replace_nested(config, {"train.callbacks": (), "data.validation_batches": None}))
-    config = with_decoder(config, task)
+    config = with_parts(config, task)
+    shapes = _example_shapes(config, task)
     loss = task.loss or partial(_decoder_loss, config.mesh.context)
     task = replace(task, loss=loss, validation=None)
+    if shapes is not None:
+        weights = jax.ShapeDtypeStruct((config.data.global_batch_size,), jnp.float32)
+        return config, task, shapes | ({WEIGHTS: weights} if check_loss(config, task, shapes).reads_weights else {})
     data = open_data(config, source, task)
     config = with_batches(config, data, ONE_DEVICE)
     data.pad_short_batches(check_loss(config, task, data.train.shapes).reads_weights)
     return config, task, data.train.shapes
+
+
+def _example_shapes(config: TrainConfig, task: Task) -> dict[str, jax.ShapeDtypeStruct] | None:
+    # Of a decoder's batch, which needs no data, unless they are here and may have columns that only they know.
+    data, rows = config.data, config.data.global_batch_size
+    is_here = bool(data.mixture) or (data.path is not None and data.path.exists())
+    knows = task.loss is None or attribute(task.loss, "example_batch", None) is not None
+    if task.has_own_model or task.batches is not None or (is_here and not knows):
+        return None
+    row = example_batch(task.loss, config, 1)
+    return {name: jax.ShapeDtypeStruct((rows, *each.shape[1:]), each.dtype) for name, each in row.items()}
 
 
 def _decoder_loss(context: Context, model: Decoder, batch: Mapping[str, Array], _: Array) -> tuple[Array, Array]:

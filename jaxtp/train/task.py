@@ -6,15 +6,16 @@ the command and a script start the same run.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 import optax
 from flax import nnx
 from jax import Array
 
-from jaxtp.config.python_object import load_object, reference_to, user_code_error
-from jaxtp.config.schema import ConfigError, leaves, replace_nested, to_plain
+from jaxtp.config.python_object import check_arguments, load_object, reference_to, user_code_error
+from jaxtp.config.schema import ConfigError, leaves, replace_nested, to_plain, validate
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.own_decoder import decoder_settings, recorded
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
@@ -42,7 +43,7 @@ class Task:
     settings of jaxtp's decoder, or of a subclass."""
 
     loss: Loss | None = None
-    """By default the cross-entropy of the decoder's next token."""
+    """By default the cross-entropy of the decoder's next token. A dataclass of settings may be one: `DPO(beta=0.2)`."""
 
     batches: object = None
     """A function of the step that returns a dict of all rows in NumPy, a dataset with `__len__` and `__getitem__`, an
@@ -73,6 +74,7 @@ class Task:
         return {name: part for name, part in parts.items() if isinstance(part, ModelConfig | OptimizerConfig)}
 
 
+LOSS_ARGUMENTS = "train.loss_arguments"
 _REFERENCES = {
     "model": "model.build",
     "loss": "train.loss",
@@ -82,6 +84,13 @@ _REFERENCES = {
     "validation": "data.validation_batches",
 }
 """The setting that names each part."""
+_WEIGHTS_OF_LOSS = {"z_loss", "balance_loss", "router_z_loss", "selection_bias_rate"}
+_REPLACED: dict[str, tuple[str, object, set[str]]] = {
+    "optimizer": ("optimizer", OptimizerConfig(), {"build"}),
+    "batches": ("data", DataConfig(), {"batches", "validation_batches", "global_batch_size"}),
+    "loss": ("train", LoopConfig(), {field.name for field in fields(LoopConfig)} - _WEIGHTS_OF_LOSS),
+}
+"""The section whose settings each part replaces, with their defaults, and those that keep an effect."""
 
 
 def with_references(config: TrainConfig, task: Task, explicit: Set[str] = frozenset()) -> TrainConfig:
@@ -96,9 +105,13 @@ def with_references(config: TrainConfig, task: Task, explicit: Set[str] = frozen
         value = getattr(task, part)
         if value is None or part in task.settings():
             continue
-        if setting in explicit:
-            raise ConfigError(f"{setting} is set, and the task has a {part} too; leave one of them out")
-        names[setting] = reference_to(value, functions)
+        of_part = [each for each in explicit if each == setting or f"{each}.".startswith(f"{setting}_arguments.")]
+        arguments = recordable_arguments(value) if part == "loss" else None
+        if of_part and (setting in of_part or arguments is not None):
+            raise ConfigError(f"{of_part[0]} is set, and the task has a {part} too; leave one of them out")
+        names[setting] = reference_to(value if arguments is None else type(value), functions)
+        if arguments is not None:
+            names[LOSS_ARGUMENTS] = arguments
     return replace_nested(config, names)
 
 
@@ -117,6 +130,8 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
         is_settings = part == "model" and not config.model.is_foreign
         if reference is not None and getattr(task, part) is None and not is_settings:
             parts[part] = load_object(reference, _flag(setting))
+    if isinstance(loss := parts.get("loss", task.loss), type) or (callable(loss) and config.train.loss_arguments):
+        parts["loss"] = _with_arguments(loss, config.train)
     model = parts.get("model", task.model)
     if config.model.is_foreign and (settings := decoder_settings(model, config.model)) is not None:
         parts["model"] = settings
@@ -126,8 +141,40 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
     return loaded
 
 
-def with_decoder(config: TrainConfig, task: Task) -> TrainConfig:
-    """Returns the configuration with the settings of the Decoder that `model.build` makes, if it makes one."""
+def _with_arguments(loss: Callable[..., Any], settings: LoopConfig) -> Loss:
+    name, arguments = settings.loss or repr(loss), settings.loss_arguments
+    if (own := recordable_arguments(loss)) is not None:  # an instance, whose fields are the defaults
+        loss, arguments = type(loss), {**own, **arguments}
+    elif not isinstance(loss, type):
+        check_arguments(name, partial(loss, None, None, None), LOSS_ARGUMENTS, arguments)
+        return partial(loss, **arguments)
+    try:
+        if is_dataclass(loss):
+            return cast(Loss, validate(loss, arguments, source=LOSS_ARGUMENTS))
+        check_arguments(name, loss, LOSS_ARGUMENTS, arguments)
+        made: Loss = loss(**arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise user_code_error(name, error) from error
+    return made
+
+
+def recordable_arguments(loss: object) -> dict[str, object] | None:
+    """Returns the fields of a loss that is a dataclass; None if they do not make it again from a file."""
+    if not is_dataclass(loss) or isinstance(loss, type):
+        return None
+    try:
+        arguments = to_plain(loss)
+        return arguments if validate(type(loss), arguments, source="") == loss else None
+    except Exception:  # a field that pydantic cannot read, or arrays
+        return None
+
+
+def with_parts(config: TrainConfig, task: Task) -> TrainConfig:
+    """Returns the configuration with the settings of the Decoder that `model.build` makes, and all of a loss's."""
+    if (arguments := recordable_arguments(task.loss)) is not None:
+        config = replace_nested(config, {LOSS_ARGUMENTS: arguments})
     has_decoder = config.model.is_foreign and isinstance(task.model, ModelConfig)
     return replace_nested(config, task.settings()) if has_decoder else config
 
@@ -140,6 +187,8 @@ def check(config: TrainConfig, task: Task) -> None:
     for name, part in (("loss", task.loss), *(("callback", each) for each in task.callbacks)):
         if part is not None and not callable(part):
             raise ConfigError(f"{name} is {part!r}, and should be a function")
+    if task.loss is None and config.train.loss_arguments:
+        raise ConfigError(f"{LOSS_ARGUMENTS}={dict(config.train.loss_arguments)} are those of --train.loss; name one")
     if task.plan is not None and not own:
         raise ConfigError("a plan splits a model of your own (--model.build); the decoder has its own PartitionSpecs")
     if own and task.loss is None:
@@ -165,20 +214,32 @@ def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
         replaced.append(
             ("model", config.model, ModelConfig(), "the model is your own; its function takes model.arguments", used)
         )
-    if task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig):
-        replaced.append(("optimizer", config.optimizer, OptimizerConfig(), "the optimizer is your own", {"build"}))
-    if task.batches is not None:
-        used = {"batches", "validation_batches", "global_batch_size"}
-        replaced.append(("data", config.data, DataConfig(), "the batches are your own", used))
-    if task.loss is not None:
-        names = {"z_loss", "balance_loss", "router_z_loss", "selection_bias_rate"}
-        used = {field.name for field in fields(LoopConfig)} - names
-        replaced.append(("train", config.train, LoopConfig(), "the loss is your own", used))
+    for part, (section, settings, used) in _REPLACED.items():
+        if getattr(task, part) is not None and part not in task.settings():
+            replaced.append(
+                (
+                    section,
+                    getattr(config, section),
+                    settings,
+                    f"the {part} {'are' if part == 'batches' else 'is'} your own",
+                    used,
+                )
+            )
     for section, values, defaults, reason, used in replaced:
         before = dict(leaves(to_plain(defaults)))
         for keys, value in leaves(to_plain(values)):
             if keys[0] not in used and value != before.get(keys):
                 yield f"{section}.{'.'.join(keys)}={value}: {reason}"
+
+
+def is_replaced(config: TrainConfig, name: str) -> bool:
+    """Returns whether a part that the configuration names replaces a setting."""
+    section, _, key = name.partition(".")
+    for part, (of_section, _, used) in _REPLACED.items():
+        of_part = getattr(config, of_section)
+        if section == of_section and key not in used and getattr(of_part, _REFERENCES[part].partition(".")[2]):
+            return True
+    return False
 
 
 def transformation(task: Task, steps: int) -> optax.GradientTransformation | optax.MultiSteps | None:

@@ -1,0 +1,154 @@
+"""DPO on pairs of a chosen and a rejected answer (arXiv 2305.18290), with the formulas and metrics of TRL 1.16.
+
+The log-probabilities of an answer's tokens are summed by the column `pairs`, so an answer may be anywhere in its row.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from numpy.typing import NDArray
+
+from jaxtp.config.entry import UserError
+from jaxtp.config.schema import ConfigError, NonNegative, Positive
+from jaxtp.data.rows import IGNORE
+from jaxtp.layers.lora import without_adapters
+from jaxtp.models.decoder import Decoder
+from jaxtp.models.log_probs import token_log_probs
+from jaxtp.train.config import TrainConfig
+
+PAIRS, LOG_PROBS = "pairs", "log_probs"
+
+Variant = Literal["sigmoid", "ipo", "hinge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO:
+    """A loss that makes the chosen answer of each pair likelier, and the rejected one less likely.
+
+    Likelihoods are relative to a reference: the model without its adapters, or the scores of `jaxtp score`
+    (`data.scores`). The step divides by the number of pairs; a pair without labels in both answers does not count.
+    """
+
+    beta: Positive = 0.1
+    """Strength of the reference: a reward is beta times the log-ratio of the model to the reference."""
+
+    loss: Variant = "sigmoid"
+    """Loss of a margin of rewards; ipo (arXiv 2310.12036) takes log-ratios per token, towards 1 / (2 beta)."""
+
+    label_smoothing: NonNegative = 0.0
+    """Probability that the answers of a pair are swapped, below 0.5 (conservative DPO); for sigmoid only."""
+
+    length_normalized: bool = False
+    """Take log-ratios per token (`sigmoid_norm` of TRL); ipo always does."""
+
+    sft_weight: NonNegative = 0.0
+    """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733): as in TRL, a mean over the tokens of a
+    micro-batch, not over its pairs."""
+
+    columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", PAIRS)
+
+    def __post_init__(self) -> None:
+        smooths = self.label_smoothing == 0 or (0 < self.label_smoothing < 0.5 and self.loss == "sigmoid")
+        valid = {
+            "loss": (self.loss in get_args(Variant), ", ".join(get_args(Variant))),
+            "beta": (0 < self.beta < math.inf, "above 0, usually 0.01 to 0.5"),
+            "label_smoothing": (smooths, "0, or with sigmoid below 0.5"),
+            "sft_weight": (0 <= self.sft_weight < math.inf, "0 or more"),
+        }
+        for name, (fits, values) in valid.items():
+            if not fits:
+                raise ConfigError(f"DPO: {name}={getattr(self, name)!r}, which can be: {values}")
+
+    def __call__(
+        self, model: Decoder, batch: Mapping[str, Array], key: Array
+    ) -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
+        """Returns the sum over pairs, their number, and TRL's metrics."""
+        labels_BT, pairs_BT = batch["labels"], batch[PAIRS]
+        if pairs_BT.shape != labels_BT.shape:
+            raise ConfigError(f"DPO: {PAIRS} is {list(pairs_BT.shape)}, and labels is {list(labels_BT.shape)}")
+        segments_BT = batch.get("segments", 2 * jnp.abs(pairs_BT) - (pairs_BT > 0))
+
+        def log_probs(model: Decoder) -> Array:
+            return jnp.asarray(token_log_probs(model, batch["inputs"], labels_BT, segments_BT))
+
+        if LOG_PROBS in batch:
+            reference_BT = batch[LOG_PROBS]
+        elif jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
+            reference_BT = jax.lax.stop_gradient(log_probs(without_adapters(model)))
+        else:
+            raise ConfigError(
+                "DPO compares the model with a reference: score the dataset with `jaxtp score` and set data.scores, or "
+                "train adapters (--model.lora.rank 16), without which the model is the reference"
+            )
+        is_label_BT = labels_BT != IGNORE
+        terms_BT3 = jnp.stack([log_probs(model), reference_BT, is_label_BT], axis=-1)
+        sums = [_by_answer(terms_BT3, jnp.where(is_label_BT, sign * pairs_BT, 0)) for sign in (1, -1)]
+        policy, reference, tokens = jnp.moveaxis(jnp.stack(sums), -1, 0)  # [2 answers, B, pairs of a row]
+        valid = jnp.all(tokens > 0, axis=0)
+        _check(jnp.sum(tokens * valid, axis=(0, 2)), jnp.sum(is_label_BT, axis=1))
+
+        def total(per_pair: Array) -> Array:
+            return jnp.sum(per_pair, where=valid)
+
+        log_ratios = policy - reference
+        loss, count = total(self._losses(log_ratios, tokens)), jnp.sum(valid)
+        if self.sft_weight:
+            loss -= self.sft_weight * count * total(policy[0]) / jnp.maximum(total(tokens[0]), 1)
+        rewards = self.beta * jax.lax.stop_gradient(log_ratios)
+        metrics = {
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
+            "rewards/accuracies": rewards[0] > rewards[1],
+            "rewards/margins": rewards[0] - rewards[1],
+            "logps/chosen": policy[0],
+            "logps/rejected": policy[1],
+        }
+        return loss, count, {name: (total(each), count) for name, each in metrics.items()}
+
+    def _losses(self, log_ratios: Array, tokens: Array) -> Array:
+        if self.length_normalized or self.loss == "ipo":
+            log_ratios = log_ratios / jnp.maximum(tokens, 1)
+        difference = log_ratios[0] - log_ratios[1]
+        if self.loss == "ipo":
+            return jnp.square(difference - 1 / (2 * self.beta))
+        margin = self.beta * difference
+        if self.loss == "hinge":
+            return jax.nn.relu(1 - margin)
+        smoothing = self.label_smoothing
+        return -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(-margin)
+
+    def example_batch(self, rows: int, length: int, config: TrainConfig) -> dict[str, NDArray[np.generic]]:
+        """Returns random rows of two pairs."""
+        random = np.random.default_rng(0)
+        inputs, labels = random.integers(0, config.model.vocab_size, (2, rows, length), np.int32)
+        answer = np.minimum(np.arange(length) // max(length // 4, 1), 4)
+        pairs = np.tile(np.array([1, -1, 2, -2, 0], np.int32)[answer], (rows, 1))
+        batch = {"inputs": inputs, "labels": np.where(pairs, labels, IGNORE), PAIRS: pairs}
+        if config.model.lora.rank:
+            return batch
+        return batch | {LOG_PROBS: -random.exponential(size=(rows, length)).astype(np.float32)}
+
+
+def _by_answer(terms_BT3: Array, numbers_BT: Array) -> Array:
+    """Returns sums `[B, pairs, 3]` over the tokens of answers 1, 2, ... of each row."""
+    most = terms_BT3.shape[1] // 2
+    indices_BT = jnp.where(numbers_BT > 0, numbers_BT - 1, most)  # segment_sum drops indices beyond the last
+    return jax.vmap(partial(jax.ops.segment_sum, num_segments=most))(terms_BT3, indices_BT)
+
+
+def _check(paired_B: Array, labels_B: Array) -> None:
+    """Raises `UserError` if rows outside of a jit have labels outside of whole pairs."""
+    if not isinstance(paired_B, jax.core.Tracer) and (wrong := np.flatnonzero(paired_B != labels_B)).size:
+        row = wrong[0]
+        raise UserError(
+            f"row {row}: {labels_B[row] - paired_B[row]:g} of {labels_B[row]} labels are in no pair; `{PAIRS}` should "
+            "be 1 for the tokens of the first chosen answer, -1 for its rejected one, 2 and -2 for the next ones"
+        )

@@ -1,0 +1,132 @@
+"""Losses with settings: classes and functions with `train.loss_arguments`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from runs import records
+
+import jaxtp
+from jaxtp.config.schema import ConfigError, replace_nested
+from jaxtp.train.__main__ import main
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.task import Task, load_task, with_parts, with_references
+
+
+@dataclass(frozen=True)
+class Error:
+    scale: float = 1.0
+    power: Literal[1, 2] = 2
+
+    def __call__(self, model, batch, key):
+        errors = abs(model(batch["x"]) - batch["y"]) ** self.power
+        return self.scale * errors.sum(), errors.size
+
+
+class Plain:
+    def __init__(self, scale):
+        self.scale = 1 / scale
+
+    def __call__(self, model, batch, key):
+        return Error(self.scale)(model, batch, key)
+
+
+@dataclass(frozen=True)
+class OfArrays:
+    table: jax.Array
+
+    def __call__(self, model, batch, key):
+        return self.table.sum(), 1
+
+
+def error(model, batch, key, scale=1.0):
+    return Error(scale)(model, batch, key)
+
+
+instance = Error(scale=3.0)
+MODEL, BATCH = lambda x: x, {"x": np.ones(4), "y": np.zeros(4)}
+
+
+def loaded(name, **arguments):
+    changes = {"train.loss": f"{__file__}:{name}", "train.loss_arguments": arguments}
+    config = replace_nested(TrainConfig(), changes)
+    task = load_task(config)
+    return with_parts(config, task), task.loss
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected", "recorded"),
+    [
+        ("Error", {"scale": "0.5"}, 2.0, {"scale": 0.5, "power": 2}),
+        ("Error", {}, 4.0, {"scale": 1.0, "power": 2}),
+        ("Plain", {"scale": 2}, 2.0, {"scale": 2}),
+        ("error", {"scale": 2}, 8.0, {"scale": 2}),
+        ("instance", {}, 12.0, {"scale": 3.0, "power": 2}),
+        ("instance", {"scale": 2.0}, 8.0, {"scale": 2.0, "power": 2}),
+    ],
+)
+def test_arguments_reach_classes_functions_and_instances(name, arguments, expected, recorded):
+    config, loss = loaded(name, **arguments)
+    assert loss(MODEL, BATCH, None)[0] == expected
+    assert config.train.loss_arguments == recorded
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("Error", {"scal": 2}, "scal: unknown key; did you mean scale?"),
+        (
+            "Error",
+            {"scale": "x", "power": 3},
+            r"scale = 'x': should be a valid number(.|\n)*power = 3: should be 1 or 2",
+        ),
+        ("error", {"scal": 2}, r"keyword argument 'scal'; train.loss_arguments can give scale; did you mean scale\?"),
+        ("Plain", {}, "missing a required argument: 'scale'; train.loss_arguments can give scale"),
+        ("Plain", {"scale": 0}, r"test_loss_arguments.py, line \d+: .*ZeroDivisionError"),
+        ("OfArrays", {"table": 1}, "OfArrays fails: PydanticSchemaGenerationError"),
+    ],
+)
+def test_a_wrong_argument_is_one_error(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        loaded(name, **arguments)
+
+
+def test_arguments_need_a_loss_and_are_given_once():
+    with pytest.raises(ConfigError, match=r"are those of --train\.loss"):
+        load_task(replace_nested(TrainConfig(), {"train.loss_arguments": {"beta": 1}}))
+    with pytest.raises(ConfigError, match=r"train.loss_arguments.scale is set, and the task has a loss"):
+        with_references(TrainConfig(), Task(loss=Error()), {"train.loss_arguments.scale"})
+
+
+def test_the_record_of_a_loss_names_its_class_or_is_a_description():
+    config = with_references(TrainConfig(), Task(loss=Error(0.5)))
+    assert (config.train.loss, config.train.loss_arguments) == (f"{__name__}:Error", {"scale": 0.5, "power": 2})
+    config = with_references(TrainConfig(), Task(loss=OfArrays(jax.numpy.ones(2))))
+    assert (config.train.loss, config.train.loss_arguments) == ("<OfArrays>", {})
+
+
+def build(*, rngs):
+    return nnx.Linear(4, 2, rngs=rngs)
+
+
+def batches(step):
+    return {"x": np.ones((4, 4), np.float32), "y": np.zeros((4, 2), np.float32)}
+
+
+def test_a_run_records_its_loss_so_that_its_file_and_flags_resume_it(tmp_path, capsys):
+    settings = {"train.log_every": 1, "optimizer.learning_rate": 1e-3}
+    task = jaxtp.Task(model=build, loss=Error(scale=0.5), batches=batches)
+    with jaxtp.Trainer(task, mesh="dp=1", folder=tmp_path / "run", steps=1, settings=settings) as trainer:
+        list(trainer)
+    assert "test_loss_arguments:Error(scale=0.5, power=2)" in capsys.readouterr().out
+    again = ["--config", f"{tmp_path}/run/config.yaml"]
+    assert main([*again, "--train.steps", "2"]) == 0
+    assert "train.loss_arguments" not in capsys.readouterr().out
+    assert main([*again, "--train.steps", "3", "--train.loss-arguments.scale", "1e-1"]) == 0
+    assert "changed since: train.loss_arguments.scale: 0.5 -> 0.1" in capsys.readouterr().out
+    losses = records(tmp_path / "run")
+    assert losses[1] == pytest.approx(losses[2], rel=0.1)
+    assert losses[3] == pytest.approx(losses[2] / 5, rel=0.1)
