@@ -8,7 +8,6 @@ vocabulary, with all tokens it is that, and it is 0 only if the student gives th
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, ClassVar, Literal, get_args
 
 import jax.numpy as jnp
@@ -83,7 +82,10 @@ class Distillation:
         def total(x_BT: Array) -> Array:
             return jnp.sum(x_BT, where=is_label_BT, dtype=jnp.float32)
 
-        student_BTK, label_BT = self._student(partial(hidden_log_probs, model, hidden_BTD), ids_BTK, labels_BT)
+        def log_probs(labels: Array, temperature: float = 1.0) -> Array:
+            return jnp.asarray(hidden_log_probs(model, hidden_BTD, labels, temperature=temperature))
+
+        student_BTK, label_BT = self._student(log_probs, ids_BTK, labels_BT)
         p, q = _with_rest(teacher_BTK), _with_rest(student_BTK)
         p, q = (p, q) if self.direction == "forward" else (q, p)
         metrics = {
@@ -101,7 +103,7 @@ class Distillation:
         if self.temperature == 1:
             both_BTL = log_probs(jnp.concatenate([ids_BTK, labels_BT[..., None]], axis=-1))
             return both_BTL[..., :-1], both_BTL[..., -1]
-        return log_probs(ids_BTK, temperature=self.temperature), log_probs(labels_BT) if self.cross_entropy else None
+        return log_probs(ids_BTK, self.temperature), log_probs(labels_BT) if self.cross_entropy else None
 
     def example_batch(self, rows: int, length: int, config: TrainConfig) -> dict[str, NDArray[np.generic]]:
         """Returns random rows, and scores that halve from token to token."""

@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError, NonNegative, Positive
-from jaxtp.data.rows import IGNORE
+from jaxtp.data.rows import IGNORE, PAIRS
 from jaxtp.layers.lora import without_adapters
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import token_log_probs
 from jaxtp.train.config import TrainConfig
-
-PAIRS, LOG_PROBS = "pairs", "log_probs"
 
 Variant = Literal["sigmoid", "ipo", "hinge"]
 
@@ -50,8 +48,7 @@ class DPO:
     """Take log-ratios per token (`sigmoid_norm` of TRL); ipo always does."""
 
     sft_weight: NonNegative = 0.0
-    """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733): as in TRL, a mean over the tokens of a
-    micro-batch, not over its pairs."""
+    """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733), a mean over a micro-batch's tokens."""
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", PAIRS)
 
@@ -79,8 +76,8 @@ class DPO:
         def log_probs(model: Decoder) -> Array:
             return jnp.asarray(token_log_probs(model, batch["inputs"], labels_BT, segments_BT))
 
-        if LOG_PROBS in batch:
-            reference_BT = batch[LOG_PROBS]
+        if "log_probs" in batch:
+            reference_BT = batch["log_probs"]
         elif jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
             reference_BT = jax.lax.stop_gradient(log_probs(without_adapters(model)))
         else:
@@ -134,7 +131,7 @@ class DPO:
         batch = {"inputs": inputs, "labels": np.where(pairs, labels, IGNORE), PAIRS: pairs}
         if config.model.lora.rank:
             return batch
-        return batch | {LOG_PROBS: -random.exponential(size=(rows, length)).astype(np.float32)}
+        return batch | {"log_probs": -random.exponential(size=(rows, length)).astype(np.float32)}
 
 
 def _by_answer(terms_BT3: Array, numbers_BT: Array) -> Array:

@@ -31,7 +31,7 @@ from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.memory_check import StepMemory, require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
-from jaxtp.train.run_data import RunData, open_data
+from jaxtp.train.run_data import RunData, check_scored_model, open_data
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
@@ -98,6 +98,8 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
 
         restored = restore(config, data.description, blueprint, checkpoints, report.line)
     initial = source.create_state(config, blueprint, restored)
+    if restored is None:
+        check_scored_model(data.tokens, initial, blueprint.mesh)
     if initial.description:
         report.line(initial.description)
     step, info = (0, {}) if restored is None else (restored.step, restored.info)

@@ -1,5 +1,6 @@
 """DPO against TRL's DPOTrainer in float64 (`make_preference_references.py`), on meshes, packed and unpacked."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import pytest
 from flax import nnx
 from hf.test_references import by_their_names
 from hf_reference import FOLDER, sketch
-from support import sweep
+from support import assert_close, by_name, random_weights, state_on_mesh, sweep
 
 import jaxtp
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import make_mesh
+from jaxtp.train import preference
 from jaxtp.train.config import TrainConfig
 
 MODEL, SCALE = "llama_linear", 0.9
@@ -109,8 +111,87 @@ def test_loss_metrics_and_gradients_are_those_of_trl(case):
     assert max(errors.values()) < TOLERANCE, errors
 
 
-def test_every_variant_has_the_loss_of_trl():
-    graph, state = nnx.split(jaxtp.load_hf(FOLDER / MODEL))
-    run = lambda state: {name: means(each, nnx.merge(graph, state), scored(True))[0] for name, each in VARIANTS.items()}
-    known = {name: float(reference()[f"{name}/loss"]) for name in VARIANTS}
-    assert jax.jit(run)(state) == pytest.approx(known, rel=TOLERANCE)
+@pytest.fixture
+def stored(monkeypatch):
+    """The batch, whose log-probabilities the model is taken to give."""
+    columns = scored(True)
+    model = jaxtp.load_hf(FOLDER / MODEL)
+    found = jnp.asarray(log_probs_of(model, columns))
+    monkeypatch.setattr(preference, "token_log_probs", lambda *_: found)
+    return columns
+
+
+def test_every_variant_has_the_loss_and_metrics_of_trl(stored):
+    for name, variant in VARIANTS.items():
+        loss, metrics = means(variant, None, stored)
+        assert loss == pytest.approx(reference()[f"{name}/loss"], rel=TOLERANCE), name
+        known = dict(zip(METRICS, reference()[f"{name}/metrics"], strict=True))
+        assert metrics == pytest.approx(known | {"count": len(reference()["lengths"])}, rel=TOLERANCE), name
+
+
+WRONG = {
+    "swapped": (lambda pairs: abs(pairs), "row 0: .* of .* labels are in no pair; `pairs` should be 1 for"),
+    "from zero": (lambda pairs: np.where(pairs, pairs - np.sign(pairs), 0), "labels are in no pair"),
+    "beyond": (lambda pairs: 40 * pairs, "labels are in no pair"),
+    "shape": (lambda pairs: pairs[:, :-1], r"pairs is \[8, 63\], and labels is \[8, 64\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_column_is_refused(name, stored):
+    change, message = WRONG[name]
+    with pytest.raises(UserError, match=message):
+        means(jaxtp.DPO(), None, stored | {"pairs": change(stored["pairs"])})
+
+
+def test_an_answer_alone_does_not_count(stored):
+    """In a step, where values are unknown."""
+    pairs, labels = stored["pairs"], stored["labels"]
+    alone = stored | {"labels": np.where(pairs == -1, -100, labels)}
+    without = stored | {"labels": np.where(abs(pairs) == 1, -100, labels)}
+    loss = jaxtp.DPO(sft_weight=1.0)
+    run = jax.jit(lambda columns: means(loss, None, columns))
+    (found, metrics), (known, expected) = run(alone), run(without)
+    assert metrics["count"] == expected["count"] == 3
+    np.testing.assert_allclose(found, known, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "sigmoyd"}, "loss='sigmoyd', which can be: sigmoid, ipo, hinge"),
+        ({"beta": 0.0}, r"beta=0.0, which can be: above 0"),
+        ({"beta": float("nan")}, "beta=nan"),
+        ({"label_smoothing": 0.5}, "label_smoothing=0.5, which can be: 0, or with sigmoid below 0.5"),
+        ({"label_smoothing": 0.1, "loss": "hinge"}, "label_smoothing=0.1"),
+        ({"sft_weight": -1.0}, "sft_weight=-1.0, which can be: 0 or more"),
+    ],
+    ids=str,
+)
+def test_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        jaxtp.DPO(**settings)
+
+
+SMALL_MODEL = jaxtp.ModelConfig(vocab_size=64, d_model=16, num_layers=1, num_heads=2, num_kv_heads=2, d_ff=24)
+ADAPTED = replace(SMALL_MODEL, lora=jaxtp.LoraConfig(rank=2))
+
+
+def test_a_model_without_adapters_needs_scores():
+    with pytest.raises(ConfigError, match=r"`jaxtp score` and set data\.scores, or train adapters"):
+        means(jaxtp.DPO(), jaxtp.Decoder(SMALL_MODEL, rngs=nnx.Rngs(0)), pairs_in_rows(True))
+
+
+def test_the_reference_of_adapters_is_the_base():
+    """And its gradient is that of scores."""
+    weights, columns = random_weights(lambda: jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(0))), pairs_in_rows(True)
+    graph, state = state_on_mesh(lambda: jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(0)), weights, make_mesh())
+    base = jaxtp.without_adapters(nnx.merge(graph, state))
+    scores = columns | {"log_probs": log_probs_of(base, columns)}
+    run = lambda state, columns: means(jaxtp.DPO(), nnx.merge(graph, state), columns)
+    (found, grads), (known, expected) = (
+        jax.jit(jax.value_and_grad(run, has_aux=True))(state, each) for each in (columns, scores)
+    )
+    assert abs(found[1]["rewards/margins"]) > 1e-3
+    np.testing.assert_allclose(*(jax.tree.leaves(each) for each in (found, known)), rtol=1e-5)
+    assert_close(by_name(grads, make_mesh()), by_name(expected, make_mesh()))
