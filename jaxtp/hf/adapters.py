@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
+from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_as
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig
@@ -63,7 +63,7 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
 
     shardings = None if current_mesh() is None else nnx.get_named_sharding(factors, jax.sharding.get_mesh())
     created: nnx.State = jax.jit(create, out_shardings=shardings)()
-    adapted: Decoder = nnx.merge(graph, nnx.merge_state(freeze_state(nnx.state(model)), created))
+    adapted: Decoder = nnx.merge(graph, nnx.merge_state(freeze_as(nnx.state(model), abstract), created))
     return adapted
 
 
@@ -73,6 +73,11 @@ def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
     Outputs may differ slightly: an unmerged adapter is added to the layer's output, in the compute dtype.
     """
     config = model.config
+    if config.lora.base != "full":
+        raise ConfigError(
+            f"lora.base={config.lora.base}: adapters are merged into the original kernels, not into these; "
+            "jaxtp.load_run(RUN) loads both"
+        )
     dtype = dtype or config.precision.param
     arrays = {path: variable[...] for path, variable in named_variables(nnx.state(model)).items()}
     for adapter in adapters(config):

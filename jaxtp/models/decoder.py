@@ -36,7 +36,7 @@ from jaxtp.layers.embedding import (
     vocab_parallel_logits,
 )
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
-from jaxtp.layers.lora import freeze
+from jaxtp.layers.lora import freeze, store_in_float8
 from jaxtp.layers.loss import (
     TokenStatistics,
     vocab_parallel_cross_entropy,
@@ -255,6 +255,9 @@ class Decoder(EmbeddingAndHead):
         self.head = None if tied and not biased else head(rngs=rngs)
         if config.lora.rank:
             freeze(self)
+        if config.lora.base == "float8":
+            for kind, (_, _, block) in zip(kinds, config.kinds(), strict=True):
+                store_in_float8(kind, (kernel for _, kernel in block.adapter_kernels()))
 
     def __call__(self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto") -> Array:
         """Returns next-token logits `[B, T, V]`.
