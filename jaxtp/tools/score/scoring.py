@@ -122,7 +122,9 @@ def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Arra
         merged: Decoder = nnx.merge(graph, state, copy=True)
         t = record.temperature
         if record.top_k is None:
-            return {LOG_PROBS: token_log_probs(merged, ids_BT, labels_BT, segments_BT, temperature=t)}
+            log_probs_BT = token_log_probs(merged, ids_BT, labels_BT, segments_BT, temperature=t)
+            assert isinstance(log_probs_BT, Array)
+            return {LOG_PROBS: log_probs_BT}
         values_BTK, ids_BTK = top_log_probs(merged, ids_BT, record.top_k, segments_BT, temperature=t)
         has_label = (labels_BT != IGNORE)[..., None]
         return {TOP_IDS: jnp.where(has_label, ids_BTK, 0), TOP_LOG_PROBS: jnp.where(has_label, values_BTK, 0)}
