@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from jaxtp.parallelize.styles import SequenceParallel as SequenceParallel
     from jaxtp.parallelize.styles import Shard as Shard
     from jaxtp.tools.explain.explanation import explain as explain
+    from jaxtp.train.distillation import Distillation as Distillation
     from jaxtp.train.optimizer import by_path as by_path
     from jaxtp.train.preference import DPO as DPO
     from jaxtp.train.task import Task as Task

@@ -27,6 +27,7 @@ COMMANDS = {
     "generate": "jaxtp.generate",
     "launch": "jaxtp.tools.launch",
     "prepare": "jaxtp.data.prepare",
+    "score": "jaxtp.tools.score",
     "train": "jaxtp.train",
 }
 """Package of each command."""

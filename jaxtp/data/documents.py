@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,15 +69,29 @@ class Documents(ABC):
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Returns a range of all tokens; a view within one shard."""
+        parts = [self._array(shard, TOKENS)[part] for shard, part in self.in_shards(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
+
+    def in_shards(self, start: int, stop: int) -> Iterator[tuple[int, slice]]:
+        """Yields a range of all tokens as shards and slices of their tokens."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
-        parts = []
         shard = bisect_right(self._first_token, start) - 1
         while start < stop:
             first, end = self._first_token[shard], min(stop, self._first_token[shard + 1])
-            parts.append(self._array(shard, TOKENS)[start - first : end - first])
+            yield shard, slice(start - first, end - first)
             shard, start = shard + 1, end
-        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
+
+    def token_range(self, index: int) -> tuple[int, int]:
+        """Returns where a document starts and ends in all tokens."""
+        shard, row = self._locate(index)
+        first, last = self._array(shard, DOCUMENTS)[row : row + 2].tolist()
+        return self._first_token[shard] + first, self._first_token[shard] + last
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """Tokens of each shard."""
+        return [end - first for first, end in pairwise(self._first_token)]
 
     def document_at(self, position: int) -> int:
         """Returns the document index of a token position."""

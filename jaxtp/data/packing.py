@@ -66,6 +66,11 @@ class Packed(Rows):
             row[PAIRS] = np.where(row[SEGMENTS] % 2, pair, -pair)
         return row
 
+    def _ranges(self, index: int) -> Iterator[tuple[int, int]]:
+        for document, start in self._pieces[self._rows[index] : self._rows[index + 1]].tolist():
+            first, last = self._documents.token_range(document)
+            yield first + start, min(first + start + self._length, last)
+
     def _place(self, row: Row, at: int, segment: int, document: int, start: int) -> int:
         """Copies a document from token `start`; returns its number of inputs."""
         tokens = self._documents.document(document, start, start + self._length + 1)

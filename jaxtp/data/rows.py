@@ -1,7 +1,7 @@
 """Rows of a batch: one sequence each."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import SupportsIndex, TypeAlias
 
 import grain
@@ -21,7 +21,11 @@ PAIRS = "pairs"
 Row = dict[str, NDArray[np.int32]]
 """`inputs` and `labels`, `[T]`: a label is the next token, or `IGNORE`. Packed rows also have `SEGMENTS`: 1, 2, ... for
 their documents, 0 for padding. Rows of preference data also have `PAIRS`: i for the chosen and -i for the
-rejected document of the row's pair i = 1, 2, ..., prompts included, 0 for padding."""
+rejected document of the row's pair i = 1, 2, ..., prompts included, 0 for padding. Scores (`scores.py`) add columns
+`[T, ...]`, some of float32."""
+
+Place = tuple[slice, int, slice]
+"""Positions in a row, a shard, and the tokens there that the row has as inputs."""
 
 Samples: TypeAlias = "grain.MapDataset[Row]"
 """Rows by index, which Grain reads ahead."""
@@ -51,6 +55,8 @@ class Rows(Sequence[Row]):
     """Fraction of positions without a token."""
     num_split = num_dropped = 0
     """Number of documents that were cut or left out; of pairs, if they are the unit."""
+    add_columns: Callable[[Row, Iterator[Place]], None] | None = None
+    """Adds columns to a row."""
 
     def __init__(self, documents: Documents, length: int, vocab_size: int):
         self._documents, self._length, self._vocab_size = documents, length, vocab_size
@@ -58,10 +64,24 @@ class Rows(Sequence[Row]):
     def __getitem__(self, index: SupportsIndex) -> Row:  # type: ignore[override]
         if not 0 <= int(index) < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return self._row(int(index))
+        row = self._row(int(index))
+        if self.add_columns is not None:
+            self.add_columns(row, self.places(int(index)))
+        return row
 
     @abstractmethod
     def _row(self, index: int) -> Row: ...
+
+    @abstractmethod
+    def _ranges(self, index: int) -> Iterator[tuple[int, int]]:
+        """Yields the inputs of a row, in order, as ranges of all tokens."""
+
+    def places(self, index: int) -> Iterator[Place]:
+        """Yields where a row's inputs are in the shards."""
+        at = 0
+        for start, stop in self._ranges(index):
+            for shard, part in self._documents.in_shards(start, stop):
+                yield slice(at, at := at + part.stop - part.start), shard, part
 
 
 class Concatenated(Rows):
@@ -90,6 +110,10 @@ class Concatenated(Rows):
         row["inputs"][:used] = tokens[:used]
         row["labels"][: len(tokens) - 1] = tokens[1:]
         return row
+
+    def _ranges(self, index: int) -> Iterator[tuple[int, int]]:
+        start = index * self._length
+        yield start, min(start + self._length, self._documents.num_tokens)
 
 
 def empty_row(length: int) -> Row:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.metadata import version
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import grain
 
@@ -21,6 +21,9 @@ from jaxtp.data.corpus import Corpus, CorpusError, Source
 from jaxtp.data.documents import Documents
 from jaxtp.data.packing import Packed
 from jaxtp.data.rows import Concatenated, Rows, Samples
+
+if TYPE_CHECKING:
+    from jaxtp.data.scores import Scores
 
 Packing = Literal["documents", "concatenated"]
 LongDocuments = Literal["split", "drop", "stop"]
@@ -43,9 +46,9 @@ class RowSettings:
 
 
 class Data:
-    """The samples of a corpus; the seed affects only the training order."""
+    """The samples of a corpus, with `scores` as columns; the seed affects only the training order."""
 
-    def __init__(self, corpus: Corpus, settings: RowSettings, seed: int):
+    def __init__(self, corpus: Corpus, settings: RowSettings, seed: int, scores: "Scores | None" = None):
         for source in corpus.sources:
             if (count := source.train.num_tokens) < settings.length:
                 raise CorpusError(
@@ -53,10 +56,10 @@ class Data:
                     f"sequence of data.sequence_length={settings.length}; use more of them, or at most "
                     f"--data.sequence-length {count}"
                 )
-        self.corpus = corpus
-        self.train_rows = [make_rows(source.train, settings) for source in corpus.sources]
+        self.corpus, self.scores = corpus, scores
+        self.train_rows = [make_rows(source.train, settings, scores) for source in corpus.sources]
         validation_sources = _distinct(corpus.sources)
-        self.validation_rows = [make_rows(source.validation, settings) for source in validation_sources]
+        self.validation_rows = [make_rows(source.validation, settings, scores) for source in validation_sources]
         self.weights = [source.weight for source in corpus.sources]
         self.train = shuffled(self.train_rows, self.weights, seed)
         self._validation_weights = [source.weight for source in validation_sources]
@@ -90,7 +93,8 @@ class Data:
         if len(self.weights) > 1:
             order[MIXTURE] = mixture.ALGORITHM, mixture.Mixture(self.train_rows, self.weights).identity
         parts = {part: {"algorithm": name, "sha256": sha256} for part, (name, sha256) in order.items()}
-        return {**self.corpus.describe(), ORDER: parts}
+        scores = {} if self.scores is None else {"scores": self.scores.identity}
+        return {**self.corpus.describe(), **scores, ORDER: parts}
 
     def validation(self, batches: int, batch_size: int) -> Samples:
         """Returns at most `batches` validation batches, each row once."""
@@ -107,8 +111,15 @@ def _distinct(sources: Sequence[Source]) -> list[Source]:
     return list(distinct.values())
 
 
-def make_rows(documents: Documents, settings: RowSettings) -> Rows:
-    """Returns the rows of documents; raises `CorpusError` or `LongDocumentError`."""
+def make_rows(documents: Documents, settings: RowSettings, scores: "Scores | None" = None) -> Rows:
+    """Returns the rows of documents, with `scores`; raises `CorpusError`, `LongDocumentError` or `ScoresError`."""
+    rows = _make_rows(documents, settings)
+    if scores is not None:
+        scores.add_to(rows, documents, settings)
+    return rows
+
+
+def _make_rows(documents: Documents, settings: RowSettings) -> Rows:
     if settings.packing == "concatenated":
         if documents.has_prompts:
             raise CorpusError(

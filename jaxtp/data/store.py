@@ -85,7 +85,7 @@ class Split(Documents):
         """Reads all files; yields every difference from the manifest."""
         for index, shard in enumerate(self._shards):
             for suffix, expected in shard.sha256.items():
-                yield from _verify_sum(shard_file(self._folder, self._name, index, suffix), expected)
+                yield from verify_sum(shard_file(self._folder, self._name, index, suffix), expected)
             if (most := int(self._array(index, TOKENS).max())) >= self._vocab_size:
                 tokens = shard_file(self._folder, self._name, index, TOKENS)
                 yield f"{tokens}: id {most} is beyond the vocabulary of {self._vocab_size}"
@@ -158,12 +158,13 @@ def _require_size(path: Path, expected: int) -> None:
 def verify(dataset: Dataset) -> Iterator[str]:
     """Reads a whole dataset; yields every difference from its manifest."""
     if dataset.tokenizer.sha256 is not None:
-        yield from _verify_sum(dataset.folder / TOKENIZER, dataset.tokenizer.sha256)
+        yield from verify_sum(dataset.folder / TOKENIZER, dataset.tokenizer.sha256)
     for split in dataset.splits.values():
         yield from split.problems()
 
 
-def _verify_sum(path: Path, expected: str) -> Iterator[str]:
+def verify_sum(path: Path, expected: str) -> Iterator[str]:
+    """Yields a file's difference from its sha256."""
     try:
         checksum = sha256(path)
     except OSError as error:

@@ -101,6 +101,9 @@ class DataConfig:
     validation: Annotated[DataPath | None, SAMPLES] = None
     """Data to evaluate on: its held-out split, or all of it without one. By default the training data's split."""
 
+    scores: Annotated[UserPath | None, STEP] = None
+    """A folder made by jaxtp score from this data: columns log_probs, or top_ids and top_log_probs, for train.loss."""
+
     batches: Annotated[Reference | None, SAMPLES, SHORT_HELP] = None
     """Batches instead of this data: a function of the step that returns a dict of rows, a dataset, or an iterable. The
     settings path to sequence_length then have no effect."""

@@ -42,7 +42,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.run_data import load_tokens
 from jaxtp.train.setup import progress, with_steps
-from jaxtp.train.task import Task, with_references
+from jaxtp.train.task import Task, is_replaced, with_references
 from jaxtp.train.validation import problems
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ class _Defaults(Generic[AnyConfig]):
         self.lines: list[str] = []
 
     def choose(self, name: str, value: object, reason: str = "") -> None:
-        """Sets a setting, unless the user set any part."""
-        if not any(f"{each}.".startswith(f"{name}.") for each in self.explicit):
+        """Sets a setting, unless the user set any part of it, or brings what replaces it."""
+        if not is_replaced(self.config, name) and not any(f"{each}.".startswith(f"{name}.") for each in self.explicit):
             self.override(name, value, reason)
 
     def override(self, name: str, value: object, reason: str = "") -> None:
@@ -192,7 +192,8 @@ class _Defaults(Generic[AnyConfig]):
     def choose_mesh(self, has_model: bool, resumed: Info | None, devices: DeviceInfo | None) -> None:
         # Also the compute dtype, which changes the memory of a mesh, and the batch size, which the mesh has to divide.
         axes = {axis for axis in AXES if f"mesh.{axis}" in self.explicit}
-        any_batch = has_model and resumed is None and BATCH_SIZE not in self.explicit
+        own_batches = self.config.data.batches is not None
+        any_batch = has_model and resumed is None and BATCH_SIZE not in self.explicit and not own_batches
         free_mesh = len(axes) < len(AXES) or any_batch
         if not free_mesh and COMPUTE in self.explicit:
             return

@@ -2,16 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
+from jaxtp.config.reading import truncate
+from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Batches, Position, token_batches
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh, split
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.init_source import InitSource
+from jaxtp.train.init_source import InitialState, InitSource
 from jaxtp.train.task import Task
 from jaxtp.train.validation import check_vocabulary
 
@@ -96,7 +99,29 @@ def load_tokens(config: TrainConfig, source: InitSource) -> Data:
         check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
     source.check_tokenizer(corpus.tokenizer)
     settings = RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)
-    return Data(corpus, settings, config.run.seed)
+    scores = None
+    if data.scores is not None:
+        from jaxtp.data.scores import open_scores
+
+        scores = open_scores(data.scores)
+        scores.check(corpus.tokenizer, settings)
+    return Data(corpus, settings, config.run.seed, scores)
+
+
+def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> None:
+    """Raises `ConfigError` if log-probabilities are not of the initial model; all processes must call it."""
+    if data is None or data.scores is None or data.scores.record.top_k is not None:
+        return
+    from jaxtp.hf.runs import describe_base
+
+    scores, base = data.scores, initial.base
+    if base is None:
+        base = describe_base(initial.state["model"], Path(), mesh)  # type: ignore[arg-type]
+    if base["sha256"] != scores.record.model_sha256:
+        raise ConfigError(
+            f"data.scores={scores.folder} has log-probabilities of {truncate(scores.record.model)}, and this run "
+            f"starts from other weights; score the data by its initial model: {scores.command()}"
+        )
 
 
 def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
@@ -107,6 +132,13 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     """
     size, seed = config.data.global_batch_size, config.run.seed
     micro_batches = 1 if task.loss is None else config.train.accumulation
+    if config.data.scores is not None and (task.loss is None or task.batches is not None):
+        why = (
+            "the default loss does not read them; set --train.loss"
+            if task.loss is None
+            else "data.batches replaces them"
+        )
+        raise ConfigError(f"data.scores={config.data.scores}: {why}, or leave data.scores out")
     if task.batches is None:
         tokens = load_tokens(config, source)
         held_out = token_batches(tokens.validation(config.eval.batches, size), size, once=True)

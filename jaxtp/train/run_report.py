@@ -97,7 +97,7 @@ def summary(
         "context": model.pop("context", None),
         "experts": model.pop("experts", None),
         "kernels": model.pop("kernels", None),
-        "loss": _loss(config.train),
+        "loss": describe_loss(config.train),
         "optim": _named(config.optimizer.build),
         **_data_rows(config, data, sizes, progress),
         "folder": str(config.run.dir),
@@ -113,7 +113,8 @@ def _named(reference: str | None) -> str | None:
     return None if reference is None or reference.startswith("<") else reference
 
 
-def _loss(train: LoopConfig) -> str | None:
+def describe_loss(train: LoopConfig) -> str | None:
+    """Returns the name and the arguments of a user's loss."""
     arguments = f"({_arguments(train.loss_arguments)})" if train.loss_arguments else ""
     return (name := _named(train.loss)) and f"{name}{arguments}"
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
@@ -17,6 +18,7 @@ from jaxtp.checkpoint.storage import newest_with_info
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.batches import Position
+from jaxtp.data.columns import WEIGHTS
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
@@ -29,12 +31,12 @@ from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.memory_check import StepMemory, require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
-from jaxtp.train.run_data import RunData, open_data
+from jaxtp.train.run_data import RunData, check_scored_model, open_data
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
 from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
-from jaxtp.train.user_loss import Traits, inspect_loss
+from jaxtp.train.user_loss import Traits, attribute, example_batch, inspect_loss
 from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse
 
 
@@ -96,6 +98,8 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
 
         restored = restore(config, data.description, blueprint, checkpoints, report.line)
     initial = source.create_state(config, blueprint, restored)
+    if restored is None:
+        check_scored_model(data.tokens, initial, blueprint.mesh)
     if initial.description:
         report.line(initial.description)
     step, info = (0, {}) if restored is None else (restored.step, restored.info)
@@ -335,12 +339,27 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
     config, source = resolve(config)
     task = load_task(replace_nested(config, {"train.callbacks": (), "data.validation_batches": None}))
     config = with_parts(config, task)
+    shapes = _example_shapes(config, task)
     loss = task.loss or partial(_decoder_loss, config.mesh.context)
     task = replace(task, loss=loss, validation=None)
+    if shapes is not None:
+        weights = jax.ShapeDtypeStruct((config.data.global_batch_size,), jnp.float32)
+        return config, task, shapes | ({WEIGHTS: weights} if check_loss(config, task, shapes).reads_weights else {})
     data = open_data(config, source, task)
     config = with_batches(config, data, ONE_DEVICE)
     data.pad_short_batches(check_loss(config, task, data.train.shapes).reads_weights)
     return config, task, data.train.shapes
+
+
+def _example_shapes(config: TrainConfig, task: Task) -> dict[str, jax.ShapeDtypeStruct] | None:
+    # Of a decoder's batch, which needs no data, unless they are here and may have columns that only they know.
+    data, rows = config.data, config.data.global_batch_size
+    is_here = bool(data.mixture) or (data.path is not None and data.path.exists())
+    knows = task.loss is None or attribute(task.loss, "example_batch", None) is not None
+    if task.has_own_model or task.batches is not None or (is_here and not knows):
+        return None
+    row = example_batch(task.loss, config, 1)
+    return {name: jax.ShapeDtypeStruct((rows, *each.shape[1:]), each.dtype) for name, each in row.items()}
 
 
 def _decoder_loss(context: Context, model: Decoder, batch: Mapping[str, Array], _: Array) -> tuple[Array, Array]:

@@ -84,6 +84,13 @@ _REFERENCES = {
     "validation": "data.validation_batches",
 }
 """The setting that names each part."""
+_WEIGHTS_OF_LOSS = {"z_loss", "balance_loss", "router_z_loss", "selection_bias_rate"}
+_REPLACED: dict[str, tuple[str, object, set[str]]] = {
+    "optimizer": ("optimizer", OptimizerConfig(), {"build"}),
+    "batches": ("data", DataConfig(), {"batches", "validation_batches", "global_batch_size"}),
+    "loss": ("train", LoopConfig(), {field.name for field in fields(LoopConfig)} - _WEIGHTS_OF_LOSS),
+}
+"""The section whose settings each part replaces, with their defaults, and those that keep an effect."""
 
 
 def with_references(config: TrainConfig, task: Task, explicit: Set[str] = frozenset()) -> TrainConfig:
@@ -207,20 +214,32 @@ def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
         replaced.append(
             ("model", config.model, ModelConfig(), "the model is your own; its function takes model.arguments", used)
         )
-    if task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig):
-        replaced.append(("optimizer", config.optimizer, OptimizerConfig(), "the optimizer is your own", {"build"}))
-    if task.batches is not None:
-        used = {"batches", "validation_batches", "global_batch_size"}
-        replaced.append(("data", config.data, DataConfig(), "the batches are your own", used))
-    if task.loss is not None:
-        names = {"z_loss", "balance_loss", "router_z_loss", "selection_bias_rate"}
-        used = {field.name for field in fields(LoopConfig)} - names
-        replaced.append(("train", config.train, LoopConfig(), "the loss is your own", used))
+    for part, (section, settings, used) in _REPLACED.items():
+        if getattr(task, part) is not None and part not in task.settings():
+            replaced.append(
+                (
+                    section,
+                    getattr(config, section),
+                    settings,
+                    f"the {part} {'are' if part == 'batches' else 'is'} your own",
+                    used,
+                )
+            )
     for section, values, defaults, reason, used in replaced:
         before = dict(leaves(to_plain(defaults)))
         for keys, value in leaves(to_plain(values)):
             if keys[0] not in used and value != before.get(keys):
                 yield f"{section}.{'.'.join(keys)}={value}: {reason}"
+
+
+def is_replaced(config: TrainConfig, name: str) -> bool:
+    """Returns whether a part that the configuration names replaces a setting."""
+    section, _, key = name.partition(".")
+    for part, (of_section, _, used) in _REPLACED.items():
+        of_part = getattr(config, of_section)
+        if section == of_section and key not in used and getattr(of_part, _REFERENCES[part].partition(".")[2]):
+            return True
+    return False
 
 
 def transformation(task: Task, steps: int) -> optax.GradientTransformation | optax.MultiSteps | None:

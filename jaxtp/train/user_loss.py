@@ -1,25 +1,31 @@
 """Calls a user's loss, and checks it before the first step."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
+from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import user_code_error
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.columns import WEIGHTS
+from jaxtp.data.rows import SEGMENTS
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import LossTerms
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, rng_state
 from jaxtp.train.task import Loss
 
+T = TypeVar("T")
+Example = NDArray[np.generic] | jax.ShapeDtypeStruct
 STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of `nnx.BatchNorm`."""
 
@@ -35,6 +41,33 @@ RESERVED = {
     "loss_weight",
 }
 _FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
+
+
+_TOP = "jaxtp score --top-k 64 makes it, and data.scores FOLDER reads it"
+_ORIGINS = {
+    "pairs": "jaxtp prepare --preference makes a dataset of pairs",
+    "log_probs": "jaxtp score makes it, and data.scores FOLDER reads it",
+    "top_ids": _TOP,
+    "top_log_probs": _TOP,
+    SEGMENTS: "data.packing documents has it",
+}
+"""How to get columns of jaxtp's own data."""
+
+
+def attribute(loss: Loss | None, name: str, default: T) -> T:
+    """Returns an optional attribute of a loss, such as `columns`, also if `train.loss_arguments` complete it."""
+    found: T = getattr(getattr(loss, "func", loss), name, default)  # `func` is a partial's
+    return found
+
+
+def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
+    """Returns rows for a loss on a decoder without data: the loss's own, or ids, labels and segments of zeros."""
+    shape = (rows, config.data.sequence_length)
+    make: Callable[[int, int, TrainConfig], Mapping[str, Example]] | None = attribute(loss, "example_batch", None)
+    if make is not None:
+        return dict(make(*shape, config))
+    names = ("inputs", "labels", *((SEGMENTS,) if config.data.packed else ()))
+    return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
 
 
 def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) -> LossTerms:
@@ -87,8 +120,11 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     """Traces a loss on abstract arrays, under the mesh in context.
 
     Raises:
-      ConfigError: the loss fails, or returns something else than sums.
+      ConfigError: a column that the loss names is missing; or it fails, or returns something else than sums.
     """
+    if missing := [name for name in attribute(loss, "columns", ()) if name not in batch]:
+        how = _ORIGINS.get(missing[0], "bring batches that have it (--data.batches)")
+        raise ConfigError(f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}")
     rows = next(iter(batch.values())).shape[0]
     weights = jax.ShapeDtypeStruct((rows,), jnp.float32)
     graph, params, rngs, others, constants = nnx.split(model, nnx.Param, nnx.RngState, STATEFUL, ...)  # type: ignore[misc]

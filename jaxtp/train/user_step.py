@@ -72,16 +72,21 @@ def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
 
 
 def flops_per_row(config: TrainConfig, task: Task, batch: Shapes) -> float:
-    """Returns the FLOPs of a row in the products of a forward and backward pass, for `mfu`.
+    """Returns the FLOPs of a row in the products of a forward and backward pass, for `mfu`; see `row_work`."""
+    return row_work(config, task, batch)[0]
+
+
+def row_work(config: TrainConfig, task: Task, batch: Shapes) -> tuple[float, float]:
+    """Returns the FLOPs of a row in products, and the bytes that it keeps for the backward pass.
 
     The model is whole, on one device. Recomputation does not count.
     """
     assert task.loss is not None
-    rows = micro_batch(config, batch)
+    shapes = micro_batch(config, batch)
+    rows = next(iter(shapes.values())).shape[0]
     with as_current(ONE_DEVICE):
-        work = _work(on_one_device(config, task), task.loss, rows, mesh_sizes(ONE_DEVICE))
-    counted = sum(product.flops for product in work.products if not product.recomputed)
-    return counted / next(iter(rows.values())).shape[0]
+        work = _work(on_one_device(config, task), task.loss, shapes, mesh_sizes(ONE_DEVICE))
+    return sum(product.flops for product in work.products if not product.recomputed) / rows, work.saved / rows
 
 
 def _work(model: nnx.Module, loss: Loss, batch: Shapes, sizes: Mapping[str, int]) -> Work:

@@ -6,8 +6,10 @@ A user's model is used as it is, a decoder is shrunk. Batches of the user's are 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.batches import Batches, Position
@@ -26,7 +28,8 @@ from jaxtp.train.run_data import open_data
 from jaxtp.train.setup import check_loss, with_batches
 from jaxtp.train.setup import plan as plan_of_run
 from jaxtp.train.state import Blueprint, total_bytes
-from jaxtp.train.task import Task, load_task, with_parts
+from jaxtp.train.task import Loss, Task, load_task, with_parts
+from jaxtp.train.user_loss import Example, attribute, example_batch
 
 DOCUMENTS = 4  # mean number in a row of a packed batch
 COPIES = 6
@@ -78,7 +81,7 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
         small, cases = in_three_updates(config), own_model_cases(config, meshes, over_cp=over_cp)
     else:
         small, cases = plan(config, meshes)
-    batches = _in_memory(random_tokens(small)) if data is None else data.train
+    batches = _in_memory(random_batches(small, task.loss)) if data is None else data.train
     subject = Subject(task, batches)
     if not subject.is_own:
         return small, cases, subject
@@ -112,6 +115,21 @@ def _with_length(config: TrainConfig, batches: Batches) -> TrainConfig:
     if config.model.is_foreign or inputs.ndim != 2:
         return config
     return replace_nested(config, {"data.sequence_length": inputs.shape[1]})
+
+
+def random_batches(config: TrainConfig, loss: Loss | None) -> list[Columns]:
+    """Returns a batch for each update: the examples of a loss, or random tokens."""
+    tokens = random_tokens(config)
+    if attribute(loss, "example_batch", None) is None:
+        return tokens
+    example = example_batch(loss, config, config.data.global_batch_size)
+    return [{name: _filled(name, each, batch) for name, each in example.items()} for batch in tokens]
+
+
+def _filled(name: str, example: Example, tokens: Columns) -> NDArray[np.generic]:
+    if not isinstance(example, jax.ShapeDtypeStruct):
+        return np.asarray(example)
+    return tokens[name] if name in tokens else np.zeros(example.shape, example.dtype)
 
 
 def random_tokens(config: TrainConfig) -> list[Columns]:

@@ -47,7 +47,6 @@ from jaxtp.tools.estimate.search import (
     target,
 )
 from jaxtp.tools.estimate.summary import draw, explained, heading, ranking, record, setting_record
-from jaxtp.tools.explain.python_model import has_own_step
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, DeviceInfo, default_settings, resolve_defaults
 from jaxtp.train.setup import open_task
@@ -130,10 +129,12 @@ def _estimate(argv: Sequence[str]) -> int:
     _check_overwrite(options)
     require_picture("--plot", options.plot)
     config = training_of(options)
-    if has_own_step(config) or config.optimizer.build is not None:
+    if config.model.build or config.data.batches or config.optimizer.build:
         _refuse_for_own_parts(options)
         return foreign.rank(options, *open_task(config))
     where = _target(options)
+    if options.tier == 2 and config.train.loss is not None:
+        raise ConfigError("--tier 2 compares the decoder's own loss with formulas; --tier 3 compiles yours")
     if options.tier == 3:
         try:
             topology(where.hardware.compiled_as, **where.hosts)
@@ -274,7 +275,7 @@ def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object])
     fits = best.fits
     failed: Exception | None = None
     try:
-        if options.tier >= 2:
+        if options.tier >= 2 and best.config.train.loss is None:
             request_devices(best)
             partitioned = compile_partitioned(best)
             numbers["tier_2"] = partitioned.record()

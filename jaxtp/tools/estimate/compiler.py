@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
+from jax.stages import Traced
 
 from jaxtp.analysis.audit import audit
 from jaxtp.analysis.collective import Axes, Traffic, sums
@@ -33,6 +34,7 @@ from jaxtp.analysis.schedule import Scheduled, read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
+from jaxtp.data.loader import split
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.distributed.environment import child_environment
 from jaxtp.mesh import describe_mesh, mesh_of, parts
@@ -40,8 +42,9 @@ from jaxtp.tools.estimate.search import Setting, is_plain
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import with_attention
+from jaxtp.train.setup import open_task
 from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, plan_state
-from jaxtp.train.step import trace_step
+from jaxtp.train.step import make_train_step, trace_step
 from jaxtp.train.validation import check, chosen_kernels, kernel_problems
 
 MAX_DEVICES = 1024  # virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
@@ -431,7 +434,7 @@ def main() -> None:
     target, sizes = Topology(**request["target"]), request["sizes"]
     mesh = mesh_of(sizes, target.devices())
     with jax.set_mesh(mesh):
-        lowered = trace_step(config, _plan(config, mesh)).lower()
+        lowered = _trace(config, _plan(config, mesh)).lower()
     started = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options=ABSENT_GPU if target.platform == "cuda" else {})
@@ -442,6 +445,14 @@ def main() -> None:
         print(json.dumps({"error": text, "fits": False}))
     else:
         print(json.dumps({"seconds": time.perf_counter() - started, **_numbers(compiled, target.platform, sizes)}))
+
+
+def _trace(config: TrainConfig, blueprint: Blueprint) -> Traced:
+    if config.train.loss is None:
+        return trace_step(config, blueprint)
+    config, task, batch = open_task(config)
+    step = make_train_step(config, blueprint, task=task)
+    return trace_step(config, blueprint, step, batch=split(batch, blueprint.mesh))
 
 
 def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:

@@ -34,7 +34,7 @@ messages, and compilers' merging of small collectives.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -83,6 +83,14 @@ class StepTime:
     def expected(self) -> float:
         """Mean of serial and overlapped, for comparisons."""
         return (self.serial + self.overlapped) / 2
+
+    def with_passes(self, number: float) -> "StepTime":
+        """Returns the time with `number` times the passes of the model, and one update."""
+        communication = {axes: number * seconds for axes, seconds in self.communication.items()}
+        products, attention, elementwise = (number * each for each in (self.products, self.attention, self.elementwise))
+        return replace(
+            self, products=products, attention=attention, elementwise=elementwise, communication=communication
+        )
 
     @property
     def computing_share(self) -> float:

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtp.analysis.hardware import MAX_DEVICES, Hardware
 from jaxtp.analysis.step_costs import StepCosts
@@ -27,6 +27,8 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import MODEL, Memory, StoredArray, costs_of_step, memory_per_device, stored_arrays
 from jaxtp.train.performance import flops_per_token
+from jaxtp.train.setup import open_task
+from jaxtp.train.user_step import row_work
 from jaxtp.train.validation import violations_on
 
 REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "save_reduced", "full")
@@ -81,19 +83,41 @@ def target(
 
 
 @dataclass(frozen=True)
+class LossWork:
+    """A row of a user's loss on a decoder, traced on one device."""
+
+    flops: float  # of products, without recomputation
+    relative: float  # to the cross-entropy's
+    saved: float  # bytes for the backward pass, more than the cross-entropy's
+    columns: int  # bytes of the batch
+
+
+@dataclass(frozen=True)
 class Model:
     """Facts that a search's settings share."""
 
     arrays: tuple[StoredArray, ...]
     parameters: int  # without padding
     flops_per_token: float  # as MFU counts them
+    loss: LossWork | None = None  # the decoder's own cross-entropy
 
 
 def describe_model(config: TrainConfig) -> Model:
-    """Traces a run's state once, for all meshes."""
+    """Traces a run's state once, for all meshes, and a user's loss."""
     arrays = stored_arrays(config)
     parameters = sum(math.prod(array.shape) for array in arrays if array.name.startswith(MODEL))
-    return Model(arrays, parameters, flops_per_token(config.model, parameters, config.data.sequence_length))
+    loss = None if config.train.loss is None else _loss_work(config)
+    flops = flops_per_token(config.model, parameters, config.data.sequence_length)
+    return Model(arrays, parameters, flops if loss is None else flops * loss.relative, loss)
+
+
+def _loss_work(config: TrainConfig) -> LossWork:
+    row = replace_nested(config, {"data.global_batch_size": 1, "train.accumulation": 1})
+    own = open_task(row)
+    flops, saved = row_work(*own)
+    usual, least = row_work(*open_task(replace_nested(row, {"train.loss": None, "train.loss_arguments": {}})))
+    columns = sum(each.size * each.dtype.itemsize for each in own[2].values())
+    return LossWork(flops, flops / usual, max(0.0, saved - least), columns)
 
 
 @dataclass(frozen=True)
@@ -106,6 +130,7 @@ class Setting:
     costs: StepCosts
     time: StepTime
     flops_per_token: float
+    relative_work: float = 1.0  # of a user's loss
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -287,7 +312,13 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
     costs = costs_of_step(config, sizes, where.hardware.architecture)
     memory = memory_per_device(config, sizes, model.arrays, costs=costs)
     time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation)
-    return Setting(config, where, memory, costs, time, model.flops_per_token)
+    if (loss := model.loss) is None:
+        return Setting(config, where, memory, costs, time, model.flops_per_token)
+    rows = config.data.global_batch_size // batch_parts(sizes)
+    saved = int(loss.saved * rows / (config.train.accumulation * sizes[CP]))
+    memory = replace(memory, activations=memory.activations + saved, batch=loss.columns * rows)
+    time = time.with_passes(loss.relative)
+    return Setting(config, where, memory, costs, time, model.flops_per_token, loss.relative)
 
 
 def _choose(settings: Sequence[Setting]) -> Setting:

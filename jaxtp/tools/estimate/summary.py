@@ -17,7 +17,7 @@ from jaxtp.tools.estimate.search import MEMORY_ERROR, Model, Search, Setting, Ta
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import Memory, save_bytes
-from jaxtp.train.run_report import describe_context, describe_kernels
+from jaxtp.train.run_report import describe_context, describe_kernels, describe_loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +44,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         "model": f"{model.parameters:,} parameters{describe_active(sizes, model.parameters)}: "
         f"{sizes.num_layers} layers, d_model {sizes.d_model}, {sizes.precision.compute} compute, "
         f"{config.optimizer.name}",
+        **_loss(config, model),
         "kernels": describe_kernels(config, mesh_shape(), hardware.architecture),
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}"
         f"{' (the default; --data.sequence-length N changes it)' if assumed else ''}",
@@ -56,6 +57,16 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
     if sizes.remat == "offload":
         rows["without"] = "the time of offloaded activations on their way to the host and back"
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
+
+
+def _loss(config: TrainConfig, model: Model) -> dict[str, str]:
+    if (loss := model.loss) is None:
+        return {}
+    work = f"{loss.flops * config.data.global_batch_size / 1e12:,.1f} TFLOP a step"
+    return {
+        "loss": f"{describe_loss(config.train)}: {work}, {loss.relative:.2f} times the cross-entropy's, traced on one "
+        f"device;\n{'':<8}its time is modelled in proportion, and its peak of memory in the backward pass"
+    }
 
 
 def ranking(found: Search) -> str:
@@ -191,6 +202,7 @@ def record(config: TrainConfig, where: Target, model: Model, found: Search) -> d
         "memory_fraction": where.share,
         "parameters": model.parameters,
         "flops_per_token": model.flops_per_token,
+        "loss": None if model.loss is None else dataclasses.asdict(model.loss),
         "tokens": config.data.global_batch_size * config.data.sequence_length,
         "steps": config.train.steps,
         "save_host_bytes": save_bytes(best.config, best.sizes, model.arrays, where.hosts["devices_per_host"]),
@@ -227,7 +239,7 @@ def setting_record(setting: Setting) -> dict[str, object]:
             | {"bytes_sent": times * one.bytes_sent}
             for one, times in setting.costs.traffic.items()
         ],
-        "flops_per_device": setting.costs.flops,
+        "flops_per_device": setting.costs.flops * setting.relative_work,
         "padding": setting.costs.padding,
         "seconds": {
             **{name: getattr(time, name) for name in ("products", "attention", "elementwise", "update")},

@@ -1,0 +1,269 @@
+"""Scores of a dataset's tokens by a model, written by `jaxtp score`: for losses that need a reference or a teacher.
+
+Version 1 of the format is a folder:
+
+- `scores.json`: `Record`, written last and atomically; without it the folder is unfinished.
+- For each shard of the dataset, files aligned with its `.tokens`, little-endian:
+  - `train-00000.log_probs`: float32 `[tokens]`, the log-probability of the label at each token;
+  - or the k most probable next tokens, descending: `train-00000.top_ids`, uint16 `[tokens, k]` for a vocabulary of up
+    to 65,536, else uint32, and `train-00000.top_log_probs`, float32 `[tokens, k]`.
+  Tokens without a label, such as a document's last and those of prompts, and tokens in no row have zeros.
+- `unfinished.json`: a `Journal`, until `scores.json` exists.
+
+The folder may come from anyone: it names no paths of files, and all sizes are checked before files are mapped.
+"""
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from jaxtp.config.entry import UserError
+from jaxtp.config.files import fingerprint
+from jaxtp.config.reading import MAX_JSON, inside, open_regular, read_bytes, truncate
+from jaxtp.config.schema import differences, nearest_file
+from jaxtp.data.documents import Documents
+from jaxtp.data.manifest import SPLITS, Count, DatasetError, TokenizerInfo, parse, shard_file
+from jaxtp.data.rows import IGNORE, Place, Row, Rows
+from jaxtp.data.samples import LongDocuments, Packing, RowSettings
+from jaxtp.data.store import verify_sum
+
+LOG_PROBS, TOP_IDS, TOP_LOG_PROBS = "log_probs", "top_ids", "top_log_probs"
+"""Columns of a row, and suffixes of files."""
+SCORES, JOURNAL = "scores.json", "unfinished.json"
+_PIECE = 2**22
+"""Numbers of a file that `verify` checks at a time."""
+
+T = TypeVar("T")
+Numbers: TypeAlias = NDArray[np.integer] | NDArray[np.floating]
+
+
+class ScoresError(UserError):
+    """Scores are missing, unfinished or damaged, or do not fit a run."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A split that was scored."""
+
+    documents: str
+    """`Documents.identity`."""
+    rows: str
+    """`Rows.identity`."""
+    shards: tuple[Mapping[str, str], ...]
+    """The sha256 of each file, by suffix; empty in a journal."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Content of `scores.json`."""
+
+    format: Literal[1]
+    model: str
+    """A description, for messages."""
+    model_sha256: str
+    """Identity of the weights, as in checkpoints of adapters."""
+    dtype: str
+    """Of the computation."""
+    dataset: str
+    """Folder of the dataset, for messages."""
+    tokenizer: str
+    vocab_size: Annotated[int, Field(ge=1, le=2**32)]
+    """Of the model."""
+    top_k: Annotated[int, Field(ge=1, le=2**20)] | None
+    """None for log-probabilities of the labels."""
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    sequence_length: Count
+    packing: Packing
+    long_documents: LongDocuments
+    splits: dict[str, Scored]
+
+    def __post_init__(self) -> None:
+        for name, split in self.splits.items():
+            if name not in SPLITS:
+                raise ScoresError(f"unknown split {truncate(repr(name))}")
+            if any(sums and sums.keys() != self.layout.keys() for sums in split.shards):
+                raise ScoresError(f"a shard of {name} has other files than {', '.join(self.layout)}")
+
+    @property
+    def layout(self) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
+        """Dtype on disk, and shape for each token, of the files of a shard."""
+        number = np.dtype("<f4")
+        if self.top_k is None:
+            return {LOG_PROBS: (number, ())}
+        ids = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
+        return {TOP_IDS: (ids, (self.top_k,)), TOP_LOG_PROBS: (number, (self.top_k,))}
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Content of `unfinished.json`."""
+
+    record: Record
+    arguments: tuple[str, ...]
+    """Of the command."""
+    rows: dict[str, Count]
+    """Number of rows of each split whose scores are on disk."""
+
+
+class Scores:
+    """An opened folder of scores."""
+
+    def __init__(self, folder: Path, record: Record):
+        self.folder, self.record = folder, record
+        self.identity = fingerprint(asdict(record)["splits"])
+
+    def check(self, tokenizer: TokenizerInfo, settings: RowSettings) -> None:
+        """Raises `ScoresError` if the scores are for another tokenizer or other rows."""
+        record = self.record
+        if record.tokenizer != tokenizer.name:
+            raise ScoresError(
+                f"data.scores={self.folder} has scores for tokenizer {record.tokenizer[:12]}, and the data were made "
+                f"with tokenizer {tokenizer.name[:12]}; score these data: {self.command()}"
+            )
+        stored = {name: getattr(record, name) for name in ("sequence_length", "packing", "long_documents")}
+        wanted = settings.length, settings.packing, settings.long_documents
+        if changed := differences(stored, dict(zip(stored, wanted, strict=True)), "data."):
+            raise ScoresError(
+                f"data.scores={self.folder} was made with other rows (there -> here): {'; '.join(changed)}; use its "
+                f"settings, or score again: {self.command(settings)}"
+            )
+
+    def command(self, settings: RowSettings | None = None) -> str:
+        """Returns the start of a command that makes such scores."""
+        top_k = [] if self.record.top_k is None else ["--top-k", str(self.record.top_k)]
+        rows = [] if settings is None else ["--data.sequence-length", str(settings.length)]
+        return shlex.join(["jaxtp", "score", "DATASET", "--model", "MODEL", "--out", "FOLDER", *top_k, *rows])
+
+    def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
+        """Adds the scores as columns to the rows of documents.
+
+        Raises:
+          ScoresError: the documents or rows are others, or a file has another size.
+        """
+        found = {split.documents: (name, split) for name, split in self.record.splits.items()}
+        if documents.identity not in found:
+            raise ScoresError(
+                f"data.scores={self.folder} has scores of {truncate(self.record.dataset)}, and not of the documents in "
+                f"{documents.location(0).rpartition(',')[0]}; score them: {self.command(settings)}"
+            )
+        name, split = found[documents.identity]
+        if split.rows != rows.identity or len(split.shards) != len(documents.shard_sizes):
+            raise ScoresError(
+                f"data.scores={self.folder} was made with other rows of {name}, by another version of jaxtp; score "
+                f"again: {self.command(settings)}"
+            )
+        for shard, tokens in enumerate(documents.shard_sizes):
+            for suffix, (dtype, shape) in self.record.layout.items():
+                path = shard_file(self.folder, name, shard, suffix)
+                expected = tokens * math.prod(shape) * dtype.itemsize
+                if (size := _size_of(path)) != expected:
+                    raise ScoresError(f"{path}: damaged scores: {size:,} bytes of {expected:,}")
+        rows.add_columns = _Columns(self.folder, name, self.record, settings.vocab_size)
+
+
+class _Columns:
+    """Adds the scores of a split to rows (`Rows.add_columns`). Files are mapped on first use, as in `store.Split`."""
+
+    def __init__(self, folder: Path, split: str, record: Record, vocab_size: int):
+        self._file = partial(shard_file, folder, split)
+        self._layout, self._vocab_size = record.layout, vocab_size
+        self._maps: dict[tuple[int, str], Numbers] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_maps": {}}
+
+    def __call__(self, row: Row, places: Iterator[Place]) -> None:
+        labels, found = row["labels"], list(places)
+        for suffix, (_, shape) in self._layout.items():
+            is_ids = suffix == TOP_IDS
+            column = np.zeros((len(labels), *shape), np.int64 if is_ids else np.float32)
+            for at, shard, part in found:
+                column[at] = self._map(shard, suffix)[part]
+            column[labels == IGNORE] = 0
+            if (most := column.max()) >= self._vocab_size if is_ids else not np.isfinite(column).all():
+                problem = f"id {most} is beyond model.vocab_size={self._vocab_size}" if is_ids else "not finite"
+                raise ScoresError(f"{self._file(found[0][1], suffix)}: {problem}; jaxtp score --verify checks a folder")
+            row[suffix] = column.astype(np.int32) if is_ids else column  # type: ignore[assignment]
+
+    def _map(self, shard: int, suffix: str) -> Numbers:
+        array = self._maps.get((shard, suffix))
+        if array is None:
+            dtype, shape = self._layout[suffix]
+            array = np.memmap(self._file(shard, suffix), dtype, mode="r").view(np.ndarray).reshape(-1, *shape)
+            self._maps[shard, suffix] = array
+        return array
+
+
+def read_record(folder: Path) -> Record:
+    """Reads only `scores.json`; raises `ScoresError`."""
+    if not folder.is_dir():
+        raise ScoresError(f"{folder}: no such folder of scores{nearest_file(folder)}; jaxtp score makes one")
+    if (record := _read(folder / SCORES, Record)) is not None:
+        if not all(sums for split in record.splits.values() for sums in split.shards):
+            raise ScoresError(f"{folder / SCORES}: damaged: a shard without files")
+        return record
+    if (journal := read_journal(folder)) is not None:
+        command = truncate(shlex.join(["jaxtp", "score", *journal.arguments]), 1000)
+        raise ScoresError(f"{folder} has unfinished scores; this command finishes them: {command}")
+    raise ScoresError(f"{folder} has no {SCORES}: it is no folder of jaxtp score")
+
+
+def read_journal(folder: Path) -> Journal | None:
+    """Reads the journal of unfinished scores, if there is one; raises `ScoresError`."""
+    return _read(folder / JOURNAL, Journal)
+
+
+def open_scores(folder: Path) -> Scores:
+    """Opens finished scores; raises `ScoresError`."""
+    return Scores(folder, read_record(folder))
+
+
+def _read(path: Path, schema: type[T]) -> T | None:
+    try:
+        return parse(schema, read_bytes(inside(path.parent, path.name), MAX_JSON))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ScoresError(f"{path}: {error.strerror}") from None
+    except DatasetError as error:
+        raise ScoresError(f"{path}: {error}") from None
+
+
+def _size_of(path: Path) -> int:
+    # Returns the size of a regular file in an untrusted folder.
+    try:
+        with open_regular(inside(path.parent, path.name)) as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ScoresError(f"{path}: damaged scores: {error.strerror}") from None
+
+
+def verify(scores: Scores) -> Iterator[str]:
+    """Reads all files; yields every difference from `scores.json`, and every number that is no score."""
+    for name, split in scores.record.splits.items():
+        for shard, sums in enumerate(split.shards):
+            for suffix, expected in sums.items():
+                path, (dtype, shape) = shard_file(scores.folder, name, shard, suffix), scores.record.layout[suffix]
+                try:
+                    problems = list(verify_sum(path, expected)) if (size := _size_of(path)) else ["empty"]
+                except ScoresError as error:
+                    problems = [str(error)]
+                if problems or size % (math.prod(shape) * dtype.itemsize):
+                    yield from problems or [f"{path}: cut short"]
+                    continue
+                array = np.memmap(path, dtype, mode="r")
+                pieces = [array[start : start + _PIECE] for start in range(0, array.size, _PIECE)]
+                least, most = min(float(each.min()) for each in pieces), max(float(each.max()) for each in pieces)
+                if suffix == TOP_IDS and most >= scores.record.vocab_size:
+                    yield f"{path}: id {most:.0f} is beyond the vocabulary of {scores.record.vocab_size}"
+                elif suffix != TOP_IDS and not (math.isfinite(least) and most < 1e-3):
+                    yield f"{path}: log-probabilities from {least} to {most}"

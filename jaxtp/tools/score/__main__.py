@@ -1,0 +1,235 @@
+"""`jaxtp score`: opens a model and a dataset, and writes scores (`scoring.py`)."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp.checkpoint import silence_orbax
+from jaxtp.config import entry
+from jaxtp.config.command_line import Command
+from jaxtp.config.hints import Problem, explained
+from jaxtp.config.schema import ConfigError, Count, DataPath, Positive, UserPath
+from jaxtp.data.rows import Rows
+from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
+from jaxtp.data.scores import Record, Scored, ScoresError, open_scores, verify
+from jaxtp.data.store import Dataset, open_dataset
+from jaxtp.distributed.agreement import raise_everywhere, report_failure, run_and_report, watch
+from jaxtp.distributed.joining import join_processes
+from jaxtp.generate.loading import (
+    InferenceMeshConfig,
+    ModelSource,
+    SourceConfig,
+    inference_mesh,
+    load_model,
+    open_source,
+    open_stored,
+    print_status,
+    request_devices,
+)
+from jaxtp.hf.runs import describe_base
+from jaxtp.mesh import mesh_sizes
+from jaxtp.tools.score.scoring import Job, finished_rows, score
+from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.validation import context_problems, refuse
+
+PROGRAM = "jaxtp score"
+DESCRIPTION = """Computes log-probabilities of a dataset's tokens, for losses that need a reference or a teacher.
+
+jaxtp score data/pairs --model models/base --out scores/base --data.sequence-length 2048
+jaxtp train --config dpo.yaml --data.scores scores/base
+
+The model, a run of jaxtp train or a folder in Hugging Face's format, reads the rows that a run with the same --data
+settings trains on, on any mesh. The scores are the log-probability of each label (for DPO), or with --top-k 64 the most
+probable next tokens and their log-probabilities (for distillation). A run with data.scores has them in its batches, as
+log_probs, or top_ids and top_log_probs; it needs no memory for the model. jaxtp/data/scores.py documents the format.
+
+After an interruption the same command resumes; on the same mesh the files are the same to the byte.
+
+jaxtp score --verify scores/base
+
+compares scores with their checksums.
+"""
+SHOWN_FIRST = ("dataset", "model", "out", "top_k", "temperature", "data", "batch_size", "dtype", "adapters", "verify")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredDataConfig:
+    """How documents become rows: as in the run that reads the scores."""
+
+    sequence_length: Count | None = None
+    """Tokens in a sequence."""
+
+    packing: Packing = "documents"
+    """See data.packing of jaxtp train."""
+
+    long_documents: LongDocuments = "split"
+    """See data.long_documents of jaxtp train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreConfig(SourceConfig):
+    """The model, the dataset, the rows, and devices."""
+
+    dataset: Annotated[DataPath | None, tyro.conf.Positional, tyro.conf.arg(metavar="DATASET")] = None
+    """A dataset of jaxtp prepare, made with the model's tokenizer. All its splits are scored."""
+
+    model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """A run of jaxtp train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format."""
+
+    out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of the scores."""
+
+    top_k: Count | None = None
+    """Most probable next tokens at each position; by default the log-probability of the label alone."""
+
+    temperature: Positive = 1.0
+    """Divides the logits."""
+
+    data: ScoredDataConfig = ScoredDataConfig()
+
+    batch_size: Count = 8
+    """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
+
+    verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Compares a folder of scores with its checksums, and does nothing else."""
+
+    mesh: InferenceMeshConfig = InferenceMeshConfig()
+
+
+COMMAND = Command(program=PROGRAM, schema=ScoreConfig, description=DESCRIPTION, short_help=SHOWN_FIRST)
+INTERRUPTED = "interrupted; the same command resumes"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command.
+
+    Returns:
+      0; 1 for damaged scores; 2 for a user's mistake; 3 for a number that is not finite; 75 if another process was
+      lost; 130 for Ctrl-C.
+    """
+    silence_orbax()
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|grain|flax")
+    return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _run(argv), INTERRUPTED))
+
+
+def _run(argv: Sequence[str]) -> int:
+    join_processes()
+    with raise_everywhere(watch):
+        config, _ = COMMAND.load(argv)
+        if config.verify is not None:
+            return _verify(config.verify)
+        request_devices(config.mesh)
+    try:
+        _score(config, tuple(argv))
+    except BaseException as error:
+        report_failure(error)
+        raise
+    return 0
+
+
+def _missing(config: ScoreConfig) -> Iterator[str]:
+    if config.dataset is None:
+        yield "name a dataset of jaxtp prepare: jaxtp score DATASET"
+    if config.model is None:
+        yield "name the model by --model DIR"
+    if config.out is None:
+        yield "name a folder for the scores by --out DIR"
+    if config.data.sequence_length is None:
+        yield "set --data.sequence-length to that of the run that will read the scores"
+
+
+def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
+    path, out, length = config.model, config.out, config.data.sequence_length
+    if config.dataset is None or path is None or out is None or length is None:
+        raise ConfigError("; ".join(_missing(config)))
+    with raise_everywhere():
+        dataset = open_dataset(config.dataset)
+        source = _open_model(config, path)
+        _check(config, dataset, source)
+        mesh = inference_mesh(config.mesh, source.config)
+        _check_length(source, mesh, length)
+        settings = RowSettings(length, source.config.vocab_size, config.data.packing, config.data.long_documents)
+        splits = {name: split for name, split in dataset.splits.items() if split.num_tokens}
+        rows = {name: make_rows(split, settings) for name, split in splits.items()}
+        job = Job(out, _record(config, source, dataset, rows), splits, rows, arguments)
+        if out.exists():  # before the weights are read
+            finished_rows(job)
+    model = load_model(source, mesh)
+    identity = describe_base(nnx.state(model), path, mesh)["sha256"]
+    score(replace(job, record=replace(job.record, model_sha256=identity)), model, config.batch_size)
+
+
+def _record(config: ScoreConfig, source: ModelSource, dataset: Dataset, rows: Mapping[str, Rows]) -> Record:
+    splits = {name: dataset.splits[name] for name in rows}
+    return Record(
+        format=1,
+        model=source.name,
+        model_sha256="",
+        dtype=source.config.precision.compute,
+        dataset=str(config.dataset),
+        tokenizer=dataset.tokenizer.name,
+        vocab_size=source.config.vocab_size,
+        top_k=config.top_k,
+        temperature=config.temperature,
+        sequence_length=config.data.sequence_length or 0,
+        packing=config.data.packing,
+        long_documents=config.data.long_documents,
+        splits={
+            name: Scored(split.identity, rows[name].identity, ({},) * len(split.shard_sizes))
+            for name, split in splits.items()
+        },
+    )
+
+
+def _open_model(config: ScoreConfig, path: Path) -> ModelSource:
+    # With weights as stored: their identity does not depend on --dtype.
+    source, stored = open_source(path, config), open_stored(path, config)
+    precision = replace(source.config.precision, param=stored.dtype)
+    model = replace(source.config, precision=precision)
+    return replace(source, config=model, load=partial(stored.load, model))
+
+
+def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource) -> None:
+    if dataset.tokenizer.name != source.tokenizer.info.name:
+        raise ScoresError(
+            f"{dataset.folder} was made with tokenizer {dataset.tokenizer.name[:12]}, and {source.name} has "
+            f"{source.tokenizer.info.name[:12]}, whose ids mean other tokens; prepare the data with --tokenizer "
+            f"{config.tokenizer or config.model}"
+        )
+    if config.top_k is not None and config.top_k > source.config.vocab_size:
+        raise ConfigError(
+            f"--top-k {config.top_k}: {source.name} has {source.config.vocab_size} tokens; that is the most"
+        )
+    if source.context is not None and (length := config.data.sequence_length) and length > source.context:
+        print_status(f"warning: sequences of {length:,} tokens, but the model was made for {source.context:,}")
+
+
+def _check_length(source: ModelSource, mesh: Mesh, length: int) -> None:
+    def problems_after(changes: Mapping[str, int]) -> Iterator[Problem]:
+        sizes = {axis: changes.get(f"mesh.{axis}", size) for axis, size in mesh_sizes(mesh).items()}
+        data = DataConfig(sequence_length=changes.get("data.sequence_length", length))
+        return context_problems(TrainConfig(model=source.config, data=data), sizes)
+
+    refuse(explained(problems_after, fixed=True))
+
+
+def _verify(folder: Path) -> int:
+    scores = open_scores(folder)
+    problems = 0
+    for problem in verify(scores):
+        problems += 1
+        print(problem)
+    kind = "log-probabilities" if scores.record.top_k is None else f"{scores.record.top_k} tokens each"
+    print(f"{folder}: {kind}, {problems or 'no'} problem{'' if problems == 1 else 's'}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    entry.run(PROGRAM, main)

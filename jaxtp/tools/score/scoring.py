@@ -1,0 +1,287 @@
+"""Scores rows on the mesh, and writes the scores so that a killed command resumes.
+
+Rows are scored in their order, in batches. Process 0 writes each score to the place of its token. Every few seconds it
+syncs the files, then replaces the journal, which counts the finished rows; resuming computes the later ones again.
+"""
+
+import json
+import math
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from jaxtp.config.entry import Interrupt, InterruptError, NumericsError
+from jaxtp.config.files import PARTIAL, sha256, sync_file, write_atomically
+from jaxtp.config.reading import inside
+from jaxtp.config.schema import differences
+from jaxtp.data.batches import Position, token_batches
+from jaxtp.data.documents import Documents
+from jaxtp.data.loader import Batch, on_mesh
+from jaxtp.data.manifest import shard_file
+from jaxtp.data.prepare.session import locked
+from jaxtp.data.rows import IGNORE, SEGMENTS, Rows
+from jaxtp.data.scores import (
+    JOURNAL,
+    LOG_PROBS,
+    SCORES,
+    TOP_IDS,
+    TOP_LOG_PROBS,
+    Journal,
+    Record,
+    ScoresError,
+    read_journal,
+    read_record,
+)
+from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
+from jaxtp.generate.decode_model import model_mesh
+from jaxtp.generate.loading import Status, print_status
+from jaxtp.mesh import batch_parts, mesh_sizes
+from jaxtp.models.decoder import Decoder
+from jaxtp.models.log_probs import token_log_probs, top_log_probs
+
+SAVE_SECONDS = 15.0
+"""Seconds between saves of the journal."""
+
+Found = Mapping[str, NDArray[np.generic]]
+"""Scores of a batch `[B, T, ...]`, by suffix."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command: folder, what to score, and its arguments."""
+
+    out: Path
+    record: Record
+    documents: Mapping[str, Documents]
+    rows: Mapping[str, Rows]
+    arguments: tuple[str, ...]
+
+
+def score(job: Job, model: Decoder, batch_size: int) -> None:
+    """Scores all rows. All processes must call it.
+
+    Raises:
+      ScoresError: the folder holds something else.
+      NumericsError: a score is not finite.
+    """
+    mesh, is_writer = model_mesh(model), jax.process_index() == 0
+    parts = batch_parts(mesh_sizes(mesh))
+    size = math.ceil(batch_size / parts) * parts
+    program = _program(model, job.record)
+    with locked(job.out) if is_writer else nullcontext():
+        with raise_everywhere():
+            writer = _Writer(job) if is_writer else None
+        done: dict[str, int] | None = all_gather_json(writer and writer.done and {**writer.done})[0]
+        if done is None:
+            print_status(f"{job.out} has these scores already")
+            return
+        total, finished, at_start = sum(map(len, job.rows.values())), sum(done.values()), sum(done.values())
+        resumed = f"; {finished:,} of them are done" if finished else ""
+        print_status(f"data    {total:,} rows of {job.record.sequence_length:,} tokens{resumed}")
+        status, started = Status(), time.monotonic()
+        try:
+            for name, rows in job.rows.items():
+                for first, found in _scores(program, mesh, rows, size, done[name]):
+                    _check_finite(found)
+                    if writer is not None:
+                        writer.write(name, first, found)
+                    finished += min(size, len(rows) - first)
+                    rate = (finished - at_start) * job.record.sequence_length / (time.monotonic() - started)
+                    status(f"{finished / total:.0%}  {rate:,.0f} tokens/s")
+        except InterruptError:
+            if writer is not None:
+                writer.save()
+            raise
+        finally:
+            if writer is not None:
+                writer.close()
+        with raise_everywhere():
+            if writer is not None:
+                writer.finish()
+
+
+def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Array]]:
+    graph, state = nnx.split(model)
+
+    def scores(state: nnx.State, ids_BT: Array, labels_BT: Array, segments_BT: Array | None) -> dict[str, Array]:
+        merged: Decoder = nnx.merge(graph, state, copy=True)
+        t = record.temperature
+        if record.top_k is None:
+            log_probs_BT = token_log_probs(merged, ids_BT, labels_BT, segments_BT, temperature=t)
+            assert isinstance(log_probs_BT, Array)
+            return {LOG_PROBS: log_probs_BT}
+        values_BTK, ids_BTK = top_log_probs(merged, ids_BT, record.top_k, segments_BT, temperature=t)
+        has_label = (labels_BT != IGNORE)[..., None]
+        return {TOP_IDS: jnp.where(has_label, ids_BTK, 0), TOP_LOG_PROBS: jnp.where(has_label, values_BTK, 0)}
+
+    # Replicated, so that process 0 can read all scores.
+    run = jax.jit(scores, out_shardings=NamedSharding(model_mesh(model), P()))
+    return lambda batch: run(state, batch["inputs"], batch["labels"], batch.get(SEGMENTS))
+
+
+def _scores(
+    program: Callable[[Batch], dict[str, Array]], mesh: Mesh, rows: Rows, size: int, done: int
+) -> Iterator[tuple[int, Found]]:
+    """Yields the first row of each batch, and its scores; the devices compute the next batch meanwhile."""
+    if done == len(rows):
+        return
+    batches = token_batches(grain.MapDataset.source(rows), size, once=True)
+    batches.with_weights = True  # pads the last batch
+    pending: tuple[int, dict[str, Array]] | None = None
+    # Exiting during a computation may crash, so Ctrl-C and errors wait for the batch.
+    with Interrupt(signal.SIGINT, signal.SIGTERM) as interrupt, jax.set_mesh(mesh):
+        try:
+            for batch, after in on_mesh(batches, mesh, Position(0, done)):
+                before, pending = pending, (after.sample - size, program(batch))
+                if before is not None:
+                    yield before[0], jax.device_get(before[1])
+                interrupt.check()
+            if pending is not None:
+                yield pending[0], jax.device_get(pending[1])
+        finally:
+            jax.block_until_ready(pending)
+
+
+def _check_finite(found: Found) -> None:
+    for suffix, array in found.items():
+        if suffix != TOP_IDS and not np.isfinite(array).all():
+            raise NumericsError(
+                "a log-probability is not finite: the weights are damaged, or --dtype float32 is needed"
+            )
+
+
+def finished_rows(job: Job) -> dict[str, int] | None:
+    """Returns the number of finished rows of each split; None if the folder has all scores.
+
+    Raises:
+      ScoresError: the folder holds something else, or its disk is too small.
+    """
+    out = job.out
+    rows: dict[str, int] | None = None
+    if (out / SCORES).exists():
+        record = read_record(out)
+        splits = {name: replace(each, shards=({},) * len(each.shards)) for name, each in record.splits.items()}
+        record = replace(record, splits=splits)
+    elif (journal := read_journal(out)) is not None:
+        record = journal.record
+        rows = {name: min(journal.rows.get(name, 0), len(each)) for name, each in job.rows.items()}
+    elif foreign := sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL)):
+        raise ScoresError(
+            f"{out} holds other files ({', '.join(foreign[:3])}) and no scores; name another by --out DIR"
+        )
+    else:
+        size, free = sum(_sizes(job).values()), shutil.disk_usage(out).free
+        if size > free:
+            smaller = "" if job.record.top_k is None else "; a smaller --top-k needs less"
+            raise ScoresError(
+                f"{out}: the scores take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free{smaller}"
+            )
+        return dict.fromkeys(job.rows, 0)
+    # The model and the dataset may have moved; before the weights are read, their hash is unknown.
+    moved = dict.fromkeys(("model", "dataset", *([] if job.record.model_sha256 else ["model_sha256"])), "")
+    if changed := differences(asdict(record) | moved, asdict(job.record) | moved):
+        raise ScoresError(
+            f"{out} holds scores that differ from this command (there -> here): {'; '.join(changed)}; name another "
+            "folder by --out DIR. Nothing was changed."
+        )
+    return rows
+
+
+def _sizes(job: Job) -> dict[Path, int]:
+    return {
+        shard_file(job.out, name, shard, suffix): tokens * math.prod(shape) * dtype.itemsize
+        for name, documents in job.documents.items()
+        for shard, tokens in enumerate(documents.shard_sizes)
+        for suffix, (dtype, shape) in job.record.layout.items()
+    }
+
+
+class _Writer:
+    """Writes scores to the folder of a job; see the module.
+
+    `done` has the finished rows of each split; None if the folder has all scores.
+    """
+
+    def __init__(self, job: Job):
+        self._job, self._files, self._saved = job, dict[Path, BinaryIO](), time.monotonic()
+        self.done = done = finished_rows(job)
+        if done is None:
+            return
+        if not (job.out / JOURNAL).exists():
+            self.save()
+        for path, size in _sizes(job).items():
+            with inside(job.out, path.name).open("ab") as file:  # sparse: tokens in no row have zeros
+                if file.tell() != size and any(done.values()):
+                    raise ScoresError(
+                        f"{path}: damaged: {file.tell():,} bytes of {size:,}; delete {job.out} to start over"
+                    )
+                file.truncate(size)
+
+    def write(self, split: str, first: int, found: Found) -> None:
+        """Writes the scores of successive rows; saves from time to time."""
+        rows = self._job.rows[split]
+        assert self.done is not None
+        last = min(first + len(next(iter(found.values()))), len(rows))
+        for index in range(first, last):
+            for at, shard, part in rows.places(index):
+                for suffix, (dtype, _) in self._job.record.layout.items():
+                    content = found[suffix][index - first, at].astype(dtype).tobytes()
+                    file = self._open(shard_file(self._job.out, split, shard, suffix))
+                    file.seek(part.start * (len(content) // (part.stop - part.start)))
+                    file.write(content)
+        self.done[split] = last
+        if time.monotonic() - self._saved >= SAVE_SECONDS:
+            self.save()
+
+    def _open(self, path: Path) -> BinaryIO:
+        if path not in self._files:
+            self._files[path] = path.open("r+b")
+        return self._files[path]
+
+    def save(self) -> None:
+        """Syncs the files, then replaces the journal."""
+        for file in self._files.values():
+            sync_file(file)
+        self.close()
+        journal = Journal(self._job.record, self._job.arguments, dict(self.done or {}))
+        write_atomically(self._job.out / JOURNAL, json.dumps(asdict(journal)).encode())
+        self._saved = time.monotonic()
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def finish(self) -> None:
+        """Writes `scores.json`."""
+        self.save()
+        print_status(f"sha256  of {len(_sizes(self._job)):,} files")
+        record = self._job.record
+        splits = {}
+        for name, split in record.splits.items():
+            paths = [
+                {suffix: shard_file(self._job.out, name, shard, suffix) for suffix in record.layout}
+                for shard in range(len(split.shards))
+            ]
+            splits[name] = replace(split, shards=tuple({s: sha256(p) for s, p in each.items()} for each in paths))
+        write_atomically(
+            self._job.out / SCORES, (json.dumps(asdict(replace(record, splits=splits)), indent=1) + "\n").encode()
+        )
+        (self._job.out / JOURNAL).unlink()
+        print_status(f"saved in {self._job.out}; read them by --data.scores {self._job.out}")

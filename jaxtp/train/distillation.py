@@ -1,0 +1,121 @@
+"""A loss that draws a model towards the most probable tokens of a teacher, which `jaxtp score --top-k` has stored.
+
+At each position a teacher's k tokens keep their probabilities, and all others are one more token, for teacher and
+student alike (the ghost token of Megatron-LM, the tail bucket of TRL). So the divergence is at most that of the whole
+vocabulary, with all tokens it is that, and it is 0 only if the student gives the k tokens their probabilities.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+from pydantic import Field
+
+from jaxtp.config.schema import ConfigError, Count, Positive, allowed
+from jaxtp.data.rows import IGNORE
+from jaxtp.models.decoder import Decoder
+from jaxtp.models.log_probs import hidden_log_probs
+from jaxtp.train.config import TrainConfig
+
+TOP_IDS, TOP_LOG_PROBS = "top_ids", "top_log_probs"
+
+LEAST = 1e-6
+"""Probability of all other tokens below which float32 cannot tell it from rounding, and which it then has."""
+
+Direction = Literal["forward", "reverse"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """A loss that makes a model predict a teacher's probabilities, read from scores (`data.scores`).
+
+    Metrics are means over positions with a label: `kl`, `teacher_mass` (the teacher's probability of the k tokens), and
+    `cross_entropy`, unless it is no part of the loss and another temperature than 1 makes it cost a product of the
+    head.
+    """
+
+    direction: Direction = "forward"
+    """forward is KL(teacher || student), reverse KL(student || teacher)."""
+
+    temperature: Positive = 1.0
+    """Divides the logits of the student, and those of the teacher when it was scored; the square multiplies the
+    divergence (arXiv 1503.02531)."""
+
+    cross_entropy: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.0
+    """Weight of the cross-entropy of the labels, at temperature 1; the divergence has the rest."""
+
+    top_k: Count = 64
+    """Tokens of a position where no data are read, as in `jaxtp estimate`; scores know their own."""
+
+    columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", TOP_IDS, TOP_LOG_PROBS)
+
+    def __post_init__(self) -> None:
+        valid = {
+            "direction": (self.direction in get_args(Direction), " or ".join(get_args(Direction))),
+            "temperature": (0 < self.temperature < math.inf, "above 0, as that of the scores"),
+            "cross_entropy": (0 <= self.cross_entropy <= 1, "from 0 to 1"),
+        }
+        for name, (fits, values) in valid.items():
+            if not fits:
+                raise ConfigError(f"Distillation: {name}={getattr(self, name)!r}, which can be: {values}")
+
+    @property
+    def scores_temperature(self) -> float:
+        """Temperature that scores need to have."""
+        return self.temperature
+
+    def __call__(
+        self, model: Decoder, batch: Mapping[str, Array], key: Array
+    ) -> tuple[Array, Array, Mapping[str, Array]]:
+        """Returns sums over the positions with a label, and their number."""
+        sequences = model.sequences(batch["inputs"], batch.get("segments"))
+        hidden_BTD = model.hidden(batch["inputs"], sequences=sequences)
+        labels_BT, ids_BTK, teacher_BTK = (sequences.local_tokens(batch[name]) for name in self.columns[1:])
+        is_label_BT = labels_BT != IGNORE
+        ids_BTK = jnp.where(is_label_BT[..., None], ids_BTK, IGNORE)
+
+        def total(x_BT: Array) -> Array:
+            return jnp.sum(x_BT, where=is_label_BT, dtype=jnp.float32)
+
+        def log_probs(labels: Array, temperature: float = 1.0) -> Array:
+            return jnp.asarray(hidden_log_probs(model, hidden_BTD, labels, temperature=temperature))
+
+        student_BTK, label_BT = self._student(log_probs, ids_BTK, labels_BT)
+        p, q = _with_rest(teacher_BTK), _with_rest(student_BTK)
+        p, q = (p, q) if self.direction == "forward" else (q, p)
+        metrics = {
+            "kl": total(jnp.sum(jnp.exp(p) * (p - q), axis=-1)),
+            "teacher_mass": total(jnp.sum(jnp.exp(teacher_BTK), axis=-1)),
+        }
+        loss = (1 - self.cross_entropy) * self.temperature**2 * metrics["kl"]
+        if label_BT is not None:
+            metrics["cross_entropy"] = -total(label_BT)
+            loss += self.cross_entropy * metrics["cross_entropy"]
+        return loss, total(is_label_BT), metrics
+
+    def _student(self, log_probs: Callable[..., Array], ids_BTK: Array, labels_BT: Array) -> tuple[Array, Array | None]:
+        """Returns log-probabilities of the ids, and those of the labels at temperature 1 if they are needed or free."""
+        if self.temperature == 1:
+            both_BTL = log_probs(jnp.concatenate([ids_BTK, labels_BT[..., None]], axis=-1))
+            return both_BTL[..., :-1], both_BTL[..., -1]
+        return log_probs(ids_BTK, self.temperature), log_probs(labels_BT) if self.cross_entropy else None
+
+    def example_batch(self, rows: int, length: int, config: TrainConfig) -> dict[str, NDArray[np.generic]]:
+        """Returns random rows, and scores that halve from token to token."""
+        vocab_size = config.model.vocab_size
+        k = min(self.top_k, vocab_size)
+        tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1), np.int32)
+        ids = (tokens[:, 1:, None] + np.arange(k, dtype=np.int32)) % vocab_size
+        log_probs = np.broadcast_to(math.log(0.5) * np.arange(1, k + 1, dtype=np.float32), ids.shape)
+        return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:], TOP_IDS: ids, TOP_LOG_PROBS: log_probs}
+
+
+def _with_rest(log_probs_BTK: Array) -> Array:
+    """Appends the log-probability of all other tokens."""
+    rest = 1 - jnp.sum(jnp.exp(log_probs_BTK), axis=-1, keepdims=True)
+    return jnp.concatenate([log_probs_BTK, jnp.log(jnp.maximum(rest, LEAST))], axis=-1)

@@ -1,0 +1,193 @@
+"""Distillation from a teacher's likeliest tokens, against dense formulas on whole logits."""
+
+import dataclasses
+import functools
+import math
+
+import accounts
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import assert_close, by_name, random_weights, state_on_mesh, sweep_of
+
+import jaxtp
+from jaxtp.config.schema import ConfigError
+from jaxtp.mesh import make_mesh
+from jaxtp.models.decoder import create_decoder
+from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.distillation import Distillation
+from jaxtp.train.step import loss_and_grads
+
+B, T, V, D = 8, 8, 37, 16
+MODEL = jaxtp.ModelConfig(
+    vocab_size=V,
+    d_model=D,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=4,
+    d_ff=24,
+    logit_softcap=4.0,
+    loss_chunk=6,
+)
+
+
+class Shallow(jaxtp.Decoder):
+    """Without blocks, to compile fast."""
+
+    def hidden(self, ids_BT, dropout_keys=None, sequences=None):
+        return self.norm(self.embed(ids_BT, sequences))
+
+
+EXPERTS = dataclasses.replace(MODEL, num_experts=4, experts_per_token=2, sequence_parallel=True)
+MODELS = {
+    "shallow": lambda: Shallow(MODEL, rngs=nnx.Rngs(0)),
+    "decoder": lambda: create_decoder(MODEL, rngs=nnx.Rngs(0)),
+    "experts": lambda: create_decoder(EXPERTS, rngs=nnx.Rngs(0)),
+}
+LOSSES = {
+    "forward": Distillation(),
+    "reverse": Distillation(direction="reverse"),
+    "mixed": Distillation(cross_entropy=0.3),
+    "hot": Distillation(temperature=2.5),
+    "all": Distillation(direction="reverse", temperature=0.7, cross_entropy=0.4),
+}
+MESHES = {
+    "tp": {"tp": 2},
+    "tp 4": {"tp": 4},
+    "tp 8": {"tp": 8},
+    "fsdp": {"fsdp": 2, "tp": 2},
+    "cp": {"cp": 2, "tp": 4},
+    "zigzag": {"dp": 2, "cp": 2},
+}
+
+
+def batch_of(k, temperature=1.0):
+    """Returns a packed batch, with the scores of a random teacher and its logits."""
+    random = np.random.default_rng(0)
+    logits = 2 * random.normal(size=(B, T, V)).astype(np.float32)
+    tokens = random.integers(0, V, (B, T + 1), np.int32)
+    labels = np.where(random.random((B, T)) < 0.2, -100, tokens[:, 1:])
+    segments = 1 + (np.arange(T) >= random.integers(1, T, (B, 1))).astype(np.int32)
+    ids = np.argsort(-logits, axis=-1)[..., :k].astype(np.int32)
+    log_probs = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits / temperature)), ids, axis=-1)
+    valid = (labels != -100)[..., None]
+    scores = {"top_ids": np.where(valid, ids, 0), "top_log_probs": np.where(valid, log_probs, 0)}
+    return {"inputs": tokens[:, :-1], "labels": labels, "segments": segments} | scores, logits
+
+
+def dense(loss, teacher_logits):
+    """Returns the loss as a formula on whole logits, in which the tokens that are not among the k are added up."""
+
+    def run(model, batch, key):
+        labels, logits = batch["labels"], model(batch["inputs"], batch["segments"])
+        valid = labels != -100
+        among = (batch["top_ids"][..., None] == jnp.arange(V)).any(axis=2)
+
+        def log_probs(logits):
+            whole = jax.nn.log_softmax(logits / loss.temperature)
+            rest = jax.nn.logsumexp(whole, axis=-1, where=~among, keepdims=True)
+            return jnp.concatenate([jnp.where(among, whole, 0), jnp.where(among.all(-1, keepdims=True), 0, rest)], -1)
+
+        counts = jnp.pad(among, ((0, 0), (0, 0), (0, 1)), constant_values=batch["top_ids"].shape[-1] < V)
+        p, q = log_probs(jnp.asarray(teacher_logits)), log_probs(logits)
+        first, second = (p, q) if loss.direction == "forward" else (q, p)
+        kl = jnp.sum(jnp.exp(first) * (first - second), axis=-1, where=counts)
+        one_hot = labels[..., None] == jnp.arange(V)
+        cross_entropy = -jnp.sum(jax.nn.log_softmax(logits), axis=-1, where=one_hot)
+        each = (1 - loss.cross_entropy) * loss.temperature**2 * kl + loss.cross_entropy * cross_entropy
+        return tuple(jnp.sum(x, where=valid) for x in (each, jnp.ones_like(each)))
+
+    return run
+
+
+@functools.cache
+def weights_of(model):
+    return random_weights(MODELS[model])
+
+
+def results(loss, batch, model="shallow", accumulation=1, **sizes):
+    """Returns loss, weight, metrics and gradients."""
+    mesh, config = make_mesh(**sizes), TrainConfig(train=LoopConfig(accumulation=accumulation))
+    graph, state = state_on_mesh(MODELS[model], weights_of(model), mesh)
+
+    @jax.jit
+    def run(state, batch):
+        terms, _, grads = loss_and_grads(nnx.merge(graph, state), batch, config, jax.random.key(0), loss)
+        return {"loss": terms.loss, "weight": terms.count} | {name: x for name, (x, _) in terms.metrics.items()}, grads
+
+    with jax.set_mesh(mesh):
+        numbers, grads = run(state, batch)
+    return numbers | by_name(grads, mesh)
+
+
+@pytest.mark.parametrize(("name", "k"), sweep_of([LOSSES, [5, V]], ("forward", 5), ("all", V)))
+def test_it_is_the_divergence_of_the_top_tokens_and_the_rest(name, k):
+    """With all tokens it is the divergence of the vocabulary."""
+    loss = LOSSES[name]
+    batch, logits = batch_of(k, loss.temperature)
+    found, expected = results(loss, batch), results(dense(loss, logits), batch)
+    assert_close({each: found[each] for each in expected}, expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name", "model"),
+    sweep_of(
+        [MESHES, ("forward", "all"), ("decoder", "experts")], ("fsdp", "all", "decoder"), ("cp", "forward", "decoder")
+    ),
+)
+def test_a_mesh_gives_the_numbers_of_one_device(mesh, name, model):
+    loss = LOSSES[name]
+    batch, _ = batch_of(5, loss.temperature)
+    expected = results(loss, batch, model)
+    assert_close(results(loss, batch, model, 2, **MESHES[mesh]), expected)
+    for metric in ("kl", "teacher_mass", "cross_entropy"):
+        assert 0 < expected[metric] / expected["weight"] < 6
+
+
+def traced(k, length=16):
+    """Returns a step's loss and gradients for abstract weights, with k tokens at each position."""
+    batch = Distillation(top_k=k).example_batch(4, length, TrainConfig(model=MODEL))
+    graph, state = nnx.split(nnx.eval_shape(MODELS["shallow"]))
+
+    def run(state, batch):
+        return loss_and_grads(nnx.merge(graph, state), batch, TrainConfig(), jax.random.key(0), Distillation())
+
+    return jax.jit(run).trace(state, batch)
+
+
+def test_memory_grows_with_k_and_no_array_has_the_logits_of_all_tokens():
+    tokens = 4 * 64
+    taken = [traced(k, 64).lower().compile().memory_analysis().temp_size_in_bytes for k in (4, 12, 20)]
+    assert taken[2] - taken[1] <= 8 * tokens * 4 * 10
+    shapes = [v.aval.shape for e in accounts.equations(traced(12, 64).jaxpr.jaxpr) for v in e.outvars]
+    assert max(math.prod(shape) for shape in shapes if shape[-1:] == (V,)) < tokens * V
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"direction": "backward"}, "direction='backward', which can be: forward or reverse"),
+        ({"temperature": 0.0}, "temperature=0.0, which can be: above 0"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"cross_entropy": 1.5}, "cross_entropy=1.5, which can be: from 0 to 1"),
+    ],
+)
+def test_values_out_of_range_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Distillation(**values)
+
+
+def test_an_example_has_scores_of_distinct_tokens():
+    batch = Distillation(top_k=64).example_batch(2, 8, TrainConfig(model=MODEL))
+    assert {name: (array.dtype.name, array.shape) for name, array in batch.items()} == {
+        "inputs": ("int32", (2, 8)),
+        "labels": ("int32", (2, 8)),
+        "top_ids": ("int32", (2, 8, V)),
+        "top_log_probs": ("float32", (2, 8, V)),
+    }
+    assert np.array_equal(np.sort(batch["top_ids"], axis=-1)[0, 0], np.arange(V))
+    assert np.all(np.diff(batch["top_log_probs"], axis=-1) < 0)
+    assert np.exp(batch["top_log_probs"]).sum(-1).max() <= 1
