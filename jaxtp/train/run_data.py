@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
+from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Batches, Position, token_batches
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh, split
@@ -109,6 +110,8 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     micro_batches = 1 if task.loss is None else config.train.accumulation
     if task.batches is None:
         tokens = load_tokens(config, source)
+        if tokens.corpus.has_pairs and task.loss is None:
+            raise ConfigError(f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO")
         held_out = token_batches(tokens.validation(config.eval.batches, size), size, once=True)
         return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)
     from jaxtp.data.sources import open_batches

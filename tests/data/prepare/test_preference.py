@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 from corpora import jsonl, parquet, prepared, refused, texts
-from runs import contents
+from runs import SMALL, contents, mesh
 from small_tokenizers import begins_texts
 from tokenizers import Tokenizer
 
@@ -18,6 +18,7 @@ from jaxtp.data.rows import IGNORE
 from jaxtp.data.samples import RowSettings, make_rows
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.train.__main__ import main as train
 
 LIBRARY = Tokenizer.from_str(begins_texts().decode())
 TEMPLATE = (
@@ -251,26 +252,24 @@ def test_a_pair_is_in_one_split_and_one_shard_and_once_with_dedup(tmp_path):
 
 
 def test_resumed_it_is_the_same_to_the_byte(tmp_path, monkeypatch, capsys):
-    path = parquet(tmp_path / "a.parquet", some(60))
+    path = parquet(tmp_path / "a.parquet", some(40))
     command = [path, "--preference", "--shard-tokens", 900, "--held-out", 0.2, "--save-seconds", 0]
     whole = contents(prepared(tmp_path / "whole", *command).folder)
     monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 7)
     encode = ByteTokenizer.encode_batch
-    for moment in (1, 4, 6):
-        left = [moment]
+    left = [4]
 
-        def interrupted(self, some, left=left):
-            left[0] -= 1
-            if left[0] == 0:
-                signal.raise_signal(signal.SIGINT)
-            return encode(self, some)
+    def interrupted(self, some):
+        left[0] -= 1
+        if left[0] == 0:
+            signal.raise_signal(signal.SIGINT)
+        return encode(self, some)
 
-        out = tmp_path / str(moment)
-        monkeypatch.setattr(ByteTokenizer, "encode_batch", interrupted)
-        assert main([*map(str, command), "--out", str(out)]) == 130
-        monkeypatch.setattr(ByteTokenizer, "encode_batch", encode)
-        assert contents(prepared(out, *command).folder) == whole
-    assert "resuming after 0 of 1 inputs, item 35 of the next" in capsys.readouterr().out
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", interrupted)
+    assert main([*map(str, command), "--out", str(tmp_path / "d")]) == 130
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", encode)
+    assert contents(prepared(tmp_path / "d", *command).folder) == whole
+    assert "resuming after 0 of 1 inputs, item 21 of the next" in capsys.readouterr().out
 
 
 def test_the_manifest_has_format_2_and_damage_is_named(tmp_path, capsys):
@@ -324,3 +323,36 @@ def test_rows_and_mixtures(tmp_path):
         for sign in (1, -1)
     ]
     assert all(answers[i + 1] == b"no " + answers[i] for i in range(0, len(answers), 2))
+
+
+LOSS = """
+import jax.numpy as jnp
+
+def loss(model, batch, key):
+    labels = jnp.where(batch["pairs"] > 0, batch["labels"], -100)
+    total, _ = model.loss(batch["inputs"], labels, segments_BT=batch["segments"])
+    return total, batch["pairs"].max(-1).sum()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Flags of a run on pairs, some of which are too long."""
+    dataset = prepared(tmp_path / "d", jsonl(tmp_path / "a.jsonl", some(99)), "--preference", "--held-out", 0.2)
+    command = [*SMALL, *mesh(1, 2, 1), "--data.path", dataset.folder, "--data.sequence-length", 300]
+    return [*map(str, command), "--run.dir", str(tmp_path / "run"), "--data.long-documents", "drop"]
+
+
+def test_the_loss_of_a_run_must_be_one_for_pairs(run, tmp_path, capsys):
+    assert train(run) == 2
+    assert f"{tmp_path / 'd'}: pairs need a loss for them: --train.loss jaxtp:DPO" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+def test_a_run_counts_pairs(run, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(LOSS)
+    assert train([*run, "--train.steps", "2", "--train.loss", f"{tmp_path / 'mine.py'}:loss"]) == 0
+    lengths = np.concatenate(list(open_dataset(tmp_path / "d").splits["train"].lengths())).reshape(-1, 2).sum(1)
+    kept = int((lengths <= 300).sum())
+    assert 0 < kept < len(lengths)
+    assert f"pairs: {kept}, {len(lengths) - kept} left out" in capsys.readouterr().out
