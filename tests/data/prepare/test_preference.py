@@ -3,9 +3,11 @@
 import json
 import signal
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from corpora import jsonl, parquet, prepared, refused, texts
+from hypothesis import given, settings
 from runs import SMALL, contents, mesh
 from small_tokenizers import begins_texts
 from tokenizers import Tokenizer
@@ -15,9 +17,10 @@ from jaxtp.data.manifest import MANIFEST, DatasetError, read_manifest
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
 from jaxtp.data.rows import IGNORE
-from jaxtp.data.samples import RowSettings, make_rows
+from jaxtp.data.samples import Data, RowSettings, make_rows
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.tools.evaluate.__main__ import main as evaluate
 from jaxtp.train.__main__ import main as train
 
 LIBRARY = Tokenizer.from_str(begins_texts().decode())
@@ -207,6 +210,28 @@ def test_rows_that_are_no_pairs(folder, capsys, like, row, message):
     assert sum(read_manifest(folder / "d").skipped.values()) == 1
 
 
+SAID = st.sampled_from([None, 3, "", "a", "a b", [], {}, ["a"]])
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", None])}, optional={"content": SAID}
+)
+VALUE = SAID | MESSAGE | st.lists(MESSAGE, max_size=3)
+ROW = st.fixed_dictionaries({"chosen": VALUE, "rejected": VALUE}, optional={"prompt": VALUE, "system": SAID})
+
+
+@given(st.lists(ROW, min_size=20, max_size=40), st.sampled_from([TEXTS, MESSAGES]))
+@settings(max_examples=4, deadline=None)
+def test_of_any_rows_each_is_a_pair_or_a_problem(tmp_path_factory, rows, first):
+    root = tmp_path_factory.mktemp("any")
+    (root / "x.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    flags = [*FLAGS, "--on-error", "skip", *(["--template", root / "x.jinja"] if first is MESSAGES else [])]
+    split = prepared(root / "d", jsonl(root / "a.jsonl", [first, *rows]), *flags).splits["train"]
+    assert split.num_documents // 2 + sum(read_manifest(root / "d").skipped.values()) == len(rows) + 1
+    for index in range(0, split.num_documents, 2):
+        one, other = (split.document(i)[: split.prompt_length(i)].tobytes() for i in (index, index + 1))
+        assert one == other
+        assert split.document(index).tobytes() != split.document(index + 1).tobytes()
+
+
 def test_text_files_and_other_settings_are_refused(folder, capsys):
     (folder / "a.txt").write_text("a")
     out = ["--preference", "--out", folder / "d"]
@@ -315,6 +340,8 @@ def test_rows_and_mixtures(tmp_path):
         load_corpus(None, {str(tuning): 1, str(pairs): 2})
     with pytest.raises(CorpusError, match=f"{pairs} has pairs .* and {tuning} has not"):
         load_corpus(pairs, validation=tuning)
+    with pytest.raises(CorpusError, match=r"every pair is longer than data.sequence_length=2; use a larger"):
+        Data(load_corpus(pairs), RowSettings(2, 256, long_documents="drop"), 0)
     split = open_dataset(more).splits["train"]
     rows = make_rows(split, RowSettings(2000, 256))
     answers = [
@@ -356,3 +383,5 @@ def test_a_run_counts_pairs(run, tmp_path, capsys):
     kept = int((lengths <= 300).sum())
     assert 0 < kept < len(lengths)
     assert f"pairs: {kept}, {len(lengths) - kept} left out" in capsys.readouterr().out
+    assert evaluate(["--model", str(tmp_path / "run"), "--data", str(tmp_path / "d")]) == 2
+    assert "d has pairs of answers" in capsys.readouterr().err
