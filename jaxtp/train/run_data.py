@@ -141,6 +141,8 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
         raise ConfigError(f"data.scores={config.data.scores}: {why}, or leave data.scores out")
     if task.batches is None:
         tokens = load_tokens(config, source)
+        if tokens.corpus.has_pairs and task.loss is None:
+            raise ConfigError(f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO")
         held_out = token_batches(tokens.validation(config.eval.batches, size), size, once=True)
         return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)
     from jaxtp.data.sources import open_batches
