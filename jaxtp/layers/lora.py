@@ -26,8 +26,6 @@ _Delta = Literal["b_proj", "a_proj"]
 Target = Literal[_Llama, _Latent, _Delta]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
-
-
 _Module = TypeVar("_Module", bound=nnx.Module)
 
 
