@@ -189,7 +189,10 @@ def load_base(
 
 def describe_base(sums: Mapping[str, str], origin: Path) -> dict[str, str]:
     """Returns a base model's folder and hash, for the checkpoints of its adapters."""
-    return {"from": str(origin.resolve()), "sha256": hashlib.sha256(json.dumps(dict(sorted(sums.items()))).encode()).hexdigest()}
+    return {
+        "from": str(origin.resolve()),
+        "sha256": hashlib.sha256(json.dumps(dict(sorted(sums.items()))).encode()).hexdigest(),
+    }
 
 
 def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:

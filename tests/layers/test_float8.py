@@ -1,0 +1,146 @@
+"""A frozen base in 8 bits: its error, the same numbers on every mesh, and what a compiled step holds of it."""
+
+import dataclasses
+import re
+
+import accounts
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import assert_close, by_name, relative_error, sizes_of, state_on_mesh, sweep, without_mesh
+
+import jaxtp
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.collectives import Float8
+from jaxtp.config.schema import ConfigError
+from jaxtp.data.loader import abstract_batch
+from jaxtp.layers.lora import LoraConfig, float8_kernels, freeze_as
+from jaxtp.mesh import mesh_of
+
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=32, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=40, remat="full"
+)
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "shared_experts": 10, "d_ff": 18}
+MODELS = {
+    "llama": CONFIG,
+    "experts": dataclasses.replace(CONFIG, **EXPERTS),
+    "experts inside": dataclasses.replace(CONFIG, **EXPERTS | {"num_experts": 6}),
+    "latent": dataclasses.replace(CONFIG, kv_rank=8, rope_head_dim=2, value_head_dim=6, query_rank=12),
+    "delta": dataclasses.replace(
+        CONFIG, delta_value_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=8, norm="rms_plus_one"
+    ),
+}
+LORA = LoraConfig(rank=2, base="float8")
+IDS = jax.random.randint(jax.random.key(1), (4, 8), 0, CONFIG.vocab_size)
+
+
+def weights(config):
+    """Random weights with noise, of a full base and of one in 8 bits."""
+    full = jaxtp.add_adapters(nnx.jit(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))(), LoraConfig(rank=2))
+    state = nnx.state(full)
+    leaves, tree = jax.tree.flatten(state)
+    noise = [0.05 * jax.random.normal(key, x.shape) for key, x in zip(jax.random.split(jax.random.key(2), 99), leaves)]
+    state = jax.tree.unflatten(tree, [x + n for x, n in zip(leaves, noise, strict=True)])
+    stored = dataclasses.replace(config, lora=LORA)
+    return state, freeze_as(state, nnx.state(nnx.eval_shape(build(stored)))), stored
+
+
+def build(config):
+    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+
+
+def numbers(graph, state):
+    """Logits and the gradients of the adapters."""
+
+    @jax.jit
+    def run(state):
+        trained, frozen = nnx.split_state(state, nnx.Param, ...)
+
+        def loss(trained):
+            model = nnx.merge(graph, trained, frozen, copy=True)
+            return model.loss(IDS, IDS)[0], model(IDS)
+
+        grads, logits = jax.grad(loss, has_aux=True)(trained)
+        return grads, logits
+
+    return run(state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_error_of_each_number_is_bounded(dtype):
+    magnitudes = jnp.array([1e-36, 1e-4, 1.0, 3e8, 0.0])
+    kernel = (jax.random.normal(jax.random.key(0), (3, 64, 5)) ** 3 * magnitudes).astype(dtype)
+    stored = Float8.of(kernel)
+    assert (stored.bits.dtype, stored.scale.shape, stored.ndim) == (jnp.uint8, (3, 1, 5), 3)
+    exact, found = (np.asarray(each.astype(jnp.float32)) for each in (kernel, stored))
+    bound = np.maximum(np.abs(exact) / 16, np.asarray(stored.scale) / 1024)
+    assert (np.abs(found - exact) <= bound * (1 + 1e-5)).all()
+    assert not found[..., 4].any()
+    largest = np.abs(exact).max(1)
+    np.testing.assert_allclose(np.abs(found).max(1)[:, 1:], largest[:, 1:], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", sweep(list(MODELS), "llama"))
+def test_outputs_are_near_those_of_the_original(name):
+    state, stored, config = weights(MODELS[name])
+    full = dataclasses.replace(config, lora=LoraConfig(rank=2))
+    graphs = [nnx.split(nnx.eval_shape(build(each)))[0] for each in (full, config)]
+    exact, found = (
+        jax.jit(lambda s, g=g: nnx.merge(g, s)(IDS))(s) for g, s in zip(graphs, (state, stored), strict=True)
+    )
+    assert 1e-4 < relative_error(found, exact) < 0.1
+    matrices = {path for path in named_variables(state) if ".kernel" in path and "head" not in path}
+    assert matrices <= float8_kernels(stored), "each projection's"
+
+
+MESHES = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 2, 1, 2), (1, 2, 2, 1), (2, 2, 1, 2), (1, 4, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    sweep([(name, mesh) for name in MODELS for mesh in MESHES], ("llama", (1, 2, 1, 2))),
+    ids=str,
+)
+def test_every_mesh_gives_the_numbers_of_one_device(case):
+    name, mesh = case
+    _, stored, config = weights(MODELS[name])
+    arrays = by_name(stored, jaxtp.make_mesh())
+    expected = numbers(*without_mesh(build(config), arrays))
+    mesh = mesh_of(sizes_of(mesh))
+    graph, state = state_on_mesh(build(config), arrays, mesh)
+    with jax.set_mesh(mesh):
+        found = numbers(graph, state)
+        grads = by_name(found[0], mesh)
+    assert_close({"logits": found[1], **grads}, {"logits": expected[1], **by_name(expected[0], jaxtp.make_mesh())})
+
+
+@pytest.mark.parametrize("name", sweep(["llama", "experts"], "llama"))
+def test_a_step_gathers_8_bits_and_never_has_all_kernels_in_more(name):
+    low = jaxtp.Precision(param="bfloat16", compute="bfloat16")
+    config = dataclasses.replace(MODELS[name], lora=LORA, precision=low, num_layers=5)
+    mesh = mesh_of(sizes_of((1, 2, 1)))
+    step, plan = accounts.step_of(config, mesh, 1)
+    kernels = float8_kernels(plan.abstract)
+    with jax.set_mesh(mesh):
+        text = step.lower(plan.sharded, abstract_batch(mesh, 4, 8)).compile().as_text()
+    gathered = re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather\(", text)
+    assert len([dtype for dtype, _ in gathered if dtype == "u8"]) == 2 * len(kernels), "forward, and backward again"
+    bits = {v.shape for path, v in nnx.to_flat_state(plan.abstract) if path[-1] == "bits"}
+    held = set(re.findall(r"(\w+)\[5,([\d,]+)\]", text))
+    shards = {",".join(map(str, (*s[1:at], s[at] // 2, *s[at + 1 :]))) for s in bits for at in range(1, len(s))}
+    whole = {",".join(map(str, s[1:])) for s in bits}
+    assert {dtype for dtype, shape in held if shape in shards | whole} == {"u8"}
+
+
+def test_a_base_without_adapters_is_refused():
+    config = dataclasses.replace(CONFIG, lora=LoraConfig(base="float8"))
+    with pytest.raises(ConfigError, match=r"model.lora.base=float8 stores the frozen kernels under adapters"):
+        build(config)()
+
+
+def test_adapters_are_not_merged_into_8_bits():
+    model = jaxtp.add_adapters(build(CONFIG)(), LORA)
+    with pytest.raises(ConfigError, match="merged into the original kernels"):
+        jaxtp.merge_adapters(model)
