@@ -10,6 +10,7 @@ one collective. Autodiff derives the backward pass, except for `load_weight`:
     leave_parallel, sequence       reduce-scatter   all-gather
     load_weight, split             all-gather       reduce-scatter  (over fsdp and cp), all-reduce over dp
     load_weight, not split         nothing          all-reduce over dp, fsdp and cp, and tp if `used_by_all_tp`
+    load_weight of a `Float8`      all-gather       nothing          (of 8 bits, if split)
     all_reduce                     all-reduce       nothing          (where the sum meets a shard: all-reduce)
     reduce_scatter                 reduce-scatter   all-gather
     all_gather                     all-gather       reduce-scatter

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, by_name, relative_error, sizes_of, state_on_mesh, sweep, without_mesh
+from support import assert_close, by_name, random_weights, relative_error, sizes_of, state_on_mesh, sweep, without_mesh
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -37,14 +37,11 @@ IDS = jax.random.randint(jax.random.key(1), (4, 8), 0, CONFIG.vocab_size)
 
 
 def weights(config):
-    """Random weights with noise, of a full base and of one in 8 bits."""
-    full = jaxtp.add_adapters(nnx.jit(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))(), LoraConfig(rank=2))
-    state = nnx.state(full)
-    leaves, tree = jax.tree.flatten(state)
-    noise = [0.05 * jax.random.normal(key, x.shape) for key, x in zip(jax.random.split(jax.random.key(2), 99), leaves)]
-    state = jax.tree.unflatten(tree, [x + n for x, n in zip(leaves, noise, strict=True)])
-    stored = dataclasses.replace(config, lora=LORA)
-    return state, freeze_as(state, nnx.state(nnx.eval_shape(build(stored)))), stored
+    """Graph and state of a model with a full base, then with one in 8 bits; and the settings of the second."""
+    full, config = (dataclasses.replace(config, lora=lora) for lora in (LoraConfig(rank=2), LORA))
+    graph, state = without_mesh(build(full), random_weights(build(full), scale=0.05))
+    in_8_bits, abstract = nnx.split(nnx.eval_shape(build(config)))
+    return (graph, state), (in_8_bits, freeze_as(state, abstract)), config
 
 
 def build(config):
@@ -84,14 +81,11 @@ def test_the_error_of_each_number_is_bounded(dtype):
 
 @pytest.mark.parametrize("name", sweep(list(MODELS), "llama"))
 def test_outputs_are_near_those_of_the_original(name):
-    state, stored, config = weights(MODELS[name])
-    full = dataclasses.replace(config, lora=LoraConfig(rank=2))
-    graphs = [nnx.split(nnx.eval_shape(build(each)))[0] for each in (full, config)]
-    exact, found = (
-        jax.jit(lambda s, g=g: nnx.merge(g, s)(IDS))(s) for g, s in zip(graphs, (state, stored), strict=True)
-    )
+    *models, _ = weights(MODELS[name])
+    exact, found = (jax.jit(lambda state, graph=graph: nnx.merge(graph, state)(IDS))(state) for graph, state in models)
     assert 1e-4 < relative_error(found, exact) < 0.1
-    matrices = {path for path in named_variables(state) if ".kernel" in path and "head" not in path}
+    (_, full), (_, stored) = models
+    matrices = {path for path in named_variables(full) if ".kernel" in path and "head" not in path}
     assert matrices <= float8_kernels(stored), "each projection's"
 
 
@@ -105,15 +99,15 @@ MESHES = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 2, 1, 2), (1, 2, 2, 1), (2, 2, 1, 2), 
 )
 def test_every_mesh_gives_the_numbers_of_one_device(case):
     name, mesh = case
-    _, stored, config = weights(MODELS[name])
-    arrays = by_name(stored, jaxtp.make_mesh())
-    expected = numbers(*without_mesh(build(config), arrays))
+    _, (graph, stored), config = weights(MODELS[name])
+    expected = numbers(graph, stored)
+    arrays = {path: variable[...] for path, variable in named_variables(stored).items()}
     mesh = mesh_of(sizes_of(mesh))
     graph, state = state_on_mesh(build(config), arrays, mesh)
     with jax.set_mesh(mesh):
         found = numbers(graph, state)
-        grads = by_name(found[0], mesh)
-    assert_close({"logits": found[1], **grads}, {"logits": expected[1], **by_name(expected[0], jaxtp.make_mesh())})
+    gradients = {path: variable[...] for path, variable in named_variables(expected[0]).items()}
+    assert_close({"logits": found[1], **by_name(found[0], mesh)}, {"logits": expected[1], **gradients})
 
 
 @pytest.mark.parametrize("name", sweep(["llama", "experts"], "llama"))

@@ -347,11 +347,11 @@ def test_attention_over_cp_moves_what_its_method_needs_and_nothing_else(name, po
     assert not activations, "between attention and attention nothing of a token moves over cp"
 
 
-@pytest.mark.wide
 LATENT = {"kv_rank": 8, "rope_head_dim": 4, "value_head_dim": 8, "query_rank": 12}
+SHARED = {"num_kv_heads": 2}
 
 
-@pytest.mark.parametrize("sizes", [{"num_kv_heads": 2}, *(pytest.param(s, marks=pytest.mark.wide) for s in (LATENT, DELTA))])
+@pytest.mark.parametrize("sizes", sweep([SHARED, LATENT, DELTA], SHARED), ids=["shared", "latent", "delta"])
 def test_a_base_in_8_bits_moves_half_the_bytes_of_bfloat16(sizes):
     """Over fsdp exactly the budget: 8 bits of each kernel, and its scales."""
     config = dataclasses.replace(PLAIN, remat="full", precision=LOW, **sizes)
@@ -365,6 +365,7 @@ def test_a_base_in_8_bits_moves_half_the_bytes_of_bfloat16(sizes):
     assert moved["float8"] < 0.8 * moved["full"], "the embedding, the adapters and scales are large in so small a model"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["all", "adapters"])
 def test_gradients_of_micro_batches_are_summed_over_dp_once(lora):
     config, mesh = dataclasses.replace(PLAIN, lora=lora), (4, 1, 2)
