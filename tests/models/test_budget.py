@@ -451,7 +451,7 @@ MIXTURE_CASES += [
         MIXTURE_CASES,
         ("biased", (1, 1, 2, 4), "save_dots", False),
         ("shared, plain, gated", (1, 2, 1, 4), "save_reduced", None),
-        ("in 8 bits", (1, 2, 1, 4), "save_dots", False),
+        ("in 8 bits", (1, 2, 1, 4), "save_dots", None),
     ),
     ids=str,
 )

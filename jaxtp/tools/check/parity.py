@@ -123,7 +123,7 @@ def initial_arrays(config: TrainConfig, subject: Subject = Subject(), noise: flo
     Kernels in 8 bits are made of kernels with noise.
     """
     if config.model.lora.base != "full":
-        arrays = initial_arrays(replace_nested(config, {"model.lora.base": "full"}), subject, noise)
+        arrays = dict(initial_arrays(replace_nested(config, {"model.lora.base": "full"}), subject, noise))
         for kernel in float8_kernels(subject.blueprint(config, make_mesh()).abstract):
             stored = Float8.of(arrays.pop(kernel))._asdict()
             arrays |= {f"{kernel}.{field}": np.asarray(array) for field, array in stored.items()}
