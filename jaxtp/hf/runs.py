@@ -152,8 +152,8 @@ def load_frozen(
     The description is of the original weights. Each kernel that is stored in 8 bits is loaded alone: before it is
     quantised, memory holds no other one in full precision. All processes must call it.
     """
-    kernels = float8_kernels(abstract)
-    frozen, sums = nnx.State({}), {}
+    kernels, frozen = float8_kernels(abstract), nnx.State[Any, Any]({})
+    sums: dict[str, str] = {}
     for only in (lambda name: name not in kernels, *(kernel.__eq__ for kernel in sorted(kernels))):
         weights, origin = load_base(path, config, mesh, only)
         sums |= base_checksums(weights, mesh)
@@ -189,7 +189,10 @@ def load_base(
 
 def describe_base(sums: Mapping[str, str], origin: Path) -> dict[str, str]:
     """Returns a base model's folder and hash, for the checkpoints of its adapters."""
-    return {"from": str(origin.resolve()), "sha256": hashlib.sha256(json.dumps(dict(sorted(sums.items()))).encode()).hexdigest()}
+    return {
+        "from": str(origin.resolve()),
+        "sha256": hashlib.sha256(json.dumps(dict(sorted(sums.items()))).encode()).hexdigest(),
+    }
 
 
 def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:

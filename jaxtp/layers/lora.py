@@ -110,17 +110,17 @@ class Float8Kernel(nnx.Module):
     """A frozen kernel in 8 bits, which `params_and_specs` gives its layer as a `Float8`."""
 
     def __init__(self, kernel: Variable):
-        values, scale = Float8.of(kernel[...])
+        bits, scale = Float8.of(kernel[...])
         *others, _, out = spec_of(kernel)
         layout = {"out_sharding": PartitionSpec(*others, None, out)}
         padding = tuple((dim, split) for dim, split in padding_of(kernel) if dim != -2)
-        self.values = FrozenParam.from_metadata(values, kernel.get_metadata())
+        self.bits = FrozenParam.from_metadata(bits, kernel.get_metadata())
         self.scale = FrozenParam.from_metadata(scale, {**kernel.get_metadata(), **layout, "padding": padding})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The kernel's shape."""
-        return tuple(self.values.shape)
+        return tuple(self.bits.shape)
 
 
 def store_in_float8(module: nnx.Module, kernels: Iterable[str]) -> None:
@@ -135,14 +135,14 @@ def store_in_float8(module: nnx.Module, kernels: Iterable[str]) -> None:
 
 def float8_kernels(state: nnx.State) -> set[str]:
     """Returns the dotted paths of kernels that a state has in 8 bits."""
-    return {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(state) if path[-1] == "values"}
+    return {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(state) if path[-1] == "bits"}
 
 
 def freeze_as(weights: nnx.State, abstract: nnx.State) -> nnx.State:
     """Freezes weights; kernels that `abstract` has in 8 bits are quantised on their devices."""
     stored, frozen = dict(nnx.to_flat_state(abstract)), []
     for path, variable in nnx.to_flat_state(freeze_state(weights)):
-        if (*path, "values") in stored:
+        if (*path, "bits") in stored:
             parts = zip(Float8._fields, _quantise(variable[...]), strict=True)
             frozen += [((*path, field), stored[*path, field].replace(array)) for field, array in parts]
         else:

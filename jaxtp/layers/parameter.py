@@ -179,7 +179,7 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
             name = ".".join(map(str, path))
             weights[name] = jnp.asarray(variable[...])
             specs[name] = spec_of(variable)
-    for kernel in [name.removesuffix(".values") for name in weights if name.endswith(".values")]:
+    for kernel in [name.removesuffix(".bits") for name in weights if name.endswith(".bits")]:
         for found in (weights, specs):
             found[kernel] = Float8(*(found.pop(f"{kernel}.{field}") for field in Float8._fields))  # type: ignore[assignment]
     return weights, specs

@@ -451,8 +451,8 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
         yield from (replace(problem, text=place + problem.text) for problem in found)
     if config.lora.base != "full" and not config.lora.rank:
         yield Problem(
-            f"model.lora.base={config.lora.base} stores the frozen kernels under adapters, and model.lora.rank=0 trains "
-            "all; add --model.lora.rank 8, or leave it out"
+            f"model.lora.base={config.lora.base} stores the frozen kernels under adapters, and model.lora.rank=0 "
+            "trains all; add --model.lora.rank 8, or leave it out"
         )
     if config.lora.rank and config.lora.targets not in (TARGETS, LLAMA_TARGETS):  # these mean all that there are
         possible = adapter_targets(config)

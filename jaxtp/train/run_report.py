@@ -286,7 +286,8 @@ def _describe_trained(blueprint: Blueprint) -> str:
     if not model.lora.rank:
         return ""
     adapters = logical_size(nnx.filter_state(blueprint.abstract["model"], nnx.Param))
-    return f", {adapters:,} of them trained in {model.lora.dtype}, the others frozen in {model.precision.param}"
+    frozen = model.precision.param + (", their kernels in float8" if model.lora.base == "float8" else "")
+    return f", {adapters:,} of them trained in {model.lora.dtype}, the others frozen in {frozen}"
 
 
 def sharding_table(blueprint: Blueprint) -> list[str]:
