@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxtp.hf.peft import save_peft as save_peft
     from jaxtp.hf.runs import load_run as load_run
     from jaxtp.hf.save import save_hf as save_hf
+    from jaxtp.hf.save import stream_weights as stream_weights
     from jaxtp.layers.attention import AttentionConfig as AttentionConfig
     from jaxtp.layers.attention import CausalSelfAttention as CausalSelfAttention
     from jaxtp.layers.branch import Branch as Branch

@@ -15,7 +15,8 @@ from jaxtp.data.loader import Batch, on_mesh, split
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitialState, InitSource
-from jaxtp.train.task import Task
+from jaxtp.train.task import Loss, Task
+from jaxtp.train.user_loss import attribute
 from jaxtp.train.validation import check_vocabulary
 
 TOKENS, ROWS = "tokens", "rows"
@@ -124,6 +125,16 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
         )
 
 
+def _check_temperature(data: Data, loss: Loss | None) -> None:
+    wanted: float | None = attribute(loss, "scores_temperature", None)
+    if data.scores is not None and wanted not in (None, data.scores.record.temperature):
+        raise ConfigError(
+            f"data.scores={data.scores.folder} has scores at temperature {data.scores.record.temperature:g}, and the "
+            f"loss needs those at {wanted:g}; change the loss, or score again: {data.scores.command()} --temperature "
+            f"{wanted:g}"
+        )
+
+
 def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     """Opens a run's batches.
 
@@ -141,6 +152,9 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
         raise ConfigError(f"data.scores={config.data.scores}: {why}, or leave data.scores out")
     if task.batches is None:
         tokens = load_tokens(config, source)
+        if tokens.corpus.has_pairs and task.loss is None:
+            raise ConfigError(f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO")
+        _check_temperature(tokens, task.loss)
         held_out = token_batches(tokens.validation(config.eval.batches, size), size, once=True)
         return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)
     from jaxtp.data.sources import open_batches

@@ -1,5 +1,6 @@
 """DPO against TRL's DPOTrainer in float64 (`make_preference_references.py`), on meshes, packed and unpacked."""
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,14 +12,19 @@ import pytest
 from flax import nnx
 from hf.test_references import by_their_names
 from hf_reference import FOLDER, sketch
+from runs import SMALL, finish, mesh, records, wait_for_step
 from support import assert_close, by_name, random_weights, state_on_mesh, sweep
 
 import jaxtp
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError
+from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.mesh import make_mesh
+from jaxtp.train import optimizer as optimizers
 from jaxtp.train import preference
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.state import plan_state
+from jaxtp.train.step import make_train_step, trace_step
 
 MODEL, SCALE = "llama_linear", 0.9
 TOLERANCE = 1e-5
@@ -195,3 +201,64 @@ def test_the_reference_of_adapters_is_the_base():
     assert abs(found[1]["rewards/margins"]) > 1e-3
     np.testing.assert_allclose(*(jax.tree.leaves(each) for each in (found, known)), rtol=1e-5)
     assert_close(by_name(grads, make_mesh()), by_name(expected, make_mesh()))
+
+
+def temporaries(config, task, batch):
+    """Bytes that a step takes besides state and batch."""
+    plan = plan_state(config.model, optimizers.build(config.optimizer, 10), make_mesh())
+    with jax.set_mesh(plan.mesh):
+        step = make_train_step(config, plan, task=task)
+        return trace_step(config, plan, step, batch=batch).lower().compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.wide
+def test_a_scored_step_takes_the_memory_of_fine_tuning():
+    rows, length, loss = 4, 512, jaxtp.DPO()
+    config = TrainConfig(
+        model=replace(SMALL_MODEL, loss_chunk=64), data=DataConfig(sequence_length=length, global_batch_size=rows)
+    )
+    batch = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in loss.example_batch(rows, length, config).items()
+    }
+    batch["segments"] = batch["inputs"]
+    tokens = {name: batch[name] for name in ("inputs", "labels", "segments")}
+    plain, paired = temporaries(config, jaxtp.Task(), tokens), temporaries(config, jaxtp.Task(loss=loss), batch)
+    assert paired - plain < 12 * 4 * rows * length, "floats of a token"
+
+
+def test_an_example_batch_has_pairs(stored):
+    for model in (SMALL_MODEL, ADAPTED):
+        batch = jaxtp.DPO().example_batch(8, 64, TrainConfig(model=model))
+        assert ("log_probs" in batch) == (model is SMALL_MODEL)
+        assert {each.shape for each in batch.values()} == {(8, 64)}
+        assert set(jaxtp.DPO.columns) <= batch.keys()
+        assert means(jaxtp.DPO(), None, stored | batch)[1]["count"] == 16
+
+
+@pytest.mark.journey
+def test_a_killed_run_with_adapters_resumes(tmp_path, start):
+    """From texts; margins rise."""
+    jaxtp.save_hf(jaxtp.Decoder(replace(SMALL_MODEL, vocab_size=256), rngs=nnx.Rngs(5)), tmp_path / "model")
+    lines = [
+        json.dumps({"prompt": f"{i} + {i}?", "chosen": f" {2 * i}.", "rejected": f" {i}, no, {3 * i}!"})
+        for i in range(64)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    flags = ["--preference", "--out", str(tmp_path / "data"), "--held-out", "0.1"]
+    assert prepare([str(tmp_path / "pairs.jsonl"), *flags]) == 0
+    command = [
+        *("--model.from-hf", str(tmp_path / "model"), "--model.lora.rank", "4", "--train.loss", "jaxtp:DPO"),
+        *("--train.loss-arguments.beta", "0.2", "--data.path", str(tmp_path / "data"), "--train.steps", "30"),
+        *("--data.packing", "documents", "--optimizer.learning-rate", "0.02"),
+        *(*SMALL[SMALL.index("--data.sequence-length") :], "--data.sequence-length", "64", *mesh(1, 2, 2)),
+    ]
+    finish(start([*command, "--run.dir", str(tmp_path / "whole")]))
+    process = start([*command, "--run.dir", str(tmp_path / "killed")])
+    wait_for_step(tmp_path / "killed", 15, process)
+    process.kill()
+    process.wait()
+    assert "resumed from the checkpoint at step" in finish(start([*command, "--run.dir", str(tmp_path / "killed")]))
+    for name in ("loss", "grad_norm", "eval_loss", *METRICS):
+        assert records(tmp_path / "killed", name) == records(tmp_path / "whole", name)
+    margins = records(tmp_path / "whole", "rewards/margins")
+    assert margins[1] == 0 < margins[10] < margins[30]

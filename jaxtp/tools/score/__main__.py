@@ -16,6 +16,7 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.hints import Problem, explained
 from jaxtp.config.schema import ConfigError, Count, DataPath, Positive, UserPath
+from jaxtp.data.rows import Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
 from jaxtp.data.scores import Record, Scored, ScoresError, open_scores, verify
 from jaxtp.data.store import Dataset, open_dataset
@@ -34,7 +35,7 @@ from jaxtp.generate.loading import (
 )
 from jaxtp.hf.runs import describe_base
 from jaxtp.mesh import mesh_sizes
-from jaxtp.tools.score.scoring import Job, score
+from jaxtp.tools.score.scoring import Job, finished_rows, score
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.validation import context_problems, refuse
 
@@ -55,7 +56,10 @@ jaxtp score --verify scores/base
 
 compares scores with their checksums.
 """
-SHOWN_FIRST = ("dataset", "model", "out", "top_k", "temperature", "data", "batch_size", "dtype", "adapters", "verify")
+SHOWN_FIRST = (
+    *("dataset", "model", "out", "top_k", "temperature", "data.sequence_length", "data.packing", "data.long_documents"),
+    *("batch_size", "dtype", "adapters", "verify"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,27 +161,34 @@ def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
         settings = RowSettings(length, source.config.vocab_size, config.data.packing, config.data.long_documents)
         splits = {name: split for name, split in dataset.splits.items() if split.num_tokens}
         rows = {name: make_rows(split, settings) for name, split in splits.items()}
+        job = Job(out, _record(config, source, dataset, rows), splits, rows, arguments)
+        if out.exists():  # before the weights are read
+            finished_rows(job)
     model = load_model(source, mesh)
-    scored = {
-        name: Scored(split.identity, rows[name].identity, ({},) * len(split.shard_sizes))
-        for name, split in splits.items()
-    }
-    record = Record(
+    identity = describe_base(nnx.state(model), path, mesh)["sha256"]
+    score(replace(job, record=replace(job.record, model_sha256=identity)), model, config.batch_size)
+
+
+def _record(config: ScoreConfig, source: ModelSource, dataset: Dataset, rows: Mapping[str, Rows]) -> Record:
+    splits = {name: dataset.splits[name] for name in rows}
+    return Record(
         format=1,
         model=source.name,
-        model_sha256=describe_base(nnx.state(model), path, mesh)["sha256"],
+        model_sha256="",
         dtype=source.config.precision.compute,
         dataset=str(config.dataset),
         tokenizer=dataset.tokenizer.name,
         vocab_size=source.config.vocab_size,
         top_k=config.top_k,
         temperature=config.temperature,
-        sequence_length=length,
+        sequence_length=config.data.sequence_length or 0,
         packing=config.data.packing,
         long_documents=config.data.long_documents,
-        splits=scored,
+        splits={
+            name: Scored(split.identity, rows[name].identity, ({},) * len(split.shard_sizes))
+            for name, split in splits.items()
+        },
     )
-    score(Job(out, record, splits, rows, arguments), model, config.batch_size)
 
 
 def _open_model(config: ScoreConfig, path: Path) -> ModelSource:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from jaxtp.config.entry import Interrupt, InterruptError, NumericsError
 from jaxtp.config.files import PARTIAL, sha256, sync_file, write_atomically
+from jaxtp.config.reading import inside
 from jaxtp.config.schema import differences
 from jaxtp.data.batches import Position, token_batches
 from jaxtp.data.documents import Documents
@@ -85,7 +86,7 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
     with locked(job.out) if is_writer else nullcontext():
         with raise_everywhere():
             writer = _Writer(job) if is_writer else None
-        done: dict[str, int] | None = all_gather_json(writer and writer.done)[0]
+        done: dict[str, int] | None = all_gather_json(writer and writer.done and {**writer.done})[0]
         if done is None:
             print_status(f"{job.out} has these scores already")
             return
@@ -121,7 +122,9 @@ def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Arra
         merged: Decoder = nnx.merge(graph, state, copy=True)
         t = record.temperature
         if record.top_k is None:
-            return {LOG_PROBS: token_log_probs(merged, ids_BT, labels_BT, segments_BT, temperature=t)}
+            log_probs_BT = token_log_probs(merged, ids_BT, labels_BT, segments_BT, temperature=t)
+            assert isinstance(log_probs_BT, Array)
+            return {LOG_PROBS: log_probs_BT}
         values_BTK, ids_BTK = top_log_probs(merged, ids_BT, record.top_k, segments_BT, temperature=t)
         has_label = (labels_BT != IGNORE)[..., None]
         return {TOP_IDS: jnp.where(has_label, ids_BTK, 0), TOP_LOG_PROBS: jnp.where(has_label, values_BTK, 0)}
@@ -162,65 +165,72 @@ def _check_finite(found: Found) -> None:
             )
 
 
+def finished_rows(job: Job) -> dict[str, int] | None:
+    """Returns the number of finished rows of each split; None if the folder has all scores.
+
+    Raises:
+      ScoresError: the folder holds something else, or its disk is too small.
+    """
+    out = job.out
+    rows: dict[str, int] | None = None
+    if (out / SCORES).exists():
+        record = read_record(out)
+        splits = {name: replace(each, shards=({},) * len(each.shards)) for name, each in record.splits.items()}
+        record = replace(record, splits=splits)
+    elif (journal := read_journal(out)) is not None:
+        record = journal.record
+        rows = {name: min(journal.rows.get(name, 0), len(each)) for name, each in job.rows.items()}
+    elif foreign := sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL)):
+        raise ScoresError(
+            f"{out} holds other files ({', '.join(foreign[:3])}) and no scores; name another by --out DIR"
+        )
+    else:
+        size, free = sum(_sizes(job).values()), shutil.disk_usage(out).free
+        if size > free:
+            smaller = "" if job.record.top_k is None else "; a smaller --top-k needs less"
+            raise ScoresError(
+                f"{out}: the scores take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free{smaller}"
+            )
+        return dict.fromkeys(job.rows, 0)
+    # The model and the dataset may have moved; before the weights are read, their hash is unknown.
+    moved = dict.fromkeys(("model", "dataset", *([] if job.record.model_sha256 else ["model_sha256"])), "")
+    if changed := differences(asdict(record) | moved, asdict(job.record) | moved):
+        raise ScoresError(
+            f"{out} holds scores that differ from this command (there -> here): {'; '.join(changed)}; name another "
+            "folder by --out DIR. Nothing was changed."
+        )
+    return rows
+
+
+def _sizes(job: Job) -> dict[Path, int]:
+    return {
+        shard_file(job.out, name, shard, suffix): tokens * math.prod(shape) * dtype.itemsize
+        for name, documents in job.documents.items()
+        for shard, tokens in enumerate(documents.shard_sizes)
+        for suffix, (dtype, shape) in job.record.layout.items()
+    }
+
+
 class _Writer:
     """Writes scores to the folder of a job; see the module.
 
-    `done` has the finished rows of each split; None if the folder has these scores already.
+    `done` has the finished rows of each split; None if the folder has all scores.
     """
 
     def __init__(self, job: Job):
         self._job, self._files, self._saved = job, dict[Path, BinaryIO](), time.monotonic()
-        self.done: dict[str, int] | None = None
-        if (job.out / SCORES).exists():
-            found = read_record(job.out)
-            splits = {name: replace(each, shards=({},) * len(each.shards)) for name, each in found.splits.items()}
-            self._require_equal(replace(found, splits=splits))
+        self.done = done = finished_rows(job)
+        if done is None:
             return
-        journal = read_journal(job.out)
-        if journal is not None:
-            self._require_equal(journal.record)
-            self.done = {name: min(journal.rows.get(name, 0), len(rows)) for name, rows in job.rows.items()}
-        else:
-            self._begin()
-        for path, size in self._sizes().items():
-            with path.open("ab") as file:  # sparse: tokens in no row have zeros
-                if file.tell() != size and journal is not None and any(journal.rows.values()):
+        if not (job.out / JOURNAL).exists():
+            self.save()
+        for path, size in _sizes(job).items():
+            with inside(job.out, path.name).open("ab") as file:  # sparse: tokens in no row have zeros
+                if file.tell() != size and any(done.values()):
                     raise ScoresError(
                         f"{path}: damaged: {file.tell():,} bytes of {size:,}; delete {job.out} to start over"
                     )
                 file.truncate(size)
-
-    def _begin(self) -> None:
-        out = self._job.out
-        if foreign := sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL)):
-            raise ScoresError(
-                f"{out} holds other files ({', '.join(foreign[:3])}) and no scores; name another by --out DIR"
-            )
-        size, free = sum(self._sizes().values()), shutil.disk_usage(out).free
-        if size > free:
-            smaller = "" if self._job.record.top_k is None else "; a smaller --top-k needs less"
-            raise ScoresError(
-                f"{out}: the scores take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free{smaller}"
-            )
-        self.done = dict.fromkeys(self._job.rows, 0)
-        self.save()
-
-    def _sizes(self) -> dict[Path, int]:
-        return {
-            shard_file(self._job.out, name, shard, suffix): tokens * math.prod(shape) * dtype.itemsize
-            for name, documents in self._job.documents.items()
-            for shard, tokens in enumerate(documents.shard_sizes)
-            for suffix, (dtype, shape) in self._job.record.layout.items()
-        }
-
-    def _require_equal(self, found: Record) -> None:
-        # The model and the dataset may have moved.
-        was, now = ({**asdict(each), "model": "", "dataset": ""} for each in (found, self._job.record))
-        if changed := differences(was, now):
-            raise ScoresError(
-                f"{self._job.out} holds scores that differ from this command (there -> here): {'; '.join(changed)}; "
-                "name another folder by --out DIR. Nothing was changed."
-            )
 
     def write(self, split: str, first: int, found: Found) -> None:
         """Writes the scores of successive rows; saves from time to time."""
@@ -261,7 +271,7 @@ class _Writer:
     def finish(self) -> None:
         """Writes `scores.json`."""
         self.save()
-        print_status(f"sha256  of {len(self._sizes()):,} files")
+        print_status(f"sha256  of {len(_sizes(self._job)):,} files")
         record = self._job.record
         splits = {}
         for name, split in record.splits.items():

@@ -166,7 +166,7 @@ def refused(capsys, *argv):
     assert main([*map(str, argv)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jaxtp score: error: ")
-    assert error.count("error") == 1
+    assert error.count("error") == 1, "and no weights are read"
     return error
 
 
