@@ -237,9 +237,13 @@ def _describe_rows(data: Data) -> str:
     count, split = sum(map(len, rows)), sum(of_source.num_split for of_source in rows)
     padding = sum(of_source.padding * len(of_source) for of_source in rows) / count
     text = f"{count:,} sequences, {padding:.2%} padding"
+    dropped = sum(of_source.num_dropped for of_source in rows)
+    if data.corpus.has_pairs:
+        pairs = sum(source.train.num_documents // 2 for source in data.corpus.sources) - dropped
+        return f"{text}, pairs: {pairs:,}, {dropped:,} left out"
     if split:
         text += f", {split:,} longer documents split"
-    if dropped := sum(of_source.num_dropped for of_source in rows):
+    if dropped:
         text += f", {dropped:,} longer documents left out"
     if split and data.corpus.loss_tokens is not None:
         text += ", whose later parts have no prompt before them (data.long_documents=drop leaves them out)"

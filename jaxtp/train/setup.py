@@ -337,9 +337,9 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
     config, source = resolve(config)
     task = load_task(replace_nested(config, {"train.callbacks": (), "data.validation_batches": None}))
     config = with_decoder(config, task)
-    loss = task.loss or partial(_decoder_loss, config.mesh.context)
-    task = replace(task, loss=loss, validation=None)
+    task = replace(task, validation=None)
     data = open_data(config, source, task)
+    task = replace(task, loss=task.loss or partial(_decoder_loss, config.mesh.context))
     config = with_batches(config, data, ONE_DEVICE)
     data.pad_short_batches(check_loss(config, task, data.train.shapes).reads_weights)
     return config, task, data.train.shapes
