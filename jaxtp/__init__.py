@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxtp.hf.peft import save_peft as save_peft
     from jaxtp.hf.runs import load_run as load_run
     from jaxtp.hf.save import save_hf as save_hf
+    from jaxtp.hf.save import stream_weights as stream_weights
     from jaxtp.layers.attention import AttentionConfig as AttentionConfig
     from jaxtp.layers.attention import CausalSelfAttention as CausalSelfAttention
     from jaxtp.layers.branch import Branch as Branch
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from jaxtp.layers.linear import RowParallelLinear as RowParallelLinear
     from jaxtp.layers.lora import LoraConfig as LoraConfig
     from jaxtp.layers.lora import freeze as freeze
+    from jaxtp.layers.lora import without_adapters as without_adapters
     from jaxtp.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from jaxtp.layers.mlp import MLP as MLP
     from jaxtp.layers.mlp import MLPConfig as MLPConfig
@@ -64,6 +66,9 @@ if TYPE_CHECKING:
     from jaxtp.models.config import ModelConfig as ModelConfig
     from jaxtp.models.decoder import Decoder as Decoder
     from jaxtp.models.decoder import DecoderBlock as DecoderBlock
+    from jaxtp.models.log_probs import hidden_log_probs as hidden_log_probs
+    from jaxtp.models.log_probs import token_log_probs as token_log_probs
+    from jaxtp.models.log_probs import top_log_probs as top_log_probs
     from jaxtp.parallelize.parallelize import parallelize as parallelize
     from jaxtp.parallelize.plan import PlanError as PlanError
     from jaxtp.parallelize.styles import Colwise as Colwise

@@ -13,7 +13,7 @@ one collective. Autodiff derives the backward pass, except for `load_weight`:
     load_weight of a `Float8`      all-gather       nothing          (of 8 bits, if split)
     all_reduce                     all-reduce       nothing          (where the sum meets a shard: all-reduce)
     reduce_scatter                 reduce-scatter   all-gather
-    all_gather                     all-gather       reduce-scatter
+    all_gather                     all-gather       reduce-scatter   (`to="invarying"`: nothing)
     all_to_all                     all-to-all       all-to-all
     permute                        permute          permute
 
@@ -26,7 +26,7 @@ sequence-parallel forms.
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -199,10 +199,14 @@ def all_reduce_max(x: Array, axis: str) -> Array:
     return x if current_mesh() is None else lax.pmax(x, axis)
 
 
-def all_gather(x: Array, *axes: str, dim: int = 0) -> Array:
-    """Concatenates the shards of the devices along `axes`: `[S, ...] -> [n * S, ...]`."""
-    # XLA for CPUs would copy `x` even on one device.
-    return x if axis_size(*axes) == 1 else lax.all_gather(x, axes, axis=dim, tiled=True)
+def all_gather(x: Array, *axes: str, dim: int = 0, to: Literal["varying", "invarying"] = "varying") -> Array:
+    """Concatenates the shards of the devices along `axes`: `[S, ...] -> [n * S, ...]`.
+
+    An `invarying` result counts as one array that the devices share, so `device_view` can return it.
+    """
+    if axis_size(*axes) == 1 and (to == "varying" or current_mesh() is None):
+        return x  # XLA for CPUs would copy `x` even on one device
+    return lax.all_gather(x, axes, axis=dim, tiled=True, to=to)
 
 
 def reduce_scatter(x: Array, axis: str) -> Array:

@@ -60,7 +60,7 @@ class Sequences:
     """Whether routers also return their choices (`layers/balance.py`)."""
 
     def local_tokens(self, x_BT: Array) -> Array:
-        """Splits whole rows `[B, T]` over cp, in device order; cp must divide T."""
+        """Splits whole rows `[B, T, ...]` over cp, in device order; cp must divide T."""
         if axis_size(CP) == 1:
             return x_BT
         check_divides("a sequence over cp", x_BT.shape, token_spec())

@@ -26,6 +26,7 @@ from jaxtp.collectives import (
     leave_parallel,
     token_spec,
 )
+from jaxtp.config.schema import ConfigError
 from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter, spec_of
 from jaxtp.layers.sequence_parallel import LocalShape, activation_spec, sequence_dim
@@ -54,13 +55,19 @@ class HeadConfig:
 
     scale: float = 1.0  # multiplies each logit
     softcap: float | None = None  # squashes each logit l to `softcap * tanh(l / softcap)`
+    temperature: float = 1.0  # divides each logit, after the softcap
     chunk_size: int = CHUNK_SIZE  # tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)
     table_spec: P = TABLE_SPEC  # the table's spec, which `mark_unreduced` changes, as it does the bias's
     bias_spec: P = BIAS_SPEC
 
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ConfigError(f"temperature={self.temperature}: it divides the logits and should be above 0, such as 1")
+
     def finish(self, logits: Array) -> Array:
-        """Scales and caps logits."""
-        return softcapped(logits if self.scale == 1 else logits * self.scale, self.softcap)
+        """Scales and caps logits, and divides them by the temperature."""
+        logits = softcapped(logits if self.scale == 1 else logits * self.scale, self.softcap)
+        return logits if self.temperature == 1 else logits / self.temperature
 
 
 def vocabulary_table(vocab_size: int, features: int, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[Array]:

@@ -8,7 +8,7 @@ like the dims of W that they share. Adapters are `nnx.LoRAParam`, a subclass of 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ _Delta = Literal["b_proj", "a_proj"]
 Target = Literal[_Llama, _Latent, _Delta]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
+
+
+_Module = TypeVar("_Module", bound=nnx.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,18 @@ def freeze(model: nnx.Module) -> None:
         for name, value in [*vars(module).items()]:
             if _is_base_param(value):
                 setattr(module, name, _freeze_param(value))
+
+
+def without_adapters(model: _Module) -> _Module:
+    """Returns a copy of a model that shares its arrays and has no adapters: the base of LoRA, as in a DPO reference."""
+    copy: _Module = nnx.merge(*nnx.split(model))
+    for _, module in [*nnx.iter_modules(copy)]:
+        for name, value in [*vars(module).items()]:
+            if name == "loras":
+                setattr(module, name, nnx.List([]))
+            elif isinstance(value, Lora) and name.endswith("_lora"):
+                delattr(module, name)
+    return copy
 
 
 def _is_base_param(value: Any) -> bool:

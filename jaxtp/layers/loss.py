@@ -1,12 +1,13 @@
-"""Cross-entropy over a vocabulary split over tp, fused with the head.
+"""Cross-entropy and log-probabilities over a vocabulary split over tp, fused with the head.
 
-Chunks of a device's tokens are projected, reduced to one number per token, and projected again in the backward pass, so
-whole logits never exist (Liger Kernel, arXiv 2410.10989). Over tp a token costs three floats: maximum, sum of
-exponentials and label logit (Megatron-LM, arXiv 1909.08053, section 3).
+Chunks of a device's tokens are projected, reduced to a few numbers per token, and projected again in the backward pass,
+so whole logits never exist (Liger Kernel, arXiv 2410.10989). Over tp the cross-entropy of a token costs three floats:
+maximum, sum of exponentials and label logit (Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import chex
 import jax
@@ -15,7 +16,15 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, device_view, enter_parallel, token_spec
+from jaxtp.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_max,
+    axis_index,
+    device_view,
+    enter_parallel,
+    token_spec,
+)
 from jaxtp.layers.embedding import HeadConfig
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import TOKENS, TP
@@ -25,6 +34,24 @@ LOSS = "vocab_parallel_cross_entropy"
 IGNORE = -100  # the label of a position that the loss ignores
 
 _REDUCED = "softmax_reduction"
+
+_LOWEST = -1e4
+"""A finite logit, relative to the highest, whose probability is 0 in float32; 0 * -inf would be NaN."""
+
+_Arrays = tuple[Array, Array, Array | None]
+"""Final hidden states `[B, T, D]`, the (tied) embedding or head `[V padded, D]`, and its bias `[V padded]`, if any."""
+
+_PerToken = TypeVar("_PerToken")
+_Result = TypeVar("_Result")
+
+
+class TokenStatistics(NamedTuple):
+    """Float32 numbers of each token, over the whole vocabulary."""
+
+    log_normaliser: Array  # log(sum(exp(logits))), `[B, T]`
+    label_logit: Array  # of each label; 0 where it is `IGNORE`
+    highest: Array  # highest logit, `[B, T]`, without a gradient
+    entropy: Array | None  # in nats, `[B, T]`, if requested
 
 
 def vocab_parallel_cross_entropy(
@@ -49,97 +76,121 @@ def vocab_parallel_cross_entropy(
       z_loss: adds `z_loss * log(sum(exp(logits)))^2` per token (PaLM, arXiv 2204.02311, section 5).
     """
 
-    def total(statistics: _Statistics, labels: Array) -> tuple[Array, Array]:
-        log_normaliser, label_logit, _ = statistics
-        losses = log_normaliser - label_logit + z_loss * jnp.square(log_normaliser)
+    def total(tokens: TokenStatistics, labels: Array) -> tuple[Array, Array]:
+        losses = tokens.log_normaliser - tokens.label_logit + z_loss * jnp.square(tokens.log_normaliser)
         valid = labels != IGNORE
         sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
         loss_sum, num_valid = all_reduce(sums, *TOKENS)
         return loss_sum, num_valid
 
-    return _on_devices(total, (P(), P()), (x_BTD, table_VD, labels_BT, bias_V), head)
+    of_chunk = partial(_statistics, entropy=False)
+    return _on_devices(of_chunk, total, (P(), P()), head, (x_BTD, table_VD, bias_V), labels_BT)
 
 
-def vocab_parallel_token_losses(
-    x_BTD: Array, table_VD: Array, labels_BT: Array, head: HeadConfig, bias_V: Array | None = None
-) -> tuple[Array, Array]:
-    """Returns the cross-entropy of each label in nats, and whether no token has a higher logit, both `[B, T]`.
-
-    `IGNORE` gives 0 and False. Arguments: see `vocab_parallel_cross_entropy`.
-    """
-
-    def each(statistics: _Statistics, labels: Array) -> tuple[Array, Array]:
-        log_normaliser, label_logit, highest = statistics
-        valid = labels != IGNORE
-        return jnp.where(valid, log_normaliser - label_logit, 0), valid & (label_logit >= highest)
-
-    return _on_devices(each, (token_spec(), token_spec()), (x_BTD, table_VD, labels_BT, bias_V), head)
+def vocab_parallel_statistics(
+    arrays: _Arrays, labels: Array, head: HeadConfig, *, entropy: bool = False
+) -> TokenStatistics:
+    """Returns the statistics of each token; `labels` are `[B, T]`, or `[B, T, K]` for K ids per token."""
+    of_chunk = partial(_statistics, entropy=entropy)
+    return _on_devices(of_chunk, lambda tokens, _: tokens, token_spec(), head, arrays, labels)
 
 
-_Statistics = tuple[Array, Array, Array]
-"""Log-normaliser, label logit and highest logit of each token, over the whole vocabulary."""
+def vocab_parallel_top_k(arrays: _Arrays, k: int, head: HeadConfig) -> tuple[Array, Array]:
+    """Returns each token's k highest log-probabilities, descending, and their ids, `[B, T, k]`; without a gradient."""
+    return _on_devices(partial(_top_k, k), lambda top: top, token_spec(), head, arrays)
 
 
 def _on_devices(
-    reduce: Callable[[_Statistics, Array], tuple[Array, Array]],
-    out_specs: tuple[P, P],
-    arrays: tuple[Array, Array, Array, Array | None],
+    of_chunk: Callable[..., _PerToken],
+    finish: Callable[..., _Result],
+    out_specs: P | tuple[P, P],
     head: HeadConfig,
-) -> tuple[Array, Array]:
-    """Returns `reduce(statistics, labels)` of each device's tokens.
+    arrays: _Arrays,
+    *labels: Array,
+) -> _Result:
+    """Returns `finish(numbers, *labels)` of each device's tokens, with numbers from `of_chunk(logits, *labels)`.
 
-    `arrays` are hidden states, table, labels and bias.
+    Logits are a chunk's, over the device's part of the vocabulary, `[tokens, V/tp]`.
     """
-    x_BTD, _, labels_BT, bias_V = arrays
-    chex.assert_equal_shape_prefix((x_BTD, labels_BT), 2)
+    x_BTD, _, bias_V = arrays
+    chex.assert_equal_shape_prefix((x_BTD, *labels), 2)
     precision, sequence = head.context.precision, sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
-    def run(x: Array, shard: Array, labels: Array, bias: Array | None) -> tuple[Array, Array]:
+    def run(x: Array, shard: Array, bias: Array | None, *labels: Array) -> _Result:
         x = enter_parallel(x.astype(precision.compute), sequence)
         # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three times (fsdp-1)*V/tp
         # floats per token, which is less than the table only where a device has fewer than about D/(2*fsdp) tokens.
         table = precision.load(shard, 1, accumulate="float32")  # chunks accumulate gradients in float32
         bias = None if bias is None else precision.load(bias, None, accumulate="float32")
-        token_statistics = partial(_token_statistics, head, table, bias)
-        # [tokens, D] and [tokens]: nothing is copied
-        statistics = _map_chunks(token_statistics, x.reshape(-1, x.shape[-1]), labels.reshape(-1), head.chunk_size)
-        return reduce(jax.tree.map(lambda each: each.reshape(labels.shape), statistics), labels)
+        lead, of_logits = x.shape[:2], lambda x, *labels: of_chunk(_logits(head, table, bias, x), *labels)
+        tokens = [each.reshape(-1, *each.shape[2:]) for each in (x, *labels)]  # nothing is copied
+        numbers = _map_chunks(of_logits, tokens, head.chunk_size)
+        return finish(jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), numbers), *labels)
 
-    in_specs = (activation_spec(sequence), head.table_spec, token_spec(), None if bias_V is None else head.bias_spec)
-    return device_view(run, LOSS, in_specs, out_specs)(*arrays)
+    bias_spec = None if bias_V is None else head.bias_spec
+    in_specs = (activation_spec(sequence), head.table_spec, bias_spec, *(token_spec() for _ in labels))
+    result: _Result = device_view(run, LOSS, in_specs, out_specs)(*arrays, *labels)
+    return result
 
 
-def _token_statistics(head: HeadConfig, table: Array, bias: Array | None, x: Array, labels: Array) -> _Statistics:
+def _logits(head: HeadConfig, table: Array, bias: Array | None, x: Array) -> Array:
     precision = head.context.precision
     logits = jnp.einsum("td,vd->tv", x, table.astype(precision.compute), preferred_element_type=precision.logits)
     logits = logits.astype(jnp.float32)
     logits = head.finish(logits if bias is None else logits + bias)
-    start = axis_index(TP) * table.shape[0]
-    local_vocab = start + jnp.arange(table.shape[0])
-    logits = jnp.where(local_vocab < head.vocab_size, logits, -jnp.inf)
+    return jnp.where(_first_id(logits) + jnp.arange(table.shape[0]) < head.vocab_size, logits, -jnp.inf)
+
+
+def _first_id(logits: Array) -> Array | int:
+    return axis_index(TP) * logits.shape[-1]
+
+
+def _statistics(logits: Array, labels: Array, *, entropy: bool) -> TokenStatistics:
     # The maximum is -inf on a device that holds only padding.
     highest = checkpoint_name(all_reduce_max(jnp.max(logits, axis=-1), TP), _REDUCED)
-    exp_sum = jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1)
-    is_label = labels[..., None] == local_vocab  # a one-hot sum: the gradient needs no scatter of [tokens, V/tp]
-    label_logit = jnp.sum(jnp.where(is_label, logits, 0), axis=-1)
+    shifted = logits - highest[:, None]
+    exp = jnp.exp(shifted)
+    ids = labels.reshape(len(labels), -1) - _first_id(logits)
+    if ids.shape[1] == 1:  # a one-hot sum: the gradient needs no scatter of [tokens, V/tp]
+        label_logits = jnp.sum(jnp.where(ids == jnp.arange(logits.shape[1]), logits, 0), axis=-1)[None]
+    else:
+        found = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
+        label_logits = jnp.where((ids >= 0) & (ids < logits.shape[1]), found, 0).T
+    sums = [jnp.sum(exp, axis=-1)]
+    if entropy:
+        sums.append(jnp.sum(exp * jnp.maximum(shifted, _LOWEST), axis=-1))
     # One sum: XLA may run two independent sums in any order, and on CPUs confuses them.
-    exp_sum, label_logit = checkpoint_name(all_reduce(jnp.stack([exp_sum, label_logit]), TP), _REDUCED)
-    return jnp.log(exp_sum) + highest, label_logit, highest
+    reduced = all_reduce(jnp.concatenate([jnp.stack(sums), label_logits]), TP)
+    (exp_sum, *weighted), label_logits = jnp.split(checkpoint_name(reduced, _REDUCED), [len(sums)])
+    log_sum = jnp.log(exp_sum)
+    entropies = log_sum - weighted[0] / exp_sum if entropy else None
+    return TokenStatistics(log_sum + highest, label_logits.T.reshape(labels.shape), highest, entropies)
 
 
-def _map_chunks(fn: Callable[[Array, Array], _Statistics], x: Array, labels: Array, chunk_size: int) -> _Statistics:
+def _top_k(k: int, logits: Array) -> tuple[Array, Array]:
+    logits = jax.lax.stop_gradient(logits)
+    values, ids = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+    # Both in one gather, whose order by device is by id: of equal logits the lowest ids come first, as on one device.
+    candidates = jnp.stack([jax.lax.bitcast_convert_type(values, jnp.int32), ids + _first_id(logits)])
+    values, ids = all_gather(candidates, TP, dim=2, to="invarying")
+    values, order = jax.lax.top_k(jax.lax.bitcast_convert_type(values, jnp.float32), k)
+    exp_sum = all_reduce(jnp.sum(jnp.exp(logits - values[:, :1]), axis=-1, keepdims=True), TP)
+    return values - values[:, :1] - jnp.log(exp_sum), jnp.take_along_axis(ids, order, axis=1)
+
+
+def _map_chunks(fn: Callable[..., _PerToken], tokens: list[Array], chunk_size: int) -> _PerToken:
     """Maps over chunks; the backward pass needs only a few floats per token."""
     fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED))
-    num_chunks, rest = divmod(x.shape[0], chunk_size)
+    num_chunks, rest = divmod(len(tokens[0]), chunk_size)
 
     def chunked(a: Array) -> Array:  # [tokens, ...] -> [num_chunks, chunk_size, ...]
         return a[: num_chunks * chunk_size].reshape(num_chunks, chunk_size, *a.shape[1:])
 
-    pieces: list[_Statistics] = []
+    pieces: list[_PerToken] = []
     if num_chunks:
-        statistics = jax.lax.map(lambda chunk: fn(*chunk), (chunked(x), chunked(labels)))
-        pieces.append(jax.tree.map(jnp.ravel, statistics))
+        numbers = jax.lax.map(lambda chunk: fn(*chunk), [chunked(each) for each in tokens])
+        pieces.append(jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), numbers))
     if rest:
-        pieces.append(fn(x[-rest:], labels[-rest:]))
-    joined: _Statistics = jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)
+        pieces.append(fn(*(each[-rest:] for each in tokens)))
+    joined: _PerToken = jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)
     return joined

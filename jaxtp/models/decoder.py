@@ -37,7 +37,12 @@ from jaxtp.layers.embedding import (
 )
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.lora import freeze, store_in_float8
-from jaxtp.layers.loss import vocab_parallel_cross_entropy, vocab_parallel_token_losses
+from jaxtp.layers.loss import (
+    TokenStatistics,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_statistics,
+    vocab_parallel_top_k,
+)
 from jaxtp.layers.norm import Norm, rms_normalise
 from jaxtp.layers.parameter import parameter, spec_of
 from jaxtp.layers.sequence_parallel import (
@@ -334,22 +339,18 @@ class Decoder(EmbeddingAndHead):
         table_VD, head, bias_V = self._head()
         return vocab_parallel_cross_entropy(x_BTD, table_VD, labels_BT, head, bias_V, z_loss=z_loss)
 
-    def token_losses(
-        self, ids_BT: Array, labels_BT: Array, *, segments_BT: Array | None = None, context: Context = "auto"
-    ) -> tuple[Array, Array]:
-        """Returns the cross-entropy of each label in nats, and whether no token has a higher logit; both `[B, T]`.
-
-        Labels of -100 give 0 and False. For evaluation.
-        """
-        sequences = self.sequences(ids_BT, segments_BT, context)
-        found = self.token_losses_of_hidden(self.hidden(ids_BT, sequences=sequences), sequences.local_tokens(labels_BT))
-        losses_BT, likeliest_BT = (sequences.natural(each) for each in found)
-        return losses_BT, likeliest_BT
-
-    def token_losses_of_hidden(self, x_BTD: Array, labels_BT: Array) -> tuple[Array, Array]:
-        """Returns `token_losses` for final hidden states and labels, in their order."""
+    def statistics_of_hidden(
+        self, x_BTD: Array, labels: Array, *, temperature: float = 1.0, entropy: bool = False
+    ) -> TokenStatistics:
+        """Returns numbers of each token for final hidden states and labels `[B, T]` or `[B, T, K]`, in their order."""
         table_VD, head, bias_V = self._head()
-        return vocab_parallel_token_losses(x_BTD, table_VD, labels_BT, head, bias_V)
+        head = replace(head, temperature=temperature)
+        return vocab_parallel_statistics((x_BTD, table_VD, bias_V), labels, head, entropy=entropy)
+
+    def top_k_of_hidden(self, x_BTD: Array, k: int, *, temperature: float = 1.0) -> tuple[Array, Array]:
+        """Returns the k highest log-probabilities at each position, descending, and their ids; see `top_log_probs`."""
+        table_VD, head, bias_V = self._head()
+        return vocab_parallel_top_k((x_BTD, table_VD, bias_V), k, replace(head, temperature=temperature))
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`, ordered like `Sequences.positions`.

@@ -26,6 +26,7 @@ from jaxtp.config.entry import Interrupt, NumericsError
 from jaxtp.data.packing import pack
 from jaxtp.data.rows import SEGMENTS, Row, empty_row
 from jaxtp.generate.decode_model import model_mesh
+from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.inputs import Input, InputError
@@ -124,15 +125,17 @@ class Scorer:
 
         def scores(state: nnx.State, batch: dict[str, Array]) -> Scores:
             merged: Decoder = nnx.merge(graph, state, copy=True)
-            return Scores(*merged.token_losses(batch["inputs"], batch["labels"], segments_BT=batch.get(SEGMENTS)))
+            sequences = merged.sequences(batch["inputs"], batch.get(SEGMENTS))
+            x_BTD = merged.hidden(batch["inputs"], sequences=sequences)
+            found = _token_scores(merged, x_BTD, sequences.local_tokens(batch["labels"]))
+            return Scores(*map(sequences.natural, found))
 
         def next_token_logprobs(state: nnx.State, batch: dict[str, Array], last_B: Array) -> tuple[Scores, Array]:
             merged: Decoder = nnx.merge(graph, state, copy=True)
             sequences = merged.sequences(batch["inputs"])
             x_BTD = merged.hidden(batch["inputs"], sequences=sequences)
             logits_BV = merged.logits_at(x_BTD, last_B[:, None]).astype(jnp.float32)
-            losses = Scores(*merged.token_losses_of_hidden(x_BTD, batch["labels"]))
-            return losses, jax.nn.log_softmax(logits_BV, axis=-1)
+            return _token_scores(merged, x_BTD, batch["labels"]), jax.nn.log_softmax(logits_BV, axis=-1)
 
         replicated = NamedSharding(self._mesh, P())  # so that every process can read all scores
         self._scores = jax.jit(scores, out_shardings=replicated)
@@ -299,6 +302,12 @@ def measure(
 def power_of_two(number: int) -> int:
     """Returns the largest power of two up to `number`; 0 for 0."""
     return 1 << (number.bit_length() - 1) if number else 0
+
+
+def _token_scores(model: Decoder, x_BTD: Array, labels_BT: Array) -> Scores:
+    found, counts = model.statistics_of_hidden(x_BTD, labels_BT), labels_BT != IGNORE
+    losses = jnp.where(counts, found.log_normaliser - found.label_logit, 0)
+    return Scores(losses, counts & (found.label_logit >= found.highest))
 
 
 def _pools(windows: Iterable[Window]) -> Iterator[list[Window]]:

@@ -1,0 +1,63 @@
+"""Log-probabilities of a decoder's tokens, for losses such as DPO, distillation and policy gradients.
+
+They are exact on every mesh, and logits exist for `loss_chunk` tokens at a time, also in the backward pass.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxtp.config.schema import ConfigError
+from jaxtp.layers.loss import IGNORE
+from jaxtp.models.decoder import Decoder
+
+
+def token_log_probs(
+    model: Decoder,
+    ids_BT: Array,
+    labels: Array,
+    segments_BT: Array | None = None,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> Array | tuple[Array, Array]:
+    """Returns the log-probability of each label, given the ids up to its position: float32, shaped like `labels`.
+
+    Args:
+      labels: next tokens `[B, T]`, or K ids for each position, `[B, T, K]`; -100 gives 0.
+      segments_BT: documents of packed rows.
+      temperature: divides the logits.
+      entropy: also returns the entropy of every position's distribution, in nats, `[B, T]`.
+    """
+    sequences = model.sequences(ids_BT, segments_BT)
+    x_BTD, labels = model.hidden(ids_BT, sequences=sequences), sequences.local_tokens(labels)
+    found = hidden_log_probs(model, x_BTD, labels, temperature=temperature, entropy=entropy)
+    natural: Array | tuple[Array, Array] = jax.tree.map(sequences.natural, found)
+    return natural
+
+
+def hidden_log_probs(
+    model: Decoder, x_BTD: Array, labels: Array, *, temperature: float = 1.0, entropy: bool = False
+) -> Array | tuple[Array, Array]:
+    """Returns `token_log_probs` for `model.hidden(...)`, whose order labels and results have.
+
+    For several temperatures or labels of the same hidden states.
+    """
+    found = model.statistics_of_hidden(x_BTD, labels, temperature=temperature, entropy=entropy)
+    normaliser = found.log_normaliser if labels.ndim == 2 else found.log_normaliser[..., None]
+    log_probs = jnp.where(labels == IGNORE, 0, found.label_logit - normaliser)
+    return log_probs if found.entropy is None else (log_probs, found.entropy)
+
+
+def top_log_probs(
+    model: Decoder, ids_BT: Array, k: int, segments_BT: Array | None = None, *, temperature: float = 1.0
+) -> tuple[Array, Array]:
+    """Returns the k highest log-probabilities at each position, descending, and their ids int32: `[B, T, k]`.
+
+    They have no gradient; `token_log_probs` of the ids does.
+    """
+    if not 1 <= k <= model.config.vocab_size:
+        raise ConfigError(f"k={k}: the vocabulary has {model.config.vocab_size} ids, so k can be 1 to that")
+    sequences = model.sequences(ids_BT, segments_BT)
+    values, ids = model.top_k_of_hidden(model.hidden(ids_BT, sequences=sequences), k, temperature=temperature)
+    return sequences.natural(values), sequences.natural(ids)
