@@ -42,6 +42,7 @@ SCORES, JOURNAL = "scores.json", "unfinished.json"
 _PIECE = 2**22
 """Numbers of a file that `verify` checks at a time."""
 
+Text = Annotated[str, Field(max_length=2**12)]
 T = TypeVar("T")
 Numbers: TypeAlias = NDArray[np.integer] | NDArray[np.floating]
 
@@ -67,15 +68,15 @@ class Record:
     """Content of `scores.json`."""
 
     format: Literal[1]
-    model: str
+    model: Text
     """A description, for messages."""
-    model_sha256: str
+    model_sha256: Text
     """Identity of the weights, as in checkpoints of adapters."""
-    dtype: str
+    dtype: Text
     """The dtype of the computation."""
-    dataset: str
+    dataset: Text
     """Folder of the dataset, for messages."""
-    tokenizer: str
+    tokenizer: Text
     vocab_size: Annotated[int, Field(ge=1, le=2**32)]
     """Number of tokens of the model."""
     top_k: Annotated[int, Field(ge=1, le=2**20)] | None
@@ -138,10 +139,15 @@ class Scores:
             )
 
     def command(self, settings: RowSettings | None = None) -> str:
-        """Returns the start of a command that makes such scores."""
-        top_k = [] if self.record.top_k is None else ["--top-k", str(self.record.top_k)]
-        rows = [] if settings is None else ["--data.sequence-length", str(settings.length)]
-        return shlex.join(["jaxtp", "score", "DATASET", "--model", "MODEL", "--out", "FOLDER", *top_k, *rows])
+        """Returns a command that makes such scores, for other rows if there are `settings`."""
+        record = self.record
+        of_rows = (record.sequence_length, record.packing, record.long_documents)
+        if settings is not None:
+            of_rows = settings.length, settings.packing, settings.long_documents
+        rows = zip(("sequence-length", "packing", "long-documents"), of_rows, ("", "documents", "split"), strict=True)
+        flags = [f"--data.{name} {value}" for name, value, default in rows if value != default]
+        top_k = [] if record.top_k is None else [f"--top-k {record.top_k}"]
+        return " ".join(["jaxtp score DATASET --model MODEL --out FOLDER", *top_k, *flags])
 
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
         """Adds the scores as columns to the rows of documents.
@@ -153,7 +159,8 @@ class Scores:
         if documents.identity not in found:
             raise ScoresError(
                 f"data.scores={self.folder} has scores of {truncate(self.record.dataset)}, and not of the documents in "
-                f"{documents.location(0).rpartition(',')[0]}; score them: {self.command(settings)}"
+                f"{documents.location(0).rpartition(',')[0]}; all data of a run need to be one dataset, scored by: "
+                f"{self.command(settings)}"
             )
         name, split = found[documents.identity]
         if split.rows != rows.identity or len(split.shards) != len(documents.shard_sizes):

@@ -144,11 +144,7 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     size, seed = config.data.global_batch_size, config.run.seed
     micro_batches = 1 if task.loss is None else config.train.accumulation
     if config.data.scores is not None and (task.loss is None or task.batches is not None):
-        why = (
-            "the default loss does not read them; set --train.loss"
-            if task.loss is None
-            else "data.batches replaces them"
-        )
+        why = "data.batches replaces them" if task.loss else "the default loss does not read them; set --train.loss"
         raise ConfigError(f"data.scores={config.data.scores}: {why}, or leave data.scores out")
     if task.batches is None:
         tokens = load_tokens(config, source)
