@@ -215,7 +215,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.journey
 def test_a_student_learns_from_the_scores_of_a_teacher_and_kills_change_nothing(tmp_path, start, capsys):
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in TEXT.splitlines()[:300]))
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in TEXT.splitlines()[:100]))
     data = prepared(tmp_path / "data", tmp_path / "text.jsonl", "--held-out", "0.1").folder
     given = [*SMALL, "--data.path", data, "--mesh", "fsdp=2,tp=2"]
     assert main([*map(str, [*given, "--train.steps", 30, "--run.dir", tmp_path / "teacher"])]) == 0
@@ -244,10 +244,10 @@ def test_a_student_learns_from_the_scores_of_a_teacher_and_kills_change_nothing(
     process = start([*student, "--run.dir", str(killed)])
     wait_for_step(killed, 12, process)
     process.kill()
-    process.communicate()
+    process.wait()
     assert "resumed from the checkpoint at step" in finish(start([*student, "--run.dir", str(killed)]))
     for name in ("loss", "kl", "eval_kl", "grad_norm"):
         assert records(killed, name) == records(whole, name)
     kl, mass = records(whole, "kl"), records(whole, "teacher_mass")
     assert kl[20] < kl[1] / 2
-    assert 0.3 < mass[1] < 1
+    assert 0.2 < mass[1] < 1
