@@ -82,7 +82,7 @@ def freeze(model: nnx.Module) -> None:
 
 def without_adapters(model: _Module) -> _Module:
     """Returns a copy of a model that shares its arrays and has no adapters: the base of LoRA, as in a DPO reference."""
-    copy: _Module = nnx.merge(*nnx.split(model))
+    copy: _Module = nnx.merge(*nnx.split(model), copy=True)
     for _, module in [*nnx.iter_modules(copy)]:
         for name, value in [*vars(module).items()]:
             if name == "loras":

@@ -48,8 +48,7 @@ class DPO:
     """Take log-ratios per token (`sigmoid_norm` of TRL); ipo always does."""
 
     sft_weight: NonNegative = 0.0
-    """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733): as in TRL, a mean over the tokens of a
-    micro-batch, not over its pairs."""
+    """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733), a mean over a micro-batch's tokens."""
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", PAIRS)
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "hf")]
-from hf_reference import FOLDER, pack
-from make_references import InDouble
+from hf_reference import FOLDER, pack  # noqa: E402
+from make_references import InDouble  # noqa: E402
 
 MODEL, SCALE = "llama_linear", 0.9
 LENGTHS = [(3, 5, 4), (2, 1, 6), (4, 3, 3), (1, 6, 2), (5, 2, 5)]
@@ -75,7 +75,7 @@ def main():
         {"prompt_ids": ids(prompt), "chosen_ids": ids(chosen), "rejected_ids": ids(rejected)}
         for prompt, chosen, rejected in LENGTHS
     ]
-    found = {f"ids_{i}": np.array(sum(example.values(), [])) for i, example in enumerate(examples)}
+    found = {f"ids_{i}": np.concatenate(list(example.values())) for i, example in enumerate(examples)}
     found["lengths"] = np.array(LENGTHS)
     with tempfile.TemporaryDirectory() as folder:
         for name, settings in VARIANTS.items():

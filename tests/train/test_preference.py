@@ -1,5 +1,7 @@
 """DPO against TRL's DPOTrainer in float64 (`make_preference_references.py`), on meshes, packed and unpacked."""
 
+import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,13 +12,19 @@ import pytest
 from flax import nnx
 from hf.test_references import by_their_names
 from hf_reference import FOLDER, sketch
-from support import sweep
+from runs import SMALL, finish, mesh, records, wait_for_step
+from support import assert_close, by_name, random_weights, state_on_mesh, sweep
 
 import jaxtp
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError
+from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.mesh import make_mesh
-from jaxtp.train.config import TrainConfig
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train import preference
+from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.state import plan_state
+from jaxtp.train.step import make_train_step, trace_step
 
 MODEL, SCALE = "llama_linear", 0.9
 TOLERANCE = 1e-5
@@ -109,8 +117,148 @@ def test_loss_metrics_and_gradients_are_those_of_trl(case):
     assert max(errors.values()) < TOLERANCE, errors
 
 
-def test_every_variant_has_the_loss_of_trl():
-    graph, state = nnx.split(jaxtp.load_hf(FOLDER / MODEL))
-    run = lambda state: {name: means(each, nnx.merge(graph, state), scored(True))[0] for name, each in VARIANTS.items()}
-    known = {name: float(reference()[f"{name}/loss"]) for name in VARIANTS}
-    assert jax.jit(run)(state) == pytest.approx(known, rel=TOLERANCE)
+@pytest.fixture
+def stored(monkeypatch):
+    """The batch, whose log-probabilities the model is taken to give."""
+    columns = scored(True)
+    model = jaxtp.load_hf(FOLDER / MODEL)
+    found = jnp.asarray(log_probs_of(model, columns))
+    monkeypatch.setattr(preference, "token_log_probs", lambda *_: found)
+    return columns
+
+
+def test_every_variant_has_the_loss_and_metrics_of_trl(stored):
+    for name, variant in VARIANTS.items():
+        loss, metrics = means(variant, None, stored)
+        assert loss == pytest.approx(reference()[f"{name}/loss"], rel=TOLERANCE), name
+        known = dict(zip(METRICS, reference()[f"{name}/metrics"], strict=True))
+        assert metrics == pytest.approx(known | {"count": len(reference()["lengths"])}, rel=TOLERANCE), name
+
+
+WRONG = {
+    "swapped": (lambda pairs: abs(pairs), "row 0: .* of .* labels are in no pair; `pairs` should be 1 for"),
+    "from zero": (lambda pairs: np.where(pairs, pairs - np.sign(pairs), 0), "labels are in no pair"),
+    "beyond": (lambda pairs: 40 * pairs, "labels are in no pair"),
+    "shape": (lambda pairs: pairs[:, :-1], r"pairs is \[8, 63\], and labels is \[8, 64\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_column_is_refused(name, stored):
+    change, message = WRONG[name]
+    with pytest.raises(UserError, match=message):
+        means(jaxtp.DPO(), None, stored | {"pairs": change(stored["pairs"])})
+
+
+def test_an_answer_alone_does_not_count(stored):
+    """In a step, where values are unknown."""
+    pairs, labels = stored["pairs"], stored["labels"]
+    alone = stored | {"labels": np.where(pairs == -1, -100, labels)}
+    without = stored | {"labels": np.where(abs(pairs) == 1, -100, labels)}
+    loss = jaxtp.DPO(sft_weight=1.0)
+    run = jax.jit(lambda columns: means(loss, None, columns))
+    (found, metrics), (known, expected) = run(alone), run(without)
+    assert metrics["count"] == expected["count"] == 3
+    np.testing.assert_allclose(found, known, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "sigmoyd"}, "loss='sigmoyd', which can be: sigmoid, ipo, hinge"),
+        ({"beta": 0.0}, r"beta=0.0, which can be: above 0"),
+        ({"beta": float("nan")}, "beta=nan"),
+        ({"label_smoothing": 0.5}, "label_smoothing=0.5, which can be: 0, or with sigmoid below 0.5"),
+        ({"label_smoothing": 0.1, "loss": "hinge"}, "label_smoothing=0.1"),
+        ({"sft_weight": -1.0}, "sft_weight=-1.0, which can be: 0 or more"),
+    ],
+    ids=str,
+)
+def test_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        jaxtp.DPO(**settings)
+
+
+SMALL_MODEL = jaxtp.ModelConfig(vocab_size=64, d_model=16, num_layers=1, num_heads=2, num_kv_heads=2, d_ff=24)
+ADAPTED = replace(SMALL_MODEL, lora=jaxtp.LoraConfig(rank=2))
+
+
+def test_a_model_without_adapters_needs_scores():
+    with pytest.raises(ConfigError, match=r"`jaxtp score` and set data\.scores, or train adapters"):
+        means(jaxtp.DPO(), jaxtp.Decoder(SMALL_MODEL, rngs=nnx.Rngs(0)), pairs_in_rows(True))
+
+
+def test_the_reference_of_adapters_is_the_base():
+    """And its gradient is that of scores."""
+    weights, columns = random_weights(lambda: jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(0))), pairs_in_rows(True)
+    graph, state = state_on_mesh(lambda: jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(0)), weights, make_mesh())
+    base = jaxtp.without_adapters(nnx.merge(graph, state))
+    scores = columns | {"log_probs": log_probs_of(base, columns)}
+    run = lambda state, columns: means(jaxtp.DPO(), nnx.merge(graph, state), columns)
+    (found, grads), (known, expected) = (
+        jax.jit(jax.value_and_grad(run, has_aux=True))(state, each) for each in (columns, scores)
+    )
+    assert abs(found[1]["rewards/margins"]) > 1e-3
+    np.testing.assert_allclose(*(jax.tree.leaves(each) for each in (found, known)), rtol=1e-5)
+    assert_close(by_name(grads, make_mesh()), by_name(expected, make_mesh()))
+
+
+def temporaries(config, task, batch):
+    """Bytes that a step takes besides state and batch."""
+    plan = plan_state(config.model, optimizers.build(config.optimizer, 10), make_mesh())
+    with jax.set_mesh(plan.mesh):
+        step = make_train_step(config, plan, task=task)
+        return trace_step(config, plan, step, batch=batch).lower().compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.wide
+def test_a_scored_step_takes_the_memory_of_fine_tuning():
+    rows, length, loss = 4, 512, jaxtp.DPO()
+    config = TrainConfig(
+        model=replace(SMALL_MODEL, loss_chunk=64), data=DataConfig(sequence_length=length, global_batch_size=rows)
+    )
+    batch = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in loss.example_batch(rows, length, config).items()
+    }
+    batch["segments"] = batch["inputs"]
+    tokens = {name: batch[name] for name in ("inputs", "labels", "segments")}
+    plain, paired = temporaries(config, jaxtp.Task(), tokens), temporaries(config, jaxtp.Task(loss=loss), batch)
+    assert paired - plain < 12 * 4 * rows * length, "floats of a token"
+
+
+def test_an_example_batch_has_pairs(stored):
+    for model in (SMALL_MODEL, ADAPTED):
+        batch = jaxtp.DPO().example_batch(8, 64, TrainConfig(model=model))
+        assert ("log_probs" in batch) == (model is SMALL_MODEL)
+        assert {each.shape for each in batch.values()} == {(8, 64)}
+        assert set(jaxtp.DPO.columns) <= batch.keys()
+        assert means(jaxtp.DPO(), None, stored | batch)[1]["count"] == 16
+
+
+@pytest.mark.journey
+def test_a_killed_run_with_adapters_resumes(tmp_path, start):
+    """From texts; margins rise."""
+    jaxtp.save_hf(jaxtp.Decoder(replace(SMALL_MODEL, vocab_size=256), rngs=nnx.Rngs(5)), tmp_path / "model")
+    lines = [
+        json.dumps({"prompt": f"{i} + {i}?", "chosen": f" {2 * i}.", "rejected": f" {i}, no, {3 * i}!"})
+        for i in range(64)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    flags = ["--preference", "--out", str(tmp_path / "data"), "--held-out", "0.1"]
+    assert prepare([str(tmp_path / "pairs.jsonl"), *flags]) == 0
+    command = [
+        *("--model.from-hf", str(tmp_path / "model"), "--model.lora.rank", "4", "--train.loss", "jaxtp:DPO"),
+        *("--train.loss-arguments.beta", "0.2", "--data.path", str(tmp_path / "data"), "--train.steps", "30"),
+        *("--data.packing", "documents", "--optimizer.learning-rate", "0.02"),
+        *(*SMALL[SMALL.index("--data.sequence-length") :], "--data.sequence-length", "64", *mesh(1, 2, 2)),
+    ]
+    finish(start([*command, "--run.dir", str(tmp_path / "whole")]))
+    process = start([*command, "--run.dir", str(tmp_path / "killed")])
+    wait_for_step(tmp_path / "killed", 15, process)
+    process.kill()
+    process.wait()
+    assert "resumed from the checkpoint at step" in finish(start([*command, "--run.dir", str(tmp_path / "killed")]))
+    for name in ("loss", "grad_norm", "eval_loss", *METRICS):
+        assert records(tmp_path / "killed", name) == records(tmp_path / "whole", name)
+    margins = records(tmp_path / "whole", "rewards/margins")
+    assert margins[1] == 0 < margins[10] < margins[30]

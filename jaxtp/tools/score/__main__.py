@@ -56,7 +56,10 @@ jaxtp score --verify scores/base
 
 compares scores with their checksums.
 """
-SHOWN_FIRST = ("dataset", "model", "out", "top_k", "temperature", "data", "batch_size", "dtype", "adapters", "verify")
+SHOWN_FIRST = (
+    *("dataset", "model", "out", "top_k", "temperature", "data.sequence_length", "data.packing", "data.long_documents"),
+    *("batch_size", "dtype", "adapters", "verify"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
