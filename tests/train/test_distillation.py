@@ -156,7 +156,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(mesh, name, model):
         assert 0 < expected[metric] / expected["weight"] < 6
 
 
-def traced(k, length=16):
+def traced(k, length):
     """Returns a step's loss and gradients for abstract weights, with k tokens at each position."""
     batch = Distillation(top_k=k).example_batch(4, length, TrainConfig(model=MODEL))
     graph, state = nnx.split(nnx.eval_shape(MODELS["shallow"]))
@@ -191,9 +191,10 @@ def test_values_out_of_range_are_refused(values, message):
 
 def test_an_example_has_scores_of_distinct_tokens():
     batch = Distillation(top_k=64).example_batch(2, 8, TrainConfig(model=MODEL))
-    assert {name: (array.dtype.name, array.shape) for name, array in batch.items()} == {
+    assert {name: (str(array.dtype), array.shape) for name, array in batch.items()} == {
         "inputs": ("int32", (2, 8)),
         "labels": ("int32", (2, 8)),
+        "segments": ("int32", (2, 8)),
         "top_ids": ("int32", (2, 8, V)),
         "top_log_probs": ("float32", (2, 8, V)),
     }
