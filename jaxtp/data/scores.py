@@ -138,10 +138,15 @@ class Scores:
             )
 
     def command(self, settings: RowSettings | None = None) -> str:
-        """Returns the start of a command that makes such scores."""
-        top_k = [] if self.record.top_k is None else ["--top-k", str(self.record.top_k)]
-        rows = [] if settings is None else ["--data.sequence-length", str(settings.length)]
-        return shlex.join(["jaxtp", "score", "DATASET", "--model", "MODEL", "--out", "FOLDER", *top_k, *rows])
+        """Returns a command that makes such scores, for other rows if there are `settings`."""
+        record = self.record
+        of_rows = (record.sequence_length, record.packing, record.long_documents)
+        if settings is not None:
+            of_rows = settings.length, settings.packing, settings.long_documents
+        rows = zip(("sequence-length", "packing", "long-documents"), of_rows, ("", "documents", "split"), strict=True)
+        flags = [f"--data.{name} {value}" for name, value, default in rows if value != default]
+        top_k = [] if record.top_k is None else [f"--top-k {record.top_k}"]
+        return " ".join(["jaxtp score DATASET --model MODEL --out FOLDER", *top_k, *flags])
 
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
         """Adds the scores as columns to the rows of documents.

@@ -1,6 +1,7 @@
 """Log-probabilities of a decoder's tokens on every mesh are those of a softmax over whole logits on one device."""
 
 import dataclasses
+import operator
 from functools import partial
 
 import jax
@@ -114,7 +115,8 @@ def test_a_model_without_adapters_is_its_base(name):
         model = nnx.merge(graph, adapters, frozen, copy=True)
         without = jaxtp.without_adapters(model)
         assert not jax.tree.leaves(nnx.state(without, nnx.LoRAParam))
-        logits = without(IDS)
+        before, logits = jax.tree.leaves(nnx.state(model)), without(IDS)
+        assert all(map(operator.is_, before, jax.tree.leaves(nnx.state(model)))), "a scan returns its blocks' arrays"
         return jnp.sum(jnp.sin(logits)), (logits, model(IDS))
 
     grads, (without, adapted) = run(adapters)
