@@ -73,11 +73,6 @@ def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
     Outputs may differ slightly: an unmerged adapter is added to the layer's output, in the compute dtype.
     """
     config = model.config
-    if config.lora.base != "full":
-        raise ConfigError(
-            f"lora.base={config.lora.base}: adapters are merged into the original kernels, not into these; "
-            "jaxtp.load_run(RUN) loads both"
-        )
     dtype = dtype or config.precision.param
     plain = replace(config, lora=LoraConfig(), precision=replace(config.precision, param=dtype))
     graph, abstract = abstract_decoder(plain)
@@ -92,7 +87,12 @@ Factors = tuple[Array, Array, float]
 
 
 def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
-    """Returns a model's adapters by the path of their kernel."""
+    """Returns a model's adapters by the path of their kernel; raises `ConfigError` if it has kernels in 8 bits."""
+    if model.config.lora.base != "full":
+        raise ConfigError(
+            f"lora.base={model.config.lora.base}: adapters are merged into the original kernels, and this model has "
+            "them in 8 bits; jaxtp.load_run(RUN) returns the originals with the run's adapters"
+        )
     config, variables = model.config, named_variables(nnx.state(model, nnx.LoRAParam))
     return {
         each.kernel: (variables[f"{each.lora}.a"][...], variables[f"{each.lora}.b"][...], config.lora.scale)
@@ -113,8 +113,10 @@ def merged_variables(model: Decoder, dtype: DType) -> Iterator[tuple[str, Variab
 
 
 def _merge_layers(kernel: Array, a: Array, b: Array, scale: float, dtype: DType) -> Array:
-    # Float32 of one layer at a time.
-    return jax.lax.map(lambda layer: merge_layer(*layer, scale, dtype), (kernel, a, b))
+    def of_layer(layer: tuple[Array, Array, Array]) -> Array:
+        return merge_layer(*layer, scale, dtype)
+
+    return jax.lax.map(of_layer, (kernel, a, b))  # float32 of one layer at a time
 
 
 def merge_layer(kernel: Array, a: Array, b: Array, scale: float, dtype: DType) -> Array:

@@ -113,11 +113,11 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
     """Raises `ConfigError` if log-probabilities are not of the initial model; all processes must call it."""
     if data is None or data.scores is None or data.scores.record.top_k is not None:
         return
-    from jaxtp.hf.runs import describe_base
+    from jaxtp.hf.runs import base_checksums, describe_base
 
     scores, base = data.scores, initial.base
     if base is None:
-        base = describe_base(initial.state["model"], Path(), mesh)  # type: ignore[arg-type]
+        base = describe_base(base_checksums(initial.state["model"], mesh), Path())  # type: ignore[arg-type]
     if base["sha256"] != scores.record.model_sha256:
         raise ConfigError(
             f"data.scores={scores.folder} has log-probabilities of {truncate(scores.record.model)}, and this run "

@@ -242,11 +242,13 @@ def test_a_run_needs_the_folder_that_it_began_with_no_more(tmp_path, command, mo
         assert generate(chat) == 0
 
 
-@pytest.mark.journey
-def test_adapters_of_a_run_of_ours(tmp_path, command):
+@pytest.mark.parametrize(
+    "base", [pytest.param("full", marks=pytest.mark.journey), pytest.param("float8", marks=pytest.mark.wide)]
+)
+def test_adapters_of_a_run_of_ours(tmp_path, command, base):
     assert main([*command, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "base")]) == 0
     at = command.index("--model.from-hf")
-    flags = [*command[:at], *command[at + 2 :], *SIZES, *LORA]
+    flags = [*command[:at], *command[at + 2 :], *SIZES, *LORA, "--model.lora.base", base]
     assert main([*flags, "--run.init-from", str(tmp_path / "base"), *mesh(1, 2, 1)]) == 0
     assert main([*flags, "--run.init-from", str(tmp_path / "base"), *mesh(1, 1, 2), "--train.steps", "4"]) == 0
 
