@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxtp.analysis.audit import audit as audit
     from jaxtp.analysis.propose import Proposal as Proposal
     from jaxtp.analysis.propose import propose_plan as propose_plan
+    from jaxtp.data.tokenizer import ByteTokenizer as ByteTokenizer
     from jaxtp.generate.engine import Generator as Generator
     from jaxtp.generate.loading import open_tokenizer as open_tokenizer
     from jaxtp.generate.request import Result as Result
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from jaxtp.hf.peft import save_peft as save_peft
     from jaxtp.hf.runs import load_run as load_run
     from jaxtp.hf.save import save_hf as save_hf
+    from jaxtp.hf.save import stream_weights as stream_weights
     from jaxtp.layers.attention import AttentionConfig as AttentionConfig
     from jaxtp.layers.attention import CausalSelfAttention as CausalSelfAttention
     from jaxtp.layers.branch import Branch as Branch

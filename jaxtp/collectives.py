@@ -10,6 +10,7 @@ one collective. Autodiff derives the backward pass, except for `load_weight`:
     leave_parallel, sequence       reduce-scatter   all-gather
     load_weight, split             all-gather       reduce-scatter  (over fsdp and cp), all-reduce over dp
     load_weight, not split         nothing          all-reduce over dp, fsdp and cp, and tp if `used_by_all_tp`
+    load_weight of a `Float8`      all-gather       nothing          (of 8 bits, if split)
     all_reduce                     all-reduce       nothing          (where the sum meets a shard: all-reduce)
     reduce_scatter                 reduce-scatter   all-gather
     all_gather                     all-gather       reduce-scatter   (`to="invarying"`: nothing)
@@ -29,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
@@ -228,6 +230,36 @@ def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None)
     return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)] if pairs is None else list(pairs))
 
 
+class Float8(NamedTuple):
+    """A frozen kernel `[..., in, out]` in 8 bits: float8 numbers (E4M3), and a float32 scale for each output feature.
+
+    Their product is within 2^-4 of the kernel, relatively, or within 2^-10 of the scale if that is more: E4M3 has 3
+    bits of mantissa, and 2^-6 is its smallest normal number. Both fields may also be specs.
+    """
+
+    bits: Any  # of the float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
+    scale: Any  # `[..., 1, out]`: the largest absolute value over 448, the largest number of E4M3
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the kernel."""
+        return int(self.bits.ndim)
+
+    @classmethod
+    def of(cls, kernel: Array | np.ndarray) -> "Float8":
+        """Quantises a kernel; zero channels stay zero."""
+        most = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True).astype(jnp.float32)
+        scale = jnp.maximum(most / float(jnp.finfo(jnp.float8_e4m3fn).max), jnp.finfo(jnp.float32).tiny)
+        numbers = (kernel.astype(jnp.float32) / scale).astype(jnp.float8_e4m3fn)
+        return cls(lax.bitcast_convert_type(numbers, jnp.uint8), scale)
+
+    def astype(self, dtype: DTypeLike) -> Array:
+        """Returns the kernel, rounded once to `dtype`."""
+        numbers = lax.bitcast_convert_type(self.bits, jnp.float8_e4m3fn).astype(jnp.float32)
+        kernel: Array = (numbers * self.scale).astype(dtype)
+        return kernel
+
+
 class WeightDtypes(NamedTuple):
     """The dtypes in which `load_weight` moves a weight and its gradient."""
 
@@ -237,7 +269,7 @@ class WeightDtypes(NamedTuple):
 
 
 def load_weight(
-    shard: Array,
+    shard: Array | Float8,
     fsdp_dim: int | None,
     dtypes: WeightDtypes,
     *,
@@ -249,7 +281,7 @@ def load_weight(
 
     The shard is cast to the compute dtype *before* the gather, its gradient to the reduction dtype *before* the
     reduction. These dtypes differ, so the transpose is hand-written. The gradient is not summed over axes over which
-    the shard already varies (`layers.parameter.mark_unreduced`).
+    the shard already varies (`layers.parameter.mark_unreduced`). A `Float8` is gathered in 8 bits, and has no gradient.
 
     Args:
       shard: this device's part, in the param dtype.
@@ -264,18 +296,25 @@ def load_weight(
     if current_mesh() is None:
         return shard.astype(dtypes.compute).astype(dtypes.result)
     copied = gradient_sum_axes(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
-    summed = tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
+    shard = jax.tree.map(lax.stop_gradient, shard) if isinstance(shard, Float8) else shard
+    stored = shard.bits if isinstance(shard, Float8) else shard
+    summed = tuple(axis for axis in copied if axis not in jax.typeof(stored).manual_axis_type.varying)
     tp_dim, tp_group = tp_gather or (0, 1)
     groups = [list(range(first, first + tp_group)) for first in range(0, axis_size(TP), tp_group)]
     fsdp_dim = fsdp_dim if gathered else None
 
-    def gather(shard: Array) -> Array:
+    def whole(w: Array) -> Array:
         # Replicas first: their gradients are summed last, on the smaller result of the reduce-scatter.
-        w = vary(shard.astype(dtypes.compute), *summed)
+        w = vary(w, *summed)
         if tp_group > 1:
             w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
-        w = w if fsdp_dim is None else _gather_shards(w, fsdp_dim)
-        return w.astype(dtypes.result)
+        is_split = fsdp_dim is not None and w.shape[fsdp_dim] == stored.shape[fsdp_dim]  # else a scale `[..., 1, out]`
+        return _gather_shards(w, fsdp_dim) if fsdp_dim is not None and is_split else w
+
+    def gather(shard: Array | Float8) -> Array:
+        if isinstance(shard, Float8):
+            return Float8(whole(shard.bits), whole(shard.scale)).astype(dtypes.compute).astype(dtypes.result)
+        return whole(shard.astype(dtypes.compute)).astype(dtypes.result)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
         grad = grad.astype(dtypes.reduce)
@@ -283,7 +322,7 @@ def load_weight(
             grad = _reduce_scatter_shards(grad, fsdp_dim)
         if tp_group > 1:
             grad = lax.psum_scatter(grad, TP, scatter_dimension=tp_dim, axis_index_groups=groups, tiled=True)
-        return (lax.psum(grad, summed).astype(shard.dtype),)
+        return (lax.psum(grad, summed).astype(stored.dtype),)
 
     load = jax.custom_vjp(gather)
     load.defvjp(lambda shard: (gather(shard), None), backward)  # not `load`: remat must see the gather itself

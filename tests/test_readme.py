@@ -224,6 +224,8 @@ def furnish(place, tiny_models):
         for words in WORDS[:60]
     ]
     (place / "chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in asked))
+    answers = [{"prompt": f"{n} + 1 =", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(60)]
+    (place / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in answers))
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     (place / "corpus").mkdir()
@@ -298,7 +300,7 @@ def test_the_numbers_of_recipes_are_those_of_their_files():
     rows = re.findall(
         r"^\| \[.*?\| \[(\w+\.yaml)\].*?\| [^|]+ \| ([\d.]+) \| ([\d, to]+) \|$", PAGES[1].read_text(), re.M
     )
-    assert len(rows) == 13
+    assert len(rows) == 16
     for file, gigabytes, speed in rows:
         said = " ".join((ROOT / "configs" / file).read_text().partition("\nrun:")[0].replace("#", "").split())
         if file == "finetune_llama31_8b.yaml":

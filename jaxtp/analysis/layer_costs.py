@@ -40,7 +40,7 @@ from jaxtp.layers.kernels.grouped import is_dense, pick_method
 from jaxtp.layers.kernels.select import num_scores, pick_kernel
 from jaxtp.layers.latent_attention import LATENT, LatentAttention
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.lora import Lora
+from jaxtp.layers.lora import Float8Kernel, Lora
 from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
 from jaxtp.layers.norm import ATTEND, Norm, QKNorm
 from jaxtp.layers.overlap import is_ring
@@ -111,6 +111,12 @@ class Weight:
     active: float = 1.0  # fraction of its elements that a token uses
     transposed: bool = False  # gathered along its last dim, which XLA brings to the front, for all layers at once
     traced: bool = False  # its collectives are counted in a trace, except the last sum over dp
+    float8: bool = False  # it is stored and gathered in 8 bits
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element as it is stored."""
+        return 1 if self.float8 else itemsize(self.precision.param)
 
     def is_frozen(self, work: Workload) -> bool:
         """Returns whether it has no gradient."""
@@ -128,7 +134,8 @@ class Weight:
         """Returns the bytes of the loaded weight, with its gradient before reduction over fsdp."""
         shards = parts(work.sizes, STORAGE)
         reduced = shards > 1 and self.gathered and not self.is_frozen(work)
-        each = itemsize(self.precision.compute) + (itemsize(self.precision.reduce) if reduced else 0)
+        gathered = self.float8 and shards > 1  # the 8 bits, beside the dequantised weight
+        each = itemsize(self.precision.compute) + (itemsize(self.precision.reduce) if reduced else 0) + gathered
         return self.over_tp(work.sizes) * self.group * each / (1 if self.gathered else shards)
 
     def stored(self, sizes: Mapping[str, int]) -> float:
@@ -136,7 +143,7 @@ class Weight:
         return self.over_tp(sizes) / (parts(sizes, STORAGE) if self.fsdp else 1)
 
     def collectives(self, work: Workload) -> Iterator[CollectiveCost]:
-        """Yields gathers in the compute dtype, gradient reductions in the reduction dtype."""
+        """Yields gathers in the compute dtype, or in 8 bits, gradient reductions in the reduction dtype."""
         trained = work.training and not self.is_frozen(work)
         gradient = self.stored(work.sizes) * itemsize(self.precision.reduce)
         last = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=False) if work.accumulation > 1 else ()
@@ -156,10 +163,18 @@ class Weight:
             groups.append((STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes) * self.group))
         for axes, devices, elements in groups:
             for kind, dtype, count in (
-                (ALL_GATHER, self.precision.compute, 1 + (self.again and work.training)),
+                (ALL_GATHER, "uint8" if self.float8 else self.precision.compute, 1 + (self.again and work.training)),
                 (REDUCE_SCATTER, self.precision.reduce, int(trained)),
             ):
                 yield CollectiveCost(Collective(kind, axes, devices, elements * itemsize(dtype), self.module), count)
+
+
+def kernel_weights(kernel: object, weight: Weight, bias: Weight) -> Iterator[Weight]:
+    """Yields a projection's kernel, and the scales of one in 8 bits, which are split like the projection's bias."""
+    float8 = isinstance(kernel, Float8Kernel)
+    yield replace(weight, float8=float8)
+    if float8:
+        yield replace(bias, precision=replace(bias.precision, compute="float32"))
 
 
 @dataclass(frozen=True)
@@ -263,11 +278,12 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     recomputed = work.remat in REPROJECT_POLICIES
     local = [f.local(work.tp) for f in layer.features]
     weight = partial(Weight, module=COLUMN, precision=layer.precision)
-    for f in layer.features:
+    for f, kernel in zip(layer.features, layer.kernels, strict=True):
         group = f.shared_by(work.tp)
-        yield weight(size=layer.in_features * f.size, split=f, group=group)
+        bias = weight(size=f.size, split=f, group=group, fsdp=False)
+        yield from kernel_weights(kernel, weight(size=layer.in_features * f.size, split=f, group=group), bias)
         if layer.biases:
-            yield weight(size=f.size, split=f, group=group, fsdp=False, again=recomputed)
+            yield replace(bias, again=recomputed)
     hidden = tokens * layer.in_features * compute
     split = work.is_split(layer.sequence_parallel)
     if layer.joined:
@@ -295,10 +311,11 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     rows = layer.in_features
     local = rows.padded(work.tp) // work.tp
     weight = partial(Weight, module=ROW, precision=layer.precision)
-    yield weight(size=rows.size * layer.features, split=rows, transposed=True)
+    kernel = weight(size=rows.size * layer.features, split=rows, transposed=True)
+    bias = weight(size=layer.features, tp=False, used_by_all_tp=split or layer.joined)
+    yield from kernel_weights(layer.kernel, kernel, bias)
     if layer.bias is not None:
-        again = read and work.remat != "none"
-        yield weight(size=layer.features, tp=False, used_by_all_tp=split or layer.joined, again=again)
+        yield replace(bias, again=read and work.remat != "none")
     chunks, size = 1, work.tokens * layer.features * compute
     if layer.joined:
         pass  # the block sums all branches at once
@@ -402,7 +419,7 @@ def latent_attention_costs(layer: LatentAttention, work: Workload, *, read: bool
     weight = partial(Weight, module=LATENT, precision=layer.precision, tp=False, used_by_all_tp=split)
     for down, norm in inputs:
         features, rank = down.kernel.shape[-2:]
-        yield weight(size=features * rank)
+        yield from kernel_weights(down.kernel, weight(size=features * rank), weight(size=rank, fsdp=False))
         count = work.num_evals(recomputed, work.num_gradients)
         yield Product.of("latent", (own.tokens, features, rank), compute, count)
         for lora in down.loras:
@@ -563,10 +580,11 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
             module=EXPERTS, size=experts, tp=False, fsdp=False, used_by_all_tp=split, again=again, precision=in_float32
         )
     for name, dims in config.projections().items():
-        yield _of_experts(layer, work, dims)
+        bias = _of_experts(layer, work, dims[0] + dims[2])
+        yield from kernel_weights(getattr(layer, name), _of_experts(layer, work, dims), bias)
         if config.experts_bias:
             again = dims[2] == "D" or work.remat in REPROJECT_POLICIES  # the weights of experts have a gradient
-            yield _of_experts(layer, work, dims[0] + dims[2], again=again)
+            yield replace(bias, again=again)
         if lora := _lora(layer, name):
             for factor in (f"{dims[:2]}r", f"Er{dims[2]}"):
                 yield _of_experts(layer, work, factor, rank=lora.rank, adapter=True)
@@ -586,7 +604,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     yield from _shared_costs(layer, work, read=read)
 
 
-def _of_experts(layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int = 1, **changes: bool) -> Weight:
+def _of_experts(layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int = 1, adapter: bool = False) -> Weight:
     """Returns a parameter with dims E, D, F and r, the rank; see `ExpertsConfig.projections`."""
     config, over_tp = layer.config, layer.config.over_tp(work.tp)
     by_expert = config.stored_by_expert(work.tp, parts(work.sizes, STORAGE))
@@ -601,7 +619,7 @@ def _of_experts(layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int
         fsdp=by_expert or "D" in dims,
         used_by_all_tp=not is_split,
         active=config.experts_per_token / config.num_experts,
-        **changes,
+        adapter=adapter,
     )
 
 
@@ -626,12 +644,13 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     dim, columns = PaddedDim((config.shared_experts,)), num_columns(config)
     local = dim.padded(work.tp) // work.tp
     weight = partial(Weight, module=EXPERTS, size=d_model * dim.size, split=dim, precision=layer.precision)
-    yield from (*[weight()] * columns, weight(transposed=True))
+    bias, down_bias = weight(size=dim.size, fsdp=False), weight(size=d_model, split=None, tp=False, used_by_all_tp=True)
+    down = layer.shared.down.kernel  # all three are in 8 bits, or none
+    yield from [*kernel_weights(down, weight(), bias)] * columns
+    yield from kernel_weights(down, weight(transposed=True), down_bias)
     if config.mlp_bias:
-        again = work.remat in REPROJECT_POLICIES
-        yield from [weight(size=dim.size, fsdp=False, again=again)] * columns
-        again = (read or config.shared_experts_gate) and work.remat != "none"
-        yield weight(size=d_model, split=None, tp=False, used_by_all_tp=True, again=again)
+        yield from [replace(bias, again=work.remat in REPROJECT_POLICIES)] * columns
+        yield replace(down_bias, again=(read or config.shared_experts_gate) and work.remat != "none")
     gated = FLOAT32 * work.tokens * local if config.shared_experts_gate else 0
     yield from hidden_costs(columns, work, work.tokens * local * compute, gated)
     for name, inner, outer, recomputed in (

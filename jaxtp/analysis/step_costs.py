@@ -158,7 +158,7 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
             max(_bytes(kind, ((1, c) for c in costs)) for _, costs in blocks for kind in ("workspace", "alone"))
         ),
         weights=int(max(sum(c.loaded_bytes(work) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
-        transposed=int(sum(n * w.stored(work.sizes) * itemsize(w.precision.param) for n, w in weights if w.transposed)),
+        transposed=int(sum(n * w.stored(work.sizes) * w.itemsize for n, w in weights if w.transposed)),
         loss=int(_bytes("workspace", outside)),
         cached=int(_bytes("cached", every)),
         adapters=sum(n * weight.size for n, weight in weights if weight.adapter),

@@ -4,7 +4,7 @@ A dim that tp does not divide is padded on the mesh. Checkpoints store logical s
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,11 @@ def may_be_infinite(variable: Variable) -> bool:
 def named_variables(state: nnx.State) -> dict[str, Variable]:
     """Returns the variables of a state by dotted path."""
     return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def select_paths(state: nnx.State, only: Callable[[str], bool]) -> nnx.State:
+    """Returns the variables of a state whose dotted path `only` accepts."""
+    return nnx.from_flat_state([(path, v) for path, v in nnx.to_flat_state(state) if only(".".join(map(str, path)))])
 
 
 def replace_arrays(state: nnx.State, arrays: Arrays) -> nnx.State:

@@ -7,7 +7,7 @@ Version 1 of the format is a folder:
   - `train-00000.log_probs`: float32 `[tokens]`, the log-probability of the label at each token;
   - or the k most probable next tokens, descending: `train-00000.top_ids`, uint16 `[tokens, k]` for a vocabulary of up
     to 65,536, else uint32, and `train-00000.top_log_probs`, float32 `[tokens, k]`.
-  Tokens without a label, such as a document's last and those of prompts, and tokens in no row have zeros.
+  Tokens without a label, such as a document's last or a prompt's, and tokens in no row have zeros.
 - `unfinished.json`: a `Journal`, until `scores.json` exists.
 
 The folder may come from anyone: it names no paths of files, and all sizes are checked before files are mapped.
@@ -72,12 +72,12 @@ class Record:
     model_sha256: str
     """Identity of the weights, as in checkpoints of adapters."""
     dtype: str
-    """Of the computation."""
+    """The dtype of the computation."""
     dataset: str
     """Folder of the dataset, for messages."""
     tokenizer: str
     vocab_size: Annotated[int, Field(ge=1, le=2**32)]
-    """Of the model."""
+    """Number of tokens of the model."""
     top_k: Annotated[int, Field(ge=1, le=2**20)] | None
     """None for log-probabilities of the labels."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -109,7 +109,7 @@ class Journal:
 
     record: Record
     arguments: tuple[str, ...]
-    """Of the command."""
+    """The command's arguments, for a message."""
     rows: dict[str, Count]
     """Number of rows of each split whose scores are on disk."""
 
@@ -138,10 +138,15 @@ class Scores:
             )
 
     def command(self, settings: RowSettings | None = None) -> str:
-        """Returns the start of a command that makes such scores."""
-        top_k = [] if self.record.top_k is None else ["--top-k", str(self.record.top_k)]
-        rows = [] if settings is None else ["--data.sequence-length", str(settings.length)]
-        return shlex.join(["jaxtp", "score", "DATASET", "--model", "MODEL", "--out", "FOLDER", *top_k, *rows])
+        """Returns a command that makes such scores, for other rows if there are `settings`."""
+        record = self.record
+        of_rows = (record.sequence_length, record.packing, record.long_documents)
+        if settings is not None:
+            of_rows = settings.length, settings.packing, settings.long_documents
+        rows = zip(("sequence-length", "packing", "long-documents"), of_rows, ("", "documents", "split"), strict=True)
+        flags = [f"--data.{name} {value}" for name, value, default in rows if value != default]
+        top_k = [] if record.top_k is None else [f"--top-k {record.top_k}"]
+        return " ".join(["jaxtp score DATASET --model MODEL --out FOLDER", *top_k, *flags])
 
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
         """Adds the scores as columns to the rows of documents.

@@ -6,7 +6,8 @@ separate arrays, in the compute dtype, split over tp only; fsdp splits the batch
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,14 +15,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pad_array, replace_arrays, to_logical
 from jaxtp.collectives import axis_size
 from jaxtp.config.schema import ConfigError
+from jaxtp.hf.adapters import merged_variables
+from jaxtp.hf.tensor_map import split_path
 from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
-from jaxtp.layers.parameter import PARAMETERS, spec_of
-from jaxtp.mesh import AXES, CP, DP, FSDP, axes_of, batch_parts, make_mesh, mesh_sizes, parts
-from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.parameter import PARAMETERS, DType, padding_of, spec_of
+from jaxtp.mesh import AXES, CP, DP, FSDP, TP, axes_of, batch_parts, make_mesh, mesh_sizes, parts
+from jaxtp.models.config import BLOCKS
+from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, create_decoder
 
 
 class DecodeModel(EmbeddingAndHead):
@@ -130,38 +136,77 @@ def _cache_arrays(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int)
 
 
 def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> DecodeModel:
-    """Returns a model in the layout for decoding.
+    """Returns a model in the layout for decoding, with any adapters merged.
 
     Args:
       mesh: `decode_mesh` of the model's mesh, if any.
       donate: deletes the model's arrays one by one, so that memory holds the weights only once.
     """
+    config = model.config
 
-    def relayout(variable: nnx.Variable[Array], num_layers: int | None = None) -> list[nnx.Variable[Array]]:
-        array: Array = variable[...]
-        # The layer dim of a stack is not split: a layer keeps the spec of the other dims.
-        spec = PartitionSpec(*tuple(spec_of(variable))[0 if num_layers is None else 1 :])
+    def unstacked() -> DecodeModel:
+        plain = create_decoder(replace(config, lora=LoraConfig()), rngs=nnx.Rngs(0)) if config.lora.rank else model
+        return DecodeModel(plain, plain.in_order())
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a mesh in context would not take a stack's specs
+        graph, abstract = nnx.split(nnx.eval_shape(unstacked))
+
+    def target(variable: Variable) -> Variable:
+        dtype = jnp.dtype(config.precision.compute) if isinstance(variable, PARAMETERS) else variable.dtype
+        spec = spec_of(variable)
         sharding = None if mesh is None else NamedSharding(mesh, spec)
-        is_weight = isinstance(variable, PARAMETERS)
-        dtype = jnp.dtype(model.config.precision.compute) if is_weight else array.dtype
-        layers = _unstack(num_layers, dtype, sharding)(array)
+        return variable.replace(jax.ShapeDtypeStruct(variable.shape, dtype, sharding=sharding), out_sharding=spec)
+
+    targets = jax.tree.map(target, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    arrays = dict(decode_weights(model, named_variables(targets), config.precision.compute, donate=donate))
+    decode: DecodeModel = nnx.merge(graph, replace_arrays(targets, arrays))
+    return decode
+
+
+def decode_weights(
+    model: Decoder,
+    targets: Mapping[str, Variable],
+    dtype: DType,
+    mesh: Mesh | None = None,
+    *,
+    donate: bool = False,
+) -> Iterator[tuple[str, Array]]:
+    """Yields a decoder's arrays by path in a decode model, with any adapters merged, one stacked parameter at a time.
+
+    Args:
+      targets: the decode model's variables, abstract or real; the arrays of real ones are deleted just before.
+      dtype: of merged kernels.
+      mesh: the decode model's, if it may have other devices or another tp than the model's.
+      donate: deletes the model's arrays.
+    """
+    layers = {stack: numbers for stack, numbers, _ in model.config.kinds()}
+    originals = named_variables(nnx.state(model))
+    for path, variable in merged_variables(model, dtype):
+        stack, general = split_path(path)
+        rest = general.removeprefix(BLOCKS)
+        names = [path] if stack is None else [f"{BLOCKS}.{number}{rest}" for number in layers[stack]]
+        if names[0] not in targets:  # a user's second head
+            continue
+        old = [targets[name].get_raw_value() for name in names]
+        for array in old:
+            if isinstance(array, Array):
+                array.delete()
+        array = variable[...] if mesh is None else _moved(variable, model_mesh(model), mesh)
+        unstack = _unstack(None if stack is None else len(names), old[0].dtype, old[0].sharding)
+        yield from zip(names, unstack(array), strict=True)
         if donate:
-            array.delete()
-        return [variable.replace(layer, out_sharding=spec) for layer in layers]
+            originals[path][...].delete()
 
-    def layers_of(blocks: DecoderBlock, num_layers: int) -> list[DecoderBlock]:
-        graph, state = nnx.split(blocks)
-        paths, variables = zip(*nnx.to_flat_state(state), strict=True)
-        by_layer = zip(*(relayout(variable, num_layers) for variable in variables), strict=True)
-        return [nnx.merge(graph, nnx.from_flat_state(list(zip(paths, layer, strict=True)))) for layer in by_layer]
 
-    blocks: list[DecoderBlock] = []
-    for stack, kinds in model.stacked():
-        repeats = zip(*(layers_of(kind, stack.repeats) for kind in kinds), strict=True)
-        blocks += [block for repeat in repeats for block in repeat]
-    graph, state = nnx.split(DecodeModel(model, ()))
-    outer = [(path, relayout(variable)[0]) for path, variable in nnx.to_flat_state(state)]
-    return DecodeModel(nnx.merge(graph, nnx.from_flat_state(outer)), blocks)
+def _moved(variable: Variable, source: Mesh, mesh: Mesh) -> Array:
+    """Returns an array for the devices and the tp of a mesh."""
+    array: Array = variable[...]
+    sizes = mesh_sizes(mesh)
+    if [*source.devices.flat] == [*mesh.devices.flat] and mesh_sizes(source)[TP] == sizes[TP]:
+        return array
+    logical = to_logical(nnx.State({"array": variable}), source)["array"]
+    array = jax.device_put(logical, NamedSharding(mesh, logical_spec(variable, sizes)))
+    return pad_array(array, padding_of(variable), NamedSharding(mesh, spec_of(variable)))
 
 
 @cache  # so that arrays of equal shape, also of later models, are not traced again

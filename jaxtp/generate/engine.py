@@ -19,9 +19,11 @@ from functools import partial
 
 import jax
 import numpy as np
+from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
+from jaxtp.checkpoint.logical import named_variables, replace_arrays
 from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
@@ -29,6 +31,7 @@ from jaxtp.generate.decode_model import (
     DecodeModel,
     cache_bytes,
     decode_mesh,
+    decode_weights,
     model_mesh,
     to_decode_model,
     weight_bytes,
@@ -37,7 +40,9 @@ from jaxtp.generate.programs import MAX_STEPS, PackedTokens, Programs, RowArrays
 from jaxtp.generate.request import GenerationError, Piece, Prompt, Request, Result, encode_prompts, limits_of
 from jaxtp.generate.sampling import GenerationSettings, check_settings
 from jaxtp.layers.cache import KVCaches
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import CP, TP, batch_parts, current_platform, mesh_sizes
+from jaxtp.models.config import architecture
 from jaxtp.models.decoder import Decoder
 
 MIN_SLOTS, CHAT_SLOTS = 64, 1024
@@ -172,6 +177,7 @@ class Generator:
         self._chunk = CPU_CHUNK if current_platform() == "cpu" else CHUNK
         self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
         self._cache: Cache | None = None
+        self._is_streaming = False
 
     def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel]:
         """Returns the mesh of the programs, the bytes per device that the weights add, and the model there."""
@@ -184,6 +190,27 @@ class Generator:
         mesh, size = decode_mesh(mesh), weight_bytes(model, sizes)
         _require_memory(mesh, size, "the weights take", "use more devices by --mesh.tp")
         return mesh, size, to_decode_model(model, mesh, donate=donate)
+
+    def update(self, model: Decoder) -> None:
+        """Replaces the weights by those of a model in training, from any mesh, with any adapters merged.
+
+        Compiles nothing again. Old arrays are deleted one by one before the new ones are made, and so is the KV cache.
+
+        Raises:
+          GenerationError: the model has another architecture, or a `stream` has not ended.
+        """
+        if self._is_streaming:
+            raise GenerationError("texts are being generated; finish or close the iterator of stream before update")
+        ours, new = (architecture(replace(each, lora=LoraConfig())) for each in (self.config, model.config))
+        if changed := [f"{name}={new.get(name)!r}, not {ours[name]!r}" for name in ours if new.get(name) != ours[name]]:
+            raise GenerationError(f"update: the model has another architecture: {', '.join(changed)}")
+        self._cache = None
+        state = nnx.state(self._model)
+        targets = named_variables(state)
+        weights = decode_weights(model, targets, self.config.precision.compute, self._mesh)
+        nnx.update(self._model, replace_arrays(state, dict(weights)))
+        for programs in self._programs.values():
+            programs.weights = nnx.state(self._model)
 
     def generate(
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
@@ -228,11 +255,13 @@ class Generator:
         compiled = programs.compile_seconds
         scheduler = Scheduler(programs, cache, self._batch_parts, self._chunk, progress)
         self.speed.timing = scheduler.timing
+        self._is_streaming = True
         try:
             for piece in scheduler.serve(requests):
                 self.speed.cut_texts += piece.result is not None and piece.result.finish == "context"
                 yield piece
         finally:
+            self._is_streaming = False
             self.speed.compile_seconds = programs.compile_seconds - compiled
             if cache.arrays is not None:
                 self._cache = cache

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxtp.checkpoint.logical import named_variables, replace_arrays
+from jaxtp.checkpoint.logical import Variable, named_variables, replace_arrays
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
+from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_as
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig
@@ -63,7 +63,7 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
 
     shardings = None if current_mesh() is None else nnx.get_named_sharding(factors, jax.sharding.get_mesh())
     created: nnx.State = jax.jit(create, out_shardings=shardings)()
-    adapted: Decoder = nnx.merge(graph, nnx.merge_state(freeze_state(nnx.state(model)), created))
+    adapted: Decoder = nnx.merge(graph, nnx.merge_state(freeze_as(nnx.state(model), abstract), created))
     return adapted
 
 
@@ -74,21 +74,52 @@ def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
     """
     config = model.config
     dtype = dtype or config.precision.param
-    arrays = {path: variable[...] for path, variable in named_variables(nnx.state(model)).items()}
-    for adapter in adapters(config):
-        kernel, a, b = (arrays[path] for path in (adapter.kernel, f"{adapter.lora}.a", f"{adapter.lora}.b"))
-        add = jax.jit(_sum, static_argnums=4, out_shardings=kernel.sharding)
-        arrays[adapter.kernel] = add(config.lora.scale, kernel, a, b, dtype)
     plain = replace(config, lora=LoraConfig(), precision=replace(config.precision, param=dtype))
     graph, abstract = abstract_decoder(plain)
+    arrays = {path: variable[...] for path, variable in merged_variables(model, dtype)}
     cast = {path: arrays[path].astype(variable.dtype) for path, variable in named_variables(abstract).items()}
     merged: Decoder = nnx.merge(graph, replace_arrays(abstract, cast))
     return merged
 
 
-def _sum(scale: float, kernel: Array, a: Array, b: Array, dtype: DType) -> Array:
+Factors = tuple[Array, Array, float]
+"""A, B and the scale of an adapter."""
+
+
+def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
+    """Returns a model's adapters by the path of their kernel; raises `ConfigError` if it has kernels in 8 bits."""
+    if model.config.lora.base != "full":
+        raise ConfigError(
+            f"lora.base={model.config.lora.base}: adapters are merged into the original kernels, and this model has "
+            "them in 8 bits; jaxtp.load_run(RUN) returns the originals with the run's adapters"
+        )
+    config, variables = model.config, named_variables(nnx.state(model, nnx.LoRAParam))
+    return {
+        each.kernel: (variables[f"{each.lora}.a"][...], variables[f"{each.lora}.b"][...], config.lora.scale)
+        for each in adapters(config)
+    }
+
+
+def merged_variables(model: Decoder, dtype: DType) -> Iterator[tuple[str, Variable]]:
+    """Yields the variables by path, without adapters; an adapted kernel is merged when its turn comes."""
+    factors = factors_by_kernel(model)
+    for path, variable in named_variables(nnx.state(model)).items():
+        if path in factors:
+            kernel = variable[...]
+            merge = jax.jit(_merge_layers, static_argnums=4, out_shardings=kernel.sharding)
+            yield path, variable.replace(merge(kernel, *factors[path], dtype))
+        elif not isinstance(variable, nnx.LoRAParam):
+            yield path, variable
+
+
+def _merge_layers(kernel: Array, a: Array, b: Array, scale: float, dtype: DType) -> Array:
     def of_layer(layer: tuple[Array, Array, Array]) -> Array:
-        kernel, a, b = (array.astype(jnp.float32) for array in layer)
-        return (kernel + scale * jnp.matmul(a, b, precision="highest")).astype(dtype)
+        return merge_layer(*layer, scale, dtype)
 
     return jax.lax.map(of_layer, (kernel, a, b))  # float32 of one layer at a time
+
+
+def merge_layer(kernel: Array, a: Array, b: Array, scale: float, dtype: DType) -> Array:
+    """Adds an adapter to a layer's kernel in float32, and rounds once."""
+    kernel, a, b = (array.astype(jnp.float32) for array in (kernel, a, b))
+    return (kernel + scale * jnp.matmul(a, b, precision="highest")).astype(dtype)

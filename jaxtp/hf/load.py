@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pad_array, replace_arrays
+from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pad_array, replace_arrays, select_paths
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
 from jaxtp.hf.safetensors import Block, StoredTensor
@@ -86,6 +86,19 @@ def import_config(
 
 def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None) -> Decoder:
     """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
+    model: Decoder = nnx.merge(*load_state(folder, config, mesh, progress=progress))
+    return model
+
+
+def load_state(
+    folder: Folder,
+    config: ModelConfig,
+    mesh: Mesh | None,
+    *,
+    progress: Progress | None = None,
+    only: Callable[[str], bool] = lambda path: True,
+) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
+    """Returns the graph of `load_folder`'s model, and its variables whose dotted path is to be loaded (`only`)."""
     with prefix_errors(folder.path):
         validate_model(config, mesh_sizes(mesh), fixed=True)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
@@ -93,9 +106,10 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
         graph, abstract = abstract_decoder(config)
         stored, needed = match_tensors(folder.tensors, named_variables(abstract), config, family)
         copies = {name_of(TABLE, family): stored.get(name_of(HEAD, family))} if config.tie_embeddings else {}
-        weights = load_tensors(stored, needed, abstract, mesh, copies=copies, progress=progress)
-    model: Decoder = nnx.merge(graph, weights)
-    return model
+        chosen = {name: [part for part in parts if only(part.ours)] for name, parts in needed.items()}
+        chosen = {name: parts for name, parts in chosen.items() if parts}
+        abstract = select_paths(abstract, only)
+        return graph, load_tensors(stored, chosen, abstract, mesh, copies=copies, progress=progress)
 
 
 def _checked_blocks(

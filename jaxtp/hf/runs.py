@@ -5,7 +5,7 @@ A run that starts from a Hugging Face model also stores its config.json and toke
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,19 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import checksums
 from jaxtp.checkpoint.io_errors import CheckpointError
-from jaxtp.checkpoint.logical import to_logical
+from jaxtp.checkpoint.logical import select_paths, to_logical
 from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.storage import newest_checkpoint, open_checkpoint, read_info_on_all
 from jaxtp.config.schema import expand, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.config_json import check_adaptable, family_of
-from jaxtp.hf.load import load_folder
+from jaxtp.hf.load import load_state
 from jaxtp.hf.model_folder import CONFIG, open_folder, read_attributes, read_files, read_json
 from jaxtp.hf.peft import PeftFolder, with_peft
 from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder, json_bytes, write_files
 from jaxtp.hf.wrapper import is_part
-from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.lora import LoraConfig, float8_kernels, freeze_as
 from jaxtp.mesh import current_mesh, make_mesh
 from jaxtp.models.config import ModelConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
@@ -95,14 +95,15 @@ def load_adapted(checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Pa
         where = f"--base {path}" if base is not None else f"{path}, the base model of {checkpoint}"
         raise CheckpointError(f"{where}: no such folder; name the base model by --base DIR")
     weights, origin = load_base(path, config, mesh)
-    check_base(info, describe_base(weights, origin, mesh), origin)
+    check_base(info, describe_base(base_checksums(weights, mesh), origin), origin)
     model = load_adapters(checkpoint, config, mesh)
     nnx.update(model, weights)
     return model
 
 
 def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
-    """Returns an adapter checkpoint's model; its other parameters are abstract."""
+    """Returns an adapter checkpoint's model, not in 8 bits; its other parameters are abstract."""
+    config = replace(config, lora=replace(config.lora, base="full"))
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config)
     factors, _ = load_weights(checkpoint, nnx.filter_state(abstract, nnx.LoRAParam), mesh)
@@ -143,15 +144,38 @@ def _has_adapters(info: Mapping[str, Any]) -> bool:
     return bool(info.get("config", {}).get("model", {}).get("lora", {}).get("rank"))
 
 
-def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Returns the base model's parameters in a folder, run or checkpoint, and its path; all processes must call it."""
+def load_frozen(
+    path: Path, config: ModelConfig, mesh: Mesh, abstract: nnx.State
+) -> tuple[nnx.State, dict[str, str], Path]:
+    """Returns a base model's frozen parameters as `abstract` has them, their `describe_base`, and its path.
+
+    The description is of the original weights. Each kernel that is stored in 8 bits is loaded alone: before it is
+    quantised, memory holds no other one in full precision. All processes must call it.
+    """
+    kernels, frozen = float8_kernels(abstract), nnx.State[Any, Any]({})
+    sums: dict[str, str] = {}
+    for only in (lambda name: name not in kernels, *(kernel.__eq__ for kernel in sorted(kernels))):
+        weights, origin = load_base(path, config, mesh, only)
+        sums |= base_checksums(weights, mesh)
+        frozen = nnx.merge_state(frozen, freeze_as(weights, abstract))
+        del weights
+    return frozen, describe_base(sums, origin), origin
+
+
+def load_base(
+    path: Path, config: ModelConfig, mesh: Mesh, only: Callable[[str], bool] = lambda name: True
+) -> tuple[nnx.State, Path]:
+    """Returns the base model's parameters in a folder, run or checkpoint, and its path; all processes must call it.
+
+    `only` tells by dotted path which to load.
+    """
     whole = replace(config, lora=LoraConfig())
     if all_gather_json((path / CONFIG).is_file())[0]:
         with jax.set_mesh(mesh), raise_everywhere():
             hf_folder = open_folder(path)
             if config.lora.rank:
                 check_adaptable(hf_folder.attributes)
-            return nnx.state(load_folder(hf_folder, whole, mesh)), path
+            return load_state(hf_folder, whole, mesh, only=only)[1], path
     folder, info = read_info_on_all(path, lambda: newest_checkpoint(path))
     if _has_adapters(info):
         raise CheckpointError(
@@ -160,15 +184,21 @@ def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, P
         )
     with jax.set_mesh(mesh):
         _, abstract = abstract_decoder(whole)
-    return load_weights(folder, abstract, mesh)
+    return load_weights(folder, select_paths(abstract, only), mesh)
 
 
-def describe_base(weights: nnx.State, origin: Path, mesh: Mesh) -> dict[str, str]:
+def describe_base(sums: Mapping[str, str], origin: Path) -> dict[str, str]:
     """Returns a base model's folder and hash, for the checkpoints of its adapters."""
+    return {
+        "from": str(origin.resolve()),
+        "sha256": hashlib.sha256(json.dumps(dict(sorted(sums.items()))).encode()).hexdigest(),
+    }
+
+
+def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:
+    """Returns the checksums of a base model's arrays in float32: bfloat16 of equal values has the same."""
     arrays = to_logical(weights, mesh)
-    # In float32, so that equal values have one hash in bfloat16 and float32.
-    sums = {name: checksums({name: array.astype(jnp.float32)})[name] for name, array in sorted(arrays.items())}
-    return {"from": str(origin.resolve()), "sha256": hashlib.sha256(json.dumps(sums).encode()).hexdigest()}
+    return {name: checksums({name: array.astype(jnp.float32)})[name] for name, array in arrays.items()}
 
 
 def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) -> None:

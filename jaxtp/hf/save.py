@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypedDict, Unpack, get_type_hints
 
 import jax
@@ -26,6 +28,7 @@ from jaxtp.checkpoint.checksum import NonFiniteError, describe_not_finite, sums
 from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config.files import sync_file, sync_folder
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
+from jaxtp.hf.adapters import Factors, factors_by_kernel, merge_layer
 from jaxtp.hf.config_json import changed_config, choose_family, open_whole, write_attributes
 from jaxtp.hf.families.family import Layout
 from jaxtp.hf.load import Progress
@@ -33,6 +36,7 @@ from jaxtp.hf.model_folder import CONFIG, INDEX, WEIGHTS, Attributes, HFError, r
 from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, write_file
 from jaxtp.hf.tensor_map import TensorPart, constants, general_names, group_by_tensor, tensor_parts
 from jaxtp.hf.wrapper import text_attributes
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -139,6 +143,31 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     write_folder(Path(path), variables, files, others, dtype, options)
 
 
+def stream_weights(
+    model: Decoder, *, dtype: DType | None = None, family: str | None = None, experts: Layout = "separate"
+) -> Iterator[tuple[str, Block]]:
+    """Yields the names and tensors that `save_hf` writes, one after the other, with any adapters merged.
+
+    For an engine that follows a model in training. Every process must iterate to the end, and gets every tensor, as an
+    engine that is split over hosts needs it. The host, and each device, holds one tensor more, or one layer's kernel of
+    all experts.
+
+    Args:
+      dtype, family, experts: see `SaveOptions`.
+
+    Raises:
+      HFError: no family can represent the model.
+    """
+    config = replace(model.config, lora=LoraConfig())
+    dtype = dtype or config.precision.param
+    chosen, factors = choose_family(config, family), factors_by_kernel(model)
+    variables = named_variables(nnx.state(model, nnx.Not(nnx.LoRAParam)))
+    tensors = group_by_tensor(tensor_parts(variables, config, chosen, experts))
+    fixed = constants(chosen, config.num_layers, dtype)
+    arrays = gather_tensors(variables, tensors, dtype, factors=factors)
+    return chain(zip(tensors, arrays, strict=True), ((name, each.data()) for name, each in fixed.items()))
+
+
 def _like(stored: StoredTensor | None, parts: Sequence[TensorPart]) -> Sequence[TensorPart]:
     if parts[0].float32 is not None or stored is None:
         return parts
@@ -195,15 +224,17 @@ def gather_tensors(
     tensors: Mapping[str, Sequence[TensorPart]],
     dtype: DType,
     progress: Progress | None = None,
+    factors: Mapping[str, Factors] = MappingProxyType({}),
 ) -> Iterator[Block]:
-    """Yields each tensor whole, as in the file; every process must iterate to the end."""
+    """Yields each tensor whole, as in the file, with `factors` merged; every process must iterate to the end."""
     done, total = 0, sum(num_bytes(parts, dtype) for parts in tensors.values())
     last: dict[tuple[str, int | None], Block] = {}
 
     def part_on_host(part: TensorPart) -> Block:
         if part.target not in last:  # the experts of a layer are gathered at once
             last.clear()  # frees the previous kernel before the next is gathered
-            last[part.target] = _gather(variables[part.ours], part.index, "float32" if part.float32 else dtype)
+            with_dtype = "float32" if part.float32 else dtype
+            last[part.target] = _gather(variables[part.ours], part.index, with_dtype, factors.get(part.ours, ()))
         whole = last[part.target]
         if part.head is not None:
             return whole.reshape(-1, *part.shape)[part.head]
@@ -230,19 +261,23 @@ def gather_tensors(
         yield tensor_on_host(parts)
 
 
-def _gather(variable: Variable, index: int | None, dtype: DType) -> Block:
+def _gather(variable: Variable, index: int | None, dtype: DType, factors: Factors | tuple[()]) -> Block:
     array = variable[...]
     mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    if index is not None:
-        array = _layer(array, np.int32(index))
+    # A copy: an array keeps what NumPy read of it.
+    array = array.copy() if index is None else _layer(array, np.int32(index), factors, dtype)
     whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
     host: Block = unpad(np.asarray(whole), padding_of(variable), mesh_sizes(mesh)[TP])
     return host.astype(jnp.dtype(dtype), copy=False)
 
 
-@jax.jit
-def _layer(stacked: Array, index: Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)
+@partial(jax.jit, static_argnums=3)
+def _layer(stacked: Array, index: Array, factors: Factors | tuple[()], dtype: DType) -> Array:
+    at_index = partial(jax.lax.dynamic_index_in_dim, index=index, axis=0, keepdims=False)
+    if not factors:
+        return at_index(stacked)
+    a, b, scale = factors
+    return merge_layer(at_index(stacked), at_index(a), at_index(b), scale, dtype)
 
 
 def num_bytes(tensor: Stored, dtype: DType) -> int:

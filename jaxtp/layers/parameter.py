@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import WeightDtypes, all_reduce, axis_size, check_divides, device_view, load_weight
+from jaxtp.collectives import Float8, WeightDtypes, all_reduce, axis_size, check_divides, device_view, load_weight
 from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
 Weights = dict[str, Array]  # A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
@@ -54,7 +54,9 @@ class Precision:
         """Returns the dtype in which gradients accumulate over micro-batches."""
         return jnp.promote_types(param, self.reduce)
 
-    def load(self, shard: Array, fsdp_dim: int | None, *, accumulate: DType | None = None, **layout: Any) -> Array:
+    def load(
+        self, shard: Array | Float8, fsdp_dim: int | None, *, accumulate: DType | None = None, **layout: Any
+    ) -> Array:
         """Calls `load_weight`; gradients of the weight's uses accumulate in `accumulate`."""
         dtypes = WeightDtypes(self.compute, self.reduce, accumulate or self.compute)
         return load_weight(shard, fsdp_dim, dtypes, **layout)
@@ -169,7 +171,7 @@ def unpad(array: Any, padding: Padding, tp: int) -> Any:
 
 
 def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
-    """Returns modules' parameters and specs by name, for `device_view`."""
+    """Returns modules' parameters and specs by name, for `device_view`; a kernel in 8 bits is a `Float8` of each."""
     weights: Weights = {}
     specs: dict[str, PartitionSpec] = {}
     for module in modules:
@@ -177,6 +179,9 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
             name = ".".join(map(str, path))
             weights[name] = jnp.asarray(variable[...])
             specs[name] = spec_of(variable)
+    for kernel in [name.removesuffix(".bits") for name in weights if name.endswith(".bits")]:
+        for found in (weights, specs):
+            found[kernel] = Float8(*(found.pop(f"{kernel}.{field}") for field in Float8._fields))  # type: ignore[assignment]
     return weights, specs
 
 

@@ -449,6 +449,11 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     unfit = list(islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT))
     for place, found in unfit:
         yield from (replace(problem, text=place + problem.text) for problem in found)
+    if config.lora.base != "full" and not config.lora.rank:
+        yield Problem(
+            f"model.lora.base={config.lora.base} stores the frozen kernels under adapters, and model.lora.rank=0 "
+            "trains all; add --model.lora.rank 8, or leave it out"
+        )
     if config.lora.rank and config.lora.targets not in (TARGETS, LLAMA_TARGETS):  # these mean all that there are
         possible = adapter_targets(config)
         if lacking := [target for target in config.lora.targets if target not in possible]:

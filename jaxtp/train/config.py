@@ -116,7 +116,8 @@ class DataConfig:
     and cuts them wherever a sequence is full; attention crosses documents."""
 
     long_documents: Annotated[LongDocuments, Affects(samples=True, fixed=True)] = "split"
-    """With packed documents, a document longer than a sequence: split cuts it, drop leaves it out, stop refuses it."""
+    """With packed documents, a document longer than a sequence: split cuts it, drop leaves it out, stop refuses it. For
+    pairs of answers, which are never cut, split is an error too."""
 
     sequence_length: Annotated[Count, Affects(cost=True, numbers=True, fixed=True), SHORT_HELP] = 128
     """Tokens in a sequence. Divisible by mesh.cp."""

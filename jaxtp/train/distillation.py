@@ -18,11 +18,10 @@ from pydantic import Field
 
 from jaxtp.config.schema import ConfigError, Count, Positive, allowed
 from jaxtp.data.rows import IGNORE
+from jaxtp.data.scores import TOP_IDS, TOP_LOG_PROBS
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import hidden_log_probs
 from jaxtp.train.config import TrainConfig
-
-TOP_IDS, TOP_LOG_PROBS = "top_ids", "top_log_probs"
 
 LEAST = 1e-6
 """Probability of all other tokens below which float32 cannot tell it from rounding, and which it then has."""
@@ -66,7 +65,7 @@ class Distillation:
 
     @property
     def scores_temperature(self) -> float:
-        """Temperature that scores need to have."""
+        """Temperature that scores need to have; `open_data` checks it."""
         return self.temperature
 
     def __call__(

@@ -19,9 +19,9 @@ from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import PeftFolder, open_peft, read_peft
-from jaxtp.hf.runs import check_base, copy_hf_files, describe_base, hf_files_of, load_base, run_model_config
+from jaxtp.hf.runs import check_base, copy_hf_files, hf_files_of, load_base, load_frozen, run_model_config
 from jaxtp.hf.wrapper import text_attributes
-from jaxtp.layers.lora import LoraConfig, freeze_state
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
@@ -138,14 +138,15 @@ class Pretrained(InitSource):
             return super().create_state(config, blueprint, restored)
         base, changes = None, self.changes(config)
         try:
-            weights, origin = load_base(self.path, config.model, blueprint.mesh)
+            if config.model.lora.rank:
+                abstract = blueprint.abstract["model"]
+                weights, base, origin = load_frozen(self.path, config.model, blueprint.mesh, abstract)
+            else:
+                weights, origin = load_base(self.path, config.model, blueprint.mesh)
         except CheckpointError as error:
             raise CheckpointError("; ".join([str(error), *changes])) from None
-        if config.model.lora.rank:
-            base = describe_base(weights, origin, blueprint.mesh)
-            if restored is not None:
-                check_base(restored.info, base, origin)
-            weights = freeze_state(weights)
+        if base is not None and restored is not None:
+            check_base(restored.info, base, origin)
         lines = [f"weights from {origin}", *changes]
         if config.model.lora.from_peft is not None and restored is None:
             with raise_everywhere():
@@ -306,5 +307,5 @@ def _with_adapters(config: AnyConfig, found: LoraConfig, explicit: Set[str]) -> 
             problems.append(f"model.lora.{name}={', but they have '.join(texts)}")
     if problems:
         raise ConfigError(f"adapters in {lora.from_peft} do not match: {'; '.join(problems)}; remove these settings")
-    found = dataclasses.replace(found, from_peft=lora.from_peft, dtype=lora.dtype)
+    found = dataclasses.replace(found, from_peft=lora.from_peft, dtype=lora.dtype, base=lora.base)
     return replace_nested(config, {"model.lora": found})

@@ -15,7 +15,8 @@ from jaxtp.data.loader import Batch, on_mesh, split
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitialState, InitSource
-from jaxtp.train.task import Task
+from jaxtp.train.task import Loss, Task
+from jaxtp.train.user_loss import attribute
 from jaxtp.train.validation import check_vocabulary
 
 TOKENS, ROWS = "tokens", "rows"
@@ -112,15 +113,25 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
     """Raises `ConfigError` if log-probabilities are not of the initial model; all processes must call it."""
     if data is None or data.scores is None or data.scores.record.top_k is not None:
         return
-    from jaxtp.hf.runs import describe_base
+    from jaxtp.hf.runs import base_checksums, describe_base
 
     scores, base = data.scores, initial.base
     if base is None:
-        base = describe_base(initial.state["model"], Path(), mesh)  # type: ignore[arg-type]
+        base = describe_base(base_checksums(initial.state["model"], mesh), Path())  # type: ignore[arg-type]
     if base["sha256"] != scores.record.model_sha256:
         raise ConfigError(
             f"data.scores={scores.folder} has log-probabilities of {truncate(scores.record.model)}, and this run "
             f"starts from other weights; score the data by its initial model: {scores.command()}"
+        )
+
+
+def _check_temperature(data: Data, loss: Loss | None) -> None:
+    wanted: float | None = attribute(loss, "scores_temperature", None)
+    if data.scores is not None and wanted not in (None, data.scores.record.temperature):
+        raise ConfigError(
+            f"data.scores={data.scores.folder} has scores at temperature {data.scores.record.temperature:g}, and the "
+            f"loss needs those at {wanted:g}; change the loss, or score again: {data.scores.command()} --temperature "
+            f"{wanted:g}"
         )
 
 
@@ -133,14 +144,13 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     size, seed = config.data.global_batch_size, config.run.seed
     micro_batches = 1 if task.loss is None else config.train.accumulation
     if config.data.scores is not None and (task.loss is None or task.batches is not None):
-        why = (
-            "the default loss does not read them; set --train.loss"
-            if task.loss is None
-            else "data.batches replaces them"
-        )
+        why = "data.batches replaces them" if task.loss else "the default loss does not read them; set --train.loss"
         raise ConfigError(f"data.scores={config.data.scores}: {why}, or leave data.scores out")
     if task.batches is None:
         tokens = load_tokens(config, source)
+        if tokens.corpus.has_pairs and task.loss is None:
+            raise ConfigError(f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO")
+        _check_temperature(tokens, task.loss)
         held_out = token_batches(tokens.validation(config.eval.batches, size), size, once=True)
         return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)
     from jaxtp.data.sources import open_batches

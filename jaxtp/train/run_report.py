@@ -247,9 +247,13 @@ def _describe_rows(data: Data) -> str:
     count, split = sum(map(len, rows)), sum(of_source.num_split for of_source in rows)
     padding = sum(of_source.padding * len(of_source) for of_source in rows) / count
     text = f"{count:,} sequences, {padding:.2%} padding"
+    dropped = sum(of_source.num_dropped for of_source in rows)
+    if data.corpus.has_pairs:
+        pairs = sum(source.train.num_documents // 2 for source in data.corpus.sources) - dropped
+        return f"{text}, pairs: {pairs:,}, {dropped:,} left out"
     if split:
         text += f", {split:,} longer documents split"
-    if dropped := sum(of_source.num_dropped for of_source in rows):
+    if dropped:
         text += f", {dropped:,} longer documents left out"
     if split and data.corpus.loss_tokens is not None:
         text += ", whose later parts have no prompt before them (data.long_documents=drop leaves them out)"
@@ -282,7 +286,8 @@ def _describe_trained(blueprint: Blueprint) -> str:
     if not model.lora.rank:
         return ""
     adapters = logical_size(nnx.filter_state(blueprint.abstract["model"], nnx.Param))
-    return f", {adapters:,} of them trained in {model.lora.dtype}, the others frozen in {model.precision.param}"
+    frozen = model.precision.param + (", their kernels in float8" if model.lora.base == "float8" else "")
+    return f", {adapters:,} of them trained in {model.lora.dtype}, the others frozen in {frozen}"
 
 
 def sharding_table(blueprint: Blueprint) -> list[str]:

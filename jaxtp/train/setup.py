@@ -339,13 +339,13 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
     config, source = resolve(config)
     task = load_task(replace_nested(config, {"train.callbacks": (), "data.validation_batches": None}))
     config = with_parts(config, task)
-    shapes = _example_shapes(config, task)
     loss = task.loss or partial(_decoder_loss, config.mesh.context)
-    task = replace(task, loss=loss, validation=None)
-    if shapes is not None:
+    if (shapes := _example_shapes(config, task)) is not None:
+        task = replace(task, loss=loss, validation=None)
         weights = jax.ShapeDtypeStruct((config.data.global_batch_size,), jnp.float32)
         return config, task, shapes | ({WEIGHTS: weights} if check_loss(config, task, shapes).reads_weights else {})
-    data = open_data(config, source, task)
+    data = open_data(config, source, replace(task, validation=None))
+    task = replace(task, loss=loss, validation=None)
     config = with_batches(config, data, ONE_DEVICE)
     data.pad_short_batches(check_loss(config, task, data.train.shapes).reads_weights)
     return config, task, data.train.shapes

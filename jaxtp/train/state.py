@@ -14,8 +14,9 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.checkpoint.logical import Variable, logical_size, may_be_infinite, named_variables
+from jaxtp.checkpoint.logical import Variable, logical_size, may_be_infinite, named_variables, select_paths
 from jaxtp.config.schema import ConfigError
+from jaxtp.layers.lora import float8_kernels
 from jaxtp.mesh import as_current
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import create_decoder
@@ -188,8 +189,10 @@ def trained_parameters(blueprint: Blueprint) -> dict[str, Variable]:
 
 
 def parameter_count(blueprint: Blueprint) -> int:
-    """Returns the number of parameters without padding."""
-    return logical_size(blueprint.abstract["model"])
+    """Returns the number of parameters, without padding and scales of kernels in 8 bits."""
+    model = blueprint.abstract["model"]
+    scales = {f"{kernel}.scale" for kernel in float8_kernels(model)}
+    return logical_size(select_paths(model, lambda path: path not in scales))
 
 
 def total_bytes(blueprint: Blueprint) -> int:

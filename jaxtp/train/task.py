@@ -216,15 +216,8 @@ def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
         )
     for part, (section, settings, used) in _REPLACED.items():
         if getattr(task, part) is not None and part not in task.settings():
-            replaced.append(
-                (
-                    section,
-                    getattr(config, section),
-                    settings,
-                    f"the {part} {'are' if part == 'batches' else 'is'} your own",
-                    used,
-                )
-            )
+            reason = f"the {part} {'are' if part == 'batches' else 'is'} your own"
+            replaced.append((section, getattr(config, section), settings, reason, used))
     for section, values, defaults, reason, used in replaced:
         before = dict(leaves(to_plain(defaults)))
         for keys, value in leaves(to_plain(values)):

@@ -15,7 +15,7 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.rows import IGNORE
 from jaxtp.data.samples import Data, RowSettings, make_rows
-from jaxtp.data.scores import SCORES, Record, Scored, ScoresError, open_scores, verify
+from jaxtp.data.scores import JOURNAL, SCORES, Record, Scored, ScoresError, open_scores, verify
 from jaxtp.tools.score.scoring import Job, _Writer
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.init_source import InitSource
@@ -154,6 +154,38 @@ def test_a_wrong_scores_json_is_refused(dataset, tmp_path, key, value):
     (tmp_path / "s" / SCORES).write_text(json.dumps({**record, key: value}))
     with pytest.raises(ScoresError, match=r"scores.json: "):
         open_scores(tmp_path / "s")
+
+
+def test_mutated_files_give_rows_or_one_error(dataset, tmp_path):
+    write(dataset, tmp_path / "s", top_k=3).finish()
+    write(dataset, tmp_path / "j", top_k=3)
+    numbers, outcomes, corpus = np.random.default_rng(0), set(), load_corpus(dataset.folder)
+    for name in (SCORES, JOURNAL):
+        folder = tmp_path / ("s" if name == SCORES else "j")
+        whole = (folder / name).read_bytes()
+        for _ in range(50):
+            content = bytearray(whole)
+            at = int(numbers.integers(len(content)))
+            content[at : at + int(numbers.integers(3))] = numbers.bytes(int(numbers.integers(3)))
+            (folder / name).write_bytes(content)
+            try:
+                Data(corpus, SETTINGS, 0, open_scores(folder))
+                outcomes.add("rows")
+            except ScoresError as error:
+                outcomes.add(str(error).rpartition(": ")[2][:20])
+    assert "rows" in outcomes
+    assert len(outcomes) > 3
+
+
+def test_pairs_keep_their_scores(tmp_path):
+    rows = [{"prompt": f"{i} ", "chosen": "yes" * (i + 1), "rejected": "no" * (9 - i)} for i in range(9)]
+    jsonl(tmp_path / "a.jsonl", rows)
+    pairs = prepared(tmp_path / "data", tmp_path / "a.jsonl", "--preference", "--held-out", "0.3")
+    write(pairs, tmp_path / "s").finish()
+    for row in Data(load_corpus(pairs.folder), SETTINGS, 0, open_scores(tmp_path / "s")).train_rows[0]:
+        assert {"pairs", "log_probs"} <= row.keys()
+        assert row["log_probs"][(row["pairs"] != 0) & (row["labels"] != IGNORE)].all()
+        assert not row["log_probs"][row["labels"] == IGNORE].any()
 
 
 def test_numbers_that_are_no_scores_are_found(dataset, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from support import random_weights, state_on_mesh, sweep, without_mesh
+from support import random_weights, sizes_of, state_on_mesh, sweep, without_mesh
 
 import jaxtp
 from jaxtp.config.entry import NumericsError
@@ -417,3 +417,43 @@ def test_reading_a_long_prompt_is_told():
     told = []
     list(one().stream(["a" * 40], SETTINGS, progress=lambda *progress: told.append(progress)))
     assert told == [(16, 40), (32, 40), (40, 40)]
+
+
+OTHER = dataclasses.replace(CONFIG, lora=jaxtp.LoraConfig(rank=2), sequence_parallel=True, remat="none")
+
+
+def trained(mesh):
+    """A model with adapters and other weights."""
+    with jax.set_mesh(jaxtp.make_mesh(**sizes_of(mesh))):
+        model = jax.jit(lambda: jaxtp.Decoder(OTHER, rngs=nnx.Rngs(7)))()
+        nnx.update(model, jax.tree.map(lambda array: array + 0.3, nnx.state(model, nnx.LoRAParam)))
+        return model
+
+
+@pytest.mark.parametrize("mesh", sweep([(2, 2, 2), (1, 2, 4), (1, 2, 2, 2)], (2, 2, 2)), ids=str)
+def test_an_update_gives_the_texts_of_the_new_weights(mesh):
+    generator, model = generator_on((1, 2, 4)), trained(mesh)
+    before = generator.generate(PROMPTS, SETTINGS)
+    expected = generator_of(jaxtp.merge_adapters(trained((1, 1, 1)))).generate(PROMPTS, SETTINGS)
+    old = jax.tree.leaves(nnx.state(generator._model))
+    generator.update(model)
+    assert all(array.is_deleted() for array in old)
+    assert not any(array.is_deleted() for array in jax.tree.leaves(nnx.state(model)))
+    results = generator.generate(PROMPTS, SETTINGS)
+    assert [each.ids for each in results] == [each.ids for each in expected] != [each.ids for each in before]
+    assert generator.speed.compile_seconds == 0
+    generator.update(model_on(None))
+    assert [each.ids for each in generator.generate(PROMPTS, SETTINGS)] == [each.ids for each in before]
+
+
+def test_an_update_is_refused_by_another_architecture_and_in_a_stream():
+    generator = generator_on(None)
+    with pytest.raises(GenerationError, match=r"another architecture: num_layers=3, not 2$"):
+        generator.update(build(dataclasses.replace(CONFIG, num_layers=3)))
+    stream = generator.stream(PROMPTS, SETTINGS)
+    next(stream)
+    with pytest.raises(GenerationError, match="close the iterator of stream before update"):
+        generator.update(model_on(None))
+    stream.close()
+    generator.update(model_on(None))
+    assert generator.generate(PROMPTS[:1], SETTINGS)[0].ids == greedy(PROMPTS[0])

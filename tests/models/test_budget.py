@@ -347,6 +347,24 @@ def test_attention_over_cp_moves_what_its_method_needs_and_nothing_else(name, po
     assert not activations, "between attention and attention nothing of a token moves over cp"
 
 
+LATENT = {"kv_rank": 8, "rope_head_dim": 4, "value_head_dim": 8, "query_rank": 12}
+SHARED = {"num_kv_heads": 2}
+
+
+@pytest.mark.parametrize("sizes", sweep([SHARED, LATENT, DELTA], SHARED), ids=["shared", "latent", "delta"])
+def test_a_base_in_8_bits_moves_half_the_bytes_of_bfloat16(sizes):
+    """Over fsdp exactly the budget: 8 bits of each kernel, and its scales."""
+    config = dataclasses.replace(PLAIN, remat="full", precision=LOW, **sizes)
+    moved = {}
+    for base in ("full", "float8"):
+        lora = LoraConfig(rank=4, base=base)
+        counted, budget = accounts.step_bytes(dataclasses.replace(config, lora=lora), (1, 4, 4))
+        places = [place for place in counted if place[1] == ("fsdp",)]
+        assert [counted[place] for place in places] == pytest.approx([budget[place] for place in places])
+        moved[base] = sum(counted[place] for place in places)
+    assert moved["float8"] < 0.8 * moved["full"], "the embedding, the adapters and scales are large in so small a model"
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["all", "adapters"])
 def test_gradients_of_micro_batches_are_summed_over_dp_once(lora):
@@ -412,9 +430,12 @@ MIXTURES["adapters"] = dataclasses.replace(MIXTURES["gpt-oss"], shared_experts=1
 MIXTURES["adapters, whole"] = dataclasses.replace(
     MIXTURES["adapters"], num_experts=6, d_ff=96, mlp="plain", swiglu_limit=None
 )
+IN_8_BITS = LoraConfig(rank=3, base="float8")
+MIXTURES["in 8 bits"] = dataclasses.replace(MIXTURES["adapters"], lora=IN_8_BITS, precision=LOW)
+MIXTURES["in 8 bits, whole"] = dataclasses.replace(MIXTURES["adapters, whole"], lora=IN_8_BITS)
 MIXTURE_CASES += [
     (name, mesh, policy, None if (i + j) % 2 else False)
-    for i, name in enumerate(("gpt-oss", "gpt-oss, whole", "adapters", "adapters, whole"))
+    for i, name in enumerate(("gpt-oss", "gpt-oss, whole", "adapters", "adapters, whole", *list(MIXTURES)[-2:]))
     for j, (mesh, policy) in enumerate(zip(MIXTURE_MESHES, itertools.cycle(ALL_REDUCE), strict=False))
 ]
 MIXTURES["with a dense MLP"] = dataclasses.replace(MIXTURE, dense_mlp=18, norm_placement="both")
@@ -430,6 +451,7 @@ MIXTURE_CASES += [
         MIXTURE_CASES,
         ("biased", (1, 1, 2, 4), "save_dots", False),
         ("shared, plain, gated", (1, 2, 1, 4), "save_reduced", None),
+        ("in 8 bits", (1, 2, 1, 4), "save_dots", None),
     ),
     ids=str,
 )

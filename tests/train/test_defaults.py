@@ -119,6 +119,9 @@ LLAMA_31_70B = LLAMA_31_8B | {"hidden_size": 8192, "intermediate_size": 28672, "
     [
         ("chat_llama31_8b", LLAMA_31_8B),
         ("chat_qwen3_8b", QWEN_3_8B),
+        ("distill_llama31_8b_from_70b", LLAMA_31_8B),
+        ("dpo_llama31_8b", LLAMA_31_8B),
+        ("dpo_lora_llama31_8b", LLAMA_31_8B),
         ("finetune_llama31_8b", LLAMA_31_8B),
         ("finetune_qwen3_8b", QWEN_3_8B),
         ("lora_llama31_70b", LLAMA_31_70B | {"num_hidden_layers": 80}),

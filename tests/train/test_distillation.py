@@ -2,20 +2,29 @@
 
 import dataclasses
 import functools
+import json
 import math
+import subprocess
+import sys
+import time
 
 import accounts
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corpora import prepared
 from flax import nnx
+from runs import SMALL, TEXT, contents, finish, records, wait_for_step
 from support import assert_close, by_name, random_weights, state_on_mesh, sweep_of
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
+from jaxtp.data.scores import JOURNAL
 from jaxtp.mesh import make_mesh
 from jaxtp.models.decoder import create_decoder
+from jaxtp.tools.score.__main__ import main as score
+from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.distillation import Distillation
 from jaxtp.train.step import loss_and_grads
@@ -191,3 +200,54 @@ def test_an_example_has_scores_of_distinct_tokens():
     assert np.array_equal(np.sort(batch["top_ids"], axis=-1)[0, 0], np.arange(V))
     assert np.all(np.diff(batch["top_log_probs"], axis=-1) < 0)
     assert np.exp(batch["top_log_probs"]).sum(-1).max() <= 1
+
+
+SCORE = """
+import sys, time
+from jaxtp.tools.score import scoring
+from jaxtp.tools.score.__main__ import main
+
+scoring.SAVE_SECONDS, write = 0, scoring._Writer.write
+scoring._Writer.write = lambda *given: (write(*given), time.sleep(1))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.journey
+def test_a_student_learns_from_the_scores_of_a_teacher_and_kills_change_nothing(tmp_path, start, capsys):
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in TEXT.splitlines()[:300]))
+    data = prepared(tmp_path / "data", tmp_path / "text.jsonl", "--held-out", "0.1").folder
+    given = [*SMALL, "--data.path", data, "--mesh", "fsdp=2,tp=2"]
+    assert main([*map(str, [*given, "--train.steps", 30, "--run.dir", tmp_path / "teacher"])]) == 0
+
+    to = lambda out: [data, "--model", tmp_path / "teacher", "--out", out, "--top-k", 8, "--data.sequence-length", 32]
+    scores = tmp_path / "scores"
+    process = subprocess.Popen([sys.executable, "-c", SCORE, *map(str, to(scores))])
+    journal, until = scores / JOURNAL, time.monotonic() + 200
+    while not (journal.exists() and json.loads(journal.read_text())["rows"]["train"]):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    for folder in (scores, tmp_path / "undisturbed"):
+        assert score([*map(str, to(folder))]) == 0
+    assert contents(scores) == contents(tmp_path / "undisturbed")
+
+    student = [*given, "--train.steps", 20, "--run.seed", 1, "--train.loss", "jaxtp:Distillation"]
+    student = [*map(str, [*student, "--train.loss-arguments.cross-entropy", 0.1, "--data.scores", scores])]
+    hot = [*student, "--run.dir", str(tmp_path / "hot"), "--train.loss-arguments.temperature", "2"]
+    assert main(hot) == 2
+    assert "has scores at temperature 1, and the loss needs those at 2; change the loss" in capsys.readouterr().err
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start([*student, "--run.dir", str(whole)]))
+    process = start([*student, "--run.dir", str(killed)])
+    wait_for_step(killed, 12, process)
+    process.kill()
+    process.communicate()
+    assert "resumed from the checkpoint at step" in finish(start([*student, "--run.dir", str(killed)]))
+    for name in ("loss", "kl", "eval_kl", "grad_norm"):
+        assert records(killed, name) == records(whole, name)
+    kl, mass = records(whole, "kl"), records(whole, "teacher_mass")
+    assert kl[20] < kl[1] / 2
+    assert 0.3 < mass[1] < 1

@@ -15,6 +15,8 @@ from hf_reference import FOLDER, TRAINED
 from runs import SMALL, TEXT, mesh, records
 
 import jaxtp
+import jaxtp.hf.runs as hf_runs
+from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.hf.runs import load_merged
@@ -132,6 +134,39 @@ def test_adapters_beside_a_model_in_bfloat16(tmp_path, command, capsys):
 
 
 @pytest.mark.journey
+def test_adapters_beside_a_model_in_8_bits(tmp_path, command, model, capsys, monkeypatch):
+    """Loaded kernel by kernel, resumed on another mesh, also without 8 bits, and exported with the original weights."""
+    loaded, load = [], hf_runs.load_state
+
+    def recorded(*args, **named):
+        graph, state = load(*args, **named)
+        loaded.append(len(named_variables(state)))
+        return graph, state
+
+    monkeypatch.setattr(hf_runs, "load_state", recorded)
+    run, flags = tmp_path / "run", [*command, *LORA, "--model.lora.base", "float8"]
+    assert main([*flags, *mesh(1, 2, 1)]) == 0
+    assert "the others frozen in float32, their kernels in float8" in capsys.readouterr().out
+    assert loaded[1:] == 7 * [1], "one kernel at a time"
+    assert main([*flags, *mesh(1, 1, 2), "--train.steps", "6"]) == 0
+    assert "changed since: model." not in capsys.readouterr().out
+    plain = [*command, *LORA, *mesh(1, 1, 1), "--run.dir", str(tmp_path / "plain"), "--train.steps", "6"]
+    assert main(plain) == 0
+    losses, exact = records(run), records(tmp_path / "plain")
+    assert losses[6] < losses[1]
+    np.testing.assert_allclose(list(losses.values()), list(exact.values()), rtol=0.01)
+    assert losses[1] != exact[1]
+    bases = [open_checkpoint(tmp_path / name).info["base"] for name in ("run", "plain")]
+    assert bases[0] == bases[1], "of the original weights"
+    adapted = jaxtp.load_run(run)
+    kernel = adapted.blocks.mlp.down.kernel[...]
+    np.testing.assert_array_equal(kernel, jaxtp.load_hf(model).blocks.mlp.down.kernel[...])
+    assert convert(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
+    ids = np.arange(12).reshape(1, 12)
+    np.testing.assert_allclose(jaxtp.load_hf(tmp_path / "merged")(ids), adapted(ids), atol=1e-4)
+
+
+@pytest.mark.journey
 def test_a_run_of_adapters_goes_on_beside_the_same_model_only(tmp_path, command, model, capsys):
     copied = shutil.copytree(model, tmp_path / "copied")
     command = [*command, *mesh(1, 1, 2), *LORA, "--model.from-hf", str(copied)]
@@ -207,11 +242,13 @@ def test_a_run_needs_the_folder_that_it_began_with_no_more(tmp_path, command, mo
         assert generate(chat) == 0
 
 
-@pytest.mark.journey
-def test_adapters_of_a_run_of_ours(tmp_path, command):
+@pytest.mark.parametrize(
+    "base", [pytest.param("full", marks=pytest.mark.journey), pytest.param("float8", marks=pytest.mark.wide)]
+)
+def test_adapters_of_a_run_of_ours(tmp_path, command, base):
     assert main([*command, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "base")]) == 0
     at = command.index("--model.from-hf")
-    flags = [*command[:at], *command[at + 2 :], *SIZES, *LORA]
+    flags = [*command[:at], *command[at + 2 :], *SIZES, *LORA, "--model.lora.base", base]
     assert main([*flags, "--run.init-from", str(tmp_path / "base"), *mesh(1, 2, 1)]) == 0
     assert main([*flags, "--run.init-from", str(tmp_path / "base"), *mesh(1, 1, 2), "--train.steps", "4"]) == 0
 

@@ -1,18 +1,25 @@
 """Losses with settings: classes and functions with `train.loss_arguments`."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
-from runs import records
+from runs import SMOL_LM, records
 
 import jaxtp
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.train.__main__ import main
-from jaxtp.train.config import TrainConfig
+from jaxtp.tools.check.subject import random_batches
+from jaxtp.train.__main__ import COMMAND, main
+from jaxtp.train.config import DataConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.defaults import DeviceInfo, resolve_defaults
+from jaxtp.train.setup import open_task
 from jaxtp.train.task import Task, load_task, with_parts, with_references
 
 
@@ -47,6 +54,8 @@ def error(model, batch, key, scale=1.0):
 
 
 instance = Error(scale=3.0)
+optimizer = optax.sgd(1.0)
+DEVICES = DeviceInfo(count=3, per_process=3, bfloat16=True, kind="devices")
 MODEL, BATCH = lambda x: x, {"x": np.ones(4), "y": np.zeros(4)}
 
 
@@ -92,6 +101,51 @@ def test_arguments_reach_classes_functions_and_instances(name, arguments, expect
 def test_a_wrong_argument_is_one_error(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         loaded(name, **arguments)
+
+
+class NeedsPairs:
+    columns = ("inputs", "pairs")
+
+    def __call__(self, model, batch, key):
+        return model.loss(batch["inputs"], batch["labels"])
+
+
+class BringsPairs(NeedsPairs):
+    def example_batch(self, rows, length, config):
+        ids = jax.ShapeDtypeStruct((rows, length), np.int32)
+        return {"inputs": np.zeros((rows, length), np.int32), "labels": ids, "pairs": ids}
+
+
+SMALL = {"model.num_layers": 1, "model.d_model": 32, "model.d_ff": 64, "data.global_batch_size": 4}
+
+
+def test_a_missing_column_is_refused_with_how_to_get_it():
+    config = replace_nested(TrainConfig(), SMALL | {"train.loss": f"{__file__}:NeedsPairs"})
+    with pytest.raises(ConfigError, match=r"needs 'pairs', and batches have inputs.*: jaxtp prepare --preference"):
+        open_task(config)
+
+
+def test_an_example_batch_replaces_data_that_are_not_here():
+    config = replace_nested(TrainConfig(), SMALL | {"train.loss": f"{__file__}:BringsPairs"})
+    config = replace_nested(config, {"data.path": Path("absent")})
+    _, task, batch = open_task(config)
+    assert {name: each.shape for name, each in batch.items()} == dict.fromkeys(("inputs", "labels", "pairs"), (4, 128))
+    batches = random_batches(config, task.loss)
+    assert batches[0]["labels"].any(), "an abstract column has random tokens"
+    assert not batches[0]["inputs"].any()
+
+
+def test_defaults_for_fine_tuning_leave_out_what_a_part_replaces(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOL_LM))
+    parts = {"train.loss": "loss", "data.batches": "batches", "optimizer.build": "optimizer"}
+    flags = [f"--{setting}={__file__}:{name}" for setting, name in parts.items()]
+    config, notes = COMMAND.load([f"--model.from-hf={tmp_path}", *flags], partial(resolve_defaults, devices=DEVICES))
+    assert config.data == replace(DataConfig(), batches=f"{__file__}:batches")
+    assert config.optimizer == OptimizerConfig(build=f"{__file__}:optimizer")
+    assert not any(note.startswith(("data.", "optimizer.")) for note in notes)
+    load_task(replace_nested(config, {"train.loss": f"{__file__}:error"}))
+    config, _ = COMMAND.load([f"--model.from-hf={tmp_path}", flags[0]], partial(resolve_defaults, devices=DEVICES))
+    assert config.optimizer.learning_rate == 1e-5, "as without a loss"
 
 
 def test_arguments_need_a_loss_and_are_given_once():

@@ -442,6 +442,8 @@ def _require_fields(names: Iterable[str], fields: Fields) -> None:
             close = difflib.get_close_matches(name, existing, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"fields: {', '.join(map(repr, existing)) or 'none'}"
             other = ". Name it with --field NAME, or a conversation with --messages NAME" if name == "text" else ""
+            if other and {"chosen", "rejected"} <= {*existing}:
+                other += "; --preference reads pairs of answers"
             raise BadInputError(NO_FIELD, f"no field {name!r}; {hint}{other}")
 
 

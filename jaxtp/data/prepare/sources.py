@@ -56,10 +56,10 @@ def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
 
 
 def _with_layout_of_pairs(config: PrepareConfig, source: Source) -> PrepareConfig:
-    # A template, or a list in the first row, makes all rows conversations.
+    """Reads conversations if there are messages in the first row, or a template is named; else texts."""
     row = readers.first_row(source, config.fields)
-    values = [row[name] for name in config.fields.names_in(row) if name in row]
-    if config.template is not None or any(isinstance(value, list | dict) for value in values):
+    has_messages = any(isinstance(row.get(name), list | dict) for name in config.fields.names_in(row))
+    if has_messages or config.template is not None:
         config = replace(config, messages=config.fields.text)
         check(config)
     layout = f"pairs of {'texts' if config.messages is None else 'conversations'}, 'chosen' and 'rejected'"

@@ -17,9 +17,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtp.analysis.audit import audit
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
-from jaxtp.collectives import batch_spec
+from jaxtp.collectives import Float8, batch_spec
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.layers.context import to_natural
+from jaxtp.layers.lora import float8_kernels
 from jaxtp.mesh import CP, make_mesh, mesh_of
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
 from jaxtp.tools.check.subject import Subject
@@ -117,7 +118,16 @@ class Errors:
 
 
 def initial_arrays(config: TrainConfig, subject: Subject = Subject(), noise: float = NOISE) -> Arrays:
-    """Returns the unpadded initial state, with noise added to the weights; of a user's model only to parameters."""
+    """Returns the unpadded initial state, with noise added to the weights; of a user's model only to parameters.
+
+    Kernels in 8 bits are made of kernels with noise.
+    """
+    if config.model.lora.base != "full":
+        arrays = dict(initial_arrays(replace_nested(config, {"model.lora.base": "full"}), subject, noise))
+        for kernel in float8_kernels(subject.blueprint(config, make_mesh()).abstract):
+            stored = Float8.of(arrays.pop(kernel))._asdict()
+            arrays |= {f"{kernel}.{field}": np.asarray(array) for field, array in stored.items()}
+        return arrays
     blueprint = subject.blueprint(config, make_mesh())
     arrays = on_host(blueprint.create(config.run.seed), blueprint.mesh)
     names = {name for name in arrays if name.startswith("model.")}

@@ -50,6 +50,7 @@ from jaxtp.tools.estimate.summary import draw, explained, heading, ranking, reco
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, DeviceInfo, default_settings, resolve_defaults
 from jaxtp.train.setup import open_task
+from jaxtp.train.task import load_task
 from jaxtp.train.validation import check_kernels, violations_on
 
 PROGRAM = "jaxtp estimate"
@@ -132,6 +133,7 @@ def _estimate(argv: Sequence[str]) -> int:
     if config.model.build or config.data.batches or config.optimizer.build:
         _refuse_for_own_parts(options)
         return foreign.rank(options, *open_task(config))
+    load_task(config)  # refuses settings without effect
     where = _target(options)
     if options.tier == 2 and config.train.loss is not None:
         raise ConfigError("--tier 2 compares the decoder's own loss with formulas; --tier 3 compiles yours")

@@ -145,12 +145,15 @@ def _other_training(run: Run) -> Iterator[Alternative]:
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
     in_half: Change = {"model.precision.param": "bfloat16"}
     adapters: Change = {"model.lora.rank": LORA_RANK}
-    options = [(bits, in_half, "frozen weights in 16 bits")]
+    float8: Change = {"model.lora.base": "float8"}
+    in_float8 = "--model.lora.base float8", float8, "frozen kernels in 8 bits"
+    options = [(bits, in_half, "frozen weights in 16 bits"), in_float8]
     if not run.config.model.lora.rank:
         options = [
             (bits, in_half, "weights lose updates smaller than 1/256 of them"),
             (lora, adapters, "trains adapters only"),
             (f"{lora} {bits}", adapters | in_half, "frozen weights in 16 bits"),
+            (f"{lora} {bits} {in_float8[0]}", adapters | in_half | float8, in_float8[2]),
         ]
     for flags, change, note in options:
         config = replace_nested(run.config, change)

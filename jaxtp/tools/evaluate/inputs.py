@@ -72,6 +72,8 @@ def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: Model
     if name not in splits:
         raise InputError(f"--data {folder} has no documents in its {name} split; it has some in {', '.join(splits)}")
     split = splits[name]
+    if split.has_pairs:
+        raise InputError(f"--data {folder} has pairs of answers, which only a loss of jaxtp train evaluates")
     count = min(split.num_documents, config.limit or split.num_documents)
     return Input(str(folder), count, partial(_documents_of_split, split, count, load_tokenizer(folder), model))
 

@@ -33,7 +33,7 @@ from jaxtp.generate.loading import (
     print_status,
     request_devices,
 )
-from jaxtp.hf.runs import describe_base
+from jaxtp.hf.runs import base_checksums, describe_base
 from jaxtp.mesh import mesh_sizes
 from jaxtp.tools.score.scoring import Job, finished_rows, score
 from jaxtp.train.config import DataConfig, TrainConfig
@@ -56,7 +56,10 @@ jaxtp score --verify scores/base
 
 compares scores with their checksums.
 """
-SHOWN_FIRST = ("dataset", "model", "out", "top_k", "temperature", "data", "batch_size", "dtype", "adapters", "verify")
+SHOWN_FIRST = (
+    *("dataset", "model", "out", "top_k", "temperature", "data.sequence_length", "data.packing", "data.long_documents"),
+    *("batch_size", "dtype", "adapters", "verify"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +165,7 @@ def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
         if out.exists():  # before the weights are read
             finished_rows(job)
     model = load_model(source, mesh)
-    identity = describe_base(nnx.state(model), path, mesh)["sha256"]
+    identity = describe_base(base_checksums(nnx.state(model), mesh), path)["sha256"]
     score(replace(job, record=replace(job.record, model_sha256=identity)), model, config.batch_size)
 
 

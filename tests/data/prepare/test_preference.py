@@ -3,10 +3,12 @@
 import json
 import signal
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from corpora import jsonl, parquet, prepared, refused, texts
-from runs import contents
+from hypothesis import given, settings
+from runs import SMALL, contents, mesh
 from small_tokenizers import begins_texts
 from tokenizers import Tokenizer
 
@@ -15,9 +17,11 @@ from jaxtp.data.manifest import MANIFEST, DatasetError, read_manifest
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
 from jaxtp.data.rows import IGNORE
-from jaxtp.data.samples import RowSettings, make_rows
+from jaxtp.data.samples import Data, RowSettings, make_rows
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.tools.evaluate.__main__ import main as evaluate
+from jaxtp.train.__main__ import main as train
 
 LIBRARY = Tokenizer.from_str(begins_texts().decode())
 TEMPLATE = (
@@ -206,6 +210,28 @@ def test_rows_that_are_no_pairs(folder, capsys, like, row, message):
     assert sum(read_manifest(folder / "d").skipped.values()) == 1
 
 
+SAID = st.sampled_from([None, 3, "", "a", "a b", [], {}, ["a"]])
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", None])}, optional={"content": SAID}
+)
+VALUE = SAID | MESSAGE | st.lists(MESSAGE, max_size=3)
+ROW = st.fixed_dictionaries({"chosen": VALUE, "rejected": VALUE}, optional={"prompt": VALUE, "system": SAID})
+
+
+@given(st.lists(ROW, min_size=20, max_size=40), st.sampled_from([TEXTS, MESSAGES]))
+@settings(max_examples=4, deadline=None)
+def test_of_any_rows_each_is_a_pair_or_a_problem(tmp_path_factory, rows, first):
+    root = tmp_path_factory.mktemp("any")
+    (root / "x.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    flags = [*FLAGS, "--on-error", "skip", *(["--template", root / "x.jinja"] if first is MESSAGES else [])]
+    split = prepared(root / "d", jsonl(root / "a.jsonl", [first, *rows]), *flags).splits["train"]
+    assert split.num_documents // 2 + sum(read_manifest(root / "d").skipped.values()) == len(rows) + 1
+    for index in range(0, split.num_documents, 2):
+        one, other = (split.document(i)[: split.prompt_length(i)].tobytes() for i in (index, index + 1))
+        assert one == other
+        assert split.document(index).tobytes() != split.document(index + 1).tobytes()
+
+
 def test_text_files_and_other_settings_are_refused(folder, capsys):
     (folder / "a.txt").write_text("a")
     out = ["--preference", "--out", folder / "d"]
@@ -251,26 +277,24 @@ def test_a_pair_is_in_one_split_and_one_shard_and_once_with_dedup(tmp_path):
 
 
 def test_resumed_it_is_the_same_to_the_byte(tmp_path, monkeypatch, capsys):
-    path = parquet(tmp_path / "a.parquet", some(60))
+    path = parquet(tmp_path / "a.parquet", some(40))
     command = [path, "--preference", "--shard-tokens", 900, "--held-out", 0.2, "--save-seconds", 0]
     whole = contents(prepared(tmp_path / "whole", *command).folder)
     monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 7)
     encode = ByteTokenizer.encode_batch
-    for moment in (1, 4, 6):
-        left = [moment]
+    left = [4]
 
-        def interrupted(self, some, left=left):
-            left[0] -= 1
-            if left[0] == 0:
-                signal.raise_signal(signal.SIGINT)
-            return encode(self, some)
+    def interrupted(self, some):
+        left[0] -= 1
+        if left[0] == 0:
+            signal.raise_signal(signal.SIGINT)
+        return encode(self, some)
 
-        out = tmp_path / str(moment)
-        monkeypatch.setattr(ByteTokenizer, "encode_batch", interrupted)
-        assert main([*map(str, command), "--out", str(out)]) == 130
-        monkeypatch.setattr(ByteTokenizer, "encode_batch", encode)
-        assert contents(prepared(out, *command).folder) == whole
-    assert "resuming after 0 of 1 inputs, item 35 of the next" in capsys.readouterr().out
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", interrupted)
+    assert main([*map(str, command), "--out", str(tmp_path / "d")]) == 130
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", encode)
+    assert contents(prepared(tmp_path / "d", *command).folder) == whole
+    assert "resuming after 0 of 1 inputs, item 21 of the next" in capsys.readouterr().out
 
 
 def test_the_manifest_has_format_2_and_damage_is_named(tmp_path, capsys):
@@ -316,6 +340,8 @@ def test_rows_and_mixtures(tmp_path):
         load_corpus(None, {str(tuning): 1, str(pairs): 2})
     with pytest.raises(CorpusError, match=f"{pairs} has pairs .* and {tuning} has not"):
         load_corpus(pairs, validation=tuning)
+    with pytest.raises(CorpusError, match=r"every pair is longer than data.sequence_length=2; use a larger"):
+        Data(load_corpus(pairs), RowSettings(2, 256, long_documents="drop"), 0)
     split = open_dataset(more).splits["train"]
     rows = make_rows(split, RowSettings(2000, 256))
     answers = [
@@ -324,3 +350,38 @@ def test_rows_and_mixtures(tmp_path):
         for sign in (1, -1)
     ]
     assert all(answers[i + 1] == b"no " + answers[i] for i in range(0, len(answers), 2))
+
+
+LOSS = """
+import jax.numpy as jnp
+
+def loss(model, batch, key):
+    labels = jnp.where(batch["pairs"] > 0, batch["labels"], -100)
+    total, _ = model.loss(batch["inputs"], labels, segments_BT=batch["segments"])
+    return total, batch["pairs"].max(-1).sum()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Flags of a run on pairs, some of which are too long."""
+    dataset = prepared(tmp_path / "d", jsonl(tmp_path / "a.jsonl", some(99)), "--preference", "--held-out", 0.2)
+    command = [*SMALL, *mesh(1, 2, 1), "--data.path", dataset.folder, "--data.sequence-length", 300]
+    return [*map(str, command), "--run.dir", str(tmp_path / "run"), "--data.long-documents", "drop"]
+
+
+def test_the_loss_of_a_run_must_be_one_for_pairs(run, tmp_path, capsys):
+    assert train(run) == 2
+    assert f"{tmp_path / 'd'}: pairs need a loss for them: --train.loss jaxtp:DPO" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+def test_a_run_counts_pairs(run, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(LOSS)
+    assert train([*run, "--train.steps", "2", "--train.loss", f"{tmp_path / 'mine.py'}:loss"]) == 0
+    lengths = np.concatenate(list(open_dataset(tmp_path / "d").splits["train"].lengths())).reshape(-1, 2).sum(1)
+    kept = int((lengths <= 300).sum())
+    assert 0 < kept < len(lengths)
+    assert f"pairs: {kept}, {len(lengths) - kept} left out" in capsys.readouterr().out
+    assert evaluate(["--model", str(tmp_path / "run"), "--data", str(tmp_path / "d")]) == 2
+    assert "d has pairs of answers" in capsys.readouterr().err

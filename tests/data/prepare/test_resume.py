@@ -47,11 +47,16 @@ def test_killed_and_resumed_to_the_byte(inputs, tmp_path, flags, seed):
 
 
 @pytest.mark.journey
-def test_ended_at_each_moment_in_turn_and_resumed_to_the_byte(inputs, tmp_path, monkeypatch):
+@pytest.mark.parametrize("pairs", [False, True])
+def test_ended_at_each_moment_in_turn_and_resumed_to_the_byte(inputs, tmp_path, monkeypatch, pairs):
     """At the first, second, third ... time that something is brought to the disk, until none is left to end at."""
     monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 300)
     files = [str(inputs / "b.parquet"), str(inputs / "c.jsonl.zst")]
     command = [*files, "--dedup", "--train-bpe", "300", "--shard-tokens", "20000", "--save-seconds", "0"]
+    if pairs:
+        rows = [{"prompt": "", "chosen": text, "rejected": f"no {text}"} for text in texts(700)]
+        file = jsonl(tmp_path / "a.jsonl", [row for row in rows if row["chosen"].strip()])
+        command = [str(file), "--preference", "--dedup", "--shard-tokens", "60000", "--save-seconds", "0"]
     whole = contents(prepared(tmp_path / "whole", *command).folder)
     real = os.fsync
     moment = 0

@@ -65,6 +65,7 @@ CONFIGS = {
     "adapters beside bfloat16": variant(
         num_kv_heads=2, lora=LoraConfig(rank=3), precision=jaxtp.Precision(param="bfloat16")
     ),
+    "adapters beside 8 bits": variant(num_kv_heads=2, head_dim=12, lora=LoraConfig(rank=3, base="float8")),
     "rings": variant(
         num_heads=9,
         num_kv_heads=1,

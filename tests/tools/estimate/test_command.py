@@ -63,6 +63,9 @@ NINE_TENTHS = "h100x8 --memory-fraction 0.9"
 RECIPES = {
     "chat_llama31_8b": "h100x8",
     "chat_qwen3_8b": "h100x8",
+    "distill_llama31_8b_from_70b": "h100x8",
+    "dpo_llama31_8b": "h100x8",
+    "dpo_lora_llama31_8b": "h100x8",
     "finetune_llama31_8b": "h100x8",
     "finetune_qwen3_8b": "h100x8",
     "glm47_flash": NINE_TENTHS,
@@ -79,7 +82,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("config", sweep(list(RECIPES), "pretrain_1b"))
+@pytest.mark.parametrize("config", sweep(list(RECIPES), "pretrain_1b", "dpo_lora_llama31_8b"))
 def test_a_recipe_is_the_best_setting_and_surely_fits(config, tmp_path):
     path, written, record = ROOT / f"configs/{config}.yaml", tmp_path / "new" / "best.yaml", tmp_path / "estimate.json"
     hardware = RECIPES[config]
@@ -89,6 +92,36 @@ def test_a_recipe_is_the_best_setting_and_surely_fits(config, tmp_path):
     assert from_yaml(TrainConfig, written) == from_yaml(TrainConfig, path)
     assert len(written.read_text().splitlines()) < 65
     assert json.loads(record.read_text())["meshes"][0]["fits_surely"]
+
+
+SMALL = ["--model.num-layers=1", "--model.d-model=64", "--model.d-ff=128", "--hardware=h100x2", "--mesh=tp=2"]
+
+
+def test_a_loss_scales_the_time_of_a_step_and_needs_no_data(tmp_path, capsys):
+    file, found = tmp_path / "estimate.json", {}
+    losses = {"usual": [], "dpo": ["--train.loss=jaxtp:DPO", "--train.loss-arguments.beta=0.2", "--data.path=absent"]}
+    for name, flags in losses.items():
+        assert main([*SMALL, "--model.lora.rank=4", *flags, f"--json={file}"]) == 0
+        found[name] = json.loads(file.read_text())
+    text, relative = capsys.readouterr().out, found["dpo"]["loss"]["relative"]
+    assert "jaxtp:DPO(beta=0.2)" in text
+    assert 1.3 < relative < 1.6, "a pass of the reference, by a forward and a backward pass without weight gradients"
+    usual, dpo = (each["meshes"][0] for each in found.values())
+    assert dpo["seconds"]["products"] == pytest.approx(relative * usual["seconds"]["products"])
+    assert dpo["seconds"]["update"] == usual["seconds"]["update"]
+    kept = dpo["bytes_per_device"]["activations"] - usual["bytes_per_device"]["activations"]
+    assert kept < 0.1 * dpo["bytes_per_device"]["activations"], "the pass of the reference keeps nothing"
+    assert dpo["bytes_per_device"]["batch"] == usual["bytes_per_device"]["batch"], "pairs for segments"
+
+
+def test_what_an_estimate_of_a_loss_refuses(capsys):
+    for flags, message in {
+        "--train.loss jaxtp:DPO --tier 2": "--tier 3 compiles yours",
+        "--train.loss jaxtp:DPO --train.loss-arguments.bet 1": "did you mean beta?",
+        "--train.loss-arguments.beta 1": "are those of --train.loss",
+    }.items():
+        assert main([*SMALL, *flags.split()]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_best_setting_is_written_for_training(tmp_path, monkeypatch, capsys):
