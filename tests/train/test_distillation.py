@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import accounts
 import jax
@@ -20,13 +21,14 @@ from support import assert_close, by_name, random_weights, state_on_mesh, sweep_
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
-from jaxtp.data.scores import JOURNAL
+from jaxtp.data.scores import JOURNAL, Record, Scores
 from jaxtp.mesh import make_mesh
 from jaxtp.models.decoder import create_decoder
 from jaxtp.tools.score.__main__ import main as score
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.distillation import Distillation
+from jaxtp.train.run_data import _check_temperature
 from jaxtp.train.step import loss_and_grads
 
 B, T, V, D = 8, 8, 37, 16
@@ -189,6 +191,19 @@ def test_values_out_of_range_are_refused(values, message):
         Distillation(**values)
 
 
+@pytest.mark.parametrize(("loss", "wanted"), [(Distillation(temperature=2.0), 2), (jaxtp.DPO(), 1)], ids=["2", "1"])
+def test_scores_at_another_temperature_are_refused(loss, wanted):
+    more = dict.fromkeys(("model", "model_sha256", "dtype", "dataset", "tokenizer"), "")
+    rows = {"sequence_length": 32, "packing": "documents", "long_documents": "drop"}
+    record = Record(1, vocab_size=V, top_k=5, temperature=1.5, splits={}, **more, **rows)
+    message = f"temperature 1.5, and the loss needs those at {wanted}; score again, or change the loss: jaxtp score"
+    with pytest.raises(ConfigError, match=message) as caught:
+        _check_temperature(Scores(Path("s"), record), loss)
+    assert ("--temperature 2" in str(caught.value)) == (wanted == 2)
+    _check_temperature(Scores(Path("s"), dataclasses.replace(record, temperature=float(wanted))), loss)
+    _check_temperature(Scores(Path("s"), record), lambda model, batch, key: None)
+
+
 def test_an_example_has_scores_of_distinct_tokens():
     batch = Distillation(top_k=64).example_batch(2, 8, TrainConfig(model=MODEL))
     assert {name: (str(array.dtype), array.shape) for name, array in batch.items()} == {
@@ -239,7 +254,7 @@ def test_a_student_learns_from_the_scores_of_a_teacher_and_kills_change_nothing(
     student = [*map(str, [*student, "--train.loss-arguments.cross-entropy", 0.1, "--data.scores", scores])]
     hot = [*student, "--run.dir", str(tmp_path / "hot"), "--train.loss-arguments.temperature", "2"]
     assert main(hot) == 2
-    assert "has scores at temperature 1, and the loss needs those at 2; change the loss" in capsys.readouterr().err
+    assert "has scores at temperature 1, and the loss needs those at 2; score again" in capsys.readouterr().err
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start([*student, "--run.dir", str(whole)]))
     process = start([*student, "--run.dir", str(killed)])
