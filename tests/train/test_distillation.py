@@ -145,9 +145,7 @@ def test_it_is_the_divergence_of_the_top_tokens_and_the_rest(name, k):
 
 @pytest.mark.parametrize(
     ("mesh", "name", "model"),
-    sweep_of(
-        [MESHES, ("forward", "all"), ("decoder", "experts")], ("fsdp", "all", "decoder"), ("cp", "forward", "decoder")
-    ),
+    sweep_of([MESHES, ("forward", "all"), ("decoder", "experts")], ("cp", "all", "decoder")),
 )
 def test_a_mesh_gives_the_numbers_of_one_device(mesh, name, model):
     loss = LOSSES[name]
@@ -171,8 +169,8 @@ def traced(k, length):
 
 def test_memory_grows_with_k_and_no_array_has_the_logits_of_all_tokens():
     tokens = 4 * 64
-    taken = [traced(k, 64).lower().compile().memory_analysis().temp_size_in_bytes for k in (4, 12, 20)]
-    assert taken[2] - taken[1] <= 8 * tokens * 4 * 10
+    taken = [traced(k, 64).lower().compile().memory_analysis().temp_size_in_bytes for k in (4, 20)]
+    assert taken[1] - taken[0] <= 16 * tokens * 4 * 10
     shapes = [v.aval.shape for e in accounts.equations(traced(12, 64).jaxpr.jaxpr) for v in e.outvars]
     assert max(math.prod(shape) for shape in shapes if shape[-1:] == (V,)) < tokens * V
 
