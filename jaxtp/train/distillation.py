@@ -1,9 +1,8 @@
 """A loss that draws a model towards the most probable tokens of a teacher, which `jaxtp score --top-k` has stored.
 
-At each position the teacher's k tokens keep their probabilities, and all other tokens count as one more, for teacher and
-student (the ghost token of Megatron-LM, the tail bucket of TRL). So the divergence is 0 only if the student gives the k
-tokens the teacher's probabilities. It is at most the divergence over the whole vocabulary, and equals it if k is all of
-it.
+At each position the teacher's k tokens keep their probabilities, and all others count as one more token, for both models
+(the ghost token of Megatron-LM, the tail bucket of TRL). So the divergence is 0 only if the student gives the k tokens
+the teacher's probabilities. It is at most the divergence over the whole vocabulary, and equals it if k is all of it.
 """
 
 import math
@@ -26,7 +25,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.user_loss import Example
 
 LEAST = 1e-6
-"""Probability of all other tokens below which float32 cannot tell it from rounding, and which it then has."""
+"""Probability below which float32 cannot tell all other tokens from rounding: their logarithm is linear there."""
 
 Direction = Literal["forward", "reverse"]
 
@@ -120,4 +119,6 @@ class Distillation:
 def _with_rest(log_probs_BTK: Array) -> Array:
     """Appends the log-probability of all other tokens."""
     rest = 1 - jnp.sum(jnp.exp(log_probs_BTK), axis=-1, keepdims=True)
-    return jnp.concatenate([log_probs_BTK, jnp.log(jnp.maximum(rest, LEAST))], axis=-1)
+    below = math.log(LEAST) + rest / LEAST - 1  # has a gradient, so that a student does not stay there
+    log_rest = jnp.where(rest > LEAST, jnp.log(jnp.maximum(rest, LEAST)), below)
+    return jnp.concatenate([log_probs_BTK, log_rest], axis=-1)

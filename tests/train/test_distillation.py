@@ -27,7 +27,7 @@ from jaxtp.models.decoder import create_decoder
 from jaxtp.tools.score.__main__ import main as score
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, TrainConfig
-from jaxtp.train.distillation import Distillation
+from jaxtp.train.distillation import Distillation, _with_rest
 from jaxtp.train.run_data import _check_temperature
 from jaxtp.train.step import loss_and_grads
 
@@ -141,6 +141,20 @@ def test_it_is_the_divergence_of_the_top_tokens_and_the_rest(name, k):
     batch, logits = batch_of(k, loss.temperature)
     found, expected = results(loss, batch), results(dense(loss, logits), batch)
     assert_close({each: found[each] for each in expected}, expected, 1e-6)
+
+
+@pytest.mark.parametrize(("logit", "tolerance"), [(-2.0, 1e-5), (-10.0, 1e-2), (-16.0, 1.0)])
+def test_a_student_that_leaves_nothing_to_other_tokens_is_pulled_back(logit, tolerance):
+    """The gradient of the logit of all other tokens, to which a teacher gives 0.1."""
+    teacher = _with_rest(jnp.log(jnp.full(2, 0.45)))
+
+    def forward(logits):
+        return jnp.sum(jnp.exp(teacher) * (teacher - _with_rest(jax.nn.log_softmax(logits)[:2])))
+
+    gradient = jax.grad(forward)(jnp.array([0, 0, logit]))[2]
+    expected = math.exp(logit) / (2 + math.exp(logit)) - 0.1
+    assert gradient < 0
+    assert gradient == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.parametrize(
