@@ -1,6 +1,6 @@
 """A loss that draws a model towards the most probable tokens of a teacher, which `jaxtp score --top-k` has stored.
 
-At each position the teacher's k tokens keep their probabilities, and all others count as one more token, for both models
+At each position the teacher's k tokens keep their probabilities, and all others are one more token, for both models
 (the ghost token of Megatron-LM, the tail bucket of TRL). So the divergence is 0 only if the student gives the k tokens
 the teacher's probabilities. It is at most the divergence over the whole vocabulary, and equals it if k is all of it.
 """
