@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
-from jax.stages import Lowered
+from jax.stages import Traced
 
 from jaxtp.analysis.audit import audit
 from jaxtp.analysis.collective import Axes, Traffic, sums
@@ -434,7 +434,9 @@ def main() -> None:
     config = validate(TrainConfig, request["config"], source="request")
     target, sizes = Topology(**request["target"]), request["sizes"]
     mesh = mesh_of(sizes, target.devices())
-    lowered = lower(config, mesh)
+    traced = trace(config, mesh)
+    with jax.set_mesh(mesh):
+        lowered = traced.lower()
     started = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options=ABSENT_GPU if target.platform == "cuda" else {})
@@ -447,15 +449,15 @@ def main() -> None:
         print(json.dumps({"seconds": time.perf_counter() - started, **_numbers(compiled, target.platform, sizes)}))
 
 
-def lower(config: TrainConfig, mesh: Mesh) -> Lowered:
-    """Lowers the step of a configuration on a mesh, also of a user's loss."""
+def trace(config: TrainConfig, mesh: Mesh) -> Traced:
+    """Traces the step of a configuration on a mesh, also with a user's loss."""
     task, batch = Task(), None
     if config.train.loss is not None:
         config, task, shapes = open_task(config)
         batch = split(shapes, mesh)
     with jax.set_mesh(mesh):
         blueprint = _plan(config, mesh)
-        return trace_step(config, blueprint, make_train_step(config, blueprint, task=task), batch=batch).lower()
+        return trace_step(config, blueprint, make_train_step(config, blueprint, task=task), batch=batch)
 
 
 def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
