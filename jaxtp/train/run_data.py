@@ -13,7 +13,6 @@ from jaxtp.data.batches import Batches, Position, token_batches
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh, split
 from jaxtp.data.samples import Data, RowSettings
-from jaxtp.data.scores import Scores, open_scores
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitialState, InitSource
 from jaxtp.train.task import Loss, Task
@@ -103,6 +102,8 @@ def load_tokens(config: TrainConfig, source: InitSource) -> Data:
     settings = RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)
     scores = None
     if data.scores is not None:
+        from jaxtp.data.scores import open_scores
+
         scores = open_scores(data.scores)
         scores.check(corpus.tokenizer, settings)
     return Data(corpus, settings, config.run.seed, scores)
@@ -124,7 +125,8 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
         )
 
 
-def _check_temperature(scores: Scores | None, loss: Loss | None) -> None:
+def _check_temperature(data: Data, loss: Loss | None) -> None:
+    scores = data.scores
     wanted: float | None = attribute(loss, "scores_temperature", None)
     if scores is not None and wanted not in (None, scores.record.temperature):
         raise ConfigError(
@@ -148,7 +150,7 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
         tokens = load_tokens(config, source)
         if tokens.corpus.has_pairs and task.loss is None:
             raise ConfigError(f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO")
-        _check_temperature(tokens.scores, task.loss)
+        _check_temperature(tokens, task.loss)
         held_out = token_batches(tokens.validation(config.eval.batches, size), size, once=True)
         return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)
     from jaxtp.data.sources import open_batches

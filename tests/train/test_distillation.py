@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import accounts
 import jax
@@ -208,12 +209,13 @@ def test_scores_at_another_temperature_are_refused(loss, wanted):
     more = dict.fromkeys(("model", "model_sha256", "dtype", "dataset", "tokenizer"), "")
     rows = {"sequence_length": 32, "packing": "documents", "long_documents": "drop"}
     record = Record(1, vocab_size=V, top_k=5, temperature=1.5, splits={}, **more, **rows)
+    data = lambda **changes: SimpleNamespace(scores=Scores(Path("s"), dataclasses.replace(record, **changes)))
     message = f"temperature 1.5, and the loss needs those at {wanted}; score again, or change the loss: jaxtp score"
     with pytest.raises(ConfigError, match=message) as caught:
-        _check_temperature(Scores(Path("s"), record), loss)
+        _check_temperature(data(), loss)
     assert ("--temperature 2" in str(caught.value)) == (wanted == 2)
-    _check_temperature(Scores(Path("s"), dataclasses.replace(record, temperature=float(wanted))), loss)
-    _check_temperature(Scores(Path("s"), record), lambda model, batch, key: None)
+    _check_temperature(data(temperature=float(wanted)), loss)
+    _check_temperature(data(), lambda model, batch, key: None)
 
 
 def test_an_example_has_scores_of_distinct_tokens():
