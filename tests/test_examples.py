@@ -205,7 +205,7 @@ def expanded(name, plan):
 def test_the_accuracy_of_an_example_rises(name, tmp_path, capsys):
     example(name).main(mesh="tp=2", folder=str(tmp_path))
     first, *_, last = map(float, re.findall(r"accuracy ([\d.]+)", capsys.readouterr().out))
-    assert last > max(0.75, first + 0.2)
+    assert last > max(0.65, first + 0.2)
 
 
 @pytest.mark.wide

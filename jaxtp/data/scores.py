@@ -42,6 +42,7 @@ SCORES, JOURNAL = "scores.json", "unfinished.json"
 _PIECE = 2**22
 """Numbers of a file that `verify` checks at a time."""
 
+Text = Annotated[str, Field(max_length=2**12)]
 T = TypeVar("T")
 Numbers: TypeAlias = NDArray[np.integer] | NDArray[np.floating]
 
@@ -67,15 +68,15 @@ class Record:
     """Content of `scores.json`."""
 
     format: Literal[1]
-    model: str
+    model: Text
     """A description, for messages."""
-    model_sha256: str
+    model_sha256: Text
     """Identity of the weights, as in checkpoints of adapters."""
-    dtype: str
+    dtype: Text
     """The dtype of the computation."""
-    dataset: str
+    dataset: Text
     """Folder of the dataset, for messages."""
-    tokenizer: str
+    tokenizer: Text
     vocab_size: Annotated[int, Field(ge=1, le=2**32)]
     """Number of tokens of the model."""
     top_k: Annotated[int, Field(ge=1, le=2**20)] | None
@@ -158,7 +159,8 @@ class Scores:
         if documents.identity not in found:
             raise ScoresError(
                 f"data.scores={self.folder} has scores of {truncate(self.record.dataset)}, and not of the documents in "
-                f"{documents.location(0).rpartition(',')[0]}; score them: {self.command(settings)}"
+                f"{documents.location(0).rpartition(',')[0]}; all data of a run need to be one dataset, scored by: "
+                f"{self.command(settings)}"
             )
         name, split = found[documents.identity]
         if split.rows != rows.identity or len(split.shards) != len(documents.shard_sizes):

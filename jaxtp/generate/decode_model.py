@@ -164,12 +164,7 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
 
 
 def decode_weights(
-    model: Decoder,
-    targets: Mapping[str, Variable],
-    dtype: DType,
-    mesh: Mesh | None = None,
-    *,
-    donate: bool = False,
+    model: Decoder, targets: Mapping[str, Variable], dtype: DType, mesh: Mesh | None = None, *, donate: bool = False
 ) -> Iterator[tuple[str, Array]]:
     """Yields a decoder's arrays by path in a decode model, with any adapters merged, one stacked parameter at a time.
 

@@ -10,18 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpy.typing import NDArray
 from pydantic import Field
 
 from jaxtp.config.schema import ConfigError, Count, Positive, allowed
-from jaxtp.data.rows import IGNORE
+from jaxtp.data.rows import IGNORE, SEGMENTS
 from jaxtp.data.scores import TOP_IDS, TOP_LOG_PROBS
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import hidden_log_probs
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.user_loss import Example
 
 LEAST = 1e-6
 """Probability of all other tokens below which float32 cannot tell it from rounding, and which it then has."""
@@ -72,7 +73,7 @@ class Distillation:
         self, model: Decoder, batch: Mapping[str, Array], key: Array
     ) -> tuple[Array, Array, Mapping[str, Array]]:
         """Returns sums over the positions with a label, and their number."""
-        sequences = model.sequences(batch["inputs"], batch.get("segments"))
+        sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS))
         hidden_BTD = model.hidden(batch["inputs"], sequences=sequences)
         labels_BT, ids_BTK, teacher_BTK = (sequences.local_tokens(batch[name]) for name in self.columns[1:])
         is_label_BT = labels_BT != IGNORE
@@ -104,14 +105,15 @@ class Distillation:
             return both_BTL[..., :-1], both_BTL[..., -1]
         return log_probs(ids_BTK, self.temperature), log_probs(labels_BT) if self.cross_entropy else None
 
-    def example_batch(self, rows: int, length: int, config: TrainConfig) -> dict[str, NDArray[np.generic]]:
-        """Returns random rows, and scores that halve from token to token."""
-        vocab_size = config.model.vocab_size
-        k = min(self.top_k, vocab_size)
-        tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1), np.int32)
-        ids = (tokens[:, 1:, None] + np.arange(k, dtype=np.int32)) % vocab_size
-        log_probs = np.broadcast_to(math.log(0.5) * np.arange(1, k + 1, dtype=np.float32), ids.shape)
-        return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:], TOP_IDS: ids, TOP_LOG_PROBS: log_probs}
+    def example_batch(self, rows: int, length: int, config: TrainConfig) -> dict[str, Example]:
+        """Returns the shapes of a batch's tokens, and scores that halve from token to token."""
+        k = min(self.top_k, config.model.vocab_size)
+        places, offsets = np.arange(rows * length, dtype=np.int32), np.arange(k, dtype=np.int32)
+        ids = ((places[:, None] + offsets) % config.model.vocab_size).reshape(rows, length, k)
+        log_probs = np.broadcast_to(np.float32(math.log(0.5)) * np.float32(offsets + 1), ids.shape)
+        names = ("inputs", "labels", *((SEGMENTS,) if config.data.packed else ()))
+        tokens: dict[str, Example] = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in names}
+        return tokens | {TOP_IDS: ids, TOP_LOG_PROBS: log_probs}
 
 
 def _with_rest(log_probs_BTK: Array) -> Array:

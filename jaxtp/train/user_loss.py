@@ -122,7 +122,8 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     Raises:
       ConfigError: a column that the loss names is missing; or it fails, or returns something else than sums.
     """
-    if missing := [name for name in attribute(loss, "columns", ()) if name not in batch]:
+    columns: tuple[str, ...] = attribute(loss, "columns", ())
+    if missing := [name for name in columns if name not in batch]:
         how = _ORIGINS.get(missing[0], "bring batches that have it (--data.batches)")
         raise ConfigError(f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}")
     rows = next(iter(batch.values())).shape[0]

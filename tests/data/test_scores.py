@@ -102,7 +102,7 @@ def test_refused(dataset, tmp_path):
     refused(r"data.sequence_length: 64 -> 32", config=replace(config, sequence_length=32))
     refused(r"data.long_documents: split -> drop", config=replace(config, long_documents="drop"))
     other = prepared(tmp_path / "other", jsonl(tmp_path / "b.jsonl", texts(40, seed=1)), "--held-out", "0.2")
-    match = r"has scores of d, and not of the documents in .*other/train-00000.tokens; score them: jaxtp score"
+    match = r"has scores of d, and not of the documents in .*other/train-00000.tokens; .*: jaxtp score"
     refused(match, config=replace(config, path=other.folder))
     refused(r"documents in .*other/validation", config=replace(config, validation=other.folder))
     scores = open_scores(tmp_path / "s")

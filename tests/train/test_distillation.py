@@ -156,7 +156,7 @@ def test_a_mesh_gives_the_numbers_of_one_device(mesh, name, model):
         assert 0 < expected[metric] / expected["weight"] < 6
 
 
-def traced(k, length=16):
+def traced(k, length):
     """Returns a step's loss and gradients for abstract weights, with k tokens at each position."""
     batch = Distillation(top_k=k).example_batch(4, length, TrainConfig(model=MODEL))
     graph, state = nnx.split(nnx.eval_shape(MODELS["shallow"]))
@@ -191,9 +191,10 @@ def test_values_out_of_range_are_refused(values, message):
 
 def test_an_example_has_scores_of_distinct_tokens():
     batch = Distillation(top_k=64).example_batch(2, 8, TrainConfig(model=MODEL))
-    assert {name: (array.dtype.name, array.shape) for name, array in batch.items()} == {
+    assert {name: (str(array.dtype), array.shape) for name, array in batch.items()} == {
         "inputs": ("int32", (2, 8)),
         "labels": ("int32", (2, 8)),
+        "segments": ("int32", (2, 8)),
         "top_ids": ("int32", (2, 8, V)),
         "top_log_probs": ("float32", (2, 8, V)),
     }
@@ -215,7 +216,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.journey
 def test_a_student_learns_from_the_scores_of_a_teacher_and_kills_change_nothing(tmp_path, start, capsys):
-    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in TEXT.splitlines()[:300]))
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in TEXT.splitlines()[:100]))
     data = prepared(tmp_path / "data", tmp_path / "text.jsonl", "--held-out", "0.1").folder
     given = [*SMALL, "--data.path", data, "--mesh", "fsdp=2,tp=2"]
     assert main([*map(str, [*given, "--train.steps", 30, "--run.dir", tmp_path / "teacher"])]) == 0
@@ -244,10 +245,10 @@ def test_a_student_learns_from_the_scores_of_a_teacher_and_kills_change_nothing(
     process = start([*student, "--run.dir", str(killed)])
     wait_for_step(killed, 12, process)
     process.kill()
-    process.communicate()
+    process.wait()
     assert "resumed from the checkpoint at step" in finish(start([*student, "--run.dir", str(killed)]))
     for name in ("loss", "kl", "eval_kl", "grad_norm"):
         assert records(killed, name) == records(whole, name)
     kl, mass = records(whole, "kl"), records(whole, "teacher_mass")
     assert kl[20] < kl[1] / 2
-    assert 0.3 < mass[1] < 1
+    assert 0.2 < mass[1] < 1

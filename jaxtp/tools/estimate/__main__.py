@@ -62,8 +62,8 @@ h100x8, and ranks those that fit. Times are modelled, wrong by tens of percent. 
 --config FILE reads the configuration of a training run; flags override it. --hardware takes a name or a YAML file with
 like (a name; without it the first six keys are required), platform (cuda, rocm, tpu), direct (true: links join each
 pair) and KEYS. Exit code 1: nothing fits. FILE.py:build instead of a configuration takes any Flax model: see
-jaxtp estimate FILE.py:build --help. --model.build, --train.loss, --data.batches and --optimizer.build work as for jaxtp
-train; the estimate then tries meshes only.
+jaxtp estimate FILE.py:build --help. --train.loss works as for jaxtp train, without the data. So do --model.build,
+--data.batches and --optimizer.build; the estimate then tries meshes only.
 
   jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml

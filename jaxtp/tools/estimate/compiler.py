@@ -45,6 +45,7 @@ from jaxtp.train.memory import with_attention
 from jaxtp.train.setup import open_task
 from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, plan_state
 from jaxtp.train.step import make_train_step, trace_step
+from jaxtp.train.task import Task
 from jaxtp.train.validation import check, chosen_kernels, kernel_problems
 
 MAX_DEVICES = 1024  # virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
@@ -433,8 +434,9 @@ def main() -> None:
     config = validate(TrainConfig, request["config"], source="request")
     target, sizes = Topology(**request["target"]), request["sizes"]
     mesh = mesh_of(sizes, target.devices())
+    traced = trace(config, mesh)
     with jax.set_mesh(mesh):
-        lowered = _trace(config, _plan(config, mesh)).lower()
+        lowered = traced.lower()
     started = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options=ABSENT_GPU if target.platform == "cuda" else {})
@@ -447,12 +449,15 @@ def main() -> None:
         print(json.dumps({"seconds": time.perf_counter() - started, **_numbers(compiled, target.platform, sizes)}))
 
 
-def _trace(config: TrainConfig, blueprint: Blueprint) -> Traced:
-    if config.train.loss is None:
-        return trace_step(config, blueprint)
-    config, task, batch = open_task(config)
-    step = make_train_step(config, blueprint, task=task)
-    return trace_step(config, blueprint, step, batch=split(batch, blueprint.mesh))
+def trace(config: TrainConfig, mesh: Mesh) -> Traced:
+    """Traces the step of a configuration on a mesh, also with a user's loss."""
+    task, batch = Task(), None
+    if config.train.loss is not None:
+        config, task, shapes = open_task(config)
+        batch = split(shapes, mesh)
+    with jax.set_mesh(mesh):
+        blueprint = _plan(config, mesh)
+        return trace_step(config, blueprint, make_train_step(config, blueprint, task=task), batch=batch)
 
 
 def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:

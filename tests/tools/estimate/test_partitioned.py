@@ -13,7 +13,7 @@ from support import sweep
 
 import jaxtp
 from jaxtp.analysis.hardware import find
-from jaxtp.config.schema import ConfigError
+from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.mesh import AXES, TP, fitting_meshes, mesh_shape
 from jaxtp.models import decoder
 from jaxtp.tools.estimate import compiler
@@ -145,3 +145,8 @@ def test_only_what_a_cpu_has_is_compiled():
     config, notes = compiler._for_cpu(dataclasses.replace(CONFIG, model=model))
     assert (config.model.attention, config.model.remat) == ("auto", "full")
     assert len(notes) == 2
+
+
+def test_the_program_of_a_loss_reads_its_batch():
+    config = replace_nested(CONFIG, {"train.loss": "jaxtp:DPO", "model.lora.rank": 2, "model.num_layers": 1})
+    assert "pairs" in str(compiler.trace(config, jaxtp.make_mesh(fsdp=2, tp=2)).in_avals)

@@ -1,6 +1,7 @@
 """`jaxtp score`: the model's log-probabilities on every mesh, after kills too, and training with them."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from runs import contents, records
 from tools.score.conftest import save
 
 import jaxtp
+from jaxtp.config.entry import InterruptError
 from jaxtp.data.rows import IGNORE, SEGMENTS
 from jaxtp.data.samples import RowSettings, make_rows
 from jaxtp.data.scores import JOURNAL, SCORES, open_scores
@@ -159,6 +161,35 @@ def test_kill_9(data, model, base, tmp_path):
     process.wait()
     scored(data, model, tmp_path / "s")
     assert contents(tmp_path / "s") == contents(base)
+
+
+@pytest.mark.wide
+def test_ctrl_c_saves(data, model, base, tmp_path, monkeypatch):
+    checks = []
+
+    def check(found):
+        if checks:
+            raise InterruptError
+        checks.append(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "_check_finite", check)
+        assert main([*map(str, [data, "--model", model, "--out", tmp_path / "s", *LENGTH])]) == 130
+    assert json.loads((tmp_path / "s" / JOURNAL).read_text())["rows"]["train"] == 8
+    scored(data, model, tmp_path / "s")
+    assert contents(tmp_path / "s") == contents(base)
+
+
+@pytest.mark.journey
+def test_two_processes(data, model, base, tmp_path):
+    """Process 0 writes all scores."""
+    flags = [*map(str, [data, "--model", model, *LENGTH, "--mesh", "fsdp=2,tp=2", "--out"])]
+    launch = ["launch", "--processes", "2", "--devices", "2", "--logs", str(tmp_path / "logs"), "--", "jaxtp", "score"]
+    command = [sys.executable, "-m", "jaxtp", *launch, *flags, str(tmp_path / "two")]
+    assert subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}).returncode == 0
+    command = [sys.executable, "-m", "jaxtp", "score", *flags, str(tmp_path / "one")]
+    assert subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}).returncode == 0
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
 def refused(capsys, *argv):
