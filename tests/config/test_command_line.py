@@ -310,6 +310,17 @@ def test_a_value_may_look_like_a_flag():
         assert GENERATE.load(["--model", "m", "--prompt", text])[0].prompt == (text,)
 
 
+def test_a_key_of_a_mapping_is_a_flag(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {loss_arguments: {beta: 1, kind: x}}")
+    flags = ["--train.loss-arguments.beta", "0.1", "--train.loss_arguments.on=true", "--model.arguments.sizes=[1, 2]"]
+    config, _ = TRAIN.load(["--config", str(file), *flags, "--model.arguments.text", "a: b: c"])
+    assert config.train.loss_arguments == {"beta": 0.1, "kind": "x", "on": True}
+    assert config.model.arguments == {"sizes": [1, 2], "text": "a: b: c"}
+    with pytest.raises(ConfigError, match="--data.mixture"):
+        TRAIN.load(["--data.mixture.code", "1"])
+
+
 def test_none_is_no_value_where_a_setting_may_have_none(tmp_path):
     (tmp_path / "c.yaml").write_text("model: {learned_positions: 16}\ndata: {path: none}")
     flags = ["--config", str(tmp_path / "c.yaml")]
