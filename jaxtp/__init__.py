@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxtp.analysis.audit import audit as audit
     from jaxtp.analysis.propose import Proposal as Proposal
     from jaxtp.analysis.propose import propose_plan as propose_plan
+    from jaxtp.data.tokenizer import ByteTokenizer as ByteTokenizer
     from jaxtp.generate.engine import Generator as Generator
     from jaxtp.generate.loading import open_tokenizer as open_tokenizer
     from jaxtp.generate.request import Result as Result

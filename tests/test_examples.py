@@ -31,7 +31,7 @@ from jaxtp.parallelize.plan import assign_styles
 FOLDER = Path(__file__).parent.parent / "scripts" / "examples"
 PLANNED = ["vit", "mixer", "encoder_decoder", "recurrent", "diffusion"]
 """Models of plain Flax, with a plan."""
-NAMES = [*PLANNED, "own_loss", "public_model"]
+NAMES = [*PLANNED, "own_loss", "public_model", "reward_model", "classifier"]
 MESHES = ["dp=2", "fsdp=2", "tp=2", "tp=4", "fsdp=2,tp=2", "dp=2,fsdp=2,tp=2"]
 STEPS = 3
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
@@ -200,7 +200,22 @@ def expanded(name, plan):
     return {path[0]: style for path, (_, style) in styles if style}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["reward_model", "classifier"])
+def test_the_accuracy_of_an_example_rises(name, tmp_path, capsys):
+    example(name).main(mesh="tp=2", folder=str(tmp_path))
+    first, *_, last = map(float, re.findall(r"accuracy ([\d.]+)", capsys.readouterr().out))
+    assert last > max(0.65, first + 0.2)
+
+
+@pytest.mark.wide
+def test_the_reward_rises():
+    means = example("rl_loop").main(steps=14)
+    assert means[0] < 0.1
+    assert means[-1] > 0.5
+
+
+@pytest.mark.parametrize("name", [*NAMES, "rl_loop"])
 def test_an_example_is_short_and_imports_only_public_names(name):
     source = (FOLDER / f"{name}.py").read_text()
     assert f"python scripts/examples/{name}.py" in source

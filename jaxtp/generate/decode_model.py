@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pad_array, replace_arrays, to_logical
 from jaxtp.collectives import axis_size
@@ -27,7 +27,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import PARAMETERS, DType, padding_of, spec_of
 from jaxtp.mesh import AXES, CP, DP, FSDP, TP, axes_of, batch_parts, make_mesh, mesh_sizes, parts
 from jaxtp.models.config import BLOCKS
-from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, abstract_decoder
+from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, create_decoder
 
 
 class DecodeModel(EmbeddingAndHead):
@@ -143,8 +143,13 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
       donate: deletes the model's arrays one by one, so that memory holds the weights only once.
     """
     config = model.config
-    plain = nnx.merge(*abstract_decoder(replace(config, lora=LoraConfig()))) if config.lora.rank else model
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: DecodeModel(plain, plain.in_order())))
+
+    def unstacked() -> DecodeModel:
+        plain = create_decoder(replace(config, lora=LoraConfig()), rngs=nnx.Rngs(0)) if config.lora.rank else model
+        return DecodeModel(plain, plain.in_order())
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a mesh in context would not take a stack's specs
+        graph, abstract = nnx.split(nnx.eval_shape(unstacked))
 
     def target(variable: Variable) -> Variable:
         dtype = jnp.dtype(config.precision.compute) if isinstance(variable, PARAMETERS) else variable.dtype
@@ -159,12 +164,7 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
 
 
 def decode_weights(
-    model: Decoder,
-    targets: Mapping[str, Variable],
-    dtype: DType,
-    mesh: Mesh | None = None,
-    *,
-    donate: bool = False,
+    model: Decoder, targets: Mapping[str, Variable], dtype: DType, mesh: Mesh | None = None, *, donate: bool = False
 ) -> Iterator[tuple[str, Array]]:
     """Yields a decoder's arrays by path in a decode model, with any adapters merged, one stacked parameter at a time.
 

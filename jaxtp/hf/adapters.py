@@ -113,8 +113,10 @@ def merged_variables(model: Decoder, dtype: DType) -> Iterator[tuple[str, Variab
 
 
 def _merge_layers(kernel: Array, a: Array, b: Array, scale: float, dtype: DType) -> Array:
-    # Float32 of one layer at a time.
-    return jax.lax.map(lambda layer: merge_layer(*layer, scale, dtype), (kernel, a, b))
+    def of_layer(layer: tuple[Array, Array, Array]) -> Array:
+        return merge_layer(*layer, scale, dtype)
+
+    return jax.lax.map(of_layer, (kernel, a, b))  # float32 of one layer at a time
 
 
 def merge_layer(kernel: Array, a: Array, b: Array, scale: float, dtype: DType) -> Array:

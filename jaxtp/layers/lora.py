@@ -26,8 +26,6 @@ _Delta = Literal["b_proj", "a_proj"]
 Target = Literal[_Llama, _Latent, _Delta]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
-
-
 _Module = TypeVar("_Module", bound=nnx.Module)
 
 
@@ -90,7 +88,7 @@ def freeze(model: nnx.Module) -> None:
 
 def without_adapters(model: _Module) -> _Module:
     """Returns a copy of a model that shares its arrays and has no adapters: the base of LoRA, as in a DPO reference."""
-    copy: _Module = nnx.merge(*nnx.split(model))
+    copy: _Module = nnx.merge(*nnx.split(model), copy=True)
     for _, module in [*nnx.iter_modules(copy)]:
         for name, value in [*vars(module).items()]:
             if name == "loras":

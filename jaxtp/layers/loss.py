@@ -175,7 +175,7 @@ def _top_k(k: int, logits: Array) -> tuple[Array, Array]:
     values, ids = all_gather(candidates, TP, dim=2, to="invarying")
     values, order = jax.lax.top_k(jax.lax.bitcast_convert_type(values, jnp.float32), k)
     exp_sum = all_reduce(jnp.sum(jnp.exp(logits - values[:, :1]), axis=-1, keepdims=True), TP)
-    return values - values[:, :1] - jnp.log(exp_sum), jnp.take_along_axis(ids, order, axis=1)
+    return values - (jnp.log(exp_sum) + values[:, :1]), jnp.take_along_axis(ids, order, axis=1)
 
 
 def _map_chunks(fn: Callable[..., _PerToken], tokens: list[Array], chunk_size: int) -> _PerToken:

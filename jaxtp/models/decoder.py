@@ -217,7 +217,7 @@ class EmbeddingAndHead(nnx.Module):
         rows_1D = constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
         return self.logits_of_hidden(rows_1D)[:, 0]
 
-    def _head(self) -> tuple[Array, HeadConfig, Array | None]:
+    def _head(self, temperature: float = 1.0) -> tuple[Array, HeadConfig, Array | None]:
         config, kernel, bias = self.config, *((None, None) if self.head is None else (self.head.kernel, self.head.bias))
         table = self.embedding.embedding if kernel is None else kernel
         head = HeadConfig(
@@ -225,6 +225,7 @@ class EmbeddingAndHead(nnx.Module):
             config.layer_context,
             scale=config.logit_scale,
             softcap=config.logit_softcap,
+            temperature=temperature,
             chunk_size=config.loss_chunk,
             table_spec=spec_of(table),
         )
@@ -342,15 +343,14 @@ class Decoder(EmbeddingAndHead):
     def statistics_of_hidden(
         self, x_BTD: Array, labels: Array, *, temperature: float = 1.0, entropy: bool = False
     ) -> TokenStatistics:
-        """Returns numbers of each token for final hidden states and labels `[B, T]` or `[B, T, K]`, in their order."""
-        table_VD, head, bias_V = self._head()
-        head = replace(head, temperature=temperature)
+        """Returns numbers of each token, for final hidden states and labels in the same order."""
+        table_VD, head, bias_V = self._head(temperature)
         return vocab_parallel_statistics((x_BTD, table_VD, bias_V), labels, head, entropy=entropy)
 
     def top_k_of_hidden(self, x_BTD: Array, k: int, *, temperature: float = 1.0) -> tuple[Array, Array]:
-        """Returns the k highest log-probabilities at each position, descending, and their ids; see `top_log_probs`."""
-        table_VD, head, bias_V = self._head()
-        return vocab_parallel_top_k((x_BTD, table_VD, bias_V), k, replace(head, temperature=temperature))
+        """Returns `top_log_probs` for final hidden states, in their order."""
+        table_VD, head, bias_V = self._head(temperature)
+        return vocab_parallel_top_k((x_BTD, table_VD, bias_V), k, head)
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`, ordered like `Sequences.positions`.

@@ -18,7 +18,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.data.manifest import BYTES, TokenizerInfo
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate import engine
-from jaxtp.generate.decode_model import model_mesh, weight_bytes
+from jaxtp.generate.decode_model import decode_mesh, model_mesh, to_decode_model, weight_bytes
 from jaxtp.generate.programs import Programs, Shape
 from jaxtp.generate.request import GenerationError
 from jaxtp.mesh import mesh_shape, mesh_sizes
@@ -444,6 +444,16 @@ def test_an_update_gives_the_texts_of_the_new_weights(mesh):
     assert generator.speed.compile_seconds == 0
     generator.update(model_on(None))
     assert [each.ids for each in generator.generate(PROMPTS, SETTINGS)] == [each.ids for each in before]
+
+
+def test_a_model_with_adapters_is_merged():
+    model = trained((1, 2, 4))
+    found, expected = (
+        jax.tree.leaves(nnx.state(to_decode_model(each, decode_mesh(model_mesh(model)))))
+        for each in (model, jaxtp.merge_adapters(model))
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_an_update_is_refused_by_another_architecture_and_in_a_stream():

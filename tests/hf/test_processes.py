@@ -24,6 +24,7 @@ from jaxtp.data.tokenizer import ByteTokenizer
 with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
     model = jaxtp.load_hf(sys.argv[1])
     jaxtp.save_hf(model, sys.argv[2])
+    print("streamed", sum(float(array.sum(dtype="float64")) for _, array in jaxtp.stream_weights(model)))
     results = jaxtp.Generator(model, ByteTokenizer()).generate(["ab", "c"], jaxtp.GenerationSettings(max_tokens=4))
 with jax.set_mesh(jaxtp.make_mesh(tp=4)):
     jaxtp.save_hf(jaxtp.load_hf(sys.argv[3]), sys.argv[4])
@@ -53,6 +54,9 @@ def test_two_processes_equal_one(tmp_path):
         results = generator.generate(["ab", "c"], jaxtp.GenerationSettings(max_tokens=4))
     expected = f"ids {[list(result.ids) for result in results]}"
     assert [expected in output for output in outputs] == [True, True]
+    total = sum(array.sum(dtype="float64") for array in load_file(FOLDER / "model.safetensors").values())
+    streamed = [float(output.split("streamed ")[1].split()[0]) for output in outputs]
+    assert streamed == pytest.approx([total, total]), "every process gets every tensor"
     jaxtp.save_hf(jaxtp.load_hf(stacked), tmp_path / "again")
     for folder, source in ((out, FOLDER), (separate, EXPERTS), (tmp_path / "again", EXPERTS)):
         written, original = (load_file(where / "model.safetensors") for where in (folder, source))

@@ -269,6 +269,32 @@ def test_unsloth_10616_padded_ids_have_no_probability_where_logits_are_capped(mo
     assert max(head_errors(softcap=3.0)) > WRONG
 
 
+def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp_twice(monkeypatch):
+    """https://github.com/pytorch/torchtitan/pull/3822: the backward pass of a gather over tp, whose result every device
+    used alike, summed their equal gradients, so those of log-probabilities were tp times too large. Here they are those
+    of one device."""
+    random = np.random.default_rng(1)
+    x, table = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((B, T, D), (2 * V - 2, D)))
+    labels = jnp.asarray(random.integers(0, 2 * V - 2, (B, T)))
+
+    def log_probs(x, table):
+        found = loss.vocab_parallel_statistics((x, table, None), labels, jaxtp.HeadConfig(2 * V - 2))
+        return jnp.sum(found.label_logit - found.log_normaliser)
+
+    expected = jax.grad(log_probs, (0, 1))(x, table)
+
+    def times():
+        with jax.set_mesh(make_mesh(tp=4)):
+            grads = jax.jit(jax.grad(lambda *arrays: log_probs(*arrays), (0, 1)))(x, table)
+        return [float(jnp.vdot(a, b) / jnp.vdot(b, b)) for a, b in zip(jax.device_get(grads), expected, strict=True)]
+
+    assert times() == pytest.approx([1, 1], abs=RIGHT)
+    summed = jax.custom_vjp(lambda x: all_reduce(x, TP))
+    summed.defvjp(lambda x: (all_reduce(x, TP), None), lambda _, grad: (vary(all_reduce(vary(grad, TP), TP), TP),))
+    monkeypatch.setattr(loss, "all_reduce", lambda x, axis: summed(x))
+    assert times() == pytest.approx([4, 4], abs=RIGHT)
+
+
 def masks(spec, keys):
     """What dropout leaves of ones, on a mesh of 2 x 2 x 2."""
     with jax.set_mesh(make_mesh(dp=2, fsdp=1, tp=2, cp=2)):

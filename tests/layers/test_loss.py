@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from functools import partial
 
 import accounts
@@ -14,7 +15,7 @@ from support import relative_error, sweep
 import jaxtp
 from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import loss_costs
-from jaxtp.layers.loss import vocab_parallel_token_losses
+from jaxtp.layers.loss import vocab_parallel_statistics, vocab_parallel_top_k
 from jaxtp.layers.parameter import PaddedDim
 from jaxtp.mesh import mesh_shape
 
@@ -68,30 +69,90 @@ def test_chunks_add_up_their_gradients_in_float32():
     assert jnp.linalg.norm(whole) > 1
 
 
-TOKEN_LOSSES = list(
-    itertools.product([(1, 1, 1, 1), (1, 1, 1, 4), (1, 2, 1, 2), (2, 1, 2, 2)], [None, 3.0], [None, True])
-)
+MESHES = [(1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2)]
+CASES = list(itertools.product(MESHES, [None, 3.0], [None, True], [1, 3]))
+TEMPERATURE, TOP = 0.7, 7
 
 
-@pytest.mark.parametrize("case", sweep(TOKEN_LOSSES, *TOKEN_LOSSES[2:15:4]), ids=str)
-def test_the_loss_of_each_token_and_whether_it_is_the_likeliest(case):
+def log_probs_of(found, labels):
+    normaliser = found.log_normaliser if labels.ndim == 2 else found.log_normaliser[..., None]
+    return jnp.where(labels == -100, 0, found.label_logit - normaliser)
+
+
+@pytest.mark.parametrize("case", sweep(CASES, CASES[-1], CASES[-6], CASES[17], CASES[22]), ids=str)
+def test_numbers_of_each_token(case):
     """Against float64 on whole logits; 37 ids are not divided by tp, and no chunk divides the tokens of a device."""
-    mesh, softcap, split = case
-    vocab_size, (x, table, labels) = 37, given(4, 8)
-    labels, bias = jnp.where(labels < vocab_size, labels, -100), table[:, 0] if split else None
-    logits = np.einsum("btd,vd->btv", np.float64(x), np.float64(table[:vocab_size]))
-    logits = logits if bias is None else 0.5 * (logits + np.float64(bias[:vocab_size]))
-    logits = softcap * np.tanh(logits / softcap) if softcap else logits
-    labels = labels.at[:, :3].set(logits.argmax(-1)[:, :3])
-    label_logits = np.take_along_axis(logits, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-    expected = np.where(labels >= 0, np.log(np.exp(logits).sum(-1)) - label_logits, 0)
-    context, scale = jaxtp.LayerContext(sequence_parallel=split), 0.5 if split else 1.0
-    head = jaxtp.HeadConfig(vocab_size, context, scale=scale, softcap=softcap, chunk_size=CHUNK)
-    padded = PaddedDim((vocab_size,)).padded(mesh[3])
+    mesh, softcap, split, count = case
+    size, (x, table, labels), dims = 37, given(4, 8), () if count == 1 else (count,)
+    arrays = (x, table[:size], 3 * table[:size, 0]) if split else (x, table[:size])
+    scale, temperature = (0.5, TEMPERATURE) if split else (1.0, 1.0)
+    labels = jax.random.randint(jax.random.key(3), (4, 8, *dims), 0, 3 if dims else size)  # repeats in K labels
+    labels = labels.at[:, 6:].set(-100).at[:, 5, ...].set(size - 1)
+    weights = jax.random.normal(jax.random.key(4), (4, 8, *dims)), jax.random.normal(jax.random.key(5), (4, 8))
+    head = jaxtp.HeadConfig(
+        size,
+        jaxtp.LayerContext(sequence_parallel=split),
+        scale=scale,
+        softcap=softcap,
+        temperature=temperature,
+        chunk_size=CHUNK,
+    )
+
+    def objective(log_probs, entropy):
+        return jnp.sum(weights[0] * log_probs) + jnp.sum(weights[1] * entropy)
+
+    def dense(x, table, bias=0):
+        logits = scale * (jnp.einsum("btd,vd->btv", x, table) + bias)
+        logits = (softcap * jnp.tanh(logits / softcap) if softcap else logits) / temperature
+        log_softmax = jax.nn.log_softmax(logits)
+        found = jnp.take_along_axis(log_softmax, jnp.maximum(labels, 0).reshape(4, 8, -1), axis=-1)
+        log_probs = jnp.where(labels == -100, 0, found.reshape(labels.shape))
+        entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
+        return objective(log_probs, entropy), (log_probs, entropy, *jax.lax.top_k(log_softmax, TOP))
+
+    def ours(x, *params):
+        padded = PaddedDim((size,)).padded(mesh[3]) - size
+        params = [jnp.pad(each, ((0, padded), (0, 0))[: each.ndim]) for each in params]
+        arrays = (x, *params) if split else (x, *params, None)
+        found = vocab_parallel_statistics(arrays, labels, head, entropy=True)
+        numbers = log_probs_of(found, labels), found.entropy
+        return objective(*numbers), (*numbers, *vocab_parallel_top_k(arrays, TOP, head))
+
+    both = [jax.value_and_grad(each, range(len(arrays)), has_aux=True) for each in (dense, ours)]
+    with jax.enable_x64(True):
+        (_, expected), expected_grads = jax.jit(both[0])(*(jnp.float64(each) for each in arrays))
     with jax.set_mesh(jaxtp.make_mesh(*mesh[:2], mesh[3], cp=mesh[2])):
-        losses, likeliest = jax.jit(partial(vocab_parallel_token_losses, head=head))(
-            x, table[:padded], labels, bias_V=None if bias is None else bias[:padded]
-        )
-    assert relative_error(losses, expected) < 1e-6
-    assert np.array_equal(likeliest, (labels >= 0) & (label_logits == logits.max(-1)))
-    assert not np.asarray(losses)[labels < 0].any()
+        (_, found), grads = jax.jit(both[1])(*arrays)
+    assert max(map(relative_error, [*found, *grads], [*expected, *expected_grads])) < 1e-5
+    assert not np.asarray(found[0])[labels == -100].any()
+
+
+def test_the_likeliest_label_has_the_highest_logit():
+    x, table, labels = given(4, 8)
+    logits = np.einsum("btd,vd->btv", np.float64(x), np.float64(table[:37]))
+    labels = jnp.where(labels < 37, labels, -100).at[:, :3].set(logits.argmax(-1)[:, :3])
+    with jax.set_mesh(jaxtp.make_mesh(tp=4)):
+        found = jax.jit(partial(vocab_parallel_statistics, head=jaxtp.HeadConfig(37)))((x, table, None), labels)
+    assert found.entropy is None
+    assert np.array_equal(found.label_logit >= found.highest, labels == logits.argmax(-1))
+
+
+@pytest.mark.parametrize("mesh", sweep([(1, 1, 1), (1, 1, 4), (1, 2, 2)], (1, 1, 4)), ids=str)
+def test_no_array_of_the_compiled_program_has_all_logits(mesh):
+    """Nor more than a few numbers of K labels for each token; 128 tokens, of chunks of 8 on a device."""
+    _, fsdp, tp = mesh
+    ids, tokens = 1024, 128 // fsdp
+    labels = jnp.zeros((8, 16, 3), jnp.int32)
+    head = jaxtp.HeadConfig(ids, chunk_size=8)
+
+    def objective(x, table):
+        found = vocab_parallel_statistics((x, table, None), labels, head, entropy=True)
+        values, top = vocab_parallel_top_k((x, table, None), 5, head)
+        return jnp.sum(log_probs_of(found, labels)) + jnp.sum(found.entropy * values[..., 0]), top
+
+    with jax.set_mesh(jaxtp.make_mesh(*mesh)):
+        run = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))
+        text = run.lower(jnp.ones((8, 16, 4)), jnp.ones((ids, 4))).compile().as_text()
+    sizes = {math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b[fs]32\[([\d,]+)\]", text)}
+    assert 8 * ids // tp in sizes
+    assert max(sizes - {4 * ids}) <= 2 * 8 * ids // tp < tokens * ids // tp

@@ -14,12 +14,7 @@ DOTS1 = base.Family(
         base.SELECTION_BIAS,
         *base.SHARED_EXPERTS,
     ),
-    attributes=(
-        *base.sizes(),
-        base.kv_heads(32),
-        base.ATTENTION_BIAS,
-        *base.grouped_experts(normalize=False),
-    ),
+    attributes=(*base.sizes(), base.kv_heads(32), base.ATTENTION_BIAS, *base.grouped_experts(normalize=False)),
     layer_attributes=base.COMMON | base.WINDOW | {"layer_types", "max_window_layers", "first_k_dense_replace"},
     by_type=base.first_dense(1408),
     window_can_be_null=True,

@@ -137,10 +137,7 @@ TP_PLAN: dict[str, str] = {
     "lm_head": "colwise_gather_output",
 }
 ATTENTION_TP_PLAN = {module: style for module, style in TP_PLAN.items() if ".mlp." not in module}
-EXPERTS_TP_PLAN = {
-    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-    "layers.*.mlp.experts.down_proj": "rowwise",
-}
+EXPERTS_TP_PLAN = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise", "layers.*.mlp.experts.down_proj": "rowwise"}
 """transformers also lists `layers.*.mlp.experts`, which splits no weight and sums the experts' outputs."""
 SHARED_TP_PLAN = {
     "layers.*.mlp.shared_experts.gate_proj": "colwise",

@@ -53,14 +53,7 @@ GLM = replace(
 GLM4_MOE = base.Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    tensors=(
-        *base.BODY,
-        *base.QKV_BIASES,
-        *base.QK_NORMS,
-        *base.EXPERTS,
-        base.SELECTION_BIAS,
-        *base.SHARED_EXPERTS,
-    ),
+    tensors=(*base.BODY, *base.QKV_BIASES, *base.QK_NORMS, *base.EXPERTS, base.SELECTION_BIAS, *base.SHARED_EXPERTS),
     attributes=(
         *base.sizes(1e-5),
         base.kv_heads(8),

@@ -13,10 +13,7 @@ _NORMS = (
     ("blocks.attention_norm", f"{_LAYER}input_layernorm"),
     ("blocks.mlp_norm", f"{_LAYER}post_attention_layernorm"),
 )
-_KERNELS = (
-    ("blocks.attention.out.", f"{_LAYER}attention.dense"),
-    ("blocks.mlp.down.", f"{_LAYER}mlp.dense_4h_to_h"),
-)
+_KERNELS = (("blocks.attention.out.", f"{_LAYER}attention.dense"), ("blocks.mlp.down.", f"{_LAYER}mlp.dense_4h_to_h"))
 
 GPT_NEOX = base.Family(
     model_type="gpt_neox",

@@ -11,12 +11,7 @@ LLAMA = base.Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     tensors=base.BODY + base.QKV_BIASES + base.OUT_BIAS + base.MLP_BIASES,
-    attributes=(
-        *base.sizes(),
-        base.kv_heads(),
-        base.ATTENTION_BIAS,
-        base.MLP_BIAS,
-    ),
+    attributes=(*base.sizes(), base.kv_heads(), base.ATTENTION_BIAS, base.MLP_BIAS),
     required=base.required(sliding_window=None),
 )
 
@@ -65,12 +60,7 @@ SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    attributes=(
-        *base.sizes(tied=True),
-        base.kv_heads(4),
-        base.ATTENTION_BIAS,
-        base.MLP_BIAS,
-    ),
+    attributes=(*base.sizes(tied=True), base.kv_heads(4), base.ATTENTION_BIAS, base.MLP_BIAS),
     layer_attributes=base.COMMON
     | base.WINDOW
     | {"use_sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval"},

@@ -31,10 +31,7 @@ QWEN3 = base.Family(
 QWEN3_MOE = base.Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    tensors=(
-        *QWEN3.tensors,
-        *base.EXPERTS,
-    ),
+    tensors=(*QWEN3.tensors, *base.EXPERTS),
     attributes=(
         *base.sizes(),
         base.kv_heads(4),
@@ -68,10 +65,7 @@ QWEN2_MOE = replace(
     QWEN3_MOE,
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    tensors=(
-        *(tensor for tensor in QWEN3_MOE.tensors if tensor not in base.QK_NORMS + base.OUT_BIAS),
-        *SHARED_EXPERT,
-    ),
+    tensors=(*(tensor for tensor in QWEN3_MOE.tensors if tensor not in base.QK_NORMS + base.OUT_BIAS), *SHARED_EXPERT),
     attributes=(
         *base.sizes(),
         base.kv_heads(16),

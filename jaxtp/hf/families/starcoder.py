@@ -46,11 +46,7 @@ STARCODER2 = base.Family(
     ),
     ignored_attributes=_FP32
     | {"attention_dropout", "embedding_dropout", "residual_dropout", "activation_function", "layer_norm_epsilon"},
-    tp_plan={
-        **base.ATTENTION_TP_PLAN,
-        "layers.*.mlp.c_fc": "colwise",
-        "layers.*.mlp.c_proj": "rowwise",
-    },
+    tp_plan={**base.ATTENTION_TP_PLAN, "layers.*.mlp.c_fc": "colwise", "layers.*.mlp.c_proj": "rowwise"},
 )
 
 GPT_BIGCODE = replace(
