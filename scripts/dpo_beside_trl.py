@@ -12,6 +12,7 @@ answers of a pair in a row.
 """
 
 import argparse
+import contextlib
 import json
 import random
 import subprocess
@@ -124,14 +125,18 @@ def main() -> None:
     write_pairs(arguments.folder / "pairs.jsonl")
     words = [arguments.jaxtp, __file__, arguments.model, str(arguments.folder)]
     subprocess.run(words, check=True, stdout=sys.stderr)
-    tokens, theirs = by_trl(arguments.model, arguments.folder)
-    same_tokens, ours = json.loads((arguments.folder / "jaxtp.json").read_text())
-    assert tokens == same_tokens, "tokens differ"
+    with contextlib.redirect_stdout(sys.stderr):
+        tokens, theirs = by_trl(arguments.model, arguments.folder)
+    report(tokens, theirs, *json.loads((arguments.folder / "jaxtp.json").read_text()))
+
+
+def report(tokens: list[list[int]], theirs: list[Record], own_tokens: list[list[int]], ours: list[Record]) -> None:
+    assert tokens == own_tokens, "tokens differ"
     print(f"{STEPS} steps of {PAIRS} pairs, all weights, float32, AdamW {RATE:g}, beta {BETA}; the same tokens")
     print(f"{'step':>4}{'margin: TRL':>14}{'jaxtp':>12}{'loss: TRL':>14}{'jaxtp':>12}")
     for step, (a, b) in enumerate(zip(theirs, ours, strict=True), 1):
-        margins, losses = ((each[name] for each in (a, b)) for name in ("rewards/margins", "loss"))
-        print(f"{step:>4}{next(margins):>14.6f}{next(margins):>12.6f}{next(losses):>14.6f}{next(losses):>12.6f}")
+        margins, losses = ([each[name] for each in (a, b)] for name in ("rewards/margins", "loss"))
+        print(f"{step:>4}{margins[0]:>14.6f}{margins[1]:>12.6f}{losses[0]:>14.6f}{losses[1]:>12.6f}")
     for name in METRICS:
         differences = [abs(a[name] - b[name]) for a, b in zip(theirs, ours, strict=True)]
         print(f"largest difference of {name}: {max(differences):.1e}")

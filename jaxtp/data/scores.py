@@ -138,8 +138,8 @@ class Scores:
                 f"settings, or score again: {self.command(settings)}"
             )
 
-    def command(self, settings: RowSettings | None = None) -> str:
-        """Returns a command that makes such scores, for other rows if there are `settings`."""
+    def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
+        """Returns a command that makes such scores, with other rows or at another temperature if they are given."""
         record = self.record
         of_rows = (record.sequence_length, record.packing, record.long_documents)
         if settings is not None:
@@ -147,6 +147,8 @@ class Scores:
         rows = zip(("sequence-length", "packing", "long-documents"), of_rows, ("", "documents", "split"), strict=True)
         flags = [f"--data.{name} {value}" for name, value, default in rows if value != default]
         top_k = [] if record.top_k is None else [f"--top-k {record.top_k}"]
+        divisor = record.temperature if temperature is None else temperature
+        flags += [] if divisor == 1 else [f"--temperature {divisor:g}"]
         return " ".join(["jaxtp score DATASET --model MODEL --out FOLDER", *top_k, *flags])
 
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:

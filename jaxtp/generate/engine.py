@@ -192,7 +192,7 @@ class Generator:
         return mesh, size, to_decode_model(model, mesh, donate=donate)
 
     def update(self, model: Decoder) -> None:
-        """Replaces the weights by those of a model in training, from any mesh, with any adapters merged.
+        """Takes the weights of a model in training, from any mesh, with any adapters merged.
 
         Compiles nothing again. Old arrays are deleted one by one before the new ones are made, and so is the KV cache.
 

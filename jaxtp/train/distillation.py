@@ -1,8 +1,8 @@
 """A loss that draws a model towards the most probable tokens of a teacher, which `jaxtp score --top-k` has stored.
 
-At each position a teacher's k tokens keep their probabilities, and all others are one more token, for teacher and
-student alike (the ghost token of Megatron-LM, the tail bucket of TRL). So the divergence is at most that of the whole
-vocabulary, with all tokens it is that, and it is 0 only if the student gives the k tokens their probabilities.
+At each position the teacher's k tokens keep their probabilities, and all others are one more token, for both models
+(the ghost token of Megatron-LM, the tail bucket of TRL). So the divergence is 0 only if the student gives the k tokens
+the teacher's probabilities. It is at most the divergence over the whole vocabulary, and equals it if k is all of it.
 """
 
 import math
@@ -25,7 +25,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.user_loss import Example
 
 LEAST = 1e-6
-"""Probability of all other tokens below which float32 cannot tell it from rounding, and which it then has."""
+"""Probability below which float32 cannot tell all other tokens from rounding: their logarithm is linear there."""
 
 Direction = Literal["forward", "reverse"]
 
@@ -34,8 +34,8 @@ Direction = Literal["forward", "reverse"]
 class Distillation:
     """A loss that makes a model predict a teacher's probabilities, read from scores (`data.scores`).
 
-    Metrics are means over positions with a label: `kl`, `teacher_mass` (the teacher's probability of the k tokens), and
-    `cross_entropy`, unless it is no part of the loss and another temperature than 1 makes it cost a product of the
+    Metrics are means over positions with a label: `kl`; `teacher_mass`, the teacher's probability of the k tokens; and
+    `cross_entropy`, unless its weight is 0 and the temperature is not 1, where it would cost another product with the
     head.
     """
 
@@ -43,7 +43,7 @@ class Distillation:
     """forward is KL(teacher || student), reverse KL(student || teacher)."""
 
     temperature: Positive = 1.0
-    """Divides the logits of the student, and those of the teacher when it was scored; the square multiplies the
+    """Divides the student's logits, as `jaxtp score --temperature` divided the teacher's; its square multiplies the
     divergence (arXiv 1503.02531)."""
 
     cross_entropy: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.0
@@ -57,7 +57,7 @@ class Distillation:
     def __post_init__(self) -> None:
         valid = {
             "direction": (self.direction in get_args(Direction), " or ".join(get_args(Direction))),
-            "temperature": (0 < self.temperature < math.inf, "above 0, as that of the scores"),
+            "temperature": (0 < self.temperature < math.inf, "above 0"),
             "cross_entropy": (0 <= self.cross_entropy <= 1, "from 0 to 1"),
         }
         for name, (fits, values) in valid.items():
@@ -99,7 +99,7 @@ class Distillation:
         return loss, total(is_label_BT), metrics
 
     def _student(self, log_probs: Callable[..., Array], ids_BTK: Array, labels_BT: Array) -> tuple[Array, Array | None]:
-        """Returns log-probabilities of the ids, and those of the labels at temperature 1 if they are needed or free."""
+        """Returns log-probabilities of the ids, and of the labels at temperature 1 if they are needed or free."""
         if self.temperature == 1:
             both_BTL = log_probs(jnp.concatenate([ids_BTK, labels_BT[..., None]], axis=-1))
             return both_BTL[..., :-1], both_BTL[..., -1]
@@ -119,4 +119,6 @@ class Distillation:
 def _with_rest(log_probs_BTK: Array) -> Array:
     """Appends the log-probability of all other tokens."""
     rest = 1 - jnp.sum(jnp.exp(log_probs_BTK), axis=-1, keepdims=True)
-    return jnp.concatenate([log_probs_BTK, jnp.log(jnp.maximum(rest, LEAST))], axis=-1)
+    below = math.log(LEAST) + rest / LEAST - 1  # has a gradient, so that a student does not stay there
+    log_rest = jnp.where(rest > LEAST, jnp.log(jnp.maximum(rest, LEAST)), below)
+    return jnp.concatenate([log_probs_BTK, log_rest], axis=-1)

@@ -52,6 +52,7 @@ class DPO:
     """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733), a mean over a micro-batch's tokens."""
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", PAIRS)
+    scores_temperature: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         smooths = self.label_smoothing == 0 or (0 < self.label_smoothing < 0.5 and self.loss == "sigmoid")

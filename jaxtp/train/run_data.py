@@ -126,12 +126,12 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
 
 
 def _check_temperature(data: Data, loss: Loss | None) -> None:
+    scores = data.scores
     wanted: float | None = attribute(loss, "scores_temperature", None)
-    if data.scores is not None and wanted not in (None, data.scores.record.temperature):
+    if scores is not None and wanted not in (None, scores.record.temperature):
         raise ConfigError(
-            f"data.scores={data.scores.folder} has scores at temperature {data.scores.record.temperature:g}, and the "
-            f"loss needs those at {wanted:g}; change the loss, or score again: {data.scores.command()} --temperature "
-            f"{wanted:g}"
+            f"data.scores={scores.folder} has scores at temperature {scores.record.temperature:g}, and the loss needs "
+            f"those at {wanted:g}; score again, or change the loss: {scores.command(temperature=wanted)}"
         )
 
 

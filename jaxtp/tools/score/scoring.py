@@ -221,6 +221,7 @@ class _Writer:
         self._job, self._files, self._saved = job, dict[Path, BinaryIO](), time.monotonic()
         self.done = done = finished_rows(job)
         if done is None:
+            (job.out / JOURNAL).unlink(missing_ok=True)  # after a kill in `finish`
             return
         if not (job.out / JOURNAL).exists():
             self.save()
@@ -231,6 +232,7 @@ class _Writer:
                         f"{path}: damaged: {file.tell():,} bytes of {size:,}; delete {job.out} to start over"
                     )
                 file.truncate(size)
+                sync_file(file)
 
     def write(self, split: str, first: int, found: Found) -> None:
         """Writes the scores of successive rows; saves from time to time."""
