@@ -237,8 +237,8 @@ class Float8(NamedTuple):
     bits of mantissa, and 2^-6 is its smallest normal number. Both fields may also be specs.
     """
 
-    bits: Any  # of the float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
-    scale: Any  # `[..., 1, out]`: the largest absolute value over 448, the largest number of E4M3
+    bits: Array  # of the float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
+    scale: Array  # `[..., 1, out]`: the largest absolute value over 448, the largest number of E4M3
 
     @property
     def ndim(self) -> int:

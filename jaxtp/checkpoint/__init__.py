@@ -5,10 +5,12 @@ They are Orbax checkpoints; every mesh can restore them.
 
 import logging
 import sys
+import warnings
 
 
 def silence_orbax() -> None:
-    """Silences Orbax's warnings and unawaited TensorStore futures: our errors report damage."""
+    """Silences deprecations, and Orbax's warnings and unawaited TensorStore futures: our errors report damage."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|grain|flax")
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     default_hook = sys.unraisablehook

@@ -49,7 +49,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def check_arguments(name: str, function: Callable[..., Any], setting: str, arguments: Mapping[str, object]) -> None:
+def check_arguments(name: str, function: Callable[..., object], setting: str, arguments: Mapping[str, object]) -> None:
     """Raises ConfigError if a function does not take the arguments that a setting gives it."""
     if (signature := signature_of(function)) is None:
         return

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pydantic
 import tyro
@@ -190,6 +190,19 @@ def validate(
         more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
         raise ConfigError("\n  ".join([f"{source}:", *problems[:_MAX_PROBLEMS], *more]))
     return config
+
+
+def check_fields(made: object) -> None:
+    """Raises ConfigError if a dataclass that was made in Python has a value that its annotations do not allow."""
+    hints = get_type_hints(type(made), include_extras=True)
+    for field in dataclasses.fields(made):  # type: ignore[arg-type]
+        value = getattr(made, field.name)
+        try:
+            pydantic.TypeAdapter(hints[field.name]).validate_python(value, strict=True)
+        except pydantic.ValidationError as error:
+            raise ConfigError(
+                f"{type(made).__name__}: {field.name}={value!r}: {_complaint(error.errors()[0])}"
+            ) from None
 
 
 def replace_nested(config: T, values: Mapping[str, object]) -> T:

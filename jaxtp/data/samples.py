@@ -113,21 +113,19 @@ def _distinct(sources: Sequence[Source]) -> list[Source]:
 
 def make_rows(documents: Documents, settings: RowSettings, scores: "Scores | None" = None) -> Rows:
     """Returns the rows of documents, with `scores`; raises `CorpusError`, `LongDocumentError` or `ScoresError`."""
-    rows = _make_rows(documents, settings)
-    if scores is not None:
-        scores.add_to(rows, documents, settings)
-    return rows
-
-
-def _make_rows(documents: Documents, settings: RowSettings) -> Rows:
+    rows: Rows
     if settings.packing == "concatenated":
         if documents.has_prompts:
             raise CorpusError(
                 f"{documents.location(0)}: data.packing=concatenated does not know where prompts end; "
                 f"{'pairs' if documents.has_pairs else 'instruction data'} need --data.packing documents"
             )
-        return Concatenated(documents, settings.length, settings.vocab_size)
-    return Packed(documents, settings.length, settings.vocab_size, settings.long_documents)
+        rows = Concatenated(documents, settings.length, settings.vocab_size)
+    else:
+        rows = Packed(documents, settings.length, settings.vocab_size, settings.long_documents)
+    if scores is not None:
+        scores.add_to(rows, documents, settings)
+    return rows
 
 
 def shuffled(sources: Sequence[Rows], weights: Sequence[float], seed: int) -> Samples:

@@ -144,6 +144,16 @@ def report_failure(error: BaseException) -> None:
         _current.fail(error)
 
 
+@contextmanager
+def reporting_failure() -> Iterator[None]:
+    """Calls `report_failure` for an error in a block."""
+    try:
+        yield
+    except BaseException as error:
+        report_failure(error)
+        raise
+
+
 def run_and_report(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit code; after a failure exits at once: JAX would wait for the others."""
     try:

@@ -3,8 +3,6 @@
 A run that starts from a Hugging Face model also stores its config.json and tokenizer files.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.logical import select_paths, to_logical
 from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.storage import newest_checkpoint, open_checkpoint, read_info_on_all
+from jaxtp.config.files import fingerprint
 from jaxtp.config.schema import expand, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
@@ -152,14 +151,13 @@ def load_frozen(
     The description is of the original weights. Each kernel that is stored in 8 bits is loaded alone: before it is
     quantised, memory holds no other one in full precision. All processes must call it.
     """
-    kernels, frozen = float8_kernels(abstract), nnx.State[Any, Any]({})
-    sums: dict[str, str] = {}
+    kernels, frozen, sums = float8_kernels(abstract), list[nnx.State](), dict[str, str]()
     for only in (lambda name: name not in kernels, *(kernel.__eq__ for kernel in sorted(kernels))):
         weights, origin = load_base(path, config, mesh, only)
         sums |= base_checksums(weights, mesh)
-        frozen = nnx.merge_state(frozen, freeze_as(weights, abstract))
+        frozen.append(freeze_as(weights, abstract))
         del weights
-    return frozen, describe_base(sums, origin), origin
+    return nnx.merge_state(*frozen), describe_base(sums, origin), origin
 
 
 def load_base(
@@ -189,10 +187,7 @@ def load_base(
 
 def describe_base(sums: Mapping[str, str], origin: Path) -> dict[str, str]:
     """Returns a base model's folder and hash, for the checkpoints of its adapters."""
-    return {
-        "from": str(origin.resolve()),
-        "sha256": hashlib.sha256(json.dumps(dict(sorted(sums.items()))).encode()).hexdigest(),
-    }
+    return {"from": str(origin.resolve()), "sha256": fingerprint(sums)}
 
 
 def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """`jaxtp train`."""
 
 import io
-import warnings
 from collections.abc import Sequence, Set
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
@@ -67,9 +66,7 @@ def main(argv: Sequence[str]) -> int:
       difference in a verification or save; 74 if files could not be written; 75 if another process was lost; 130 for a
       second Ctrl-C.
     """
-    # The libraries' own log lines and deprecation notices stay out of the output.
     silence_orbax()
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|grain|flax")
     return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED))
 
 

@@ -8,7 +8,7 @@ the teacher's probabilities. It is at most the divergence over the whole vocabul
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from pydantic import Field
 
-from jaxtp.config.schema import ConfigError, Count, Positive, allowed
+from jaxtp.config.schema import Count, Positive, allowed, check_fields
 from jaxtp.data.rows import IGNORE, SEGMENTS
 from jaxtp.data.scores import TOP_IDS, TOP_LOG_PROBS
 from jaxtp.models.decoder import Decoder
@@ -26,8 +26,6 @@ from jaxtp.train.user_loss import Example
 
 LEAST = 1e-6
 """Probability below which float32 cannot tell all other tokens from rounding: their logarithm is linear there."""
-
-Direction = Literal["forward", "reverse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Distillation:
     head.
     """
 
-    direction: Direction = "forward"
+    direction: Literal["forward", "reverse"] = "forward"
     """forward is KL(teacher || student), reverse KL(student || teacher)."""
 
     temperature: Positive = 1.0
@@ -55,14 +53,7 @@ class Distillation:
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", TOP_IDS, TOP_LOG_PROBS)
 
     def __post_init__(self) -> None:
-        valid = {
-            "direction": (self.direction in get_args(Direction), " or ".join(get_args(Direction))),
-            "temperature": (0 < self.temperature < math.inf, "above 0"),
-            "cross_entropy": (0 <= self.cross_entropy <= 1, "from 0 to 1"),
-        }
-        for name, (fits, values) in valid.items():
-            if not fits:
-                raise ConfigError(f"Distillation: {name}={getattr(self, name)!r}, which can be: {values}")
+        check_fields(self)
 
     @property
     def scores_temperature(self) -> float:

@@ -3,11 +3,10 @@
 The log-probabilities of an answer's tokens are summed by the column `pairs`, so an answer may be anywhere in its row.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +14,16 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from numpy.typing import NDArray
+from pydantic import Field
 
 from jaxtp.config.entry import UserError
-from jaxtp.config.schema import ConfigError, NonNegative, Positive
+from jaxtp.config.schema import ConfigError, NonNegative, Positive, allowed, check_fields
 from jaxtp.data.rows import IGNORE, PAIRS, SEGMENTS
 from jaxtp.data.scores import LOG_PROBS
 from jaxtp.layers.lora import without_adapters
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import token_log_probs
 from jaxtp.train.config import TrainConfig
-
-Variant = Literal["sigmoid", "ipo", "hinge"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +37,11 @@ class DPO:
     beta: Positive = 0.1
     """Strength of the reference: a reward is beta times the log-ratio of the model to the reference."""
 
-    loss: Variant = "sigmoid"
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a margin of rewards; ipo (arXiv 2310.12036) takes log-ratios per token, towards 1 / (2 beta)."""
 
-    label_smoothing: NonNegative = 0.0
-    """Probability that the answers of a pair are swapped, below 0.5 (conservative DPO); for sigmoid only."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), allowed("from 0 to below 0.5")] = 0.0
+    """Probability that the answers of a pair are swapped (conservative DPO); for sigmoid only."""
 
     length_normalized: bool = False
     """Take log-ratios per token (`sigmoid_norm` of TRL); ipo always does."""
@@ -55,16 +53,9 @@ class DPO:
     scores_temperature: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        smooths = self.label_smoothing == 0 or (0 < self.label_smoothing < 0.5 and self.loss == "sigmoid")
-        valid = {
-            "loss": (self.loss in get_args(Variant), ", ".join(get_args(Variant))),
-            "beta": (0 < self.beta < math.inf, "above 0, usually 0.01 to 0.5"),
-            "label_smoothing": (smooths, "0, or with sigmoid below 0.5"),
-            "sft_weight": (0 <= self.sft_weight < math.inf, "0 or more"),
-        }
-        for name, (fits, values) in valid.items():
-            if not fits:
-                raise ConfigError(f"DPO: {name}={getattr(self, name)!r}, which can be: {values}")
+        check_fields(self)
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ConfigError(f"DPO: label_smoothing={self.label_smoothing} is for loss='sigmoid', not {self.loss!r}")
 
     def __call__(
         self, model: Decoder, batch: Mapping[str, Array], key: Array

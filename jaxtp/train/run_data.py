@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
+from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Batches, Position, token_batches
@@ -113,12 +113,11 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
     """Raises `ConfigError` if log-probabilities are not of the initial model; all processes must call it."""
     if data is None or data.scores is None or data.scores.record.top_k is not None:
         return
-    from jaxtp.hf.runs import base_checksums, describe_base
+    from jaxtp.hf.runs import base_checksums
 
-    scores, base = data.scores, initial.base
-    if base is None:
-        base = describe_base(base_checksums(initial.state["model"], mesh), Path())  # type: ignore[arg-type]
-    if base["sha256"] != scores.record.model_sha256:
+    scores, base, weights = data.scores, initial.base, initial.state["model"]
+    sha256 = base["sha256"] if base else fingerprint(base_checksums(weights, mesh))  # type: ignore[arg-type]
+    if sha256 != scores.record.model_sha256:
         raise ConfigError(
             f"data.scores={scores.folder} has log-probabilities of {truncate(scores.record.model)}, and this run "
             f"starts from other weights; score the data by its initial model: {scores.command()}"

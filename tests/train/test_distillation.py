@@ -193,10 +193,10 @@ def test_memory_grows_with_k_and_no_array_has_the_logits_of_all_tokens():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"direction": "backward"}, "direction='backward', which can be: forward or reverse"),
-        ({"temperature": 0.0}, "temperature=0.0, which can be: above 0"),
+        ({"direction": "backward"}, "direction='backward': should be 'forward' or 'reverse'"),
+        ({"temperature": 0.0}, "temperature=0.0: should be greater than 0"),
         ({"temperature": math.inf}, "temperature=inf"),
-        ({"cross_entropy": 1.5}, "cross_entropy=1.5, which can be: from 0 to 1"),
+        ({"cross_entropy": 1.5}, "cross_entropy=1.5: should be less than or equal to 1"),
     ],
 )
 def test_values_out_of_range_are_refused(values, message):

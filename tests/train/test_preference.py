@@ -165,12 +165,12 @@ def test_an_answer_alone_does_not_count(stored):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "sigmoyd"}, "loss='sigmoyd', which can be: sigmoid, ipo, hinge"),
-        ({"beta": 0.0}, r"beta=0.0, which can be: above 0"),
+        ({"loss": "sigmoyd"}, "loss='sigmoyd': should be 'sigmoid', 'ipo' or 'hinge'"),
+        ({"beta": 0.0}, "beta=0.0: should be greater than 0"),
         ({"beta": float("nan")}, "beta=nan"),
-        ({"label_smoothing": 0.5}, "label_smoothing=0.5, which can be: 0, or with sigmoid below 0.5"),
-        ({"label_smoothing": 0.1, "loss": "hinge"}, "label_smoothing=0.1"),
-        ({"sft_weight": -1.0}, "sft_weight=-1.0, which can be: 0 or more"),
+        ({"label_smoothing": 0.5}, "label_smoothing=0.5: should be less than 0.5"),
+        ({"label_smoothing": 0.1, "loss": "hinge"}, "label_smoothing=0.1 is for loss='sigmoid', not 'hinge'"),
+        ({"sft_weight": -1.0}, "sft_weight=-1.0: should be greater than or equal to 0"),
     ],
     ids=str,
 )

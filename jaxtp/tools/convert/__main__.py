@@ -1,7 +1,6 @@
 """`jaxtp convert`: imports, exports, and compares the tp plans of models in Hugging Face format."""
 
 import sys
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -179,7 +178,6 @@ COMMANDS: dict[str, Command[Any]] = {
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 0, 2 for a user's mistake, 3 for weights that are not finite, 130 for Ctrl-C."""
     silence_orbax()
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|flax")
     return entry.attempt(PROGRAM, lambda: _run(argv))
 
 

@@ -14,15 +14,7 @@ from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
-from jaxtp.config.schema import (
-    ConfigError,
-    CountOrZero,
-    Positive,
-    Switch,
-    UserPath,
-    replace_nested,
-    to_short_yaml,
-)
+from jaxtp.config.schema import ConfigError, CountOrZero, Positive, Switch, UserPath, replace_nested, to_short_yaml
 from jaxtp.mesh import MeshError, mesh_shape, resolve_sizes
 from jaxtp.tools.estimate import foreign, generation
 from jaxtp.tools.estimate.compiler import (

@@ -351,13 +351,7 @@ class Compiled:
 
 
 def compile_for(
-    config: TrainConfig,
-    sizes: Mapping[str, int],
-    hardware: str,
-    *,
-    hosts: int,
-    devices_per_host: int,
-    timeout_s: float,
+    config: TrainConfig, sizes: Mapping[str, int], hardware: str, *, hosts: int, devices_per_host: int, timeout_s: float
 ) -> Compiled:
     """Compiles the step for hardware of the table that may be absent; ignores the run's mesh.
 

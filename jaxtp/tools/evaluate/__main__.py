@@ -2,7 +2,6 @@
 
 import json
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, report_failure, run_and_report, watch
+from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, reporting_failure, run_and_report, watch
 from jaxtp.distributed.joining import join_processes
 from jaxtp.generate.loading import (
     ModelSource,
@@ -62,7 +61,6 @@ def main(argv: Sequence[str]) -> int:
       0; 2 for a user's mistake; 3 for a loss that is not finite; 75 if another process was lost; 130 for Ctrl-C.
     """
     silence_orbax()
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|flax")
     return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _evaluate(argv)))
 
 
@@ -73,11 +71,8 @@ def _evaluate(argv: Sequence[str]) -> None:
         if problems := list(conflicts(config)):
             raise ConfigError("; ".join(problems))
         request_devices(config.mesh)
-    try:
+    with reporting_failure():
         _run_tasks(config) if config.tasks else _measure_models(config)
-    except BaseException as error:
-        report_failure(error)
-        raise
 
 
 def _measure_models(config: EvaluateConfig) -> None:

@@ -21,12 +21,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import (
-    get_rolling_token_windows,
-    handle_non_serializable,
-    make_disjoint_window,
-    make_table,
-)
+from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from jaxtp.config.entry import Interrupt, UserError

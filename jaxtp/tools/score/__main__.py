@@ -1,6 +1,5 @@
 """`jaxtp score`: opens a model and a dataset, and writes scores (`scoring.py`)."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from jaxtp.data.rows import Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
 from jaxtp.data.scores import Record, Scored, ScoresError, open_scores, verify
 from jaxtp.data.store import Dataset, open_dataset
-from jaxtp.distributed.agreement import raise_everywhere, report_failure, run_and_report, watch
+from jaxtp.distributed.agreement import raise_everywhere, reporting_failure, run_and_report, watch
 from jaxtp.distributed.joining import join_processes
 from jaxtp.generate.loading import (
     InferenceMeshConfig,
@@ -118,7 +117,6 @@ def main(argv: Sequence[str]) -> int:
       lost; 130 for Ctrl-C.
     """
     silence_orbax()
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|grain|flax")
     return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _run(argv), INTERRUPTED))
 
 
@@ -129,11 +127,8 @@ def _run(argv: Sequence[str]) -> int:
         if config.verify is not None:
             return _verify(config.verify)
         request_devices(config.mesh)
-    try:
+    with reporting_failure():
         _score(config, tuple(argv))
-    except BaseException as error:
-        report_failure(error)
-        raise
     return 0
 
 
