@@ -16,7 +16,7 @@ The folder may come from anyone: it names no paths of files, and all sizes are c
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,6 @@ from jaxtp.data.store import verify_sum
 LOG_PROBS, TOP_IDS, TOP_LOG_PROBS = "log_probs", "top_ids", "top_log_probs"
 """Columns of a row, and suffixes of files."""
 SCORES, JOURNAL = "scores.json", "unfinished.json"
-_PIECE = 2**22
-"""Numbers of a file that `verify` checks at a time."""
 
 Text = Annotated[str, Field(max_length=2**12)]
 T = TypeVar("T")
@@ -102,6 +100,14 @@ class Record:
             return {LOG_PROBS: (number, ())}
         ids = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
         return {TOP_IDS: (ids, (self.top_k,)), TOP_LOG_PROBS: (number, (self.top_k,))}
+
+    def sizes(self, folder: Path, split: str, shards: Sequence[int]) -> dict[Path, int]:
+        """Returns the bytes of each file of a split, whose shards have so many tokens."""
+        return {
+            shard_file(folder, split, shard, suffix): tokens * math.prod(shape) * dtype.itemsize
+            for shard, tokens in enumerate(shards)
+            for suffix, (dtype, shape) in self.layout.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -170,12 +176,9 @@ class Scores:
                 f"data.scores={self.folder} was made with other rows of {name}, by another version of jaxtp; score "
                 f"again: {self.command(settings)}"
             )
-        for shard, tokens in enumerate(documents.shard_sizes):
-            for suffix, (dtype, shape) in self.record.layout.items():
-                path = shard_file(self.folder, name, shard, suffix)
-                expected = tokens * math.prod(shape) * dtype.itemsize
-                if (size := _size_of(path)) != expected:
-                    raise ScoresError(f"{path}: damaged scores: {size:,} bytes of {expected:,}")
+        for path, expected in self.record.sizes(self.folder, name, documents.shard_sizes).items():
+            if (size := _size_of(path)) != expected:
+                raise ScoresError(f"{path}: damaged scores: {size:,} bytes of {expected:,}")
         rows.add_columns = _Columns(self.folder, name, self.record, settings.vocab_size)
 
 
@@ -212,14 +215,14 @@ class _Columns:
         return array
 
 
-def read_record(folder: Path) -> Record:
-    """Reads only `scores.json`; raises `ScoresError`."""
+def open_scores(folder: Path) -> Scores:
+    """Opens finished scores, of which it reads `scores.json`; raises `ScoresError`."""
     if not folder.is_dir():
         raise ScoresError(f"{folder}: no such folder of scores{nearest_file(folder)}; jaxtp score makes one")
     if (record := _read(folder / SCORES, Record)) is not None:
         if not all(sums for split in record.splits.values() for sums in split.shards):
             raise ScoresError(f"{folder / SCORES}: damaged: a shard without files")
-        return record
+        return Scores(folder, record)
     if (journal := read_journal(folder)) is not None:
         command = truncate(shlex.join(["jaxtp", "score", *journal.arguments]), 1000)
         raise ScoresError(f"{folder} has unfinished scores; this command finishes them: {command}")
@@ -229,11 +232,6 @@ def read_record(folder: Path) -> Record:
 def read_journal(folder: Path) -> Journal | None:
     """Reads the journal of unfinished scores, if there is one; raises `ScoresError`."""
     return _read(folder / JOURNAL, Journal)
-
-
-def open_scores(folder: Path) -> Scores:
-    """Opens finished scores; raises `ScoresError`."""
-    return Scores(folder, read_record(folder))
 
 
 def _read(path: Path, schema: type[T]) -> T | None:
@@ -263,16 +261,16 @@ def verify(scores: Scores) -> Iterator[str]:
             for suffix, expected in sums.items():
                 path, (dtype, shape) = shard_file(scores.folder, name, shard, suffix), scores.record.layout[suffix]
                 try:
-                    problems = list(verify_sum(path, expected)) if (size := _size_of(path)) else ["empty"]
+                    tokens, rest = divmod(_size_of(path), math.prod(shape) * dtype.itemsize)
+                    problems = [*verify_sum(path, expected)] if tokens and not rest else [f"{path}: cut short"]
                 except ScoresError as error:
                     problems = [str(error)]
-                if problems or size % (math.prod(shape) * dtype.itemsize):
-                    yield from problems or [f"{path}: cut short"]
-                    continue
-                array = np.memmap(path, dtype, mode="r")
-                pieces = [array[start : start + _PIECE] for start in range(0, array.size, _PIECE)]
-                least, most = min(float(each.min()) for each in pieces), max(float(each.max()) for each in pieces)
-                if suffix == TOP_IDS and most >= scores.record.vocab_size:
-                    yield f"{path}: id {most:.0f} is beyond the vocabulary of {scores.record.vocab_size}"
-                elif suffix != TOP_IDS and not (math.isfinite(least) and most < 1e-3):
-                    yield f"{path}: log-probabilities from {least} to {most}"
+                yield from problems or _no_scores(path, np.memmap(path, dtype, mode="r"), scores.record.vocab_size)
+
+
+def _no_scores(path: Path, array: Numbers, vocab_size: int) -> Iterator[str]:
+    least, most = array.min(), array.max()
+    if array.dtype.kind == "u" and most >= vocab_size:
+        yield f"{path}: id {most} is beyond the vocabulary of {vocab_size}"
+    elif array.dtype.kind == "f" and not (np.isfinite(least) and most < 1e-3):
+        yield f"{path}: log-probabilities from {least} to {most}"

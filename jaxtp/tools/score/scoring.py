@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,8 +45,8 @@ from jaxtp.data.scores import (
     Journal,
     Record,
     ScoresError,
+    open_scores,
     read_journal,
-    read_record,
 )
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.generate.decode_model import model_mesh
@@ -90,7 +91,8 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
         if done is None:
             print_status(f"{job.out} has these scores already")
             return
-        total, finished, at_start = sum(map(len, job.rows.values())), sum(done.values()), sum(done.values())
+        finished = at_start = sum(done.values())
+        total = sum(map(len, job.rows.values()))
         resumed = f"; {finished:,} of them are done" if finished else ""
         print_status(f"data    {total:,} rows of {job.record.sequence_length:,} tokens{resumed}")
         status, started = Status(), time.monotonic()
@@ -174,7 +176,7 @@ def finished_rows(job: Job) -> dict[str, int] | None:
     out = job.out
     rows: dict[str, int] | None = None
     if (out / SCORES).exists():
-        record = read_record(out)
+        record = open_scores(out).record
         splits = {name: replace(each, shards=({},) * len(each.shards)) for name, each in record.splits.items()}
         record = replace(record, splits=splits)
     elif (journal := read_journal(out)) is not None:
@@ -203,12 +205,8 @@ def finished_rows(job: Job) -> dict[str, int] | None:
 
 
 def _sizes(job: Job) -> dict[Path, int]:
-    return {
-        shard_file(job.out, name, shard, suffix): tokens * math.prod(shape) * dtype.itemsize
-        for name, documents in job.documents.items()
-        for shard, tokens in enumerate(documents.shard_sizes)
-        for suffix, (dtype, shape) in job.record.layout.items()
-    }
+    sizes = (job.record.sizes(job.out, name, each.shard_sizes) for name, each in job.documents.items())
+    return {path: size for of_split in sizes for path, size in of_split.items()}
 
 
 class _Writer:
@@ -242,18 +240,14 @@ class _Writer:
         for index in range(first, last):
             for at, shard, part in rows.places(index):
                 for suffix, (dtype, _) in self._job.record.layout.items():
-                    content = found[suffix][index - first, at].astype(dtype).tobytes()
-                    file = self._open(shard_file(self._job.out, split, shard, suffix))
-                    file.seek(part.start * (len(content) // (part.stop - part.start)))
-                    file.write(content)
+                    content = found[suffix][index - first, at].astype(dtype)
+                    path = shard_file(self._job.out, split, shard, suffix)
+                    file = self._files.get(path) or self._files.setdefault(path, path.open("r+b"))
+                    file.seek(part.start * content[0].nbytes)
+                    file.write(content.tobytes())
         self.done[split] = last
         if time.monotonic() - self._saved >= SAVE_SECONDS:
             self.save()
-
-    def _open(self, path: Path) -> BinaryIO:
-        if path not in self._files:
-            self._files[path] = path.open("r+b")
-        return self._files[path]
 
     def save(self) -> None:
         """Syncs the files, then replaces the journal."""
@@ -273,17 +267,13 @@ class _Writer:
     def finish(self) -> None:
         """Writes `scores.json`."""
         self.save()
+        out, record = self._job.out, self._job.record
         print_status(f"sha256  of {len(_sizes(self._job)):,} files")
-        record = self._job.record
         splits = {}
         for name, split in record.splits.items():
-            paths = [
-                {suffix: shard_file(self._job.out, name, shard, suffix) for suffix in record.layout}
-                for shard in range(len(split.shards))
-            ]
-            splits[name] = replace(split, shards=tuple({s: sha256(p) for s, p in each.items()} for each in paths))
-        write_atomically(
-            self._job.out / SCORES, (json.dumps(asdict(replace(record, splits=splits)), indent=1) + "\n").encode()
-        )
-        (self._job.out / JOURNAL).unlink()
-        print_status(f"saved in {self._job.out}; read them by --data.scores {self._job.out}")
+            file = partial(shard_file, out, name)
+            shards = ({suffix: sha256(file(i, suffix)) for suffix in record.layout} for i in range(len(split.shards)))
+            splits[name] = replace(split, shards=tuple(shards))
+        write_atomically(out / SCORES, (json.dumps(asdict(replace(record, splits=splits)), indent=1) + "\n").encode())
+        (out / JOURNAL).unlink()
+        print_status(f"saved in {out}; read them by --data.scores {out}")
