@@ -38,8 +38,8 @@ _REDUCED = "softmax_reduction"
 _LOWEST = -1e4
 """A finite logit, relative to the highest, whose probability is 0 in float32; 0 * -inf would be NaN."""
 
-_Arrays = tuple[Array, Array, Array | None]
-"""Final hidden states `[B, T, D]`, the (tied) embedding or head `[V padded, D]`, and its bias `[V padded]`, if any."""
+Projection = tuple[Array, HeadConfig, Array | None]
+"""What makes logits: the (tied) embedding or head `[V padded, D]`, its settings, and its bias `[V padded]`, if any."""
 
 _PerToken = TypeVar("_PerToken")
 _Result = TypeVar("_Result")
@@ -84,35 +84,35 @@ def vocab_parallel_cross_entropy(
         return loss_sum, num_valid
 
     of_chunk = partial(_statistics, entropy=False)
-    return _on_devices(of_chunk, total, (P(), P()), head, (x_BTD, table_VD, bias_V), labels_BT)
+    return _on_devices(of_chunk, total, (P(), P()), x_BTD, (table_VD, head, bias_V), labels_BT)
 
 
 def vocab_parallel_statistics(
-    arrays: _Arrays, labels: Array, head: HeadConfig, *, entropy: bool = False
+    x_BTD: Array, projection: Projection, labels: Array, *, entropy: bool = False
 ) -> TokenStatistics:
     """Returns the statistics of each token; `labels` are `[B, T]`, or `[B, T, K]` for K ids per token."""
     of_chunk = partial(_statistics, entropy=entropy)
-    return _on_devices(of_chunk, lambda tokens, _: tokens, token_spec(), head, arrays, labels)
+    return _on_devices(of_chunk, lambda tokens, _: tokens, token_spec(), x_BTD, projection, labels)
 
 
-def vocab_parallel_top_k(arrays: _Arrays, k: int, head: HeadConfig) -> tuple[Array, Array]:
+def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[Array, Array]:
     """Returns each token's k highest log-probabilities, descending, and their ids, `[B, T, k]`; without a gradient."""
-    return _on_devices(partial(_top_k, k), lambda top: top, token_spec(), head, arrays)
+    return _on_devices(partial(_top_k, k), lambda top: top, token_spec(), x_BTD, projection)
 
 
 def _on_devices(
     of_chunk: Callable[..., _PerToken],
     finish: Callable[..., _Result],
     out_specs: P | tuple[P, P],
-    head: HeadConfig,
-    arrays: _Arrays,
+    x_BTD: Array,
+    projection: Projection,
     *labels: Array,
 ) -> _Result:
     """Returns `finish(numbers, *labels)` of each device's tokens, with numbers from `of_chunk(logits, *labels)`.
 
     Logits are a chunk's, over the device's part of the vocabulary, `[tokens, V/tp]`.
     """
-    x_BTD, _, bias_V = arrays
+    table_VD, head, bias_V = projection
     chex.assert_equal_shape_prefix((x_BTD, *labels), 2)
     precision, sequence = head.context.precision, sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
@@ -129,7 +129,7 @@ def _on_devices(
 
     bias_spec = None if bias_V is None else head.bias_spec
     in_specs = (activation_spec(sequence), head.table_spec, bias_spec, *(token_spec() for _ in labels))
-    result: _Result = device_view(run, LOSS, in_specs, out_specs)(*arrays, *labels)
+    result: _Result = device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)
     return result
 
 

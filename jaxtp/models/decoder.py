@@ -37,12 +37,7 @@ from jaxtp.layers.embedding import (
 )
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.lora import freeze, store_in_float8
-from jaxtp.layers.loss import (
-    TokenStatistics,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_statistics,
-    vocab_parallel_top_k,
-)
+from jaxtp.layers.loss import Projection, vocab_parallel_cross_entropy
 from jaxtp.layers.norm import Norm, rms_normalise
 from jaxtp.layers.parameter import parameter, spec_of
 from jaxtp.layers.sequence_parallel import (
@@ -207,7 +202,7 @@ class EmbeddingAndHead(nnx.Module):
 
     def logits_of_hidden(self, x_BTD: Array) -> Array:
         """Returns logits `[B, T, V]`."""
-        return vocab_parallel_logits(x_BTD, *self._head())
+        return vocab_parallel_logits(x_BTD, *self.projection())
 
     def logits_at(self, x_BTD: Array, at_BR: Array) -> Array:
         """Returns logits `[B * R, V]` at R positions of each sequence; ignore those at -1, no position."""
@@ -217,7 +212,8 @@ class EmbeddingAndHead(nnx.Module):
         rows_1D = constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
         return self.logits_of_hidden(rows_1D)[:, 0]
 
-    def _head(self, temperature: float = 1.0) -> tuple[Array, HeadConfig, Array | None]:
+    def projection(self, temperature: float = 1.0) -> Projection:
+        """Returns what makes logits of hidden states, divided by a temperature."""
         config, kernel, bias = self.config, *((None, None) if self.head is None else (self.head.kernel, self.head.bias))
         table = self.embedding.embedding if kernel is None else kernel
         head = HeadConfig(
@@ -337,20 +333,8 @@ class Decoder(EmbeddingAndHead):
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
         """Returns `loss` for final hidden states and labels, in the same order."""
-        table_VD, head, bias_V = self._head()
+        table_VD, head, bias_V = self.projection()
         return vocab_parallel_cross_entropy(x_BTD, table_VD, labels_BT, head, bias_V, z_loss=z_loss)
-
-    def statistics_of_hidden(
-        self, x_BTD: Array, labels: Array, *, temperature: float = 1.0, entropy: bool = False
-    ) -> TokenStatistics:
-        """Returns numbers of each token, for final hidden states and labels in the same order."""
-        table_VD, head, bias_V = self._head(temperature)
-        return vocab_parallel_statistics((x_BTD, table_VD, bias_V), labels, head, entropy=entropy)
-
-    def top_k_of_hidden(self, x_BTD: Array, k: int, *, temperature: float = 1.0) -> tuple[Array, Array]:
-        """Returns `top_log_probs` for final hidden states, in their order."""
-        table_VD, head, bias_V = self._head(temperature)
-        return vocab_parallel_top_k((x_BTD, table_VD, bias_V), k, head)
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`, ordered like `Sequences.positions`.

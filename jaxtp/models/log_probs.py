@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.loss import IGNORE
+from jaxtp.layers.loss import IGNORE, vocab_parallel_statistics, vocab_parallel_top_k
 from jaxtp.models.decoder import Decoder
 
 
@@ -43,7 +43,7 @@ def hidden_log_probs(
 
     For several temperatures or labels of the same hidden states.
     """
-    found = model.statistics_of_hidden(x_BTD, labels, temperature=temperature, entropy=entropy)
+    found = vocab_parallel_statistics(x_BTD, model.projection(temperature), labels, entropy=entropy)
     normaliser = found.log_normaliser if labels.ndim == 2 else found.log_normaliser[..., None]
     log_probs = jnp.where(labels == IGNORE, 0, found.label_logit - normaliser)
     return log_probs if found.entropy is None else (log_probs, found.entropy)
@@ -59,5 +59,6 @@ def top_log_probs(
     if not 1 <= k <= model.config.vocab_size:
         raise ConfigError(f"k={k}: the vocabulary has {model.config.vocab_size} ids, so k can be 1 to that")
     sequences = model.sequences(ids_BT, segments_BT)
-    values, ids = model.top_k_of_hidden(model.hidden(ids_BT, sequences=sequences), k, temperature=temperature)
+    x_BTD = model.hidden(ids_BT, sequences=sequences)
+    values, ids = vocab_parallel_top_k(x_BTD, model.projection(temperature), k)
     return sequences.natural(values), sequences.natural(ids)

@@ -62,17 +62,17 @@ def peak_flops(device: jax.Device) -> float:
 def row_flops(
     config: TrainConfig, blueprint: Blueprint, task: Task, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> float:
-    """Returns the FLOPs of a row of a batch: by `flops_per_token`, or for a user's loss by `flops_per_row`.
+    """Returns the FLOPs of a row of a batch: by `flops_per_token`, or for a user's loss by `row_work`.
 
     NaN if the loss cannot be traced on one device. Call it without a mesh in context.
     """
     if task.loss is None:
         length = batch["inputs"].shape[1]
         return length * flops_per_token(config.model, parameter_count(blueprint), length)
-    from jaxtp.train.user_step import flops_per_row
+    from jaxtp.train.user_step import row_work
 
     try:
-        return flops_per_row(config, task, batch)
+        return row_work(config, task, batch)[0]
     except Exception:  # it may need the run's mesh, and a run does not end for lack of a metric
         return math.nan
 

@@ -71,13 +71,8 @@ def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
     return abstract_model(build)
 
 
-def flops_per_row(config: TrainConfig, task: Task, batch: Shapes) -> float:
-    """Returns the FLOPs of a row in the products of a forward and backward pass, for `mfu`; see `row_work`."""
-    return row_work(config, task, batch)[0]
-
-
 def row_work(config: TrainConfig, task: Task, batch: Shapes) -> tuple[float, float]:
-    """Returns the FLOPs of a row in products, and the bytes that it keeps for the backward pass.
+    """Returns the FLOPs of a row in the products of both passes, and the bytes that it keeps for the backward pass.
 
     The model is whole, on one device. Recomputation does not count.
     """

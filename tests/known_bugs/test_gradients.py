@@ -278,7 +278,7 @@ def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp
     labels = jnp.asarray(random.integers(0, 2 * V - 2, (B, T)))
 
     def log_probs(x, table):
-        found = loss.vocab_parallel_statistics((x, table, None), labels, jaxtp.HeadConfig(2 * V - 2))
+        found = loss.vocab_parallel_statistics(x, (table, jaxtp.HeadConfig(2 * V - 2), None), labels)
         return jnp.sum(found.label_logit - found.log_normaliser)
 
     expected = jax.grad(log_probs, (0, 1))(x, table)

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-from functools import partial
 
 import accounts
 import jax
@@ -113,10 +112,10 @@ def test_numbers_of_each_token(case):
     def ours(x, *params):
         padded = PaddedDim((size,)).padded(mesh[3]) - size
         params = [jnp.pad(each, ((0, padded), (0, 0))[: each.ndim]) for each in params]
-        arrays = (x, *params) if split else (x, *params, None)
-        found = vocab_parallel_statistics(arrays, labels, head, entropy=True)
+        projection = params[0], head, *(params[1:] or [None])
+        found = vocab_parallel_statistics(x, projection, labels, entropy=True)
         numbers = log_probs_of(found, labels), found.entropy
-        return objective(*numbers), (*numbers, *vocab_parallel_top_k(arrays, TOP, head))
+        return objective(*numbers), (*numbers, *vocab_parallel_top_k(x, projection, TOP))
 
     both = [jax.value_and_grad(each, range(len(arrays)), has_aux=True) for each in (dense, ours)]
     with jax.enable_x64(True):
@@ -132,7 +131,8 @@ def test_the_likeliest_label_has_the_highest_logit():
     logits = np.einsum("btd,vd->btv", np.float64(x), np.float64(table[:37]))
     labels = jnp.where(labels < 37, labels, -100).at[:, :3].set(logits.argmax(-1)[:, :3])
     with jax.set_mesh(jaxtp.make_mesh(tp=4)):
-        found = jax.jit(partial(vocab_parallel_statistics, head=jaxtp.HeadConfig(37)))((x, table, None), labels)
+        statistics = lambda x, table: vocab_parallel_statistics(x, (table, jaxtp.HeadConfig(37), None), labels)
+        found = jax.jit(statistics)(x, table)
     assert found.entropy is None
     assert np.array_equal(found.label_logit >= found.highest, labels == logits.argmax(-1))
 
@@ -146,8 +146,8 @@ def test_no_array_of_the_compiled_program_has_all_logits(mesh):
     head = jaxtp.HeadConfig(ids, chunk_size=8)
 
     def objective(x, table):
-        found = vocab_parallel_statistics((x, table, None), labels, head, entropy=True)
-        values, top = vocab_parallel_top_k((x, table, None), 5, head)
+        found = vocab_parallel_statistics(x, (table, head, None), labels, entropy=True)
+        values, top = vocab_parallel_top_k(x, (table, head, None), 5)
         return jnp.sum(log_probs_of(found, labels)) + jnp.sum(found.entropy * values[..., 0]), top
 
     with jax.set_mesh(jaxtp.make_mesh(*mesh)):

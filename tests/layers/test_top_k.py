@@ -25,7 +25,7 @@ def test_order_ties_and_log_probabilities(case):
     head = jaxtp.HeadConfig(size, jaxtp.LayerContext(), chunk_size=5)
     arrays = tuple(jnp.asarray(each, jnp.float32) for each in (x, table, bias))
     with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
-        values, ids = jax.jit(lambda *arrays: vocab_parallel_top_k(arrays, k, head))(*arrays)
+        values, ids = jax.jit(lambda x, table, bias: vocab_parallel_top_k(x, (table, head, bias), k))(*arrays)
     logits = (np.einsum("btd,vd->btv", x, table) + bias)[..., :size]
     expected = np.argsort(-logits, axis=-1, kind="stable")[..., :k]
     assert np.array_equal(ids, expected)

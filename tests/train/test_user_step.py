@@ -19,7 +19,7 @@ from jaxtp.train import trainer as trainer_module
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.setup import plan
 from jaxtp.train.state import bytes_per_device
-from jaxtp.train.user_step import flops_per_row, trace_step
+from jaxtp.train.user_step import row_work, trace_step
 
 ROWS, WIDTH, HIDDEN = 16, 8, 32
 BATCH = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
@@ -83,7 +83,7 @@ def test_recomputation_costs_work_but_is_no_use():
     # The first layer has no gradient of its input.
     expected = 2 * WIDTH * HIDDEN * (3 + 2)
     for task in (TASK, REMAT):
-        assert flops_per_row(CONFIG, task, BATCH) == performance.row_flops(CONFIG, None, task, BATCH) == expected
+        assert row_work(CONFIG, task, BATCH)[0] == performance.row_flops(CONFIG, None, task, BATCH) == expected
     _, memory, work = traced(TASK, mesh_shape())
     _, leaner, again = traced(REMAT, mesh_shape())
     assert sum(p.flops for p in again.products) == sum(p.flops for p in work.products) + 2 * ROWS * WIDTH * HIDDEN

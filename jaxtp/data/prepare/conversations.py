@@ -67,16 +67,12 @@ class Conversations:
 
     def turns(self, messages: object) -> tuple[Turn, ...]:
         """Returns a conversation's answers; raises `ChatError` or `BadInputError`."""
-        escaped: list[Message] = self._tokens.escape(self.checked(messages))
+        escaped: list[Message] = self._tokens.escape(checked(messages, self._config.media_as_text))
         answers = [index for index, message in enumerate(escaped) if message["role"] == ASSISTANT]
         if not answers:
             roles = ", ".join(dict.fromkeys(message["role"] for message in escaped))
             raise ChatError(f"no message has the role {ASSISTANT!r}; there are {roles}")
         return self._limited(self._turn(escaped, index) for index in answers)
-
-    def checked(self, messages: object) -> list[Message]:
-        """Returns messages with role and content, converted from ShareGPT's keys and from lists of parts."""
-        return _checked(messages, self._config.media_as_text)
 
     def encode(self, turns: Sequence[Turn]) -> list[list[Tokens]]:
         """Returns prompt ids and answer ids of each turn."""
@@ -166,10 +162,11 @@ def with_system(messages: list[Message], system: object) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _checked(messages: object, media_as_text: bool) -> list[Message]:
+def checked(messages: object, media_as_text: bool) -> list[Message]:
+    """Returns messages with role and content, converted from ShareGPT's keys and from lists of parts."""
     if not isinstance(messages, list) or not messages:
         raise ChatError(f"not a list of messages, but {shorten(messages)}")
-    checked: list[Message] = []
+    kept: list[Message] = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise ChatError(f"message {number} is not an object with role and content, but {shorten(message)}")
@@ -193,8 +190,8 @@ def _checked(messages: object, media_as_text: bool) -> list[Message]:
                 MEDIA,
                 f"message {number} has {found[0]}, and only text is read; --media-as-text keeps that word as text",
             )
-        checked.append(message)
-    return checked
+        kept.append(message)
+    return kept
 
 
 def _joined(content: object) -> object:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
-from jaxtp.data.prepare.conversations import Conversations, with_system
+from jaxtp.data.prepare.conversations import Conversations, checked, with_system
 from jaxtp.data.prepare.prepare_config import CHOSEN, REJECTED, PrepareConfig
 from jaxtp.data.prepare.readers import NO_CONVERSATION, BadInputError, Fields, Row, Turn, text_of
 
@@ -53,14 +53,15 @@ class PairsOfConversations(Conversations):
         prompt = row.get(self._config.prompt_name)
         if prompt is None:
             return []
-        return self.checked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return checked(messages, self._config.media_as_text)
 
     def _whole(self, row: Row, name: str, prompt: list[Message]) -> list[Message]:
         """Returns the conversation that ends with an answer; raises `ChatError`."""
         value = row[name]
         if isinstance(value, str):
             value = {"role": ASSISTANT, "content": value}
-        messages = self.checked([value] if isinstance(value, dict) else value)
+        messages = checked([value] if isinstance(value, dict) else value, self._config.media_as_text)
         if messages[0]["role"] == ASSISTANT:
             messages = [*prompt, *messages]
         elif prompt and not any(_said(messages[i : i + len(prompt)]) == _said(prompt) for i in range(len(messages))):

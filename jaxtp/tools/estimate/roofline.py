@@ -34,7 +34,7 @@ messages, and compilers' merging of small collectives.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -84,14 +84,6 @@ class StepTime:
         """Mean of serial and overlapped, for comparisons."""
         return (self.serial + self.overlapped) / 2
 
-    def with_passes(self, number: float) -> "StepTime":
-        """Returns the time with `number` times the passes of the model, and one update."""
-        communication = {axes: number * seconds for axes, seconds in self.communication.items()}
-        products, attention, elementwise = (number * each for each in (self.products, self.attention, self.elementwise))
-        return replace(
-            self, products=products, attention=attention, elementwise=elementwise, communication=communication
-        )
-
     @property
     def computing_share(self) -> float:
         """Share of computing if nothing overlaps."""
@@ -99,20 +91,21 @@ class StepTime:
 
 
 def step_time(
-    hardware: Hardware, sizes: Mapping[str, int], costs: StepCosts, memory: Memory, accumulation: int
+    hardware: Hardware, sizes: Mapping[str, int], costs: StepCosts, memory: Memory, accumulation: int, work: float = 1.0
 ) -> StepTime:
-    """Models a step of `accumulation` micro-batches."""
+    """Models a step of `accumulation` micro-batches; the model does `work` times the work of `costs`."""
 
     def products(each: Iterable[Product], itemsize: int) -> float:
         return sum(product_seconds(hardware, one.flops, one.count * one.bytes, itemsize) for one in each)
 
     speed, communication = hardware.memory_speed, communication_seconds(hardware, sizes, costs.traffic)
+    communication = {axes: work * seconds for axes, seconds in communication.items()}
     sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0  # two read, one written, each micro-batch
     moved = 2 * memory.state + 2 * memory.gradients + sums  # the gradients once more for their norm
     return StepTime(
-        products=products(costs.products, costs.itemsize),
-        attention=products(costs.attention, costs.itemsize) + costs.scores / speed,
-        elementwise=(costs.elementwise + costs.logits) / speed,
+        products=work * products(costs.products, costs.itemsize),
+        attention=work * (products(costs.attention, costs.itemsize) + costs.scores / speed),
+        elementwise=work * (costs.elementwise + costs.logits) / speed,
         update=products(costs.update, costs.param_itemsize) + moved / speed,
         communication=communication,
         crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),

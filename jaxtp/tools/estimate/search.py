@@ -311,14 +311,13 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
     sizes = config.mesh.sizes
     costs = costs_of_step(config, sizes, where.hardware.architecture)
     memory = memory_per_device(config, sizes, model.arrays, costs=costs)
-    time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation)
-    if (loss := model.loss) is None:
-        return Setting(config, where, memory, costs, time, model.flops_per_token)
-    rows = config.data.global_batch_size // batch_parts(sizes)
-    saved = int(loss.saved * rows / (config.train.accumulation * sizes[CP]))
-    memory = replace(memory, activations=memory.activations + saved, batch=loss.columns * rows)
-    time = time.with_passes(loss.relative)
-    return Setting(config, where, memory, costs, time, model.flops_per_token, loss.relative)
+    work = 1.0
+    if (loss := model.loss) is not None:
+        work, rows = loss.relative, config.data.global_batch_size // batch_parts(sizes)
+        saved = int(loss.saved * rows / (config.train.accumulation * sizes[CP]))
+        memory = replace(memory, activations=memory.activations + saved, batch=loss.columns * rows)
+    time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation, work)
+    return Setting(config, where, memory, costs, time, model.flops_per_token, work)
 
 
 def _choose(settings: Sequence[Setting]) -> Setting:

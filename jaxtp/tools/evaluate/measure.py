@@ -26,7 +26,7 @@ from jaxtp.config.entry import Interrupt, NumericsError
 from jaxtp.data.packing import pack
 from jaxtp.data.rows import SEGMENTS, Row, empty_row
 from jaxtp.generate.decode_model import model_mesh
-from jaxtp.layers.loss import IGNORE
+from jaxtp.layers.loss import IGNORE, vocab_parallel_statistics
 from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.inputs import Input, InputError
@@ -305,7 +305,7 @@ def power_of_two(number: int) -> int:
 
 
 def _token_scores(model: Decoder, x_BTD: Array, labels_BT: Array) -> Scores:
-    found, counts = model.statistics_of_hidden(x_BTD, labels_BT), labels_BT != IGNORE
+    found, counts = vocab_parallel_statistics(x_BTD, model.projection(), labels_BT), labels_BT != IGNORE
     losses = jnp.where(counts, found.log_normaliser - found.label_logit, 0)
     return Scores(losses, counts & (found.label_logit >= found.highest))
 
