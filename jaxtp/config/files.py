@@ -1,5 +1,6 @@
 """Files: checksums, atomic and synced writes, and checks of output paths."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -67,6 +68,23 @@ def require_writable(flag: str, path: Path | None) -> None:
         path.open("a").close()
         if not was_there:
             path.unlink(missing_ok=True)  # a command that ends early leaves no empty file
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Creates a command's folder, and locks it until the process ends."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{out}: {error.strerror}; name another folder by --out DIR") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"{out} is being written by another command; wait until it ends") from None
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

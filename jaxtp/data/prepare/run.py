@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtp.config.entry import STANDARD_OUTPUT
-from jaxtp.config.files import sync_file, write_atomically
+from jaxtp.config.files import locked, sync_file, write_atomically
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, SplitRecord, totals
 from jaxtp.data.prepare.batches import Batch, Entry, batches, split_of, threshold
@@ -26,7 +26,6 @@ from jaxtp.data.prepare.session import (
     begin,
     clear_leftovers,
     drop_unknown,
-    locked,
     truncate_file,
 )
 from jaxtp.data.prepare.sources import find_sources, with_layout

@@ -7,12 +7,9 @@ length there. It is written every few seconds, once all data that it describes i
 The number of tokens alone decides where a shard ends, so neither batches nor interruptions affect the result.
 """
 
-import fcntl
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -167,23 +164,6 @@ def begin(job: Job) -> State | None:
     lines = [json.dumps(asdict(record)) + "\n" for record in _inputs(job)]
     write_atomically(out / INPUTS, "".join(lines).encode())
     return state
-
-
-@contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Creates and locks the folder until the process ends."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise PrepareError(f"{out}: {error.strerror}; name another folder by --out DIR") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise PrepareError(f"{out} is being written by another command; wait until it ends") from None
-    finally:
-        os.close(descriptor)
 
 
 def clear_leftovers(out: Path) -> None:

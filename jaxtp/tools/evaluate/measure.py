@@ -123,33 +123,33 @@ class Scorer:
         self.config = model.config
         graph, self._state = nnx.split(model)
 
-        def scores(state: nnx.State, batch: dict[str, Array]) -> Scores:
+        def scores(state: nnx.State, batch: dict[str, Array], last_B: Array | None) -> tuple[Scores, Array | None]:
             merged: Decoder = nnx.merge(graph, state, copy=True)
             sequences = merged.sequences(batch["inputs"], batch.get(SEGMENTS))
-            x_BTD = merged.hidden(batch["inputs"], sequences=sequences)
-            found = _token_scores(merged, x_BTD, sequences.local_tokens(batch["labels"]))
-            return Scores(*map(sequences.natural, found))
-
-        def next_token_logprobs(state: nnx.State, batch: dict[str, Array], last_B: Array) -> tuple[Scores, Array]:
-            merged: Decoder = nnx.merge(graph, state, copy=True)
-            sequences = merged.sequences(batch["inputs"])
-            x_BTD = merged.hidden(batch["inputs"], sequences=sequences)
+            x_BTD, labels_BT = (
+                merged.hidden(batch["inputs"], sequences=sequences),
+                sequences.local_tokens(batch["labels"]),
+            )
+            found, counts = vocab_parallel_statistics(x_BTD, merged.projection(), labels_BT), labels_BT != IGNORE
+            losses = jnp.where(counts, found.log_normaliser - found.label_logit, 0)
+            each = Scores(*map(sequences.natural, (losses, counts & (found.label_logit >= found.highest))))
+            if last_B is None:
+                return each, None
             logits_BV = merged.logits_at(x_BTD, last_B[:, None]).astype(jnp.float32)
-            return _token_scores(merged, x_BTD, batch["labels"]), jax.nn.log_softmax(logits_BV, axis=-1)
+            return each, jax.nn.log_softmax(logits_BV, axis=-1)
 
-        replicated = NamedSharding(self._mesh, P())  # so that every process can read all scores
-        self._scores = jax.jit(scores, out_shardings=replicated)
-        self._next_token_logprobs = jax.jit(next_token_logprobs, out_shardings=replicated)
+        # Replicated, so that every process can read all scores.
+        self._scores = jax.jit(scores, out_shardings=NamedSharding(self._mesh, P()))
 
     def __call__(self, batch: Row) -> Scores:
         """Returns the scores of `inputs` and `labels` `[B, T]`, with `SEGMENTS` if rows are packed."""
         with jax.set_mesh(self._mesh):
-            return self._scores(self._state, self._put_batch(batch))
+            return self._scores(self._state, self._put_batch(batch), None)[0]
 
     def next_token_logprobs(self, batch: Row, last_B: NDArray[np.int32]) -> tuple[Scores, Array]:
         """Returns scores, and next-token log-probabilities `[B, V]` at each row's `last_B`; needs cp=1."""
         with jax.set_mesh(self._mesh):
-            return self._next_token_logprobs(self._state, self._put_batch(batch), self._put(last_B, batch_spec()))
+            return self._scores(self._state, self._put_batch(batch), self._put(last_B, batch_spec()))
 
     def _put_batch(self, batch: Row) -> dict[str, Array]:
         names = [name for name in ("inputs", "labels", SEGMENTS) if name in batch]
@@ -302,12 +302,6 @@ def measure(
 def power_of_two(number: int) -> int:
     """Returns the largest power of two up to `number`; 0 for 0."""
     return 1 << (number.bit_length() - 1) if number else 0
-
-
-def _token_scores(model: Decoder, x_BTD: Array, labels_BT: Array) -> Scores:
-    found, counts = vocab_parallel_statistics(x_BTD, model.projection(), labels_BT), labels_BT != IGNORE
-    losses = jnp.where(counts, found.log_normaliser - found.label_logit, 0)
-    return Scores(losses, counts & (found.label_logit >= found.highest))
 
 
 def _pools(windows: Iterable[Window]) -> Iterator[list[Window]]:

@@ -27,14 +27,13 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.config.entry import Interrupt, InterruptError, NumericsError
-from jaxtp.config.files import PARTIAL, sha256, sync_file, write_atomically
+from jaxtp.config.files import PARTIAL, locked, sha256, sync_file, write_atomically
 from jaxtp.config.reading import inside
 from jaxtp.config.schema import differences
 from jaxtp.data.batches import Position, token_batches
 from jaxtp.data.documents import Documents
 from jaxtp.data.loader import Batch, on_mesh
 from jaxtp.data.manifest import shard_file
-from jaxtp.data.prepare.session import locked
 from jaxtp.data.rows import IGNORE, SEGMENTS, Rows
 from jaxtp.data.scores import (
     JOURNAL,
