@@ -126,10 +126,8 @@ class Scorer:
         def scores(state: nnx.State, batch: dict[str, Array], last_B: Array | None) -> tuple[Scores, Array | None]:
             merged: Decoder = nnx.merge(graph, state, copy=True)
             sequences = merged.sequences(batch["inputs"], batch.get(SEGMENTS))
-            x_BTD, labels_BT = (
-                merged.hidden(batch["inputs"], sequences=sequences),
-                sequences.local_tokens(batch["labels"]),
-            )
+            x_BTD = merged.hidden(batch["inputs"], sequences=sequences)
+            labels_BT = sequences.local_tokens(batch["labels"])
             found, counts = vocab_parallel_statistics(x_BTD, merged.projection(), labels_BT), labels_BT != IGNORE
             losses = jnp.where(counts, found.log_normaliser - found.label_logit, 0)
             each = Scores(*map(sequences.natural, (losses, counts & (found.label_logit >= found.highest))))
