@@ -60,7 +60,7 @@ MAX_WASTE = 2
 SECONDS_PER_CALL = 0.1
 """Target duration of a decode call; its tokens arrive when it ends."""
 
-_REPLACED = ("__call__", "embed", "hidden", "with_routing", "stacked", "logits_of_hidden", "logits_at", "_head")
+_REPLACED = ("__call__", "embed", "hidden", "with_routing", "stacked", "logits_of_hidden", "logits_at", "projection")
 """Methods of a decoder that decoding does not call, or calls of `Decoder`."""
 
 StepTokens = tuple[list[list[int]], list[list[float]]]
