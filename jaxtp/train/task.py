@@ -141,23 +141,22 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
     return loaded
 
 
-def _with_arguments(loss: Callable[..., Any], settings: LoopConfig) -> Loss:
+def _with_arguments(loss: Callable[..., object], settings: LoopConfig) -> Loss:
     name, arguments = settings.loss or repr(loss), settings.loss_arguments
     if (own := recordable_arguments(loss)) is not None:  # an instance, whose fields are the defaults
         loss, arguments = type(loss), {**own, **arguments}
     elif not isinstance(loss, type):
         check_arguments(name, partial(loss, None, None, None), LOSS_ARGUMENTS, arguments)
-        return partial(loss, **arguments)
+        return cast(Loss, partial(loss, **arguments))
     try:
         if is_dataclass(loss):
             return cast(Loss, validate(loss, arguments, source=LOSS_ARGUMENTS))
         check_arguments(name, loss, LOSS_ARGUMENTS, arguments)
-        made: Loss = loss(**arguments)
+        return cast(Loss, loss(**arguments))
     except ConfigError:
         raise
     except Exception as error:
         raise user_code_error(name, error) from error
-    return made
 
 
 def recordable_arguments(loss: object) -> dict[str, object] | None:

@@ -100,7 +100,7 @@ def _scalar(name: str, value: Any) -> Array:
     return array.astype(jnp.float32)
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array {value.dtype}{list(value.shape)}"
     return f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"

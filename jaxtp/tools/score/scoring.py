@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,8 +83,10 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
     parts = batch_parts(mesh_sizes(mesh))
     size = math.ceil(batch_size / parts) * parts
     program = _program(model, job.record)
-    with locked(job.out) if is_writer else nullcontext():
+    with ExitStack() as stack:
         with raise_everywhere():
+            if is_writer:
+                stack.enter_context(locked(job.out))
             writer = _Writer(job) if is_writer else None
         done: dict[str, int] | None = all_gather_json(writer and writer.done and {**writer.done})[0]
         if done is None:
