@@ -87,6 +87,15 @@ def locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def require_empty(out: Path, what: str) -> None:
+    """Raises ConfigError if a folder that has no `what` yet has other files."""
+    if foreign := sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL)):
+        raise ConfigError(
+            f"{out} holds other files ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}) and no "
+            f"{what}; name a folder of its own by --out DIR"
+        )
+
+
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
     """Converts an `OSError` while writing a flag's file to an error that names the flag."""

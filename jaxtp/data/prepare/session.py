@@ -17,7 +17,7 @@ from typing import Annotated, BinaryIO
 from pydantic import Field
 
 from jaxtp.config import schema
-from jaxtp.config.files import PARTIAL, sha256, sync_file, write_atomically
+from jaxtp.config.files import PARTIAL, require_empty, sha256, sync_file, write_atomically
 from jaxtp.config.schema import expand
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import (
@@ -149,7 +149,7 @@ def begin(job: Job) -> State | None:
         return None
     state = _load(out)
     if state is None:
-        _require_empty(out)
+        require_empty(out, "dataset")
     else:
         # unread inputs may differ, unless the tokenizer was trained on them
         is_trained = config.train_bpe is not None and state.tokenizer is not None
@@ -190,15 +190,6 @@ def _load(out: Path) -> State | None:
         return None
     except (OSError, DatasetError) as error:
         raise damaged_error(path, str(error)) from None
-
-
-def _require_empty(out: Path) -> None:
-    foreign = sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL))
-    if foreign:
-        raise PrepareError(
-            f"{out} holds other files ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}) and no "
-            "dataset; name a folder of its own by --out DIR"
-        )
 
 
 def _require_inputs_elsewhere(out: Path, config: PrepareConfig) -> None:

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.config.entry import Interrupt, InterruptError, NumericsError
-from jaxtp.config.files import PARTIAL, locked, sha256, sync_file, write_atomically
+from jaxtp.config.files import locked, require_empty, sha256, sync_file, write_atomically
 from jaxtp.config.reading import inside
 from jaxtp.config.schema import differences
 from jaxtp.data.batches import Position, token_batches
@@ -183,11 +183,8 @@ def finished_rows(job: Job) -> dict[str, int] | None:
     elif (journal := read_journal(out)) is not None:
         record = journal.record
         rows = {name: min(journal.rows.get(name, 0), len(each)) for name, each in job.rows.items()}
-    elif foreign := sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL)):
-        raise ScoresError(
-            f"{out} holds other files ({', '.join(foreign[:3])}) and no scores; name another by --out DIR"
-        )
     else:
+        require_empty(out, "scores")
         size, free = sum(_sizes(job).values()), shutil.disk_usage(out).free
         if size > free:
             smaller = "" if job.record.top_k is None else "; a smaller --top-k needs less"
