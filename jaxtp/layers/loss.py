@@ -39,7 +39,7 @@ _LOWEST = -1e4
 """A finite logit, relative to the highest, whose probability is 0 in float32; 0 * -inf would be NaN."""
 
 Projection = tuple[Array, HeadConfig, Array | None]
-"""What makes logits: the (tied) embedding or head `[V padded, D]`, its settings, and its bias `[V padded]`, if any."""
+"""The (tied) embedding or head `[V padded, D]`, its settings, and its bias `[V padded]`, if any."""
 
 _PerToken = TypeVar("_PerToken")
 _Result = TypeVar("_Result")
