@@ -79,15 +79,17 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
       ScoresError: the folder holds something else.
       NumericsError: a score is not finite.
     """
-    mesh, is_writer = model_mesh(model), jax.process_index() == 0
+    mesh = model_mesh(model)
     parts = batch_parts(mesh_sizes(mesh))
     size = math.ceil(batch_size / parts) * parts
     program = _program(model, job.record)
     with ExitStack() as stack:
         with raise_everywhere():
-            if is_writer:
+            writer: _Writer | None = None
+            if jax.process_index() == 0:
                 stack.enter_context(locked(job.out))
-            writer = _Writer(job) if is_writer else None
+                writer = _Writer(job)
+                stack.callback(writer.close)
         done: dict[str, int] | None = all_gather_json(writer and writer.done and {**writer.done})[0]
         if done is None:
             print_status(f"{job.out} has these scores already")
@@ -110,9 +112,6 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
             if writer is not None:
                 writer.save()
             raise
-        finally:
-            if writer is not None:
-                writer.close()
         with raise_everywhere():
             if writer is not None:
                 writer.finish()
