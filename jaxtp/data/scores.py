@@ -101,11 +101,11 @@ class Record:
         ids = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
         return {TOP_IDS: (ids, (self.top_k,)), TOP_LOG_PROBS: (number, (self.top_k,))}
 
-    def sizes(self, folder: Path, split: str, shards: Sequence[int]) -> dict[Path, int]:
-        """Returns the bytes of each file of a split, whose shards have so many tokens."""
+    def sizes(self, folder: Path, split: str, shard_tokens: Sequence[int]) -> dict[Path, int]:
+        """Returns the bytes of each file of a split, by the number of tokens in each shard."""
         return {
             shard_file(folder, split, shard, suffix): tokens * math.prod(shape) * dtype.itemsize
-            for shard, tokens in enumerate(shards)
+            for shard, tokens in enumerate(shard_tokens)
             for suffix, (dtype, shape) in self.layout.items()
         }
 

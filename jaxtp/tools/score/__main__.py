@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
+from jaxtp.config.files import fingerprint
 from jaxtp.config.hints import Problem, explained
 from jaxtp.config.schema import ConfigError, Count, DataPath, Positive, UserPath
 from jaxtp.data.rows import Rows
@@ -32,7 +33,7 @@ from jaxtp.generate.loading import (
     print_status,
     request_devices,
 )
-from jaxtp.hf.runs import base_checksums, describe_base
+from jaxtp.hf.runs import base_checksums
 from jaxtp.mesh import mesh_sizes
 from jaxtp.tools.score.scoring import Job, finished_rows, score
 from jaxtp.train.config import DataConfig, TrainConfig
@@ -160,12 +161,11 @@ def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
         if out.exists():  # before the weights are read
             finished_rows(job)
     model = load_model(source, mesh)
-    identity = describe_base(base_checksums(nnx.state(model), mesh), path)["sha256"]
+    identity = fingerprint(base_checksums(nnx.state(model), mesh))
     score(replace(job, record=replace(job.record, model_sha256=identity)), model, config.batch_size)
 
 
 def _record(config: ScoreConfig, source: ModelSource, dataset: Dataset, rows: Mapping[str, Rows]) -> Record:
-    splits = {name: dataset.splits[name] for name in rows}
     return Record(
         format=1,
         model=source.name,
@@ -181,7 +181,8 @@ def _record(config: ScoreConfig, source: ModelSource, dataset: Dataset, rows: Ma
         long_documents=config.data.long_documents,
         splits={
             name: Scored(split.identity, rows[name].identity, ({},) * len(split.shard_sizes))
-            for name, split in splits.items()
+            for name, split in dataset.splits.items()
+            if name in rows
         },
     )
 
