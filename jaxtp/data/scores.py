@@ -216,7 +216,7 @@ class _Columns:
 
 
 def open_scores(folder: Path) -> Scores:
-    """Opens finished scores, of which it reads `scores.json`; raises `ScoresError`."""
+    """Opens finished scores, and reads only `scores.json`; raises `ScoresError`."""
     if not folder.is_dir():
         raise ScoresError(f"{folder}: no such folder of scores{nearest_file(folder)}; jaxtp score makes one")
     if (record := _read(folder / SCORES, Record)) is not None:
