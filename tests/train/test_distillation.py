@@ -160,7 +160,7 @@ def test_a_student_that_leaves_nothing_to_other_tokens_is_pulled_back(logit, tol
 
 @pytest.mark.parametrize(
     ("mesh", "name", "model"),
-    sweep_of([MESHES, ("forward", "all"), ("decoder", "experts")], ("cp", "all", "decoder")),
+    sweep_of([MESHES, ("forward", "all"), ("decoder", "experts")], ("tp", "all", "decoder")),
 )
 def test_a_mesh_gives_the_numbers_of_one_device(mesh, name, model):
     loss = LOSSES[name]

@@ -89,7 +89,7 @@ def train(folder, mesh="dp=1", steps=3, callbacks=(), settings=None, **parts):
     [
         pytest.param(Net, 1, marks=pytest.mark.wide),
         (Net, 2),
-        (Normalised, 1),
+        pytest.param(Normalised, 1, marks=pytest.mark.wide),
         pytest.param(WithConstants, 2, marks=pytest.mark.wide),
     ],
     ids=lambda value: str(value),

@@ -147,6 +147,7 @@ def test_only_what_a_cpu_has_is_compiled():
     assert len(notes) == 2
 
 
+@pytest.mark.wide
 def test_the_program_of_a_loss_reads_its_batch():
     config = replace_nested(CONFIG, {"train.loss": "jaxtp:DPO", "model.lora.rank": 2, "model.num_layers": 1})
     assert "pairs" in str(compiler.trace(config, jaxtp.make_mesh(fsdp=2, tp=2)).in_avals)
