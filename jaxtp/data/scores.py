@@ -133,8 +133,8 @@ class Scores:
         record = self.record
         if record.tokenizer != tokenizer.name:
             raise ScoresError(
-                f"data.scores={self.folder} has scores for tokenizer {record.tokenizer[:12]}, and the data were made "
-                f"with tokenizer {tokenizer.name[:12]}; score these data: {self.command()}"
+                f"data.scores={self.folder} has scores for tokenizer {truncate(record.tokenizer[:12])}, and the data "
+                f"were made with tokenizer {tokenizer.name[:12]}; score these data: {self.command()}"
             )
         stored = {name: getattr(record, name) for name in ("sequence_length", "packing", "long_documents")}
         wanted = settings.length, settings.packing, settings.long_documents

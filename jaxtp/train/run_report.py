@@ -51,8 +51,8 @@ class Report(Display):
         self.line(f"step {record['step']}/{total}  {_losses(record)}  {rate:,.0f} {unit}/s{left}")
 
 
-def next_steps(config: TrainConfig, saved: Path, *, decoder: bool) -> list[str]:
-    """Returns the checkpoint's location, and for a decoder commands to use it."""
+def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) -> list[str]:
+    """Returns the checkpoint's location, and for a decoder commands to use it; pairs have no evaluation."""
     if not decoder:
         return [f"saved in {saved}"]
     from jaxtp.data.tokenizer_files import TEMPLATE
@@ -64,9 +64,10 @@ def next_steps(config: TrainConfig, saved: Path, *, decoder: bool) -> list[str]:
     prompt = "--chat" if (trained_on / TEMPLATE).is_file() else "--prompt 'def '"
     export = f"{config.run.dir}-{'peft' if config.model.lora.rank else 'hf'}"
     then = "" if build else f"; jaxtp convert export {run} {shlex.quote(export)}"
+    evaluate = f"  jaxtp evaluate --model {run}{build or ''} --{'data' if data.is_dir() else 'text'} {text}"
     return [
         f"saved in {saved}; next:",
-        f"  jaxtp evaluate --model {run}{build or ''} --{'data' if data.is_dir() else 'text'} {text}",
+        *([] if pairs else [evaluate]),
         f"  jaxtp generate --model {run}{build or ''} {prompt}{then}",
     ]
 

@@ -165,7 +165,13 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     before = progress(config)
     config, _ = with_steps(config, data.num_rows, before)
     if task.loss is not None:
-        data.pad_short_batches(check_loss(config, task, data.train.shapes).reads_weights)
+        traits = check_loss(config, task, data.train.shapes)
+        if config.model.dropout and not traits.is_random:
+            raise ConfigError(
+                f"model.dropout={config.model.dropout:g} has no effect: {config.train.loss or 'the loss'} passes no "
+                "dropout_keys to the model; use --model.dropout 0"
+            )
+        data.pad_short_batches(traits.reads_weights)
     blueprint, lines = plan(config, mesh, task, data.train.shapes)
     memory = require_memory(config, blueprint, task.loss, data.train.shapes)
     row_flops = _row_flops(config, blueprint, task, data)

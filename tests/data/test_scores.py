@@ -15,7 +15,7 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.rows import IGNORE
 from jaxtp.data.samples import Data, RowSettings, make_rows
-from jaxtp.data.scores import JOURNAL, SCORES, Record, Scored, ScoresError, open_scores, verify
+from jaxtp.data.scores import JOURNAL, SCORES, Record, Scored, Scores, ScoresError, open_scores, verify
 from jaxtp.tools.score.scoring import Job, _Writer
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.init_source import InitSource
@@ -108,6 +108,9 @@ def test_refused(dataset, tmp_path):
     scores = open_scores(tmp_path / "s")
     with pytest.raises(ScoresError, match=r"scores for tokenizer bytes, and the data were made with tokenizer abc"):
         scores.check(SimpleNamespace(name="abc"), SETTINGS)
+    foreign = Scores(tmp_path, replace(scores.record, tokenizer="\x1b[31m"))
+    with pytest.raises(ScoresError, match=r"scores for tokenizer \\x1b\[31m"):
+        foreign.check(SimpleNamespace(name="abc"), SETTINGS)
     write(dataset, tmp_path / "k", top_k=3).finish()
     rows = make_rows(dataset.splits["train"], SETTINGS)
     open_scores(tmp_path / "k").add_to(rows, dataset.splits["train"], replace(SETTINGS, vocab_size=100))

@@ -1,6 +1,7 @@
 """Losses with settings: classes and functions with `train.loss_arguments`."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from jaxtp.tools.check.subject import random_batches
 from jaxtp.train.__main__ import COMMAND, main
 from jaxtp.train.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.defaults import DeviceInfo, resolve_defaults
-from jaxtp.train.setup import open_task
+from jaxtp.train.setup import _check, open_task
 from jaxtp.train.task import Task, load_task, with_parts, with_references
 
 
@@ -123,6 +124,33 @@ def test_a_missing_column_is_refused_with_how_to_get_it():
     config = replace_nested(TrainConfig(), SMALL | {"train.loss": f"{__file__}:NeedsPairs"})
     with pytest.raises(ConfigError, match=r"needs 'pairs', and batches have inputs.*: jaxtp prepare --preference"):
         open_task(config)
+
+
+class Dry:
+    def __call__(self, model, batch, key):
+        return model.loss(batch["inputs"], batch["labels"])
+
+
+class Wet:
+    def __call__(self, model, batch, key):
+        keys = jax.random.split(key, len(batch["inputs"]))
+        return model.loss(batch["inputs"], batch["labels"], dropout_keys=keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout", "fits"),
+    [
+        ("Dry", 0.5, False),
+        pytest.param("Dry", 0.0, True, marks=pytest.mark.wide),
+        pytest.param("Wet", 0.5, True, marks=pytest.mark.wide),
+    ],
+)
+def test_dropout_that_a_loss_leaves_out_is_refused(name, dropout, fits):
+    changes = {"train.loss": f"{__file__}:{name}", "model.dropout": dropout, "train.steps": 1}
+    config = replace_nested(TrainConfig(), SMALL | changes | {"data.sequence_length": 32})
+    refusal = pytest.raises(ConfigError, match=r"model.dropout=0.5 has no effect: .*:Dry passes no dropout_keys")
+    with nullcontext() if fits else refusal:
+        _check(config, Task())
 
 
 def test_an_example_batch_replaces_data_that_are_not_here():

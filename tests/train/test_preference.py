@@ -23,6 +23,7 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import preference
 from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.run_report import next_steps
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step, trace_step
 
@@ -233,6 +234,13 @@ def test_an_example_batch_has_pairs(stored):
         assert {each.shape for each in batch.values()} == {(8, 64)}
         assert set(jaxtp.DPO.columns) <= batch.keys()
         assert means(jaxtp.DPO(), None, stored | batch)[1]["count"] == 16
+
+
+def test_a_run_ends_with_commands_that_take_its_data():
+    """`jaxtp evaluate` refuses pairs."""
+    for pairs in (False, True):
+        lines = next_steps(TrainConfig(), Path("run/checkpoints/1"), decoder=True, pairs=pairs)
+        assert ("jaxtp evaluate" in "".join(lines)) is not pairs
 
 
 @pytest.mark.journey
