@@ -42,7 +42,7 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Small(Error):
+class SmallError(Error):
     least: int = 0
     most: int = 1
 
@@ -105,7 +105,7 @@ def test_arguments_reach_classes_functions_and_instances(name, arguments, expect
         ("error", {"scal": 2}, r"keyword argument 'scal'; train.loss_arguments can give scale; did you mean scale\?"),
         ("Plain", {}, "missing a required argument: 'scale'; train.loss_arguments can give scale"),
         ("Plain", {"scale": 0}, r"test_loss_arguments.py, line \d+: .*ZeroDivisionError"),
-        ("Small", {"least": 2}, r"train.loss_arguments:\n  \{'least': 2\}: least is more than most"),
+        ("SmallError", {"least": 2}, r"train.loss_arguments:\n  \{'least': 2\}: least is more than most"),
         ("eror", {}, r"has no eror; did you mean error\?"),
         ("OfArrays", {"table": 1}, "OfArrays fails: PydanticSchemaGenerationError"),
     ],
