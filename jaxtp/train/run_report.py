@@ -51,8 +51,8 @@ class Report(Display):
         self.line(f"step {record['step']}/{total}  {_losses(record)}  {rate:,.0f} {unit}/s{left}")
 
 
-def next_steps(config: TrainConfig, saved: Path, *, decoder: bool) -> list[str]:
-    """Returns the checkpoint's location, and for a decoder commands to use it."""
+def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool = False) -> list[str]:
+    """Returns the checkpoint's location, and for a decoder commands to use it; `evaluate` reads no pairs."""
     if not decoder:
         return [f"saved in {saved}"]
     from jaxtp.data.tokenizer_files import TEMPLATE
@@ -64,9 +64,10 @@ def next_steps(config: TrainConfig, saved: Path, *, decoder: bool) -> list[str]:
     prompt = "--chat" if (trained_on / TEMPLATE).is_file() else "--prompt 'def '"
     export = f"{config.run.dir}-{'peft' if config.model.lora.rank else 'hf'}"
     then = "" if build else f"; jaxtp convert export {run} {shlex.quote(export)}"
+    evaluate = f"  jaxtp evaluate --model {run}{build or ''} --{'data' if data.is_dir() else 'text'} {text}"
     return [
         f"saved in {saved}; next:",
-        f"  jaxtp evaluate --model {run}{build or ''} --{'data' if data.is_dir() else 'text'} {text}",
+        *([] if pairs else [evaluate]),
         f"  jaxtp generate --model {run}{build or ''} {prompt}{then}",
     ]
 
@@ -168,6 +169,7 @@ def _data_rows(
         "data": f"{corpus.description}: {corpus.train_tokens:,} {corpus.unit} to train on{loss}, "
         f"{corpus.validation_tokens:,} held out, sha256 {corpus.identity[:12]}",
         "rows": _describe_rows(data.tokens),
+        "scores": None if data.tokens.scores is None else data.tokens.scores.describe(),
         "batch": _describe_batch(config, sizes, f"sequences of {config.data.sequence_length} {corpus.unit}"),
         "steps": _describe_steps(config, data.tokens, *progress),
     }

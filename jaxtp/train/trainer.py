@@ -315,7 +315,8 @@ class Trainer:
                     return
         self._save_and_wait()
         saved = run.checkpoints.folder / str(run.step)
-        for line in next_steps(self.config, saved, decoder=run.blueprint.is_decoder):
+        pairs = run.data.tokens is not None and run.data.tokens.corpus.has_pairs
+        for line in next_steps(self.config, saved, decoder=run.blueprint.is_decoder, pairs=pairs):
             self._report.line(line)
         self.done = True
 

@@ -23,6 +23,7 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import preference
 from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.run_report import next_steps
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step, trace_step
 
@@ -233,6 +234,12 @@ def test_an_example_batch_has_pairs(stored):
         assert {each.shape for each in batch.values()} == {(8, 64)}
         assert set(jaxtp.DPO.columns) <= batch.keys()
         assert means(jaxtp.DPO(), None, stored | batch)[1]["count"] == 16
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_finished_run_on_pairs_does_not_name_evaluate_which_refuses_them(pairs):
+    lines = next_steps(TrainConfig(), Path("runs/a/checkpoints/1"), decoder=True, pairs=pairs)
+    assert any("jaxtp evaluate" in line for line in lines) is not pairs
 
 
 @pytest.mark.journey
