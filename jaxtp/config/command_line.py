@@ -217,7 +217,8 @@ class Command(Generic[T]):
             while words and not equals and (many or not found) and not _is_flag(words[0]) and words[0] != "--":
                 found.append(words.popleft())
             if not found or (setting.owner is _CommonFlags and found == [""]):
-                raise ConfigError(f"{flag} needs a value; a value that begins with - is written {flag}=-...")
+                example = ", such as true" if setting.kind is object else ""
+                raise ConfigError(f"{flag} needs a value{example}; a value that begins with - is written {flag}=-...")
             values[setting] = (*values.get(setting, ()), *found) if setting.is_list else _value(setting, found[0])
         for setting in leaf_settings(self.schema):
             if _is_positional(setting) and rest:

@@ -32,8 +32,11 @@ def load_object(text: str, setting: str) -> Any:
     module = _load_file(setting, Path(place)) if place.endswith(".py") else _import(setting, place)
     if not hasattr(module, name):
         values = (key for key, value in vars(module).items() if isinstance(value, dict) or callable(value))
-        names = ", ".join(key for key in values if not key.startswith("_"))
-        raise ConfigError(f"{setting} {text}: {place} has no {name}; it has {names}")
+        names = list(getattr(module, "__all__", values))  # `vars` lacks names that are imported at their first use
+        close = {each.lower(): each for each in names}
+        found = [close[each] for each in get_close_matches(name.lower(), close, 1)]
+        hint = f"did you mean {found[0]}?" if found else f"it has {', '.join(each for each in names if each[0] != '_')}"
+        raise ConfigError(f"{setting} {text}: {place} has no {name}; {hint}")
     return getattr(module, name)
 
 

@@ -165,7 +165,8 @@ def flag(schema: type, keys: Sequence[object]) -> str:
 
 
 def _assignment(keys: Sequence[object], value: object) -> str:
-    return f"{truncate('.'.join(map(str, keys)))} = {truncate(repr(value))}"
+    name = f"{truncate('.'.join(map(str, keys)))} = " if keys else ""  # none: of all values together
+    return f"{name}{truncate(repr(value))}"
 
 
 def validate(

@@ -144,6 +144,12 @@ class Scores:
                 f"settings, or score again: {self.command(settings)}"
             )
 
+    def describe(self) -> str:
+        """Describes the scores and their model."""
+        top_k = self.record.top_k
+        what = "log-probabilities" if top_k is None else f"{top_k} most probable tokens"
+        return f"{self.folder}: {what} by {truncate(self.record.model)}, in {self.record.dtype}"
+
     def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
         """Returns a command that makes such scores, with other rows or at another temperature if they are given."""
         record = self.record

@@ -169,6 +169,7 @@ def _data_rows(
         "data": f"{corpus.description}: {corpus.train_tokens:,} {corpus.unit} to train on{loss}, "
         f"{corpus.validation_tokens:,} held out, sha256 {corpus.identity[:12]}",
         "rows": _describe_rows(data.tokens),
+        "scores": None if data.tokens.scores is None else data.tokens.scores.describe(),
         "batch": _describe_batch(config, sizes, f"sequences of {config.data.sequence_length} {corpus.unit}"),
         "steps": _describe_steps(config, data.tokens, *progress),
     }

@@ -230,6 +230,11 @@ def test_several_meshes_are_one_list():
         (TRAIN, ["--model.sequence-parallel"], "--model.sequence-parallel needs a value"),
         (
             TRAIN,
+            ["--train.loss-arguments.length-normalized", "--train.steps", "3"],
+            "--train.loss-arguments.length-normalized needs a value, such as true; a value",
+        ),
+        (
+            TRAIN,
             ["--model.ignore-config"],
             "--model.ignore-config needs a value; a value that begins with - is written",
         ),

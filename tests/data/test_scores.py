@@ -70,6 +70,7 @@ def test_rows_have_the_scores_of_their_tokens(dataset, tmp_path, packing, top_k)
     write(dataset, tmp_path / "s", settings, top_k).finish()
     scores = open_scores(tmp_path / "s")
     assert list(verify(scores)) == []
+    assert scores.describe().startswith(f"{tmp_path / 's'}: {'3 most probable tokens' if top_k else 'log-prob'}")
     data = Data(load_corpus(dataset.folder), settings, 0, scores)
     assert data.description["scores"] == scores.identity
     for rows in (*data.train_rows, *data.validation_rows):

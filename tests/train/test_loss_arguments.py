@@ -43,6 +43,16 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class SmallError(Error):
+    least: int = 0
+    most: int = 1
+
+    def __post_init__(self):
+        if self.least > self.most:
+            raise ConfigError("least is more than most")
+
+
+@dataclass(frozen=True)
 class OfArrays:
     table: jax.Array
 
@@ -96,12 +106,20 @@ def test_arguments_reach_classes_functions_and_instances(name, arguments, expect
         ("error", {"scal": 2}, r"keyword argument 'scal'; train.loss_arguments can give scale; did you mean scale\?"),
         ("Plain", {}, "missing a required argument: 'scale'; train.loss_arguments can give scale"),
         ("Plain", {"scale": 0}, r"test_loss_arguments.py, line \d+: .*ZeroDivisionError"),
+        ("SmallError", {"least": 2}, r"train.loss_arguments:\n  \{'least': 2\}: least is more than most"),
+        ("eror", {}, r"has no eror; did you mean error\?"),
         ("OfArrays", {"table": 1}, "OfArrays fails: PydanticSchemaGenerationError"),
     ],
 )
 def test_a_wrong_argument_is_one_error(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         loaded(name, **arguments)
+
+
+@pytest.mark.parametrize(("name", "message"), [("dpo", r"did you mean DPO\?"), ("KTO", "it has .*, DPO, ")])
+def test_a_wrong_name_in_jaxtp_is_refused_with_its_public_names(name, message):
+    with pytest.raises(ConfigError, match=f"jaxtp has no {name}; {message}"):
+        load_task(replace_nested(TrainConfig(), {"train.loss": f"jaxtp:{name}"}))
 
 
 class NeedsPairs:
