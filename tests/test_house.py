@@ -89,16 +89,16 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "lines": 43_310,
-    "files": 229,
+    "lines": 45_373,
+    "files": 237,
     "files under 80 lines, families aside": 6,
     "rooms": 14,
     "arrows between rooms": 71,
     "files that training imports": 82,
-    "lines that training imports": 16_395,
-    "words of docstrings": 40_120,
+    "lines that training imports": 16_938,
+    "words of docstrings": 42_337,
     "functions of more than 6 parameters": 4,
-    "Any": 588,
+    "Any": 587,
     "file names used more than twice": 0,
 }
 PHRASES = "of which|(that|those) of|so many|(is|are) told|(goes|go) on|as of|beside|what (it|is)|of those"

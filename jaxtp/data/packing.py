@@ -93,7 +93,7 @@ class Packed(Rows):
             too_long = lengths > self._length
             if pairs and long != "drop" and too_long.any():
                 raise LongDocumentError(
-                    f"{self._documents.location(2 * int(documents[too_long][0]))}: chosen and rejected have "
+                    f"{self._documents.location(2 * int(documents[too_long][0]))}: chosen and rejected together have "
                     f"{lengths[too_long][0]:,} tokens, more than data.sequence_length={self._length}, and a pair is "
                     "never cut; --data.long-documents drop leaves such pairs out"
                 )

@@ -75,8 +75,8 @@ class DPO:
             reference_BT = jax.lax.stop_gradient(log_probs(without_adapters(model)))
         else:
             raise ConfigError(
-                "DPO compares the model with a reference: score the dataset with `jaxtp score` and set data.scores, or "
-                "train adapters (--model.lora.rank 16), without which the model is the reference"
+                "DPO needs a reference: set data.scores to what `jaxtp score` makes, or train adapters "
+                "(--model.lora.rank 16); the model without them is then the reference"
             )
         is_label_BT = labels_BT != IGNORE
         terms_BT3 = jnp.stack([log_probs(model), reference_BT, is_label_BT], axis=-1)
