@@ -182,7 +182,8 @@ class Command(Generic[T]):
         elif self.short_help:
             is_short = True
             settings = [each for each in settings if each.name in self.short_help or each.owner is _CommonFlags]
-            text += f"\n\nMore settings: {HELP} SECTION ({', '.join(sections)}), or {ALL_HELP}"
+            of_section = f"{HELP} SECTION ({', '.join(sections)}), or " if sections else ""
+            text += f"\n\nMore settings: {of_section}{ALL_HELP}"
         schema = self.help_schema(settings, short=is_short)
         width = max(_MIN_COLUMNS, shutil.get_terminal_size().columns)
         os.environ["COLUMNS"] = str(width)

@@ -1,11 +1,12 @@
 """`jaxtp score`: opens a model and a dataset, and writes scores (`scoring.py`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 from flax import nnx
 from jax.sharding import Mesh
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
-from jaxtp.config.files import fingerprint
+from jaxtp.config.files import fingerprint, require_writable, write_json
 from jaxtp.config.hints import Problem, explained
 from jaxtp.config.schema import ConfigError, Count, DataPath, Positive, UserPath
 from jaxtp.data.rows import Rows
@@ -58,7 +59,7 @@ compares scores with their checksums.
 """
 SHOWN_FIRST = (
     *("dataset", "model", "out", "top_k", "temperature", "data.sequence_length", "data.packing", "data.long_documents"),
-    *("batch_size", "dtype", "adapters", "verify"),
+    *("batch_size", "dtype", "adapters", "verify", "json"),
 )
 
 
@@ -84,7 +85,7 @@ class ScoreConfig(SourceConfig):
     """A dataset of jaxtp prepare, made with the model's tokenizer. All its splits are scored."""
 
     model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """A run of jaxtp train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format."""
+    """A run of jaxtp train, one of its checkpoints, or a model in Hugging Face's format."""
 
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the scores."""
@@ -102,6 +103,9 @@ class ScoreConfig(SourceConfig):
 
     verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Compares a folder of scores with its checksums, and does nothing else."""
+
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """JSON file for the content of scores.json, or for the result of --verify."""
 
     mesh: InferenceMeshConfig = InferenceMeshConfig()
 
@@ -125,8 +129,9 @@ def _run(argv: Sequence[str]) -> int:
     join_processes()
     with raise_everywhere(watch):
         config, _ = COMMAND.load(argv)
+        require_writable("--json", config.json)
         if config.verify is not None:
-            return _verify(config.verify)
+            return _verify(config.verify, config.json)
         request_devices(config.mesh)
     with reporting_failure():
         _score(config, tuple(argv))
@@ -163,6 +168,8 @@ def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
     model = load_model(source, mesh)
     identity = fingerprint(base_checksums(nnx.state(model), mesh))
     score(replace(job, record=replace(job.record, model_sha256=identity)), model, config.batch_size)
+    if config.json is not None and jax.process_index() == 0:
+        write_json("--json", config.json, {"folder": str(out), **asdict(open_scores(out).record)})
 
 
 def _record(config: ScoreConfig, source: ModelSource, dataset: Dataset, rows: Mapping[str, Rows]) -> Record:
@@ -219,14 +226,14 @@ def _check_length(source: ModelSource, mesh: Mesh, length: int) -> None:
     refuse(explained(problems_after, fixed=True))
 
 
-def _verify(folder: Path) -> int:
-    scores = open_scores(folder)
-    problems = 0
+def _verify(folder: Path, file: Path | None) -> int:
+    scores, problems = open_scores(folder), list[str]()
     for problem in verify(scores):
-        problems += 1
+        problems.append(problem)
         print(problem)
     kind = "log-probabilities" if scores.record.top_k is None else f"{scores.record.top_k} tokens each"
-    print(f"{folder}: {kind}, {problems or 'no'} problem{'' if problems == 1 else 's'}")
+    print(f"{folder}: {kind}, {len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}")
+    write_json("--json", file, {"folder": str(folder), "problems": problems})
     return 1 if problems else 0
 
 

@@ -36,7 +36,11 @@ def scored(data, model, out, *flags):
 @pytest.fixture(scope="session")
 def base(data, model, tmp_path_factory):
     """Log-probabilities of the model."""
-    return scored(data, model, tmp_path_factory.mktemp("scores") / "base")
+    folder = tmp_path_factory.mktemp("scores")
+    out = scored(data, model, folder / "base", "--json", folder / "base.json")
+    record = json.loads((folder / "base.json").read_text())
+    assert record == {"folder": str(out)} | json.loads((out / SCORES).read_text())
+    return out
 
 
 @pytest.fixture(scope="session")
@@ -75,11 +79,12 @@ def check(decoder, data, out, settings=RowSettings(32, 300), temperature=1.0):
             assert not row["top_ids"][~has_label].any()
 
 
-def test_one_device(decoder, data, base, capsys):
+def test_one_device(decoder, data, base, tmp_path, capsys):
     check(decoder, data, base)
     assert not (base / JOURNAL).exists()
-    assert main(["--verify", str(base)]) == 0
+    assert main(["--verify", str(base), "--json", str(tmp_path / "verify.json")]) == 0
     assert capsys.readouterr().out == f"{base}: log-probabilities, no problems\n"
+    assert json.loads((tmp_path / "verify.json").read_text()) == {"folder": str(base), "problems": []}
 
 
 @pytest.mark.wide
