@@ -93,7 +93,7 @@ def test_outputs_are_those_of_the_rounded_kernels_and_near_the_original(name):
         for graph, state in ((graph, full), (graph, rounded), in_8_bits)
     )
     assert relative_error(found, expected) < 1e-6
-    assert 1e-3 < relative_error(found, exact) < (0.25 if name == "delta" else 0.1)
+    assert 1e-3 < relative_error(found, exact) < 0.25
 
 
 MESHES = [(1, 1, 1, 2), (1, 1, 1, 4), (1, 2, 1, 2), (1, 2, 2, 1), (2, 2, 1, 2), (1, 4, 1, 1)]
