@@ -89,7 +89,7 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "lines": 45_381,
+    "lines": 45_383,
     "files": 237,
     "files under 80 lines, families aside": 6,
     "rooms": 14,

@@ -39,6 +39,7 @@ from jaxtp.data.store import verify_sum
 LOG_PROBS, TOP_IDS, TOP_LOG_PROBS = "log_probs", "top_ids", "top_log_probs"
 """Columns of a row, and suffixes of files."""
 SCORES, JOURNAL = "scores.json", "unfinished.json"
+_MOST = 1e-3  # a log-probability is at most 0, up to rounding
 
 Text = Annotated[str, Field(max_length=2**12)]
 T = TypeVar("T")
@@ -207,8 +208,9 @@ class _Columns:
             for at, shard, part in found:
                 column[at] = self._map(shard, suffix)[part]
             column[labels == IGNORE] = 0
-            if (most := column.max()) >= self._vocab_size if is_ids else not np.isfinite(column).all():
-                problem = f"id {most} is beyond model.vocab_size={self._vocab_size}" if is_ids else "not finite"
+            most = column.max()
+            if most >= self._vocab_size if is_ids else not (np.isfinite(column).all() and most < _MOST):
+                problem = f"id {most} is beyond model.vocab_size={self._vocab_size}" if is_ids else "no log-probability"
                 raise ScoresError(f"{self._file(found[0][1], suffix)}: {problem}; jaxtp score --verify checks a folder")
             row[suffix] = column.astype(np.int32) if is_ids else column  # type: ignore[assignment]
 
@@ -278,5 +280,5 @@ def _no_scores(path: Path, array: Numbers, vocab_size: int) -> Iterator[str]:
     least, most = array.min(), array.max()
     if array.dtype.kind == "u" and most >= vocab_size:
         yield f"{path}: id {most} is beyond the vocabulary of {vocab_size}"
-    elif array.dtype.kind == "f" and not (np.isfinite(least) and most < 1e-3):
+    elif array.dtype.kind == "f" and not (np.isfinite(least) and most < _MOST):
         yield f"{path}: log-probabilities from {least} to {most}"

@@ -75,7 +75,7 @@ class DPO:
             reference_BT = jax.lax.stop_gradient(log_probs(without_adapters(model)))
         else:
             raise ConfigError(
-                "DPO needs a reference: set data.scores to what `jaxtp score` makes, or train adapters "
+                "DPO needs a reference: set data.scores to what `jaxtp score` makes without --top-k, or train adapters "
                 "(--model.lora.rank 16); the model without them is then the reference"
             )
         is_label_BT = labels_BT != IGNORE

@@ -1,6 +1,7 @@
 """Scores beside a dataset: they stay with their tokens in every row, and what training refuses."""
 
 import json
+import math
 import os
 import pickle
 from dataclasses import replace
@@ -192,15 +193,16 @@ def test_pairs_keep_their_scores(tmp_path):
         assert not row["log_probs"][row["labels"] == IGNORE].any()
 
 
-def test_numbers_that_are_no_scores_are_found(dataset, tmp_path):
+@pytest.mark.parametrize("number", [math.nan, 1e30])
+def test_numbers_that_are_no_scores_are_found(dataset, tmp_path, number):
     writer = write(dataset, tmp_path / "s")
     path = tmp_path / "s" / "train-00000.log_probs"
     array = np.memmap(path, np.float32, "r+")
-    array[0] = np.nan
+    array[0] = number
     array.flush()
     writer.finish()
     (problem,) = verify(open_scores(tmp_path / "s"))
-    assert problem == f"{path}: log-probabilities from nan to nan"
+    assert problem.startswith(f"{path}: log-probabilities from ")
     data = Data(load_corpus(dataset.folder), SETTINGS, 0, open_scores(tmp_path / "s"))
-    with pytest.raises(ScoresError, match="not finite; jaxtp score --verify"):
+    with pytest.raises(ScoresError, match="no log-probability; jaxtp score --verify"):
         list(data.train_rows[0])
