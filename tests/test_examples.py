@@ -106,7 +106,8 @@ def parts(name):
 def train(name, folder, mesh, steps):
     """Returns the flags of `jaxtp train`."""
     sizes = [word for each in mesh.split(",") for word in (f"--mesh.{each.split('=')[0]}", each.split("=")[1])]
-    rate = ["--optimizer.schedule", "constant", "--optimizer.warmup-steps", "0"]  # whatever the number of steps
+    # Whatever the number of steps; at higher rates the loss first grows, and rounding with it.
+    rate = ["--optimizer.schedule", "constant", "--optimizer.warmup-steps", "0", "--optimizer.learning-rate", "1e-3"]
     return [
         *parts(name),
         *sizes,

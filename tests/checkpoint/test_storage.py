@@ -105,7 +105,7 @@ def test_plain_orbax_reads_a_checkpoint_on_one_device(tmp_path):
     state = plan.create(seed=0)
     with Checkpoints(tmp_path / "runs/a/checkpoints") as checkpoints:
         checkpoints.save(80, state, plan.mesh, {})
-    (lines,) = re.findall(r"```py\n(import jax.*?RestoreArgs.*?)```", GUIDE.read_text(), re.DOTALL)
+    (lines,) = re.findall(r"```py\n(import jax(?:(?!```).)*?RestoreArgs.*?)```", GUIDE.read_text(), re.DOTALL)
     after = "import sys; assert 'jaxtp' not in sys.modules; print(jax.device_count(), len(arrays))\n"
     done = subprocess.run(
         [sys.executable, "-c", lines + after + 'np.save("embedding.npy", arrays["model.embedding.embedding"])'],
