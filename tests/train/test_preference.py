@@ -185,7 +185,7 @@ ADAPTED = replace(SMALL_MODEL, lora=jaxtp.LoraConfig(rank=2))
 
 
 def test_a_model_without_adapters_needs_scores():
-    with pytest.raises(ConfigError, match=r"`jaxtp score` and set data\.scores, or train adapters"):
+    with pytest.raises(ConfigError, match=r"set data\.scores to what `jaxtp score` makes"):
         means(jaxtp.DPO(), jaxtp.Decoder(SMALL_MODEL, rngs=nnx.Rngs(0)), pairs_in_rows(True))
 
 
