@@ -109,7 +109,7 @@ def test_a_model_that_does_not_fit(file, capsys):
 
 
 MISTAKES = {
-    "{file}:biuld --input 16x8x16": "has no biuld; it has",
+    "{file}:biuld --input 16x8x16": "has no biuld; did you mean build?",
     "{file}:PLAN --input 16x8x16": "and should be a function that returns a model",
     "{file}:Broken --input 16x8x16": ": return self.lost): AttributeError",
     "{file}:build": "give the shapes of its inputs",

@@ -290,7 +290,7 @@ def test_the_command(file, tmp_path, capsys):
 
 
 MISTAKES = {
-    "{file}:biuld": "has no biuld; it has",
+    "{file}:biuld": "has no biuld; did you mean build?",
     "{file}:number": "is 3, and should be a function that returns a model",
     "{file}:build --plan {file}:number": "is 3, and should be a dict from module paths to styles",
     "{file}:no_model": "returns 3, and should return an nnx.Module",

@@ -115,7 +115,7 @@ MISTAKES = {
     "estimate --config {run}/run.yaml --tier 2 --price 3": "--tier, --price: not for a model, loss",
     "estimate --config {run}/run.yaml --train.accumulation 3": "accumulation",
     "estimate --config {run}/run.yaml --train.loss {run}/mine.py:unlike": "KeyError: 'pictures'",
-    "estimate --config {run}/run.yaml --train.loss {run}/mine.py:lost": "has no lost; it has",
+    "estimate --config {run}/run.yaml --train.loss {run}/mine.py:lost": "has no lost; did you mean loss?",
     "estimate --model.build {run}/mine.py:build": "needs a loss",
     "explain {run}/run.yaml --mesh tp=2": "names parts of your own; write jaxtp explain --config",
     "explain --config {run}/run.yaml --mesh tp=-1": "depends on the number of devices",
