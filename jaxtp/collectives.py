@@ -296,25 +296,24 @@ def load_weight(
     if current_mesh() is None:
         return shard.astype(dtypes.compute).astype(dtypes.result)
     copied = gradient_sum_axes(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
-    shard = jax.tree.map(lax.stop_gradient, shard) if isinstance(shard, Float8) else shard
-    stored = shard.bits if isinstance(shard, Float8) else shard
-    summed = tuple(axis for axis in copied if axis not in jax.typeof(stored).manual_axis_type.varying)
     tp_dim, tp_group = tp_gather or (0, 1)
     groups = [list(range(first, first + tp_group)) for first in range(0, axis_size(TP), tp_group)]
     fsdp_dim = fsdp_dim if gathered else None
 
-    def whole(w: Array) -> Array:
-        # Replicas first: their gradients are summed last, on the smaller result of the reduce-scatter.
-        w = vary(w, *summed)
+    def whole(w: Array, fsdp_dim: int | None) -> Array:
         if tp_group > 1:
             w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
-        is_split = fsdp_dim is not None and w.shape[fsdp_dim] == stored.shape[fsdp_dim]  # else a scale `[..., 1, out]`
-        return _gather_shards(w, fsdp_dim) if fsdp_dim is not None and is_split else w
+        return w if fsdp_dim is None else _gather_shards(w, fsdp_dim)
 
-    def gather(shard: Array | Float8) -> Array:
-        if isinstance(shard, Float8):
-            return Float8(whole(shard.bits), whole(shard.scale)).astype(dtypes.compute).astype(dtypes.result)
-        return whole(shard.astype(dtypes.compute)).astype(dtypes.result)
+    if isinstance(shard, Float8):
+        # The scale `[..., 1, out]` is split like the kernel, except along `in`, where its size is 1.
+        scale = whole(lax.stop_gradient(shard.scale), None if fsdp_dim == shard.ndim - 2 else fsdp_dim)
+        return Float8(whole(shard.bits, fsdp_dim), scale).astype(dtypes.compute).astype(dtypes.result)
+    summed = tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
+
+    def gather(shard: Array) -> Array:
+        # Replicas first: their gradients are summed last, on the smaller result of the reduce-scatter.
+        return whole(vary(shard.astype(dtypes.compute), *summed), fsdp_dim).astype(dtypes.result)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
         grad = grad.astype(dtypes.reduce)
@@ -322,7 +321,7 @@ def load_weight(
             grad = _reduce_scatter_shards(grad, fsdp_dim)
         if tp_group > 1:
             grad = lax.psum_scatter(grad, TP, scatter_dimension=tp_dim, axis_index_groups=groups, tiled=True)
-        return (lax.psum(grad, summed).astype(stored.dtype),)
+        return (lax.psum(grad, summed).astype(shard.dtype),)
 
     load = jax.custom_vjp(gather)
     load.defvjp(lambda shard: (gather(shard), None), backward)  # not `load`: remat must see the gather itself

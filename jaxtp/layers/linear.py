@@ -136,7 +136,7 @@ class ColumnParallelLinear(nnx.Module):
             if self.fixed_bias is not None and self.fixed_bias[0] == i:
                 bias = fixed_in_part(bias, *self.fixed_bias[1:])
             outputs[i] += bias
-        for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=False)):
+        for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=True)):
             small = checkpoint_name(inner[at], PROJECTED)  # [B/(dp*fsdp), T/cp, rank]
             outputs[i] += lora.scale * (small @ self._load(weights[f"loras.{at}.b"], None, self.features[i]))
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)  # each [B/(dp*fsdp), T/cp, F/tp]

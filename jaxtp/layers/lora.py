@@ -93,6 +93,8 @@ def without_adapters(model: _Module) -> _Module:
         for name, value in [*vars(module).items()]:
             if name == "loras":
                 setattr(module, name, nnx.List([]))
+            elif name == "adapted":
+                setattr(module, name, ())
             elif isinstance(value, Lora) and name.endswith("_lora"):
                 delattr(module, name)
     return copy
