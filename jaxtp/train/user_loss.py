@@ -17,7 +17,7 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import user_code_error
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.columns import WEIGHTS
-from jaxtp.data.rows import SEGMENTS
+from jaxtp.data.rows import PAIRS, SEGMENTS
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import LossTerms
 from jaxtp.train.config import TrainConfig
@@ -45,7 +45,7 @@ _FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the ro
 
 _TOP = "jaxtp score --top-k 64 makes it, and data.scores FOLDER reads it"
 _ORIGINS = {
-    "pairs": "jaxtp prepare --preference makes a dataset of pairs",
+    PAIRS: "jaxtp prepare --preference makes a dataset of pairs",
     "log_probs": "jaxtp score makes it, and data.scores FOLDER reads it",
     "top_ids": _TOP,
     "top_log_probs": _TOP,

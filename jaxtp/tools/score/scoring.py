@@ -231,12 +231,12 @@ class _Writer:
 
     def write(self, split: str, first: int, found: Found) -> None:
         """Writes the scores of successive rows; saves from time to time."""
-        rows = self._job.rows[split]
+        rows, layout = self._job.rows[split], self._job.record.layout
         assert self.done is not None
         last = min(first + len(next(iter(found.values()))), len(rows))
         for index in range(first, last):
             for at, shard, part in rows.places(index):
-                for suffix, (dtype, _) in self._job.record.layout.items():
+                for suffix, (dtype, _) in layout.items():
                     content = found[suffix][index - first, at].astype(dtype)
                     path = shard_file(self._job.out, split, shard, suffix)
                     file = self._files.get(path) or self._files.setdefault(path, path.open("r+b"))
