@@ -187,7 +187,7 @@ def check(config: TrainConfig, task: Task) -> None:
         if part is not None and not callable(part):
             raise ConfigError(f"{name} is {part!r}, and should be a function")
     if task.loss is None and config.train.loss_arguments:
-        raise ConfigError(f"{LOSS_ARGUMENTS}={dict(config.train.loss_arguments)} are those of --train.loss; name one")
+        raise ConfigError(f"{LOSS_ARGUMENTS}={dict(config.train.loss_arguments)} need a loss: name it by --train.loss")
     if task.plan is not None and not own:
         raise ConfigError("a plan splits a model of your own (--model.build); the decoder has its own PartitionSpecs")
     if own and task.loss is None:

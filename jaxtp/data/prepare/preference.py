@@ -17,7 +17,7 @@ from jaxtp.data.prepare.readers import NO_CONVERSATION, BadInputError, Fields, R
 _NO_PAIR, _EMPTY_ANSWER, _EQUAL_ANSWERS = "no pair", "empty answer", "equal answers"
 """Kinds of problems, as `dataset.json` counts them."""
 _ANSWER = "\n\nAssistant:"
-"""The last one starts the answer, in texts like those of Anthropic's HH."""
+"""Starts each answer in the texts of Anthropic's HH; the last one that both texts have starts the pair's answers."""
 
 
 def fields_of_texts(config: PrepareConfig) -> Fields:

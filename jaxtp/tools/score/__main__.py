@@ -146,7 +146,7 @@ def _missing(config: ScoreConfig) -> Iterator[str]:
     if config.out is None:
         yield "name a folder for the scores by --out DIR"
     if config.data.sequence_length is None:
-        yield "set --data.sequence-length to that of the run that will read the scores"
+        yield "set --data.sequence-length to the length that the training run will use"
 
 
 def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:

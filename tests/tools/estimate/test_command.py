@@ -118,7 +118,7 @@ def test_what_an_estimate_of_a_loss_refuses(capsys):
     for flags, message in {
         "--train.loss jaxtp:DPO --tier 2": "--tier 3 compiles yours",
         "--train.loss jaxtp:DPO --train.loss-arguments.bet 1": "did you mean beta?",
-        "--train.loss-arguments.beta 1": "are those of --train.loss",
+        "--train.loss-arguments.beta 1": "need a loss: name it by --train.loss",
     }.items():
         assert main([*SMALL, *flags.split()]) == 2
         assert message in capsys.readouterr().err
