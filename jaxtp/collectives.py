@@ -305,10 +305,15 @@ def load_weight(
             w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
         return w if fsdp_dim is None else _gather_shards(w, fsdp_dim)
 
-    if isinstance(shard, Float8):
+    def gather_bits(shard: Float8) -> Array:
         # The scale `[..., 1, out]` is split like the kernel, except along `in`, where its size is 1.
-        scale = whole(lax.stop_gradient(shard.scale), None if fsdp_dim == shard.ndim - 2 else fsdp_dim)
+        scale = whole(shard.scale, None if fsdp_dim == shard.ndim - 2 else fsdp_dim)
         return Float8(whole(shard.bits, fsdp_dim), scale).astype(dtypes.compute).astype(dtypes.result)
+
+    if isinstance(shard, Float8):
+        load_bits = jax.custom_vjp(gather_bits)  # one call, so that remat sees a frozen weight and saves no part of it
+        load_bits.defvjp(lambda shard: (gather_bits(shard), None), lambda *_: (None,))
+        return load_bits(shard)
     summed = tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
 
     def gather(shard: Array) -> Array:
