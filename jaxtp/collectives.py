@@ -6,11 +6,13 @@ one collective. Autodiff derives the backward pass, except for `load_weight`:
     function                       forward          backward
     enter_parallel, no sequence    nothing          all-reduce      (Megatron's f)
     enter_parallel, sequence       all-gather       reduce-scatter
+    enter_float8                   as above, of 8 bits and a scale per token; its backward pass is in the compute dtype
     leave_parallel, no sequence    all-reduce       nothing         (Megatron's g)
     leave_parallel, sequence       reduce-scatter   all-gather
     load_weight, split             all-gather       reduce-scatter  (over fsdp and cp), all-reduce over dp
     load_weight, not split         nothing          all-reduce over dp, fsdp and cp, and tp if `used_by_all_tp`
     load_weight of a `Float8`      all-gather       nothing          (of 8 bits, if split)
+    load_float8                    as load_weight, of 8 bits and a scale per output feature
     all_reduce                     all-reduce       nothing          (where the sum meets a shard: all-reduce)
     reduce_scatter                 reduce-scatter   all-gather
     all_gather                     all-gather       reduce-scatter   (`to="invarying"`: nothing)
@@ -26,6 +28,7 @@ sequence-parallel forms.
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -193,10 +196,10 @@ def all_reduce(x: Array, *axes: str) -> Array:
     return x if current_mesh() is None else lax.psum(x, axes)
 
 
-def all_reduce_max(x: Array, axis: str) -> Array:
-    """Returns the maximum over the devices along `axis`, without a gradient."""
+def all_reduce_max(x: Array, *axes: str) -> Array:
+    """Returns the maximum over the devices along `axes`, without a gradient."""
     x = lax.stop_gradient(x)
-    return x if current_mesh() is None else lax.pmax(x, axis)
+    return x if current_mesh() is None or not axes else lax.pmax(x, axes)
 
 
 def all_gather(x: Array, *axes: str, dim: int = 0, to: Literal["varying", "invarying"] = "varying") -> Array:
@@ -231,33 +234,42 @@ def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None)
 
 
 class Float8(NamedTuple):
-    """A frozen kernel `[..., in, out]` in 8 bits: float8 numbers (E4M3), and a float32 scale for each output feature.
+    """An array in 8 bits: float8 numbers (E4M3), and a float32 scale for each output feature, or each token.
 
-    Their product is within 2^-4 of the kernel, relatively, or within 2^-10 of the scale if that is more: E4M3 has 3
-    bits of mantissa, and 2^-6 is its smallest normal number. Both fields may also be specs.
+    Their product is within 2^-4 of the array, relatively, or within 2^-10 of the scale if that is more: E4M3 has 3
+    bits of mantissa, and 2^-6 is its smallest normal number. The fields of a kernel may also be specs.
     """
 
     bits: Array  # of the float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
-    scale: Array  # `[..., 1, out]`: the largest absolute value over 448, the largest number of E4M3
+    scale: (
+        Array  # of a kernel `[..., 1, out]`, of tokens `[..., 1]`: the largest absolute value over 448, E4M3's largest
+    )
+    carrier: Array | None = None
+    """Zeros of the array's shape, never computed: the array's gradient is theirs, as integers have none."""
 
     @property
-    def ndim(self) -> int:
-        """Number of dims of the kernel."""
-        return int(self.bits.ndim)
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self.bits.shape)
 
     @classmethod
-    def of(cls, kernel: Array | np.ndarray) -> "Float8":
-        """Quantises a kernel; zero channels stay zero."""
-        most = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True).astype(jnp.float32)
+    def of(cls, array: Array | np.ndarray, *, dim: int = -2, axes: tuple[str, ...] = ()) -> "Float8":
+        """Quantises an array with one scale along `dim`, which the mesh axes `axes` split; zeros stay zero."""
+        most = all_reduce_max(jnp.max(jnp.abs(array), axis=dim, keepdims=True).astype(jnp.float32), *axes)
         scale = jnp.maximum(most / float(jnp.finfo(jnp.float8_e4m3fn).max), jnp.finfo(jnp.float32).tiny)
-        numbers = (kernel.astype(jnp.float32) / scale).astype(jnp.float8_e4m3fn)
+        numbers = (array.astype(jnp.float32) / scale).astype(jnp.float8_e4m3fn)
         return cls(lax.bitcast_convert_type(numbers, jnp.uint8), scale)
 
+    @property
+    def numbers(self) -> Array:
+        """The float8 numbers."""
+        numbers: Array = lax.bitcast_convert_type(self.bits, jnp.float8_e4m3fn)
+        return numbers
+
     def astype(self, dtype: DTypeLike) -> Array:
-        """Returns the kernel, rounded once to `dtype`."""
-        numbers = lax.bitcast_convert_type(self.bits, jnp.float8_e4m3fn).astype(jnp.float32)
-        kernel: Array = (numbers * self.scale).astype(dtype)
-        return kernel
+        """Returns the array, rounded once to `dtype`; the carrier has its gradient."""
+        array: Array = (self.numbers.astype(jnp.float32) * self.scale).astype(dtype)
+        return array if self.carrier is None else array + self.carrier.astype(dtype)
 
 
 class WeightDtypes(NamedTuple):
@@ -268,69 +280,128 @@ class WeightDtypes(NamedTuple):
     result: DTypeLike  # of the gathered weight, in which gradients of its uses accumulate; `compute` or wider
 
 
-def load_weight(
-    shard: Array | Float8,
-    fsdp_dim: int | None,
-    dtypes: WeightDtypes,
-    *,
-    gathered: bool = True,
-    tp_gather: tuple[int, int] | None = None,
-    used_by_all_tp: bool = False,
-) -> Array:
+@dataclass(frozen=True, kw_only=True)
+class WeightLayout:
+    """How a device's shard of a weight is stored, and which part of the weight the device multiplies with."""
+
+    fsdp_dim: int | None
+    """Dim that is split over fsdp and gathered; None if fsdp holds replicas."""
+
+    gathered: bool = True
+    """False keeps the weight split over fsdp, for layers that gather tokens instead; its gradient is summed over
+    replicas only."""
+
+    tp_gather: tuple[int, int] = (0, 1)
+    """(dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the kv heads."""
+
+    used_by_all_tp: bool = False
+    """The weight is replicated over tp but used on different tokens (a norm under sequence parallelism), so its
+    gradient is summed over tp."""
+
+    def whole(self, shard: Array, *, split: bool = True) -> Array:
+        """Gathers a shard; `split`: fsdp splits it too."""
+        dim, group = self.tp_gather
+        if group > 1:
+            shard = lax.all_gather(shard, TP, axis=dim, axis_index_groups=self._groups, tiled=True)
+        moved = split and self.gathered and self.fsdp_dim is not None
+        return _gather_shards(shard, self.fsdp_dim) if moved else shard
+
+    def whole_bits(self, shard: Float8) -> Float8:
+        """Gathers a kernel in 8 bits; its scale is split like the kernel, except along `in`, where its size is 1."""
+        return Float8(self.whole(shard.bits), self.whole(shard.scale, split=self.fsdp_dim != len(shard.shape) - 2))
+
+    def summed(self, grad: Array) -> Array:
+        """Returns a shard's gradient: the transpose of `whole`."""
+        if self.fsdp_dim is not None and self.gathered:
+            grad = _reduce_scatter_shards(grad, self.fsdp_dim)
+        dim, group = self.tp_gather
+        if group == 1:
+            return grad
+        return lax.psum_scatter(grad, TP, scatter_dimension=dim, axis_index_groups=self._groups, tiled=True)
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        size = self.tp_gather[1]
+        return [list(range(first, first + size)) for first in range(0, axis_size(TP), size)]
+
+    def replicas(self, shard: Array) -> tuple[str, ...]:
+        """Returns the axes over which the shard's gradient is summed, but for those over which it varies already."""
+        copied = gradient_sum_axes(stored_split=self.fsdp_dim is not None, used_by_all_tp=self.used_by_all_tp)
+        return tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
+
+
+def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout) -> Array:
     """Gathers a stored shard into the weight that this device multiplies with.
 
     The shard is cast to the compute dtype *before* the gather, its gradient to the reduction dtype *before* the
     reduction. These dtypes differ, so the transpose is hand-written. The gradient is not summed over axes over which
     the shard already varies (`layers.parameter.mark_unreduced`). A `Float8` is gathered in 8 bits, and has no gradient.
-
-    Args:
-      shard: this device's part, in the param dtype.
-      fsdp_dim: dim that is split over fsdp and all-gathered here; None if fsdp holds replicas.
-      dtypes: see `WeightDtypes`.
-      gathered: False keeps the weight split over fsdp, for layers that gather tokens instead; its gradient is summed
-        over replicas only.
-      tp_gather: (dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the kv heads.
-      used_by_all_tp: the weight is replicated over tp but used on different tokens (a norm under sequence parallelism),
-        so its gradient is summed over tp.
     """
     if current_mesh() is None:
         return shard.astype(dtypes.compute).astype(dtypes.result)
-    copied = gradient_sum_axes(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
-    tp_dim, tp_group = tp_gather or (0, 1)
-    groups = [list(range(first, first + tp_group)) for first in range(0, axis_size(TP), tp_group)]
-    fsdp_dim = fsdp_dim if gathered else None
-
-    def whole(w: Array, fsdp_dim: int | None) -> Array:
-        if tp_group > 1:
-            w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
-        return w if fsdp_dim is None else _gather_shards(w, fsdp_dim)
-
-    def gather_bits(shard: Float8) -> Array:
-        # The scale `[..., 1, out]` is split like the kernel, except along `in`, where its size is 1.
-        scale = whole(shard.scale, None if fsdp_dim == shard.ndim - 2 else fsdp_dim)
-        return Float8(whole(shard.bits, fsdp_dim), scale).astype(dtypes.compute).astype(dtypes.result)
-
     if isinstance(shard, Float8):
-        load_bits = jax.custom_vjp(gather_bits)  # one call, so that remat sees a frozen weight and saves no part of it
-        load_bits.defvjp(lambda shard: (gather_bits(shard), None), lambda *_: (None,))
-        return load_bits(shard)
-    summed = tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
+
+        def dequantised(shard: Float8) -> Array:
+            return layout.whole_bits(shard).astype(dtypes.compute).astype(dtypes.result)
+
+        frozen = jax.custom_vjp(dequantised)  # one call, so that remat sees a frozen weight and saves no part of it
+        frozen.defvjp(lambda shard: (dequantised(shard), None), lambda *_: (None,))
+        return frozen(shard)
+    replicas = layout.replicas(shard)
 
     def gather(shard: Array) -> Array:
         # Replicas first: their gradients are summed last, on the smaller result of the reduce-scatter.
-        return whole(vary(shard.astype(dtypes.compute), *summed), fsdp_dim).astype(dtypes.result)
+        return layout.whole(vary(shard.astype(dtypes.compute), *replicas)).astype(dtypes.result)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
-        grad = grad.astype(dtypes.reduce)
-        if fsdp_dim is not None:
-            grad = _reduce_scatter_shards(grad, fsdp_dim)
-        if tp_group > 1:
-            grad = lax.psum_scatter(grad, TP, scatter_dimension=tp_dim, axis_index_groups=groups, tiled=True)
-        return (lax.psum(grad, summed).astype(shard.dtype),)
+        return (all_reduce(layout.summed(grad.astype(dtypes.reduce)), *replicas).astype(shard.dtype),)
 
     load = jax.custom_vjp(gather)
     load.defvjp(lambda shard: (gather(shard), None), backward)  # not `load`: remat must see the gather itself
     return load(shard)
+
+
+def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]) -> Float8:
+    """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits; `axes` split its input features."""
+    stored = shard.bits if isinstance(shard, Float8) else shard
+    replicas = () if current_mesh() is None else layout.replicas(stored)
+
+    def gather(shard: Array | Float8) -> Float8:
+        quantised = shard if isinstance(shard, Float8) else Float8.of(shard, axes=axes)
+        kernel = quantised if current_mesh() is None else layout.whole_bits(quantised)
+        carrier = vary(vary_like(jnp.zeros(kernel.bits.shape, dtypes.compute), kernel.bits), *replicas)
+        return kernel._replace(carrier=carrier)
+
+    def backward(_: None, grad: Float8) -> tuple[Array | None]:
+        if isinstance(shard, Float8) or grad.carrier is None:
+            return (None,)
+        total = grad.carrier.astype(dtypes.reduce)
+        return (all_reduce(total if current_mesh() is None else layout.summed(total), *replicas).astype(shard.dtype),)
+
+    load = jax.custom_vjp(gather)
+    load.defvjp(lambda shard: (gather(shard), None), backward)
+    return load(shard)
+
+
+def enter_float8(x: Float8, sequence_dim: int | None) -> Float8:
+    """Like `enter_parallel`, of tokens in 8 bits: gathers the bits and scales."""
+    gathers = sequence_dim is not None and current_mesh() is not None
+
+    def gather(x: Float8) -> Float8:
+        def each(part: Array) -> Array:
+            part = all_gather(part, TP, dim=sequence_dim or 0) if gathers else vary(part, TP)
+            return checkpoint_name(part, GATHERED)
+
+        bits, scale = each(x.bits), each(x.scale)
+        return Float8(bits, scale, vary_like(jnp.zeros(bits.shape, dtype), bits))
+
+    def backward(_: None, grad: Float8) -> tuple[Float8]:
+        return (Float8(None, None, leave_parallel(grad.carrier, sequence_dim)),)
+
+    dtype = x.carrier.dtype
+    enter = jax.custom_vjp(gather)
+    enter.defvjp(lambda x: (gather(x), None), backward)
+    return enter(x)
 
 
 # XLA gathers along the first dim. To gather along another dim it would first transpose the shards of all layers at

@@ -25,17 +25,29 @@ from jaxtp.collectives import (
     GATHERED,
     PROJECTED,
     REDUCED,
+    Float8,
     axis_index,
     axis_size,
     batch_spec,
     check_divides,
     device_view,
+    enter_float8,
     enter_parallel,
     leave_parallel,
 )
+from jaxtp.layers.float8 import Operand, multiply, tokens_in_float8
 from jaxtp.layers.lora import Lora, LoraConfig, Target
 from jaxtp.layers.overlap import Overlap, gather_matmul, is_ring, matmul_scatter, sum_of_products
-from jaxtp.layers.parameter import ExactDim, PaddedDim, Precision, Weights, check_sizes, parameter, params_and_specs
+from jaxtp.layers.parameter import (
+    ExactDim,
+    Matmul,
+    PaddedDim,
+    Precision,
+    Weights,
+    check_sizes,
+    parameter,
+    params_and_specs,
+)
 from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
@@ -83,6 +95,7 @@ class ColumnParallelLinear(nnx.Module):
     `[F]` as `P(TP)`.
     """
 
+    matmul: Matmul = "compute"
     fixed_bias: tuple[int, int, int] | None = None
     """(output, period, count): the output whose bias is `fixed_in_part`."""
 
@@ -125,11 +138,15 @@ class ColumnParallelLinear(nnx.Module):
 
     def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
         """Returns a device's columns; `sequence` as in `enter_matmul`."""
-        kernels = [self._load(weights[f"kernels.{i}"], 0, f) for i, f in enumerate(self.features)]
+        kernels: list[Operand] = [self._kernel(weights[f"kernels.{i}"], f) for i, f in enumerate(self.features)]
         adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
         x = x.astype(self.precision.compute)
-        products = [x @ w for w in kernels] if self.joined else enter_matmul(x, kernels, sequence, self.overlap)
+        tokens: Operand = tokens_in_float8(x) if self.matmul == "float8" else x
+        if self.joined:
+            products = tuple(multiply(tokens, w, TP) for w in kernels)
+        else:
+            products = enter_matmul(tokens, kernels, sequence, self.overlap)
         outputs, inner = list(products[: len(self.features)]), products[len(self.features) :]
         for i, f in enumerate(self.features if self.biases else ()):
             bias = self._load(weights[f"biases.{i}"], None, f)
@@ -150,7 +167,12 @@ class ColumnParallelLinear(nnx.Module):
         return kernel
 
     def _load(self, shard: Array, fsdp_dim: int | None, features: PaddedDim) -> Array:
-        return self.precision.load(shard, fsdp_dim, tp_gather=(shard.ndim - 1, features.shared_by(axis_size(TP))))
+        return self.precision.load(shard, fsdp_dim, tp_gather=(len(shard.shape) - 1, features.shared_by(axis_size(TP))))
+
+    def _kernel(self, shard: Array, features: PaddedDim) -> Operand:
+        if self.matmul == "float8":
+            return self.precision.load_float8(shard, 0, *STORAGE, tp_gather=(1, features.shared_by(axis_size(TP))))
+        return self._load(shard, 0, features)
 
 
 class RowParallelLinear(nnx.Module):
@@ -159,6 +181,8 @@ class RowParallelLinear(nnx.Module):
     `use_bias` adds a bias once, after the reduction; sequence parallelism reduce-scatters the result along the
     sequence. The kernel `[F, D]` is stored as `P(TP, STORAGE)`, the bias `[D]` as `P(STORAGE)`.
     """
+
+    matmul: Matmul = "compute"
 
     def __init__(
         self,
@@ -189,7 +213,12 @@ class RowParallelLinear(nnx.Module):
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         x = x.astype(self.precision.compute)
-        inputs, kernels = [x], [self.precision.load(weights["kernel"], 1)]  # [B/(dp*fsdp), T/cp, F/tp], [F/tp, D]
+        inputs, kernels = list[Operand]([x]), list[Operand]()  # [B/(dp*fsdp), T/cp, F/tp], [F/tp, D]
+        if self.matmul == "float8":
+            inputs[0] = tokens_in_float8(x, TP)
+            kernels.append(self.precision.load_float8(weights["kernel"], 1, TP))
+        else:
+            kernels.append(self.precision.load(weights["kernel"], 1))
         for at, lora in enumerate(self.loras):
             a, b = weights[f"loras.{at}.a"], weights[f"loras.{at}.b"]
             inner = lora.scale * (x @ self.precision.load(a, None))  # [B/(dp*fsdp), T/cp, rank], a summand
@@ -203,18 +232,20 @@ class RowParallelLinear(nnx.Module):
         return y
 
 
-def enter_matmul(x: Array, kernels: Sequence[Array], sequence: int | None, overlap: Overlap) -> tuple[Array, ...]:
+def enter_matmul(x: Operand, kernels: Sequence[Operand], sequence: int | None, overlap: Overlap) -> tuple[Array, ...]:
     """Multiplies an activation of the whole tp group by this device's columns `[D, F_i/tp]`.
 
     `sequence` is the dim of `x` that is split over tp, if any.
     """
     if is_ring(overlap, axis_size(TP), split=sequence is not None):
-        return gather_matmul(checkpoint_name(x, GATHERED), tuple(kernels))
-    x = enter_parallel(x, sequence)  # [b, T, D]
-    return tuple(x @ kernel for kernel in kernels)  # each [b, T, F_i/tp]
+        return gather_matmul(jax.tree.map(lambda each: checkpoint_name(each, GATHERED), x), tuple(kernels))
+    x = enter_float8(x, sequence) if isinstance(x, Float8) else enter_parallel(x, sequence)  # [b, T, D]
+    return tuple(multiply(x, kernel, TP) for kernel in kernels)  # each [b, T, F_i/tp]
 
 
-def leave_matmul(inputs: Sequence[Array], kernels: Sequence[Array], sequence: int | None, overlap: Overlap) -> Array:
+def leave_matmul(
+    inputs: Sequence[Operand], kernels: Sequence[Operand], sequence: int | None, overlap: Overlap
+) -> Array:
     """Returns the sum of `inputs[i] @ kernels[i]` over i and tp; see `enter_matmul`."""
     if is_ring(overlap, axis_size(TP), split=sequence is not None):
         return checkpoint_name(matmul_scatter(tuple(inputs), tuple(kernels)), REDUCED)

@@ -17,7 +17,18 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8, WeightDtypes, all_reduce, axis_size, check_divides, device_view, load_weight
+from jaxtp.collectives import (
+    Float8,
+    WeightDtypes,
+    WeightLayout,
+    all_reduce,
+    axis_size,
+    check_divides,
+    device_view,
+    load_float8,
+    load_weight,
+)
+from jaxtp.config.schema import Count
 from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
 Weights = dict[str, Array]  # A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
@@ -28,6 +39,7 @@ GRADIENTS = "gradients"
 """Name in profiles of the sum of all micro-batches' gradients over devices (`sum_over_replicas`)."""
 
 DType = Literal["float32", "bfloat16", "float16"]
+Matmul = Literal["compute", "float8", "mxfp8"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,18 @@ class Precision:
     logits: DType = "float32"
     """Dtype of the head's output; the softmax over it is float32."""
 
+    matmul: Matmul = "compute"
+    """Products of projections in blocks, and of their input's gradient: in the compute dtype, or in float8 (E4M3 with
+    scales per token and output feature), which also halves what sequence parallelism and fsdp gather. Gradients of
+    weights stay in the compute dtype; head, routers, norms, adapters and experts too. mxfp8 has a scale for each block
+    of 32 features and gathers in the compute dtype."""
+
+    matmul_layers: str = "*"
+    """Layers that matmul applies to, by path as in the shell; | separates alternatives: *.mlp.*|*.attention.out"""
+
+    matmul_least: Count = 2048
+    """Least number of input and of output features of a layer that matmul applies to; all must be multiples of 16."""
+
     def sum_dtype(self, param: DTypeLike) -> jnp.dtype:
         """Returns the dtype in which gradients accumulate over micro-batches."""
         return jnp.promote_types(param, self.reduce)
@@ -59,7 +83,12 @@ class Precision:
     ) -> Array:
         """Calls `load_weight`; gradients of the weight's uses accumulate in `accumulate`."""
         dtypes = WeightDtypes(self.compute, self.reduce, accumulate or self.compute)
-        return load_weight(shard, fsdp_dim, dtypes, **layout)
+        return load_weight(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout))
+
+    def load_float8(self, shard: Array | Float8, fsdp_dim: int, *axes: str, **layout: Any) -> Float8:
+        """Calls `load_float8`: a kernel whose input features the mesh axes `axes` split."""
+        dtypes = WeightDtypes(self.compute, self.reduce, self.compute)
+        return load_float8(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout), axes)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.collectives import (
     WeightDtypes,
+    WeightLayout,
     axis_index,
     axis_size,
     check_divides,
@@ -356,7 +357,8 @@ class _ShardedCall:
         compute = self.module.dtype if casts else shard.dtype
         dtypes = WeightDtypes(compute, jnp.promote_types(shard.dtype, jnp.float32), compute)
         used_by_all_tp = dim_over(TP, specs[name]) is None and (self.splits_columns or isinstance(layout, Shard))
-        return load_weight(shard, dim_over(STORAGE, specs[name]), dtypes, used_by_all_tp=used_by_all_tp)
+        layout_of_weight = WeightLayout(fsdp_dim=dim_over(STORAGE, specs[name]), used_by_all_tp=used_by_all_tp)
+        return load_weight(shard, dtypes, layout_of_weight)
 
     def local_module(self, weights: Mapping[str, Array]) -> nnx.Module:
         local: Any = nnx.clone(self.module)

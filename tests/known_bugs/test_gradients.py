@@ -18,6 +18,7 @@ import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import (
     WeightDtypes,
+    WeightLayout,
     all_reduce,
     axis_index,
     axis_size,
@@ -343,9 +344,10 @@ def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
 def summed_gradient(reduce):
     """The gradient of a norm's scale over fsdp 2 x tp 2, each device with a quarter of the tokens, in bfloat16."""
     mesh, tokens = make_mesh(fsdp=2, tp=2), jnp.array([[1, 2**-10], [2**-10, 2**-10]], jnp.bfloat16)
+    dtypes = WeightDtypes("bfloat16", reduce, "bfloat16")
 
     def scaled(scale, x):
-        return load_weight(scale, 0, WeightDtypes("bfloat16", reduce, "bfloat16"), used_by_all_tp=True)[:1] * x
+        return load_weight(scale, dtypes, WeightLayout(fsdp_dim=0, used_by_all_tp=True))[:1] * x
 
     def total(scale):
         view = device_view(scaled, "scale", (jax.P(STORAGE), batch_spec(SEQUENCE)), batch_spec(SEQUENCE))
