@@ -13,6 +13,7 @@ one collective. Autodiff derives the backward pass, except for `load_weight`:
     load_weight, not split         nothing          all-reduce over dp, fsdp and cp, and tp if `used_by_all_tp`
     load_weight of a `Float8`      all-gather       nothing          (of 8 bits, if split)
     load_float8                    as load_weight, of 8 bits and a scale per output feature
+    average_gradient               nothing          all-gather over neighbours along tp
     all_reduce                     all-reduce       nothing          (where the sum meets a shard: all-reduce)
     reduce_scatter                 reduce-scatter   all-gather
     all_gather                     all-gather       reduce-scatter   (`to="invarying"`: nothing)
@@ -302,7 +303,7 @@ class WeightLayout:
         """Gathers a shard; `split`: fsdp splits it too."""
         dim, group = self.tp_gather
         if group > 1:
-            shard = lax.all_gather(shard, TP, axis=dim, axis_index_groups=self._groups, tiled=True)
+            shard = lax.all_gather(shard, TP, axis=dim, axis_index_groups=_groups_over_tp(group), tiled=True)
         moved = split and self.gathered and self.fsdp_dim is not None
         return _gather_shards(shard, self.fsdp_dim) if moved else shard
 
@@ -317,12 +318,7 @@ class WeightLayout:
         dim, group = self.tp_gather
         if group == 1:
             return grad
-        return lax.psum_scatter(grad, TP, scatter_dimension=dim, axis_index_groups=self._groups, tiled=True)
-
-    @property
-    def _groups(self) -> list[list[int]]:
-        size = self.tp_gather[1]
-        return [list(range(first, first + size)) for first in range(0, axis_size(TP), size)]
+        return lax.psum_scatter(grad, TP, scatter_dimension=dim, axis_index_groups=_groups_over_tp(group), tiled=True)
 
     def replicas(self, shard: Array) -> tuple[str, ...]:
         """Returns the axes over which the shard's gradient is summed, but for those over which it varies already."""
@@ -402,6 +398,24 @@ def enter_float8(x: Float8, sequence_dim: int | None) -> Float8:
     enter = jax.custom_vjp(gather)
     enter.defvjp(lambda x: (gather(x), None), backward)
     return enter(x)
+
+
+def average_gradient(y: Array, group: int) -> Array:
+    """Returns `y`; its gradient is averaged over groups of neighbours along tp that compute the same `y`."""
+    if group == 1:
+        return y
+
+    def backward(_: None, grad: Array) -> tuple[Array]:
+        parts = lax.all_gather(grad.astype(jnp.float32), TP, axis_index_groups=_groups_over_tp(group))
+        return (jnp.mean(parts, axis=0).astype(grad.dtype),)
+
+    same = jax.custom_vjp(lambda y: y)
+    same.defvjp(lambda y: (y, None), backward)
+    return same(y)
+
+
+def _groups_over_tp(size: int) -> list[list[int]]:
+    return [list(range(first, first + size)) for first in range(0, axis_size(TP), size)]
 
 
 # XLA gathers along the first dim. To gather along another dim it would first transpose the shards of all layers at

@@ -3,6 +3,7 @@
 Each suggestion changes one setting, fixes all its problems, and causes no others.
 """
 
+import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -59,6 +60,11 @@ def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[s
     if value % by:
         sizes = tuple(multiple for multiple in nearest_multiples(value, by) if multiple < 2**31)
         yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Returns whether one of the pattern's alternatives, separated by `|`, matches as in the shell."""
+    return any(fnmatch.fnmatchcase(path, alternative) for alternative in pattern.split("|"))
 
 
 def nearest_multiples(value: int, by: int) -> list[int]:

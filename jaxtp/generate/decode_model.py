@@ -145,8 +145,9 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
     config = model.config
 
     def unstacked() -> DecodeModel:
-        plain = create_decoder(replace(config, lora=LoraConfig()), rngs=nnx.Rngs(0)) if config.lora.rank else model
-        return DecodeModel(plain, plain.in_order())
+        plain = replace(config, lora=LoraConfig(), precision=replace(config.precision, matmul="compute"))
+        decoder = model if plain == config else create_decoder(plain, rngs=nnx.Rngs(0))
+        return DecodeModel(decoder, decoder.in_order())
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a mesh in context would not take a stack's specs
         graph, abstract = nnx.split(nnx.eval_shape(unstacked))

@@ -331,7 +331,7 @@ def _inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
         remat="none",
         sequence_parallel=None,
         lora=LoraConfig(),
-        precision=replace(config.precision, param=compute, compute=compute),
+        precision=replace(config.precision, param=compute, compute=compute, matmul="compute"),
     )
 
 

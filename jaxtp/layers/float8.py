@@ -13,15 +13,18 @@ the mesh axes that split them. So operands do not depend on the mesh, and there 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jaxtp.collectives import Float8
 
 Operand = Array | Float8
+FLOAT8 = "float8"  # scope of the products, by which a compiled program's reader knows them
 
 
 @jax.tree_util.register_static
@@ -44,14 +47,16 @@ def tokens_in_float8(x: Array, *axes: str) -> Float8:
     return straight(x)
 
 
-def product(x: Operand, w: Operand) -> Array:
-    """Returns `x @ w`, without a gradient if both are in float8; see `multiply`."""
+def product(x: Operand, w: Operand, dtype: DTypeLike) -> Array:
+    """Returns `x @ w` in the compute dtype, without a gradient if both are in float8; see `multiply`."""
     if not isinstance(w, Float8):
-        return (x.astype(w.dtype) if isinstance(x, Float8) else x) @ w
-    numbers = lax.dot_general(
-        x.numbers, w.numbers, (((x.bits.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return numbers * x.scale * w.scale[0]
+        return x.astype(dtype) @ w
+    # GPUs accumulate in float32 whatever the result's dtype. A float32 result would be written and read once more: the
+    # scales are computed in the same program, so no kernel applies them itself.
+    with jax.named_scope(FLOAT8):
+        dims = (((x.bits.ndim - 1,), (0,)), ((), ()))
+        y: Array = lax.dot_general(x.numbers, w.numbers, dims, preferred_element_type=dtype)
+    return (y.astype(jnp.float32) * x.scale * w.scale[0]).astype(dtype)
 
 
 def input_gradient(grad: Array, w: Operand, *axes: str) -> tuple[Operand, Operand]:
@@ -61,7 +66,7 @@ def input_gradient(grad: Array, w: Operand, *axes: str) -> tuple[Operand, Operan
     return Float8.of(grad.astype(jnp.float32) * w.scale[0], dim=-1, axes=axes), Float8(w.bits.T, jnp.ones((1, 1)))
 
 
-def kernel_gradient(x: Operand, grad: Array, dtype: Any) -> Array:
+def kernel_gradient(x: Operand, grad: Array, dtype: DTypeLike) -> Array:
     """Returns the gradient of `w` in `x @ w`."""
     tokens = list(range(grad.ndim - 1))
     return jnp.tensordot(x.astype(grad.dtype), grad, (tokens, tokens), preferred_element_type=dtype)
@@ -70,21 +75,21 @@ def kernel_gradient(x: Operand, grad: Array, dtype: Any) -> Array:
 def multiply(x: Operand, w: Operand, *axes: str) -> Array:
     """Returns `x @ w`; the mesh axes `axes` split the output features."""
     if not isinstance(w, Float8):
-        return product(x, w)
+        return product(x, w, w.dtype)
 
     def forward(x: Float8, w: Float8) -> tuple[Array, Any]:
         needs_grad = NeedsGrad((perturbed(x),), (perturbed(w),))
         x, w = (without_carrier(unwrapped(operand)) for operand in (x, w))
-        return product(x, w).astype(dtype), (x, w, needs_grad)
+        return product(x, w, dtype), (x, w, needs_grad)
 
     def backward(residuals: Any, grad: Array) -> tuple[Float8 | None, Float8 | None]:
         x, w, needs_grad = residuals
-        grad_x = product(*input_gradient(grad, w, *axes)).astype(grad.dtype) if needs_grad.inputs[0] else None
+        grad_x = product(*input_gradient(grad, w, *axes), grad.dtype) if needs_grad.inputs[0] else None
         grad_w = kernel_gradient(x, grad, grad.dtype) if needs_grad.kernels[0] else None
         return gradient_of(x, grad_x), gradient_of(w, grad_w)
 
     dtype = x.carrier.dtype
-    multiplied = jax.custom_vjp(lambda x, w: product(x, w).astype(dtype))
+    multiplied = jax.custom_vjp(partial(product, dtype=dtype))
     multiplied.defvjp(forward, backward, symbolic_zeros=True)
     return multiplied(x, w)
 

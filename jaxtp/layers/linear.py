@@ -26,6 +26,7 @@ from jaxtp.collectives import (
     PROJECTED,
     REDUCED,
     Float8,
+    average_gradient,
     axis_index,
     axis_size,
     batch_spec,
@@ -52,6 +53,7 @@ from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
+_GRANULE = 16  # features: tensor cores multiply float8 in multiples of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,9 @@ class ColumnParallelLinear(nnx.Module):
         else:
             products = enter_matmul(tokens, kernels, sequence, self.overlap)
         outputs, inner = list(products[: len(self.features)]), products[len(self.features) :]
+        if self.matmul == "float8":  # a gradient is quantised as a whole: not the summands of devices that share a head
+            shared = (f.shared_by(axis_size(TP)) for f in self.features)
+            outputs = [average_gradient(y, group) for y, group in zip(outputs, shared, strict=True)]
         for i, f in enumerate(self.features if self.biases else ()):
             bias = self._load(weights[f"biases.{i}"], None, f)
             if self.fixed_bias is not None and self.fixed_bias[0] == i:
@@ -230,6 +235,17 @@ class RowParallelLinear(nnx.Module):
             bias = self.precision.load(weights["bias"], 0, used_by_all_tp=summand or sequence is not None)
             y += jnp.where(axis_index(TP) == 0, bias, 0) if summand else bias
         return y
+
+
+def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | None:
+    """Returns why `Precision.matmul` does not apply to a layer of such sizes, or None."""
+    least, outputs = layer.precision.matmul_least, layer.features
+    sizes = [layer.in_features, *outputs] if isinstance(layer, ColumnParallelLinear) else [layer.in_features, outputs]
+    numbers = [each.size if isinstance(each, PaddedDim) else each for each in sizes]
+    if odd := [number for number in numbers if number % _GRANULE]:
+        return f"{odd[0]} features are no multiple of {_GRANULE}"
+    few = min(numbers[0], sum(numbers[1:]))
+    return f"{few:,} features are below matmul_least={least:,}" if few < least else None
 
 
 def enter_matmul(x: Operand, kernels: Sequence[Operand], sequence: int | None, overlap: Overlap) -> tuple[Array, ...]:

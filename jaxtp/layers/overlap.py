@@ -173,7 +173,7 @@ def sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Operand]) -> Ar
 
 
 def _sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Operand], dtype: Any) -> Array:
-    return reduce(operator.add, (product(x, w).astype(dtype) for x, w in zip(inputs, kernels, strict=True)))
+    return reduce(operator.add, (product(x, w, dtype) for x, w in zip(inputs, kernels, strict=True)))
 
 
 def _part(x: Any, at: Array, size: int) -> Any:
@@ -181,8 +181,8 @@ def _part(x: Any, at: Array, size: int) -> Any:
 
 
 def _write_products(ys: Sequence[Array], operands: Iterable[tuple[Operand, Operand]], at: Array) -> list[Array]:
-    each = zip(ys, (product(*pair) for pair in operands), strict=True)
-    return [lax.dynamic_update_slice_in_dim(y, result.astype(y.dtype), at, SEQUENCE_DIM) for y, result in each]
+    each = zip(ys, operands, strict=True)
+    return [lax.dynamic_update_slice_in_dim(y, product(*pair, y.dtype), at, SEQUENCE_DIM) for y, pair in each]
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, *like: Operand) -> Array:

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 from pydantic import AfterValidator, Field
 
 from jaxtp.config.affects import ARCHITECTURE, COST, SHORT_HELP, STEP, affects
-from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, not_divisible
+from jaxtp.config.hints import Problem, explained, matches, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import (
     ConfigError,
     Count,
@@ -39,7 +39,7 @@ from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention
-from jaxtp.layers.linear import LayerContext
+from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear, matmul_obstacle
 from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig, Target
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig, NormKind
@@ -462,6 +462,8 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     shards, among = parts(mesh, axes), dict.fromkeys(mesh_settings(axes), config.d_model)
     yield from not_divisible("model.d_model", config.d_model, mesh_product(STORAGE, mesh), shards, among)
     can_be_built = not unfit and config.d_model % shards == 0
+    if config.precision.matmul != "compute" and not unfit:
+        yield from _matmul_problems(config)
     if mesh[CP] > 1 and can_be_built and (unaware := _branches_without_cp(config)):
         text = f"mesh.cp={mesh[CP]} splits each sequence, which is not supported by {' and '.join(unaware)}"
         yield Problem(text, among={f"mesh.{CP}": 1})
@@ -471,6 +473,39 @@ def adapter_targets(config: ModelConfig) -> tuple[Target, ...]:
     """Returns the projections that can have adapters."""
     found = {target for block in config.block_kinds() for target, _ in block.adapter_kernels()}
     return tuple(target for target in TARGETS if target in found)
+
+
+@lru_cache(maxsize=32)
+def matmul_layers(config: ModelConfig) -> Mapping[str, str | None]:
+    """Returns the projections in blocks by path: None if `precision.matmul` applies, or else why it does not."""
+    precision, found = config.precision, dict[str, str | None]()
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        for stack, _, block in config.kinds():
+            branches = nnx.eval_shape(lambda block=block: config.branches(block, nnx.Rngs(0)))
+            for name, branch in branches.items():
+                of_experts = [path for path, module in nnx.iter_modules(branch) if isinstance(module, MixtureOfExperts)]
+                for path, layer in nnx.iter_modules(branch):
+                    full = ".".join(map(str, (stack, name, *path)))
+                    if isinstance(layer, MixtureOfExperts):
+                        found[full] = "grouped products of experts"
+                    if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                        inside = any(path[: len(experts)] == experts for experts in of_experts)
+                        found[full] = "shared experts" if inside else matmul_obstacle(layer)
+    selected = {path for path in found if matches(precision.matmul_layers, path)}
+    return {path: why if path in selected else "not in matmul_layers" for path, why in found.items()}
+
+
+def _matmul_problems(config: ModelConfig) -> Iterator[Problem]:
+    precision, setting = config.precision, "model.precision.matmul"
+    layers = matmul_layers(config)
+    for pattern in precision.matmul_layers.split("|"):
+        if not any(matches(pattern, path) for path in layers):
+            listed = ", ".join(layers)
+            yield Problem(f"{setting}_layers: no layer matches {pattern!r}; there are {listed}")
+            return
+    if None not in layers.values():
+        reasons = "; ".join(f"{path}: {why}" for path, why in layers.items())
+        yield Problem(f"{setting}={precision.matmul} applies to no layer ({reasons}); use {setting}=compute")
 
 
 @lru_cache(maxsize=32)

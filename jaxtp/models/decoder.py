@@ -49,7 +49,7 @@ from jaxtp.layers.sequence_parallel import (
     sequence_dim,
 )
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
-from jaxtp.models.config import BlockConfig, ModelConfig, Stack, validate_model
+from jaxtp.models.config import BlockConfig, ModelConfig, Stack, matmul_layers, validate_model
 
 BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
 
@@ -252,6 +252,12 @@ class Decoder(EmbeddingAndHead):
         self.head = None if tied and not biased else head(rngs=rngs)
         if config.lora.rank:
             freeze(self)
+        if config.precision.matmul != "compute":
+            taken = [path for path, why in matmul_layers(config).items() if why is None]
+            for kind, (stack, *_) in zip(kinds, config.kinds(), strict=True):
+                for path, layer in nnx.iter_modules(kind):
+                    if ".".join(map(str, (stack, *path))) in taken:
+                        layer.matmul = config.precision.matmul
         if config.lora.base == "float8":
             for kind, (_, _, block) in zip(kinds, config.kinds(), strict=True):
                 store_in_float8(kind, (kernel for _, kernel in block.adapter_kernels()))

@@ -4,7 +4,6 @@ Names distinguish vectors from matrices, because stacked layers give vectors a s
 state paths in a checkpoint; other settings may change on resuming.
 """
 
-import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import optax
 from jax import Array
 
+from jaxtp.config.hints import matches
 from jaxtp.config.schema import ConfigError
 from jaxtp.train.config import GroupConfig, OptimizerConfig
 from jaxtp.train.sharded_optimizer import OnPaddedArrays
@@ -110,11 +110,6 @@ def matching(setting: str, pattern: str, paths: Sequence[str]) -> list[str]:
 def first_match(patterns: Iterable[str], path: str) -> str | None:
     """Returns the first pattern that matches."""
     return next((pattern for pattern in patterns if matches(pattern, path)), None)
-
-
-def matches(pattern: str, path: str) -> bool:
-    """Returns whether one of the pattern's alternatives, separated by `|`, matches as in the shell."""
-    return any(fnmatch.fnmatchcase(path, alternative) for alternative in pattern.split("|"))
 
 
 def current_learning_rate(state: optax.OptState) -> Array | None:

@@ -22,6 +22,7 @@ from jax.stages import Traced
 from jaxtp.checkpoint.checksum import device_checksums
 from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.collectives import all_reduce, axis_size, batch_spec, constrain, device_view, vary_everywhere
+from jaxtp.config.hints import matches
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.balance import Routing
@@ -253,7 +254,7 @@ def _norms(name: str, state: nnx.State, groups: tuple[str, ...], norm: Norm) -> 
     variables = named_variables(state)
     parts = {name: [*variables.values()]}
     for group in groups:
-        parts[f"{name}/{group}"] = [each for path, each in variables.items() if optimizers.matches(group, path)]
+        parts[f"{name}/{group}"] = [each for path, each in variables.items() if matches(group, path)]
     with jax.named_scope(name):
         return {key: norm(part) for key, part in parts.items()}
 
