@@ -219,11 +219,10 @@ def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
   shared_memory_per_block: {48 * KIB} shared_memory_per_block_optin: {gpu.shared - KIB}
   shared_memory_per_core: {gpu.shared} registers_per_core_limit: 65536 registers_per_block_limit: 65536
   memory_bandwidth: {hardware.bandwidth:.0f} l2_cache_size: {gpu.l2} device_memory_size: {hardware.memory:.0f}
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }} dnn_version: "9.10.0"
 }}
-platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}"
-dnn_version_info {{ major: 9 minor: 10 }}
-"""  # the first cuDNN that multiplies in MXFP8; without one XLA would use bfloat16
+platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}" dnn_version_info {{ major: 9 minor: 10 }}
+"""  # the first cuDNN that multiplies in MXFP8, for jax 0.12 and 0.10; without it XLA would do so in bfloat16
 
 
 TARGET_CONFIGS = {name: target_config(TABLE[name], gpu) for name, gpu in _GPUS.items()}
