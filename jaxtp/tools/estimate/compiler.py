@@ -220,11 +220,10 @@ def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
   shared_memory_per_core: {gpu.shared} registers_per_core_limit: 65536 registers_per_block_limit: 65536
   memory_bandwidth: {hardware.bandwidth:.0f} l2_cache_size: {gpu.l2} device_memory_size: {hardware.memory:.0f}
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
-  runtime_version: "12.0.0"
+  runtime_version: "12.0.0" dnn_version: "9.10.0"
 }}
-platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}"
-dnn_version_info {{ major: 9 minor: 10 }}
-"""  # the first CUDA and cuDNN that multiply in float8 and MXFP8; without them XLA would use 16 bits
+platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}" dnn_version_info {{ major: 9 minor: 10 }}
+"""  # the first CUDA and cuDNN with products in float8 and MXFP8, without which XLA multiplies in 16 bits
 
 
 TARGET_CONFIGS = {name: target_config(TABLE[name], gpu) for name, gpu in _GPUS.items()}
