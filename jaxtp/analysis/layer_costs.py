@@ -190,6 +190,7 @@ class Product:
     attention: bool = False  # it is a product of attention, without weights
     counted: float = 1.0  # fraction of it that counts as model FLOPs: about half in causal attention
     in_kernel: bool = False  # a custom kernel computes it: it is no product of the compiled program
+    dtype: str = ""  # float8 or mxfp8; empty: the compute dtype
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, int, int], itemsize: int, count: int) -> "Product":
