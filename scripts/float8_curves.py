@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, object]] = {
         **{f"model.{name}": size for name, size in {"d-model": 384, "num-layers": 6, "num-heads": 6}.items()},
         **{f"model.{name}": size for name, size in {"num-kv-heads": 6, "head-dim": 64, "d-ff": 1024}.items()},
         "data.global-batch-size": 4,
+        "data.sequence-length": 64,
         "optimizer.learning-rate": 1e-3,
         "train.steps": 300,
     },
