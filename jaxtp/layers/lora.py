@@ -145,8 +145,8 @@ def freeze_as(weights: nnx.State, abstract: nnx.State) -> nnx.State:
     stored, frozen = dict(nnx.to_flat_state(abstract)), []
     for path, variable in nnx.to_flat_state(freeze_state(weights)):
         if (*path, "bits") in stored:
-            parts = zip(Float8._fields[:2], _quantise(variable[...]), strict=False)
-            frozen += [((*path, field), stored[*path, field].replace(array)) for field, array in parts]
+            parts = _quantise(variable[...])
+            frozen += [((*path, each), stored[*path, each].replace(getattr(parts, each))) for each in ("bits", "scale")]
         else:
             frozen.append((path, variable))
     return nnx.from_flat_state(frozen)

@@ -210,7 +210,7 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
             specs[name] = spec_of(variable)
     for kernel in [name.removesuffix(".bits") for name in weights if name.endswith(".bits")]:
         for found in (weights, specs):
-            found[kernel] = Float8(*(found.pop(f"{kernel}.{field}") for field in Float8._fields))  # type: ignore[arg-type, assignment]
+            found[kernel] = Float8(found.pop(f"{kernel}.bits"), found.pop(f"{kernel}.scale"))  # type: ignore[arg-type, assignment]
     return weights, specs
 
 
