@@ -77,16 +77,15 @@ def multiply(x: Operand, w: Operand, *axes: str) -> Array:
     if not isinstance(w, Float8):
         return product(x, w, w.dtype)
 
-    def forward(x: Float8, w: Float8) -> tuple[Array, Any]:
-        needs_grad = NeedsGrad((perturbed(x),), (perturbed(w),))
+    def forward(x: Float8, w: Float8) -> tuple[Array, tuple[Float8 | None, Float8 | None]]:
+        trained, moving = perturbed(w), perturbed(x)
         x, w = (without_carrier(unwrapped(operand)) for operand in (x, w))
-        return product(x, w, dtype), (x, w, needs_grad)
+        return product(x, w, dtype), (x if trained else None, w if moving else None)
 
-    def backward(residuals: Any, grad: Array) -> tuple[Float8 | None, Float8 | None]:
-        x, w, needs_grad = residuals
-        grad_x = product(*input_gradient(grad, w, *axes), grad.dtype) if needs_grad.inputs[0] else None
-        grad_w = kernel_gradient(x, grad, grad.dtype) if needs_grad.kernels[0] else None
-        return gradient_of(x, grad_x), gradient_of(w, grad_w)
+    def backward(residuals: tuple[Float8 | None, Float8 | None], grad: Array) -> tuple[Any, Any]:
+        x, w = residuals
+        grad_x = None if w is None else gradient_of(w, product(*input_gradient(grad, w, *axes), grad.dtype))
+        return grad_x, None if x is None else gradient_of(x, kernel_gradient(x, grad, grad.dtype))
 
     dtype = x.carrier.dtype
     multiplied = jax.custom_vjp(partial(product, dtype=dtype))

@@ -142,15 +142,16 @@ def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Operand, ...]) ->
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, Any]:
     needs_grad = NeedsGrad(*(tuple(map(perturbed, args)) for args in (inputs, kernels)))
     inputs, kernels = unwrapped(inputs), unwrapped(kernels)
-    residuals = (tuple(map(without_carrier, args)) for args in (inputs, kernels))
-    return matmul_scatter.fun(inputs, kernels), (*residuals, needs_grad)
+    kept = tuple(without_carrier(x) if used else None for x, used in zip(inputs, needs_grad.kernels, strict=True))
+    return matmul_scatter.fun(inputs, kernels), (kept, tuple(map(without_carrier, kernels)), needs_grad)
 
 
 def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     inputs, kernels, needs_grad = residuals
     moving = [i for i, needed in enumerate(needs_grad.inputs) if needed]
     trained = [i for i, needed in enumerate(needs_grad.kernels) if needed]
-    empty = [_zeros(inputs[i].shape, grad.dtype, grad, kernels[i]) for i in moving]
+    whole = (grad.shape[0], grad.shape[SEQUENCE_DIM] * axis_size(TP), *grad.shape[SEQUENCE_DIM + 1 : -1])
+    empty = [_zeros((*whole, kernels[i].shape[0]), grad.dtype, grad, kernels[i]) for i in moving]
 
     def visit(carry: tuple[list[Array], list[Array]], part: Array, at: Array) -> tuple[list[Array], list[Array]]:
         (ys, sums), size = carry, part.shape[SEQUENCE_DIM]
@@ -159,7 +160,7 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Any, ...], tup
 
     ys, sums = _ring_gather(grad, visit, (empty, [_zero_kernel_grad(inputs[i], grad) for i in trained]))
     grad_inputs = dict(zip(moving, ys, strict=True))
-    each = tuple(gradient_of(x, grad_inputs.get(i)) for i, x in enumerate(inputs))
+    each = tuple(gradient_of(w, grad_inputs.get(i)) for i, w in enumerate(kernels))  # both are in 8 bits, or neither
     return each, _cast_kernel_grads(sums, trained, kernels, grad.dtype)
 
 
