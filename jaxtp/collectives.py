@@ -398,7 +398,7 @@ def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
         return (all_reduce(total if current_mesh() is None else layout.summed(total), *replicas).astype(shard.dtype),)
 
     load = jax.custom_vjp(gather)
-    load.defvjp(lambda shard: (gather(shard), None), backward)
+    load.defvjp(lambda shard: (load(shard), None), backward)  # one call: remat saves no quantised shard
     return load(shard)
 
 

@@ -52,16 +52,17 @@ def multiply(x: Operand, w: Operand, *axes: str) -> Array:
     if not isinstance(x, Quantised) or not isinstance(w, Quantised):
         return x.astype(w.dtype) @ w.astype(w.dtype)
 
-    def forward(x: Any, w: Any) -> tuple[Array, Any]:
-        needs_grad = NeedsGrad((perturbed(x),), (perturbed(w),))
-        x, w = value_of(unwrapped(x)), value_of(unwrapped(w))
-        return product(x, w, dtype), (x, w, needs_grad)
+    def forward(x: Any, w: Any) -> tuple[Array, tuple[Value | None, Value | None]]:
+        # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
+        saved = perturbed(w), perturbed(x)
+        values = value_of(unwrapped(x)), value_of(unwrapped(w))
+        return product(*values, dtype), (values[0] if saved[0] else None, values[1] if saved[1] else None)
 
-    def backward(residuals: Any, grad: Array) -> tuple[Any, Any]:
-        x, w, needs_grad = residuals
-        grad_x = product(*input_gradient(grad, w, *axes), grad.dtype) if needs_grad.inputs[0] else None
-        grad_w = kernel_gradient(x, grad, grad.dtype) if needs_grad.kernels[0] else None
-        return gradient_of(x, grad_x), gradient_of(w, grad_w)
+    def backward(residuals: tuple[Value | None, Value | None], grad: Array) -> tuple[Any, Any]:
+        x, w = residuals
+        grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
+        grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
+        return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
 
     dtype = x.dtype
     multiplied = jax.custom_vjp(lambda x, w: product(x.array, w.array, dtype))

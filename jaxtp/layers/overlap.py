@@ -150,14 +150,16 @@ def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple
     needs_grad = NeedsGrad(*(tuple(map(perturbed, args)) for args in (inputs, kernels)))
     dtype = unwrapped(inputs[0]).dtype
     xs, ws = (tuple(map(value_of, unwrapped(args))) for args in (inputs, kernels))
-    return _ring_scatter(xs, ws, dtype), (xs, ws, needs_grad)
+    saved = tuple(x if trained else None for x, trained in zip(xs, needs_grad.kernels, strict=True))
+    return _ring_scatter(xs, ws, dtype), (saved, ws, needs_grad)
 
 
 def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     inputs, kernels, needs_grad = residuals
     moving = [i for i, needed in enumerate(needs_grad.inputs) if needed]
     trained = [i for i, needed in enumerate(needs_grad.kernels) if needed]
-    empty = [_zeros(inputs[i].shape, grad.dtype, grad, kernels[i]) for i in moving]
+    whole = (grad.shape[0], grad.shape[SEQUENCE_DIM] * axis_size(TP), *grad.shape[SEQUENCE_DIM + 1 : -1])
+    empty = [_zeros((*whole, kernels[i].shape[0]), grad.dtype, grad, kernels[i]) for i in moving]
 
     def visit(carry: tuple[list[Array], list[Array]], part: Array, at: Array) -> tuple[list[Array], list[Array]]:
         (ys, sums), size = carry, part.shape[SEQUENCE_DIM]
@@ -166,7 +168,7 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Any, ...], tup
 
     ys, sums = _ring_gather(grad, visit, (empty, [_zero_kernel_grad(inputs[i], grad) for i in trained]))
     grad_inputs = dict(zip(moving, ys, strict=True))
-    each = tuple(gradient_of(x, grad_inputs.get(i)) for i, x in enumerate(inputs))
+    each = tuple(gradient_of(w, grad_inputs.get(i)) for i, w in enumerate(kernels))  # both are in 8 bits, or neither
     return each, _cast_kernel_grads(sums, trained, kernels, grad.dtype)
 
 

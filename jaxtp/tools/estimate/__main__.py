@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import jax
 import tyro
 
-from jaxtp.analysis.hardware import GB, RANGES, parse
+from jaxtp.analysis.hardware import GB, RANGES, parse, require_matmul
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
@@ -135,6 +135,7 @@ def _estimate(argv: Sequence[str]) -> int:
         except TargetError as error:
             raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
     check_kernels(config, mesh_shape(), where.hardware.architecture)
+    require_matmul(where.hardware, config.model.precision.matmul)
     model = describe_model(config)
     print(heading(config, where, model), *notes, sep="\n", end="\n\n", flush=True)
     best, numbers = _search(options, config, where, model)
