@@ -41,7 +41,7 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/")
 _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
 """Scopes of products that `layers/float8.py` and `layers/mxfp8.py` ask for."""
 _TRANSFORMS = re.compile(
-    r"jit\(\w*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
+    r"jit\([^)]*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
 )
 """What JAX writes into scopes around the names of modules."""
 

@@ -59,9 +59,7 @@ def test_float8_is_where_data_sheets_have_it(tmp_path):
     for matmul in ("compute", "float8"):
         require_matmul(TABLE["h100"], matmul)
     for name, matmul, works in (("a100", "float8", "compute"), ("h100", "mxfp8", "float8 or compute")):
-        with pytest.raises(
-            ConfigError, match=f"matmul={matmul}: {name} has .*matmul {works} works, or one of .*gb200"
-        ):
+        with pytest.raises(ConfigError, match=f"matmul={matmul}: {name} has .*matmul {works} works, or one of .*gb200"):
             require_matmul(TABLE[name], matmul)
     file = tmp_path / "mine.yaml"
     file.write_text(WHOLE)

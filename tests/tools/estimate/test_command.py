@@ -178,6 +178,10 @@ def test_one_mesh_and_its_settings_as_they_are(tmp_path, capsys):
     assert "fsdp 2 x tp 4" in out
     assert "\nsettings tried: 1; meshes: 1\n" in out
     assert "head and logits" in out
+    assert main([*TINY, *flags, "--model.precision.matmul", "float8", "--model.precision.matmul-least", "16"]) == 0
+    out = capsys.readouterr().out
+    assert " 1,979 TFLOP/s in float8, " in out
+    assert " x as fast as --model.precision.matmul compute: modelled, not measured\n" in out
 
 
 @pytest.mark.journey
