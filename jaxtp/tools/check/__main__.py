@@ -169,7 +169,7 @@ class Verdict:
 
 def dtypes(config: TrainConfig) -> list[str]:
     """Returns the dtypes to check: float32, then the coarsest 16-bit dtype of the configuration."""
-    of_model = set(asdict(config.model.precision).values())
+    of_model = {*asdict(config.model.precision).values(), config.optimizer.first_moment}
     return ["float32", *[dtype for dtype in ("bfloat16", "float16") if dtype in of_model][:1]]
 
 
@@ -181,7 +181,8 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
     """
     exact: parity.Numbers | None = None  # another run on one device
     for dtype in dtypes(small):
-        config = replace_nested(small, {"model.precision": Precision()}) if dtype == "float32" else small
+        in_float32 = {"model.precision": Precision(), "optimizer.first_moment": "param"}
+        config = replace_nested(small, in_float32) if dtype == "float32" else small
         tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config, subject)
         for case in (ONE_DEVICE, *cases):
             verdict = partial(Verdict, case, dtype, tolerance)
