@@ -15,10 +15,9 @@ import optax
 from jax import Array, lax
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
-from jaxtp.checkpoint.logical import Variable
 from jaxtp.collectives import axis_size
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.parameter import Padding, pad, padding_of
+from jaxtp.layers.parameter import Padding, Variable, pad, padding_of
 from jaxtp.mesh import TP
 from jaxtp.train.config import GroupConfig, OptimizerConfig
 from jaxtp.train.sharded_optimizer import OnPaddedArrays
@@ -156,7 +155,7 @@ def round_stochastically(array: Array, noise: Array) -> Array:
 
 def noise_of(seed: Array, shape: Sequence[int], padding: Padding = ()) -> Array:
     """Returns uint32 by an element's index without padding: equal on every mesh."""
-    # A hash: threefry has ten times as many operations, and XLA for CPUs stores its words.
+    # A hash: with threefry, an update on a CPU takes four times as long, and XLA stores three words for each element.
     splits = dict(padding)
     for dim in range(-len(shape), 0):
         split = splits.get(dim)
@@ -176,12 +175,17 @@ def _hash(x: Array) -> Array:
 
 def _in_bfloat16(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     # Stateless: count, path and index decide how an element of the first moment is rounded.
-    def stored(state: Any, dtype: str) -> Any:
+    def stored(state: optax.OptState, dtype: str) -> optax.OptState:
         return state._replace(mu=optax.tree.cast(state.mu, dtype))
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, variables: Mapping[str, Variable] | None = None, **_: Any
-    ) -> tuple[Any, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params = None,
+        *,
+        variables: Mapping[str, Variable] | None = None,
+        **_: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
         wide = optax.with_extra_args_support(rule).update
         updates, state = wide(updates, stored(state, "float32"), params, variables=variables)
 
