@@ -175,7 +175,7 @@ def _hash(x: Array) -> Array:
 
 def _in_bfloat16(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     # Stateless: count, path and index decide how an element of the first moment is rounded.
-    def stored(state: optax.OptState, dtype: str) -> optax.OptState:
+    def with_mu(state: optax.OptState, dtype: str) -> optax.OptState:
         return state._replace(mu=optax.tree.cast(state.mu, dtype))
 
     def update(
@@ -187,7 +187,7 @@ def _in_bfloat16(rule: optax.GradientTransformation) -> optax.GradientTransforma
         **_: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         wide = optax.with_extra_args_support(rule).update
-        updates, state = wide(updates, stored(state, "float32"), params, variables=variables)
+        updates, state = wide(updates, with_mu(state, "float32"), params, variables=variables)
 
         def rounded(path: KeyPath, array: Array) -> Array:
             name = keystr(path, simple=True)
@@ -197,7 +197,7 @@ def _in_bfloat16(rule: optax.GradientTransformation) -> optax.GradientTransforma
 
         return updates, state._replace(mu=tree_map_with_path(rounded, state.mu))
 
-    return optax.GradientTransformationExtraArgs(lambda params: stored(rule.init(params), "bfloat16"), update)
+    return optax.GradientTransformationExtraArgs(lambda params: with_mu(rule.init(params), "bfloat16"), update)
 
 
 def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
