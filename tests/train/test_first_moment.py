@@ -21,6 +21,7 @@ from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.memory import memory_per_device
 from jaxtp.train.optimizer import noise_of, round_stochastically
 from jaxtp.train.resume import check_resumable
 from jaxtp.train.run_folder import RunFolderError
@@ -178,6 +179,13 @@ def test_a_resumed_run_is_undisturbed_to_the_bit(tmp_path):
     assert [array.dtype for path, array in expected.items() if ".mu." in path] == [jnp.bfloat16] * 2
     for path, array in expected.items():
         np.testing.assert_array_equal(np.asarray(actual[path]), np.asarray(array), err_msg=path)
+
+
+def test_an_estimate_has_two_bytes_less_for_each_parameter():
+    wide = dataclasses.replace(RUN, optimizer=OptimizerConfig())
+    before, after = (memory_per_device(config, mesh_shape()) for config in (wide, RUN))
+    assert before.optimizer - after.optimizer == before.parameters // 2
+    assert dataclasses.replace(after, optimizer=before.optimizer) == before
 
 
 def test_another_dtype_cannot_resume_and_adafactor_has_none():
