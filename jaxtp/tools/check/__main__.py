@@ -69,6 +69,7 @@ COMMAND = Command(
     short_help=("meshes", "json", *in_short_help(TrainConfig)),
     ignored=(*(name for name in IGNORED_BY_STEP if name != "data.batches"), "launch"),
 )
+IN_FLOAT32 = {"model.precision": Precision(), "optimizer.first_moment": "param"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,8 +80,9 @@ def main(argv: Sequence[str]) -> int:
 def _check(argv: Sequence[str]) -> int:
     config, notes = COMMAND.load(argv, partial(resolve_defaults, devices=VIRTUAL))
     coarse = dtypes(config)[1:]
-    if coarse and not any(word.replace("_", "-").startswith("--model.precision") for word in argv):
-        config = replace_nested(config, {"model.precision": Precision()})
+    flags = "--model.precision", "--optimizer.first-moment"
+    if coarse and not any(word.replace("_", "-").startswith(flags) for word in argv):
+        config = replace_nested(config, IN_FLOAT32)
         notes.append(f"model.precision=float32: --model.precision.compute {coarse[0]} also compares in {coarse[0]}")
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
@@ -169,7 +171,7 @@ class Verdict:
 
 def dtypes(config: TrainConfig) -> list[str]:
     """Returns the dtypes to check: float32, then the coarsest 16-bit dtype of the configuration."""
-    of_model = set(asdict(config.model.precision).values())
+    of_model = {*asdict(config.model.precision).values(), config.optimizer.first_moment}
     return ["float32", *[dtype for dtype in ("bfloat16", "float16") if dtype in of_model][:1]]
 
 
@@ -181,7 +183,7 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
     """
     exact: parity.Numbers | None = None  # another run on one device
     for dtype in dtypes(small):
-        config = replace_nested(small, {"model.precision": Precision()}) if dtype == "float32" else small
+        config = replace_nested(small, IN_FLOAT32) if dtype == "float32" else small
         tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config, subject)
         for case in (ONE_DEVICE, *cases):
             verdict = partial(Verdict, case, dtype, tolerance)
