@@ -209,9 +209,8 @@ def require_matmul(hardware: Hardware, matmul: str) -> None:
         able = ", ".join(name for name, one in TABLE.items() if one.peak(matmul))
         works = "float8 or compute" if hardware.float8 else "compute"
         raise ConfigError(
-            f"model.precision.matmul={matmul}: {hardware.name} has no such products: --model.precision.matmul {works} "
-            f"works, and accelerators that have them are {able}"
-            f"{'' if hardware.name in TABLE else '; in a YAML file the key float8 has its peak'}"
+            f"model.precision.matmul={matmul}: {hardware.name} has no such products; --model.precision.matmul {works} "
+            f"works, or one of {able}{'' if hardware.name in TABLE else ', or the key float8 in the file'}"
         )
 
 

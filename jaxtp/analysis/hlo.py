@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, message_bytes, runs, turns
 from jaxtp.analysis.collective import PERMUTE, Collective
+from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import parts
 
 KINDS = (
@@ -37,12 +38,12 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _WRITTEN_OUT = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
-_FLOAT8 = re.compile(r"\b(mx)?float8\b")
-"""Scope in which `layers/float8.py` multiplies."""
+_FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
+"""Scopes of products that `layers/float8.py` and `layers/mxfp8.py` ask for."""
 _TRANSFORMS = re.compile(
-    r"jit\(\w*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
+    r"jit\([^)]*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
 )
-"""What JAX writes into scopes around the names of modules."""
+"""Parts of scopes that JAX adds to the names of modules."""
 
 Operand = tuple[str, int | None]
 """The name of what an instruction reads; with a number, that part of a tuple (`%p#1`)."""

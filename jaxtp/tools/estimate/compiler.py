@@ -3,8 +3,7 @@
 Tier 2 compiles for virtual CPU devices. Tier 3 compiles for GPUs or TPUs that may be absent, in a process of its own
 (`python -m` this file), because a compiler without its devices may crash, hang or print. XLA reads an absent GPU's
 `GpuTargetConfigProto` as text (openxla/xla, xla/stream_executor/device_description.proto). It divides by missing fields
-and dies silently, so every field is set. Without the versions of CUDA and cuDNN it converts the operands of products in
-float8 and MXFP8.
+and dies silently, so every field is set.
 """
 
 import dataclasses
@@ -221,12 +220,10 @@ def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
   shared_memory_per_core: {gpu.shared} registers_per_core_limit: 65536 registers_per_block_limit: 65536
   memory_bandwidth: {hardware.bandwidth:.0f} l2_cache_size: {gpu.l2} device_memory_size: {hardware.memory:.0f}
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
-  runtime_version: "13.0.0"
+  runtime_version: "12.0.0" dnn_version: "9.10.0"
 }}
-dnn_version_info {{ major: 9 minor: 10 }}
-platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}"
-dnn_version_info {{ major: 9 minor: 10 }}
-"""  # the first cuDNN that multiplies in MXFP8; without one XLA would use bfloat16
+platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}" dnn_version_info {{ major: 9 minor: 10 }}
+"""  # the first CUDA and cuDNN with products in float8 and MXFP8, without which XLA multiplies in 16 bits
 
 
 TARGET_CONFIGS = {name: target_config(TABLE[name], gpu) for name, gpu in _GPUS.items()}

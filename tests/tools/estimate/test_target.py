@@ -43,6 +43,8 @@ ANSWER = {
     "peak_bytes": 7,
     "seconds": 1.5,
     "flops": 10,
+    "in_float8": 0,
+    "not_in_float8": {},
     "collectives": [
         {"kind": "all-gather", "axes": ["tp"], "count": 2, "bytes": 8, "overlapped": 1, "computing": 3},
     ],
