@@ -249,10 +249,10 @@ def enter(
 
     `again`: the backward pass repeats the forward collective, which moves `gathered` bytes, by default `size`.
     """
-    forward, backward, moved = 1 + (again and work.training), int(work.training), size if gathered is None else gathered
-    kinds = (
-        [(ALL_GATHER, moved, forward), (REDUCE_SCATTER, size, backward)] if split else [(ALL_REDUCE, size, backward)]
-    )
+    forward, backward = 1 + (again and work.training), int(work.training)
+    kinds = [(ALL_REDUCE, size, backward)]
+    if split:
+        kinds = [(ALL_GATHER, size if gathered is None else gathered, forward), (REDUCE_SCATTER, size, backward)]
     return [collective_cost(kind, (TP,), module, work, each, count) for kind, each, count in kinds]
 
 
