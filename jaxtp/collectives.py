@@ -269,7 +269,7 @@ class Float8(NamedTuple):
 
     def astype(self, dtype: DTypeLike) -> Array:
         """Returns the array, rounded once to `dtype`; the carrier has its gradient."""
-        array: Array = (self.numbers.astype(jnp.float32) * self.scale).astype(dtype)
+        array: Array = (self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)).astype(dtype)
         return array if self.carrier is None else array + self.carrier.astype(dtype)
 
 
