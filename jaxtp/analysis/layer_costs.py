@@ -312,7 +312,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
         yield ring(COLUMN, work, moved, work.num_evals(recomputed, not work.frozen or bool(layer.adapted)))
         yield ring(COLUMN, work, hidden, int(work.training))
     else:
-        chunks, saved_input = 1, moved
+        chunks, saved_input = 1, hidden if work.remat == "none" and layer.adapted else moved  # adapters dequantise
         yield from enter(COLUMN, work, hidden, split=split, again=work.remat in REGATHER_POLICIES, gathered=moved)
     shape = tokens // chunks, layer.in_features, sum(local)
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)

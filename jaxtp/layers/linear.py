@@ -25,7 +25,7 @@ from jaxtp.collectives import (
     GATHERED,
     PROJECTED,
     REDUCED,
-    Float8,
+    Quantised,
     average_gradient,
     axis_index,
     axis_size,
@@ -239,12 +239,12 @@ class RowParallelLinear(nnx.Module):
 
 def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | None:
     """Returns why `Precision.matmul` does not apply to a layer of such sizes, or None."""
-    least, outputs = layer.precision.matmul_least, layer.features
-    sizes = [layer.in_features, *outputs] if isinstance(layer, ColumnParallelLinear) else [layer.in_features, outputs]
-    numbers = [each.size if isinstance(each, PaddedDim) else each for each in sizes]
-    if odd := [number for number in numbers if number % _GRANULE]:
+    least = layer.precision.matmul_least
+    outputs = layer.features if isinstance(layer, ColumnParallelLinear) else (ExactDim((layer.features,)),)
+    inputs = layer.in_features if isinstance(layer, RowParallelLinear) else ExactDim((layer.in_features,))
+    if odd := [each.size for each in (inputs, *outputs) if each.size % _GRANULE]:
         return f"{odd[0]} features are no multiple of {_GRANULE}"
-    few = min(numbers[0], sum(numbers[1:]))
+    few = min(inputs.size, sum(each.size for each in outputs))
     return f"{few:,} features are below matmul_least={least:,}" if few < least else None
 
 
@@ -255,13 +255,13 @@ def enter_matmul(x: Operand, kernels: Sequence[Operand], sequence: int | None, o
     """
     if is_ring(overlap, axis_size(TP), split=sequence is not None):
         return gather_matmul(jax.tree.map(lambda each: checkpoint_name(each, GATHERED), x), tuple(kernels))
-    x = enter_float8(x, sequence) if isinstance(x, Float8) else enter_parallel(x, sequence)  # [b, T, D]
+    x = enter_float8(x, sequence) if isinstance(x, Quantised) else enter_parallel(x, sequence)  # [b, T, D]
     return _multiply_each(x, kernels)  # each [b, T, F_i/tp]
 
 
 def _multiply_each(x: Operand, kernels: Sequence[Operand]) -> tuple[Array, ...]:
-    plain = x.astype(x.carrier.dtype) if isinstance(x, Float8) and x.carrier is not None else x  # once for all adapters
-    return tuple(multiply(x if isinstance(w, Float8) else plain, w, TP) for w in kernels)
+    plain = x.astype(x.dtype)  # once for all adapters
+    return tuple(multiply(x if isinstance(w, Quantised) else plain, w, TP) for w in kernels)
 
 
 def leave_matmul(

@@ -112,7 +112,7 @@ class Float8Kernel(nnx.Module):
     """A frozen kernel in 8 bits, which `params_and_specs` gives its layer as a `Float8`."""
 
     def __init__(self, kernel: Variable):
-        bits, scale, _ = Float8.of(kernel[...])
+        bits, scale = Float8.of(kernel[...])
         *others, _, out = spec_of(kernel)
         layout = {"out_sharding": PartitionSpec(*others, None, out)}
         padding = tuple((dim, split) for dim, split in padding_of(kernel) if dim != -2)
@@ -145,8 +145,8 @@ def freeze_as(weights: nnx.State, abstract: nnx.State) -> nnx.State:
     stored, frozen = dict(nnx.to_flat_state(abstract)), []
     for path, variable in nnx.to_flat_state(freeze_state(weights)):
         if (*path, "bits") in stored:
-            parts = _quantise(variable[...])
-            frozen += [((*path, each), stored[*path, each].replace(getattr(parts, each))) for each in ("bits", "scale")]
+            parts = zip(Float8._fields, _quantise(variable[...]), strict=True)
+            frozen += [((*path, field), stored[*path, field].replace(array)) for field, array in parts]
         else:
             frozen.append((path, variable))
     return nnx.from_flat_state(frozen)

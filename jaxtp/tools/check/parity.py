@@ -125,8 +125,8 @@ def initial_arrays(config: TrainConfig, subject: Subject = Subject(), noise: flo
     if config.model.lora.base != "full":
         arrays = dict(initial_arrays(replace_nested(config, {"model.lora.base": "full"}), subject, noise))
         for kernel in float8_kernels(subject.blueprint(config, make_mesh()).abstract):
-            bits, scale, _ = Float8.of(arrays.pop(kernel))
-            arrays |= {f"{kernel}.bits": np.asarray(bits), f"{kernel}.scale": np.asarray(scale)}
+            stored = Float8.of(arrays.pop(kernel))._asdict()
+            arrays |= {f"{kernel}.{field}": np.asarray(array) for field, array in stored.items()}
         return arrays
     blueprint = subject.blueprint(config, make_mesh())
     arrays = on_host(blueprint.create(config.run.seed), blueprint.mesh)
