@@ -267,7 +267,7 @@ class Float8(NamedTuple):
 
     def astype(self, dtype: DTypeLike) -> Array:
         """Returns the array, rounded once to `dtype`."""
-        array: Array = (self.numbers.astype(jnp.float32) * self.scale).astype(dtype)
+        array: Array = (self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)).astype(dtype)
         return array
 
 

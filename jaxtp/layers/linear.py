@@ -147,7 +147,7 @@ class ColumnParallelLinear(nnx.Module):
         x = x.astype(self.precision.compute)
         tokens: Operand = tokens_in_float8(x) if self.matmul == "float8" else x
         if self.joined:
-            products = tuple(multiply(tokens, w, TP) for w in kernels)
+            products = _multiply_each(tokens, kernels)
         else:
             products = enter_matmul(tokens, kernels, sequence, self.overlap)
         outputs, inner = list(products[: len(self.features)]), products[len(self.features) :]
@@ -268,7 +268,12 @@ def enter_matmul(x: Operand, kernels: Sequence[Kernel], sequence: int | None, ov
     if is_ring(overlap, axis_size(TP), split=sequence is not None):
         return gather_matmul(jax.tree.map(lambda each: checkpoint_name(each, GATHERED), x), tuple(kernels))
     x = enter_float8(x, sequence) if isinstance(x, Quantised) else enter_parallel(x, sequence)  # [b, T, D]
-    return tuple(multiply(x, kernel, TP) for kernel in kernels)  # each [b, T, F_i/tp]
+    return _multiply_each(x, kernels)  # each [b, T, F_i/tp]
+
+
+def _multiply_each(x: Operand, kernels: Sequence[Operand]) -> tuple[Array, ...]:
+    plain = x.astype(x.dtype)  # once for all adapters
+    return tuple(multiply(x if isinstance(w, Quantised) else plain, w, TP) for w in kernels)
 
 
 def leave_matmul(inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence: int | None, overlap: Overlap) -> Array:
