@@ -240,10 +240,11 @@ class RowParallelLinear(nnx.Module):
 def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | None:
     """Returns why `Precision.matmul` does not apply to a layer of such sizes, or None."""
     least, outputs = layer.precision.matmul_least, layer.features
+    granule = min(_GRANULE, least)  # a check on CPUs takes layers of all sizes
     sizes = [layer.in_features, *outputs] if isinstance(layer, ColumnParallelLinear) else [layer.in_features, outputs]
     numbers = [each.size if isinstance(each, PaddedDim) else each for each in sizes]
-    if odd := [number for number in numbers if number % _GRANULE]:
-        return f"{odd[0]} features are no multiple of {_GRANULE}"
+    if odd := [number for number in numbers if number % granule]:
+        return f"{odd[0]} features are no multiple of {granule}"
     few = min(numbers[0], sum(numbers[1:]))
     return f"{few:,} features are below matmul_least={least:,}" if few < least else None
 

@@ -112,6 +112,16 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
     assert "a reduction (leave_parallel, all_reduce) is missing" in out
 
 
+def test_a_scale_of_one_devices_features_is_named(monkeypatch, capsys):
+    """It only rounds otherwise, which no loss shows."""
+    quantised = linear.tokens_in_float8
+    monkeypatch.setattr(linear, "tokens_in_float8", lambda x, *axes: quantised(x))
+    file = ("--model.precision.matmul", "float8", "--model.precision.matmul-least", "16", "--model.num-layers", "1")
+    out = run_broken(capsys, *file)
+    assert out.count("first difference: blocks.0.attention.out: its output is off by") == 2
+    assert "2 of 4 differ" in out, "in float32 products nothing differs"
+
+
 @pytest.mark.wide
 def test_a_doubled_bias_is_named(monkeypatch, capsys):
     def before_the_reduction(self, sequence, x, weights):
