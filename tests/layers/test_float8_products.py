@@ -34,7 +34,7 @@ def single(rng, *shape):
     """A number in each row, and a larger one that meets zeros: sums of one product, whose errors do not cancel."""
     array, rows = np.zeros(shape), np.arange(shape[0])
     array[rows, 2 + rng.permutation(rows) % (shape[1] - 2)] = rng.uniform(1, 2, shape[0])
-    array[:, shape[0] == T] = 3
+    array[:, int(shape[0] == T)] = 3
     return array
 
 

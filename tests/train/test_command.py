@@ -222,15 +222,14 @@ MISTAKES = {
     ),
     "float8 of no layer": (
         "--model.precision.matmul float8",
-        "model.precision.matmul=float8 applies to no layer (blocks.mlp.gate_up: 32 features are below matmul_least=2,048); "
-        "use model.precision.matmul=compute",
+        "float8 applies to no layer (blocks.mlp.gate_up: 32 features are below matmul_least=2,048)",
     ),
     "float8 of layers that are not there": (
         "--model.precision.matmul float8 --model.precision.matmul-layers *.out|*.mpl.*",
         "matmul_layers: no layer matches '*.mpl.*'; there are blocks.attention.out, blocks.attention.qkv, blocks.mlp.",
     ),
     "float8 of a model of your own": (
-        f"--model.build {VIT}:build --train.loss {VIT}:loss --data.batches {VIT}:batches --model.precision.matmul float8",
+        f"--model.build {VIT}:build --train.loss {VIT}:loss --model.precision.matmul float8",
         "model.precision.matmul=float8: it is for projections of jaxtp's decoder, and the model is your own",
     ),
 }
