@@ -243,10 +243,11 @@ class RowParallelLinear(nnx.Module):
 def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | None:
     """Returns why `Precision.matmul` does not apply to a layer of such sizes, or None."""
     least = layer.precision.matmul_least
+    granule = min(_GRANULE, least)  # a check on CPUs takes layers of all sizes
     outputs = layer.features if isinstance(layer, ColumnParallelLinear) else (ExactDim((layer.features,)),)
     inputs = layer.in_features if isinstance(layer, RowParallelLinear) else ExactDim((layer.in_features,))
-    if odd := [each.size for each in (inputs, *outputs) if each.size % _GRANULE]:
-        return f"{odd[0]} features are no multiple of {_GRANULE}"
+    if odd := [each.size for each in (inputs, *outputs) if each.size % granule]:
+        return f"{odd[0]} features are no multiple of {granule}"
     few = min(inputs.size, sum(each.size for each in outputs))
     return f"{few:,} features are below matmul_least={least:,}" if few < least else None
 

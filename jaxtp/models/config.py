@@ -6,6 +6,7 @@ settings, so YAML stays flat: `model.num_kv_heads`.
 """
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -369,6 +370,10 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     pattern, first = max(1, len(config.pattern)), len(config.first_blocks)
     turns, rest = divmod(config.num_layers - first, pattern)
     every = (*config.first_blocks, *config.pattern)
+    precision = config.precision
+    if precision.matmul != "compute":
+        taken = "|".join(path for path, why in matmul_layers(config).items() if why is None)
+        precision = dataclasses.replace(precision, matmul_layers=taken, matmul_least=1)
     least = _SMALL_EPS if any(block.delta_value_heads for block in config.block_kinds()) else 0.0
     smaller = [
         Changes({name: block.shrink(small).get(name, value) for name, value in changes.items()})
@@ -384,6 +389,7 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
         pattern=tuple(smaller[first:]),
         norm_eps=max(config.norm_eps, least),
         learned_positions=config.learned_positions and small.positions(config.learned_positions),
+        precision=precision,
         **config.shrink(small),
     )
 
@@ -508,10 +514,11 @@ def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
     layers = matmul_layers(config)
     for pattern in precision.matmul_layers.split("|"):
         if not any(matches(pattern, path) for path in layers):
-            yield Problem(f"{setting}_layers: no layer matches {pattern!r}; there are {', '.join(layers)}")
+            listed = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", path) for path in layers))
+            yield Problem(f"{setting}_layers: no layer matches {pattern!r}; there are {listed}")
             return
     if None not in layers.values():
-        reasons = "; ".join(f"{path}: {why}" for path, why in layers.items())
+        reasons = "; ".join({why: f"{path}: {why}" for path, why in layers.items()}.values())
         yield Problem(f"{setting}={precision.matmul} applies to no layer ({reasons}); use {setting}=compute")
     if precision.matmul != "mxfp8":
         return

@@ -24,10 +24,11 @@ from jaxtp.collectives import (
     axis_size,
     batch_spec,
     device_view,
+    enter_float8,
     load_weight,
     vary,
 )
-from jaxtp.layers import latent_attention, loss, parameter
+from jaxtp.layers import latent_attention, linear, loss, parameter
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxtp.layers.lora import LoraConfig
@@ -363,6 +364,36 @@ def test_pytorch_190626_gradients_are_summed_over_tp_in_the_dtype_of_reduction()
     are in that dtype: small parts are not lost beside a large one."""
     assert summed_gradient("float32") == 1 + 3 * 2**-10
     assert summed_gradient("bfloat16") == 1, "the small parts are lost"
+
+
+def gathered_in_float8():
+    """The output of a column layer over tp 4 relative to one device, the sequence split before it."""
+
+    def build():
+        layer = jaxtp.ColumnParallelLinear(D, F, jaxtp.LayerContext(sequence_parallel=True), rngs=nnx.Rngs(0))
+        layer.matmul = "float8"
+        return layer
+
+    weights, x = random_weights(build), jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)))
+    outputs = []
+    for mesh in (make_mesh(), make_mesh(tp=4)):
+        graph, state = state_on_mesh(build, weights, mesh)
+        with jax.set_mesh(mesh):
+            outputs.append(jax.jit(lambda state, graph=graph: nnx.merge(graph, state)(x))(state))
+    return relative_error(*outputs)
+
+
+def test_transformer_engine_74_devices_read_gathered_float8_by_its_own_scales(monkeypatch):
+    """https://github.com/NVIDIA/TransformerEngine/pull/74: without `reduce_amax` each device of tp had another scale,
+    although sequence parallelism gathers the tensor after the cast to float8. Here the scales of tokens are gathered
+    with their numbers."""
+    assert gathered_in_float8() < RIGHT
+
+    def by_the_readers_scale(x, sequence):
+        return enter_float8(x, sequence)._replace(scale=jnp.concatenate([x.scale] * axis_size(TP), axis=1))
+
+    monkeypatch.setattr(linear, "enter_float8", by_the_readers_scale)
+    assert gathered_in_float8() > WRONG
 
 
 def declared_and_used(mesh, changed=None):
