@@ -72,7 +72,7 @@ if version("jax").startswith("0.10."):
 
 def pytest_configure(config):
     """Uses Threefry in journeys, because they compare this process with runs in other processes."""
-    if config.option.markexpr and not re.search(r"(?<!not )(journey|cluster)", config.option.markexpr):
+    if config.option.markexpr and not re.search(r"(?<!not )(journey|slow|cluster)", config.option.markexpr):
         mlir.register_lowering(threefry2x32_p, mlir.lower_fun(_random_bits, multiple_results=True), platform="cpu")
 
 
