@@ -39,7 +39,6 @@ POLICIES = ["full", "save_reduced", "save_gathered", "save_dots"]
         [ADAPTERS, POLICIES, MODELS],
         ("plain", "save_reduced", "sequential"),
         ("adapters", "save_dots", "parallel"),
-        ("plain", "save_gathered", "parallel"),
         ("few adapters", "full", "sequential"),
         ("adapters", "save_gathered", "float8"),
     ),
