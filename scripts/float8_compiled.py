@@ -109,7 +109,9 @@ def gathered(text: str, sizes: dict[str, int]) -> Counter[tuple[str, bool]]:
     found: Counter[tuple[str, bool]] = Counter()
     for one, times in count_collectives_in_hlo(text, sizes).items():
         if one.kind == ALL_GATHER:
-            found["+".join(one.axes), one.backward and "rematted_computation" not in one.scope] += int(times * one.bytes)
+            found["+".join(one.axes), one.backward and "rematted_computation" not in one.scope] += int(
+                times * one.bytes
+            )
     return found
 
 

@@ -44,7 +44,9 @@ modules.
 """
 NO_SUM = "the loss is no sum over single rows: it depends on the micro-batches, so train.accumulation has to be 1"
 COARSE = "bfloat16", "float16"
-IN_FLOAT32 = {f"model.precision.{part}": "float32" for part in ("param", "compute", "reduce", "logits")}
+IN_FLOAT32 = {f"model.precision.{part}": "float32" for part in ("param", "compute", "reduce", "logits")} | {
+    "optimizer.first_moment": "param"
+}
 VIRTUAL = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="devices")
 """Devices for the defaults of the model."""
 _WIDTH = 56
@@ -71,7 +73,6 @@ COMMAND = Command(
     short_help=("meshes", "json", *in_short_help(TrainConfig)),
     ignored=(*(name for name in IGNORED_BY_STEP if name != "data.batches"), "launch"),
 )
-IN_FLOAT32 = {"model.precision": Precision(), "optimizer.first_moment": "param"}
 
 
 def main(argv: Sequence[str]) -> int:
