@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -267,12 +268,12 @@ class Float8(NamedTuple):
 
     def astype(self, dtype: DTypeLike) -> Array:
         """Returns the array, rounded once to `dtype`."""
-        array: Array = (self.numbers.astype(jnp.float32) * self.scale).astype(dtype)
+        array: Array = (self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)).astype(dtype)
         return array
 
 
 class Quantised(NamedTuple):
-    """An array in float8 that has a gradient: that of `carrier`, as integers have none."""
+    """An array in float8; `carrier` has its gradient, as integers have none."""
 
     array: Float8
     carrier: Array  # zeros of the array's shape and compute dtype, never computed
@@ -383,12 +384,12 @@ def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
 def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]) -> Quantised:
     """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits; `axes` split its input features."""
     if isinstance(shard, Float8):
-        kernel = shard if current_mesh() is None else layout.whole_bits(shard)
+        kernel = by_rows(shard) if current_mesh() is None else layout.whole_bits(by_rows(shard))
         return Quantised.of(kernel, dtypes.compute)
     replicas = () if current_mesh() is None else layout.replicas(shard)
 
     def gather(shard: Array) -> Quantised:
-        kernel = Float8.of(shard, axes=axes)
+        kernel = by_rows(Float8.of(shard, axes=axes))
         kernel = kernel if current_mesh() is None else layout.whole_bits(kernel)
         array, carrier = Quantised.of(kernel, dtypes.compute)
         return Quantised(array, vary(carrier, *replicas))
@@ -400,6 +401,15 @@ def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
     load = jax.custom_vjp(gather)
     load.defvjp(lambda shard: (load(shard), None), backward)  # one call: remat saves no quantised shard
     return load(shard)
+
+
+def by_rows(kernel: Float8) -> Float8:
+    """Fixes the layout of a kernel's bits.
+
+    Hopper reads float8 by columns. Without this, XLA copies the float32 kernels of all layers, transposed.
+    """
+    rows = Layout(major_to_minor=tuple(range(kernel.bits.ndim)))
+    return kernel._replace(bits=with_layout_constraint(kernel.bits, rows))
 
 
 def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:

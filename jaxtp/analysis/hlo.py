@@ -43,7 +43,7 @@ _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
 _TRANSFORMS = re.compile(
     r"jit\([^)]*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
 )
-"""What JAX writes into scopes around the names of modules."""
+"""Parts of scopes that JAX adds to the names of modules."""
 
 Operand = tuple[str, int | None]
 """The name of what an instruction reads; with a number, that part of a tuple (`%p#1`)."""

@@ -249,10 +249,10 @@ def enter(
 
     `again`: the backward pass repeats the forward collective, which moves `gathered` bytes, by default `size`.
     """
-    forward, backward, moved = 1 + (again and work.training), int(work.training), size if gathered is None else gathered
-    kinds = (
-        [(ALL_GATHER, moved, forward), (REDUCE_SCATTER, size, backward)] if split else [(ALL_REDUCE, size, backward)]
-    )
+    forward, backward = 1 + (again and work.training), int(work.training)
+    kinds = [(ALL_REDUCE, size, backward)]
+    if split:
+        kinds = [(ALL_GATHER, size if gathered is None else gathered, forward), (REDUCE_SCATTER, size, backward)]
     return [collective_cost(kind, (TP,), module, work, each, count) for kind, each, count in kinds]
 
 
@@ -312,7 +312,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
         yield ring(COLUMN, work, moved, work.num_evals(recomputed, not work.frozen or bool(layer.adapted)))
         yield ring(COLUMN, work, hidden, int(work.training))
     else:
-        chunks, saved_input = 1, moved
+        chunks, saved_input = 1, hidden if work.remat == "none" and layer.adapted else moved  # adapters dequantise
         yield from enter(COLUMN, work, hidden, split=split, again=work.remat in REGATHER_POLICIES, gathered=moved)
     shape = tokens // chunks, layer.in_features, sum(local)
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)

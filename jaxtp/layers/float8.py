@@ -13,7 +13,7 @@ the mesh axes that split them. So operands do not depend on the mesh, and there 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,22 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import Float8, Quantised
+from jaxtp.config.schema import ConfigError
+from jaxtp.layers.kernels.select import architecture_of
+from jaxtp.layers.mxfp8 import mx_matmul
+from jaxtp.mesh import current_device
 
-Operand = Array | Quantised  # of `multiply`
+
+class BlockScaled(NamedTuple):
+    """A kernel `[in, out]` that is multiplied in MXFP8."""
+
+    kernel: Array
+
+
+Operand = Array | Quantised
+Kernel = Operand | BlockScaled
 Value = Array | Float8  # of an operand, without a gradient
+_ADA = 8.9
 FLOAT8 = "float8"  # scope of the products, by which a compiled program's reader knows them
 
 
@@ -37,7 +50,18 @@ class NeedsGrad:
 
 
 def tokens_in_float8(x: Array, *axes: str) -> Quantised:
-    """Quantises each token `[..., D]`, whose features the mesh axes `axes` split; the gradient passes unchanged."""
+    """Quantises each token `[..., D]`, whose features the mesh axes `axes` split; the gradient passes unchanged.
+
+    Raises:
+      ConfigError: this device has no products in float8; XLA would convert the operands in silence.
+    """
+    architecture = architecture_of(current_device())
+    platform, _, capability = (architecture or "cpu").partition(" ")
+    if platform not in ("cpu", "cuda") or float(capability or 10) < _ADA:
+        raise ConfigError(
+            f"model.precision.matmul=float8 needs compute capability {_ADA} (Ada) or newer, not {architecture}; "
+            "use model.precision.matmul=compute"
+        )
 
     def quantise(x: Array) -> Quantised:
         return Quantised(Float8.of(x, dim=-1, axes=axes), jnp.zeros_like(x))
@@ -47,8 +71,10 @@ def tokens_in_float8(x: Array, *axes: str) -> Quantised:
     return straight(x)
 
 
-def multiply(x: Operand, w: Operand, *axes: str) -> Array:
+def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     """Returns `x @ w`, in float8 if both are; the mesh axes `axes` split the output features."""
+    if isinstance(w, BlockScaled):
+        return mx_matmul(x.astype(w.kernel.dtype), w.kernel)
     if not isinstance(x, Quantised) or not isinstance(w, Quantised):
         return x.astype(w.dtype) @ w.astype(w.dtype)
 
@@ -109,8 +135,10 @@ def perturbed(operand: Any) -> bool:
     return bool(leaf.perturbed)
 
 
-def value_of(operand: Operand) -> Value:
+def value_of(operand: Kernel) -> Value:
     """Returns an operand without its carrier: a residual, or what a ring sends."""
+    if isinstance(operand, BlockScaled):
+        raise NotImplementedError("MXFP8 has no rings")
     return operand.array if isinstance(operand, Quantised) else operand
 
 

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from jaxtp.collectives import Float8, axis_index, axis_size, permute, vary_like
 from jaxtp.layers.float8 import (
+    Kernel,
     NeedsGrad,
     Operand,
     Value,
@@ -92,7 +93,7 @@ def _position(number: Array | int, size: int) -> Array:
 
 
 @jax.custom_vjp
-def gather_matmul(x: Operand, kernels: tuple[Operand, ...]) -> tuple[Array, ...]:
+def gather_matmul(x: Operand, kernels: tuple[Kernel, ...]) -> tuple[Array, ...]:
     """Multiplies an activation, all-gathered along the sequence, by each kernel.
 
     `x` is `[b, T/tp, ..., D]`, kernels are this device's columns, `[D, F_i/tp]`; returns `[b, T, ..., F_i/tp]`. A
@@ -137,7 +138,7 @@ def _gather_backward(residuals: Any, grads: tuple[Any, ...]) -> tuple[Any, tuple
 
 
 @jax.custom_vjp
-def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Operand, ...]) -> Array:
+def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Kernel, ...]) -> Array:
     """Reduce-scatters the sum of `inputs[i] @ kernels[i]` over tp, along the sequence.
 
     Inputs are `[b, T, ..., F_i/tp]`, kernels the matching rows, `[F_i/tp, D]`; returns `[b, T/tp, ..., D]`.
@@ -176,7 +177,7 @@ gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 
-def sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Operand]) -> Array:
+def sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Kernel]) -> Array:
     """Returns the sum of `inputs[i] @ kernels[i]`."""
     return reduce(operator.add, map(multiply, inputs, kernels))
 

@@ -20,7 +20,7 @@ from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.layers.sequence_parallel import is_split
 from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
-from jaxtp.models.config import ModelConfig, padded_sizes
+from jaxtp.models.config import BLOCKS, ModelConfig, matmul_layers, padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
@@ -136,6 +136,7 @@ def _model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | No
         "context": describe_context(config, sizes),
         "experts": _describe_experts(model, sizes[TP]),
         "kernels": describe_kernels(config, sizes, architecture_of(device)),
+        "matmul": describe_matmul(model),
         "overlap": describe_overlap(config, sizes),
         "padding": padding,
     }
@@ -208,6 +209,20 @@ def _describe_experts(model: ModelConfig, tp: int) -> str | None:
         for block in blocks
     )
     return f"over tp {tp}: {' and '.join(divided)}" if divided else None
+
+
+def describe_matmul(model: ModelConfig) -> str | None:
+    """Lists the projections that `precision.matmul` applies to, and the others by reason; None if it is off."""
+    if (matmul := model.precision.matmul) == "compute":
+        return None
+    from jaxtp.parallelize.plan import patterns_for
+
+    layers, named = matmul_layers(model), dict[str | None, list[str]]()
+    for pattern, why in {pattern: layers[path] for path, pattern in patterns_for(layers).items()}.items():
+        named.setdefault(why, []).append(pattern.removeprefix(f"{BLOCKS}."))
+    taken, compute = ", ".join(named.pop(None)), model.precision.compute
+    rest = "".join(f", {', '.join(paths)} ({why})" for why, paths in named.items())
+    return f"{matmul} products in {taken}; {compute} in gradients of weights, the head{rest}"
 
 
 def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:

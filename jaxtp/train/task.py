@@ -208,6 +208,8 @@ def check(config: TrainConfig, task: Task) -> None:
 def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
     # Settings that are not at their default, and that a part replaces.
     replaced: list[tuple[str, object, object, str, set[str]]] = []
+    if task.has_own_model and (matmul := config.model.precision.matmul) != "compute":
+        yield f"model.precision.matmul={matmul}: it is for projections of jaxtp's decoder, and the model is your own"
     if config.model.is_foreign:
         used = {"build", "arguments"} | ({"plan", "precision"} if task.has_own_model else set())
         replaced.append(

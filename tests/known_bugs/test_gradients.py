@@ -24,10 +24,11 @@ from jaxtp.collectives import (
     axis_size,
     batch_spec,
     device_view,
+    enter_float8,
     load_weight,
     vary,
 )
-from jaxtp.layers import latent_attention, loss, parameter
+from jaxtp.layers import latent_attention, linear, loss, parameter
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxtp.layers.lora import LoraConfig
@@ -187,7 +188,8 @@ def planted_gradient(monkeypatch, columns, change):
     monkeypatch.setattr(latent_attention, "enter_parallel", lambda *args: planted(enter(*args)))
 
 
-@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.wide), True])
+@pytest.mark.wide
+@pytest.mark.parametrize("split", [False, True])
 def test_torchtitan_1373_the_gradient_of_a_latent_is_summed_once(split, monkeypatch):
     """https://github.com/pytorch/torchtitan/pull/1373: each device had the gradient of latents from its own heads, and
     down projections and norms got that. Here it is summed over all heads, and not for each device again."""
@@ -217,6 +219,7 @@ def test_megatron_lm_37_the_gradient_of_a_shared_key_is_of_all_heads(monkeypatch
 DELTA = GatedDeltaConfig(delta_value_heads=8, delta_key_heads=4, delta_key_dim=4, delta_value_dim=3)
 
 
+@pytest.mark.wide
 def test_megatron_lm_1989_each_part_of_a_projection_is_split_by_heads():
     """https://github.com/NVIDIA/Megatron-LM/pull/1989: the queries, keys, values, gates and strengths of Gated DeltaNet
     were columns of one matrix, which tp cut evenly, so that a device took others for them. Here each is split alone."""
@@ -270,6 +273,7 @@ def test_unsloth_10616_padded_ids_have_no_probability_where_logits_are_capped(mo
     assert max(head_errors(softcap=3.0)) > WRONG
 
 
+@pytest.mark.wide
 def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp_twice(monkeypatch):
     """https://github.com/pytorch/torchtitan/pull/3822: the backward pass of a gather over tp, whose result every device
     used alike, summed their equal gradients, so those of log-probabilities were tp times too large. Here they are those
@@ -363,6 +367,36 @@ def test_pytorch_190626_gradients_are_summed_over_tp_in_the_dtype_of_reduction()
     are in that dtype: small parts are not lost beside a large one."""
     assert summed_gradient("float32") == 1 + 3 * 2**-10
     assert summed_gradient("bfloat16") == 1, "the small parts are lost"
+
+
+def gathered_in_float8():
+    """The output of a column layer over tp 4 relative to one device, the sequence split before it."""
+
+    def build():
+        layer = jaxtp.ColumnParallelLinear(D, F, jaxtp.LayerContext(sequence_parallel=True), rngs=nnx.Rngs(0))
+        layer.matmul = "float8"
+        return layer
+
+    weights, x = random_weights(build), jnp.asarray(np.random.default_rng(0).standard_normal((B, T, D)))
+    outputs = []
+    for mesh in (make_mesh(), make_mesh(tp=4)):
+        graph, state = state_on_mesh(build, weights, mesh)
+        with jax.set_mesh(mesh):
+            outputs.append(jax.jit(lambda state, graph=graph: nnx.merge(graph, state)(x))(state))
+    return relative_error(*outputs)
+
+
+def test_transformer_engine_74_devices_read_gathered_float8_by_its_own_scales(monkeypatch):
+    """https://github.com/NVIDIA/TransformerEngine/pull/74: without `reduce_amax` each device of tp had another scale,
+    although sequence parallelism gathers the tensor after the cast to float8. Here the scales of tokens are gathered
+    with their numbers."""
+    assert gathered_in_float8() < RIGHT
+
+    def by_the_readers_scale(x, sequence):
+        return enter_float8(x, sequence)._replace(scale=jnp.concatenate([x.scale] * axis_size(TP), axis=1))
+
+    monkeypatch.setattr(linear, "enter_float8", by_the_readers_scale)
+    assert gathered_in_float8() > WRONG
 
 
 def declared_and_used(mesh, changed=None):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from support import assert_close, relative_error, sizes_of, sweep
 
 from jaxtp.analysis.census import equations
-from jaxtp.collectives import WeightDtypes, device_view, enter_parallel, leave_parallel, load_weight
+from jaxtp.collectives import WeightDtypes, WeightLayout, device_view, enter_parallel, leave_parallel, load_weight
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.mxfp8 import mx_matmul, mx_problem
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
@@ -83,8 +83,8 @@ def mlp(sequence):
     dtypes = WeightDtypes(*[jnp.dtype("float32")] * 3)
 
     def body(x, up, down):
-        inner = mx_matmul(enter_parallel(x, sequence), load_weight(up, 0, dtypes))
-        return leave_parallel(mx_matmul(jnp.tanh(inner), load_weight(down, 1, dtypes)), sequence)
+        inner = mx_matmul(enter_parallel(x, sequence), load_weight(up, dtypes, WeightLayout(fsdp_dim=0)))
+        return leave_parallel(mx_matmul(jnp.tanh(inner), load_weight(down, dtypes, WeightLayout(fsdp_dim=1))), sequence)
 
     tokens = P(BATCH, SEQUENCE if sequence else CONTEXT)
     layer = device_view(jax.checkpoint(body), "mlp", (tokens, P(STORAGE, TP), P(TP, STORAGE)), tokens)

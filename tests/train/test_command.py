@@ -5,12 +5,17 @@ import random
 import re
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from runs import SMALL, TEXT, contents, finish, free_address, mesh, records, wait_for_step
+from support import journeys
 
+import jaxtp.__main__
 from jaxtp.train.__main__ import main
+
+VIT = Path(__file__).parent.parent.parent / "scripts/examples/vit.py"
 
 
 @pytest.fixture
@@ -105,6 +110,24 @@ def test_resuming_says_what_changed(tmp_path, text, capsys):
     assert "changed since: train.steps: 3 -> 4" in out
 
 
+@pytest.mark.journey
+def test_a_run_goes_on_in_float8_and_is_used_in_its_compute_dtype(tmp_path, text, capsys):
+    run = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), *mesh(1, 2, 2)]
+    assert main([*run, "--train.steps", "2"]) == 0
+    assert "matmul" not in capsys.readouterr().out
+    float8 = ["--model.precision.matmul", "float8", "--model.precision.matmul-least", "32"]
+    assert main([*run, "--train.steps", "4", *float8]) == 0
+    out = capsys.readouterr().out
+    taken = "float8 products in attention.out, attention.qkv, mlp.down, mlp.gate_up"
+    assert f"matmul  {taken}; float32 in gradients of weights, the head\n" in out
+    assert "changed since: model.precision.matmul: compute -> float8" in out
+    model = ["--model", str(tmp_path / "run")]
+    assert jaxtp.__main__.main(["generate", *model, "--prompt", "line", "--max-new-tokens", "3"]) == 0
+    assert jaxtp.__main__.main(["evaluate", *model, "--text", text[1], "--json", str(tmp_path / "loss.json")]) == 0
+    assert json.loads((tmp_path / "loss.json").read_text())["dtype"] == "float32"
+    assert jaxtp.__main__.main(["convert", "export", model[1], str(tmp_path / "hf")]) == 0
+
+
 MISTAKES = {
     "unknown section": ("--modle.d-model 3", "--model.d-model"),
     "unknown flag": ("--mesh.tpp 4", "--mesh.tp"),
@@ -197,6 +220,18 @@ MISTAKES = {
     "more experts for a token than there are": (
         "--model.num-experts 4 --model.experts-per-token 5",
         "model.experts_per_token=5 is more than model.num_experts=4; at most 4 works",
+    ),
+    "float8 of no layer": (
+        "--model.precision.matmul float8",
+        "float8 applies to no layer (blocks.mlp.gate_up: 32 features are below matmul_least=2,048)",
+    ),
+    "float8 of layers that are not there": (
+        "--model.precision.matmul float8 --model.precision.matmul-layers *.out|*.mpl.*",
+        "matmul_layers: no layer matches '*.mpl.*'; there are blocks.attention.out, blocks.attention.qkv, blocks.mlp.",
+    ),
+    "float8 of a model of your own": (
+        f"--model.build {VIT}:build --train.loss {VIT}:loss --model.precision.matmul float8",
+        "model.precision.matmul=float8: it is for projections of jaxtp's decoder, and the model is your own",
     ),
 }
 
@@ -322,15 +357,13 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, text, s
     assert (folder / "checkpoints" / step).exists()
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize(
-    ("over", "context"),
-    [(mesh(1, 2, 4), "auto"), (mesh(1, 1, 4, cp=2), "ulysses"), (mesh(1, 1, 2, cp=4), "gather")],
-    ids=["fsdp", "ulysses", "gather"],
-)
-def test_two_processes_equal_one(tmp_path, text, start, over, context):
+ACROSS = {"auto": mesh(1, 2, 4), "ulysses": mesh(1, 1, 4, cp=2), "gather": mesh(1, 1, 2, cp=4)}
+
+
+@pytest.mark.parametrize("context", journeys(list(ACROSS), "auto", "ulysses"))
+def test_two_processes_equal_one(tmp_path, text, start, context):
     """Two processes of four devices, fsdp or cp across them, then one process goes on."""
-    address, over = free_address(), [*over, "--mesh.context", context]
+    address, over = free_address(), [*ACROSS[context], "--mesh.context", context]
     command = [*SMALL, *text, "--train.steps", "10"]
     two, one = tmp_path / "two", tmp_path / "one"
     processes = [

@@ -16,7 +16,6 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import ConfigError, UserPath, replace_nested, to_plain
 from jaxtp.distributed.devices import request_virtual_devices
-from jaxtp.layers.parameter import Precision
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.first_difference import describe_error, first_difference
 from jaxtp.tools.check.parity import Errors, Tolerance
@@ -33,7 +32,8 @@ on each mesh, on virtual CPU devices. Losses, gradient norms, every gradient and
 the compiled step is audited for unintended replicas, and collectives that no module declares. The exit code is 1 if
 anything differs; the output names the first module that differs.
 
-Numbers are compared in float32; with --model.precision.compute bfloat16 also in bfloat16.
+Numbers are compared in float32; with --model.precision.compute bfloat16 also in bfloat16. With products in float8
+(model.precision.matmul) they are also compared with these products, and all else in float32.
 
 --model.build FILE.py:build, --train.loss, --data.batches and --optimizer.build check a task of your own, as in jaxtp
 train. Your model is not shrunk: model.arguments can make it small. Your batches stay as they are, so a decoder keeps
@@ -43,6 +43,10 @@ modules.
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
 NO_SUM = "the loss is no sum over single rows: it depends on the micro-batches, so train.accumulation has to be 1"
+COARSE = "bfloat16", "float16"
+IN_FLOAT32 = {f"model.precision.{part}": "float32" for part in ("param", "compute", "reduce", "logits")} | {
+    "optimizer.first_moment": "param"
+}
 VIRTUAL = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="devices")
 """Devices for the defaults of the model."""
 _WIDTH = 56
@@ -78,9 +82,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(argv: Sequence[str]) -> int:
     config, notes = COMMAND.load(argv, partial(resolve_defaults, devices=VIRTUAL))
-    coarse = dtypes(config)[1:]
-    if coarse and not any(word.replace("_", "-").startswith("--model.precision") for word in argv):
-        config = replace_nested(config, {"model.precision": Precision()})
+    coarse = [dtype for dtype in dtypes(config) if dtype in COARSE]
+    flags = "--model.precision", "--optimizer.first-moment"
+    if coarse and not any(word.replace("_", "-").startswith(flags) for word in argv):
+        config = replace_nested(config, IN_FLOAT32)
         notes.append(f"model.precision=float32: --model.precision.compute {coarse[0]} also compares in {coarse[0]}")
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
@@ -168,9 +173,10 @@ class Verdict:
 
 
 def dtypes(config: TrainConfig) -> list[str]:
-    """Returns the dtypes to check: float32, then the coarsest 16-bit dtype of the configuration."""
-    of_model = set(asdict(config.model.precision).values())
-    return ["float32", *[dtype for dtype in ("bfloat16", "float16") if dtype in of_model][:1]]
+    """Returns the dtypes to check: float32, `precision.matmul`, then the coarsest 16-bit dtype of the configuration."""
+    of_model = {*asdict(config.model.precision).values(), config.optimizer.first_moment}
+    in_matmul = [] if config.model.precision.matmul == "compute" else [config.model.precision.matmul]
+    return ["float32", *in_matmul, *[dtype for dtype in COARSE if dtype in of_model][:1]]
 
 
 def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()) -> Iterator[Verdict]:
@@ -181,7 +187,9 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
     """
     exact: parity.Numbers | None = None  # another run on one device
     for dtype in dtypes(small):
-        config = replace_nested(small, {"model.precision": Precision()}) if dtype == "float32" else small
+        config = small if dtype in COARSE else replace_nested(small, IN_FLOAT32)
+        if dtype == "float32":
+            config = replace_nested(config, {"model.precision.matmul": "compute"})
         tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config, subject)
         for case in (ONE_DEVICE, *cases):
             verdict = partial(Verdict, case, dtype, tolerance)
@@ -206,7 +214,7 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
                 if case == ONE_DEVICE:
                     break
                 continue
-            errors = parity.compare(actual, expected, exact)
+            errors = parity.compare(actual, expected, exact if dtype in COARSE else again)
             if errors.within(tolerance):
                 yield verdict(errors, actual.problems)
             elif case.accumulation is not None:

@@ -50,6 +50,11 @@ LOSS, GRAD_NORM = "the loss", "the gradient norm"
 TOLERANCES = {
     # 84 units in the last place; another order of summation changes about ten.
     "float32": Tolerance(scalar=1e-5, tensor=1e-5),
+    # A difference of eps moves one in 2^-4 / eps elements over a boundary of rounding, by up to 2^-3 of itself. So an
+    # operand differs by sqrt(eps) / 2 in norm: 2^-11.5 at eps = 2^-21, and 2^-6.75 in a product of such products. Wrong
+    # scales move most elements, by 2^-5 in norm.
+    "float8": Tolerance(scalar=2.0**-9, tensor=2.0**-6),
+    "mxfp8": Tolerance(scalar=2.0**-9, tensor=2.0**-6),
     # 1 and 8 units in the last place: a row layer rounds partial sums to bfloat16 before the reduction.
     "bfloat16": Tolerance(scalar=2.0**-7, tensor=8 * 2.0**-7),
     "float16": Tolerance(scalar=2.0**-10, tensor=8 * 2.0**-10),
@@ -92,8 +97,8 @@ class Errors:
     choices: int = 0  # expert choices
     rounding: Mapping[str, float] = field(default_factory=dict)
     """Difference of each array, `LOSS` and `GRAD_NORM` between two runs on one device: in float32, or with other last
-    digits of the weights. Cancellation, as in the gradient of a norm's scale, makes it larger than the precision of the
-    dtype; the gradient of a bias of attention's keys is nothing else."""
+    digits of the weights (a user's task, and float8). Cancellation, as in the gradient of a norm's scale, makes it
+    larger than the precision of the dtype; the gradient of a bias of attention's keys is nothing else."""
 
     def allowed(self, name: str, tolerance: Tolerance) -> float:
         """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`: at least twice its rounding error on one device."""
@@ -125,8 +130,8 @@ def initial_arrays(config: TrainConfig, subject: Subject = Subject(), noise: flo
     if config.model.lora.base != "full":
         arrays = dict(initial_arrays(replace_nested(config, {"model.lora.base": "full"}), subject, noise))
         for kernel in float8_kernels(subject.blueprint(config, make_mesh()).abstract):
-            bits, scale, _ = Float8.of(arrays.pop(kernel))
-            arrays |= {f"{kernel}.bits": np.asarray(bits), f"{kernel}.scale": np.asarray(scale)}
+            stored = Float8.of(arrays.pop(kernel))._asdict()
+            arrays |= {f"{kernel}.{field}": np.asarray(array) for field, array in stored.items()}
         return arrays
     blueprint = subject.blueprint(config, make_mesh())
     arrays = on_host(blueprint.create(config.run.seed), blueprint.mesh)
@@ -141,8 +146,8 @@ def on_one_device(
 ) -> tuple[Arrays, Numbers, Numbers]:
     """Returns the initial state, its numbers on one device, and the numbers of another run, for `Errors.rounding`.
 
-    For a user's task, the other run changes the last digits of the weights. Noise that makes a loss infinite is left
-    out of the initial state.
+    For a user's task, and in float8, the other run changes the last digits of the weights. Noise that makes a loss
+    infinite is left out of the initial state.
 
     Raises:
       ConfigError: the numbers of a user's task are not finite or not repeatable, or its loss is a mean.
@@ -150,7 +155,8 @@ def on_one_device(
     once = program(config, ONE_DEVICE, replayed=replayed, subject=subject)
     numbers = once(initial)
     if not subject.is_own:
-        return initial, numbers, numbers
+        again = numbers if config.model.precision.matmul == "compute" else once(_in_other_digits(initial))
+        return initial, numbers, again
     if not np.isfinite(numbers.losses).all():
         initial = initial_arrays(config, subject, noise=0)
         numbers = once(initial)

@@ -191,8 +191,10 @@ def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
     """Yields changes: `model.d_model 4096 -> 64`; of listed blocks only the name."""
     for section in ("model", *(["data"] if config.data.batches is None else []), "train"):
         before, after = vars(getattr(config, section)), vars(getattr(small, section))
-        changes = {name: (old, after[name]) for name, old in before.items() if old != after[name] and name != "steps"}
+        changes = {name: (old, after[name]) for name, old in before.items() if old != after[name]}
         for name, (old, new) in changes.items():
+            if name in ("steps", "precision"):  # of precision only `matmul_layers`, which are the same layers
+                continue
             listed = name in ("first_blocks", "pattern")  # their sizes change like the model's
             yield f"{section}.{name}" if listed else f"{section}.{name} {old} -> {new}"
 

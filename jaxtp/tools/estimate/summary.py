@@ -17,7 +17,7 @@ from jaxtp.tools.estimate.search import MEMORY_ERROR, Model, Search, Setting, Ta
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import Memory, save_bytes
-from jaxtp.train.run_report import describe_context, describe_kernels, describe_loss
+from jaxtp.train.run_report import describe_context, describe_kernels, describe_loss, describe_matmul
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,6 +48,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         f"{config.optimizer.name}",
         **_loss(config, model),
         "kernels": describe_kernels(config, mesh_shape(), hardware.architecture),
+        "matmul": describe_matmul(sizes),
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}"
         f"{' (the default; --data.sequence-length N changes it)' if assumed else ''}",
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
@@ -58,7 +59,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         rows["without"] = f"the update by {config.optimizer.name}: its time, memory and communication are not modelled"
     if sizes.remat == "offload":
         rows["without"] = "the time of offloaded activations on their way to the host and back"
-    return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
+    return "\n".join(f"{name:<8}{text}" for name, text in rows.items() if text is not None)
 
 
 def _loss(config: TrainConfig, model: Model) -> dict[str, str]:

@@ -45,7 +45,7 @@ def test_every_config_passes_on_its_own_mesh(path, tmp_path, capsys):
     coarse = ["--model.precision.compute", compute] if compute != "float32" else []
     assert main(["--config", str(path), "--mesh", own, "--json", str(file), *coarse]) == 0
     record = json.loads(file.read_text())
-    precisions = {"float32", compute}
+    precisions = {"float32", compute, config.model.precision.matmul} - {"compute"}
     assert record["passed"]
     accumulated = 1 if config.train.loss is None else 2  # a loss that is named is also summed over micro-batches
     assert len(record["cases"]) == accumulated * len(split) * len(precisions)
@@ -110,6 +110,16 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
     assert "blocks.0.attention.out" in out
     assert "row_parallel_linear: out_specs declares its result equal along tp, but it differs" in out
     assert "a reduction (leave_parallel, all_reduce) is missing" in out
+
+
+def test_a_scale_of_one_devices_features_is_named(monkeypatch, capsys):
+    """It only rounds otherwise, which no loss shows."""
+    quantised = linear.tokens_in_float8
+    monkeypatch.setattr(linear, "tokens_in_float8", lambda x, *axes: quantised(x))
+    file = ("--model.precision.matmul", "float8", "--model.precision.matmul-least", "16", "--model.num-layers", "1")
+    out = run_broken(capsys, *file)
+    assert out.count("first difference: blocks.0.attention.out: its output is off by") == 2
+    assert "2 of 4 differ" in out, "in float32 products nothing differs"
 
 
 @pytest.mark.wide

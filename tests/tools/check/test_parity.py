@@ -1,6 +1,7 @@
 """Sixteen meshes, sequence parallel or not, and many models: every gradient and three updates equal one device's."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -85,6 +86,21 @@ CONFIGS = {
         lora=LoraConfig(rank=3, targets=("q_proj", "v_proj", "down_proj")),
     ),
 }
+IN_FLOAT8 = partial(variant, precision=jaxtp.Precision(matmul="float8", matmul_least=1))
+FLOAT8 = {
+    "": IN_FLOAT8(num_kv_heads=2, head_dim=12),
+    "rings": IN_FLOAT8(num_heads=9, num_kv_heads=1, attention_bias=True, mlp_bias=True, overlap="ring"),
+    "accumulation": IN_FLOAT8(remat="none", train=LoopConfig(steps=10, accumulation=2)),
+    "adapters": IN_FLOAT8(num_kv_heads=2, remat="save_dots", lora=LoraConfig(rank=3)),
+    "adapters beside 8 bits": IN_FLOAT8(remat="save_gathered", lora=LoraConfig(rank=3, base="float8")),
+    "delta": IN_FLOAT8(
+        delta_value_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=8, norm="rms_plus_one", norm_eps=1e-2
+    ),
+    "latent": IN_FLOAT8(kv_rank=8, rope_head_dim=2, value_head_dim=6, query_rank=12),
+    "parallel blocks": IN_FLOAT8(norm_placement="parallel", remat="save_reduced"),
+    "experts": IN_FLOAT8(num_experts=4, shared_experts=16),
+}
+CONFIGS |= {f"float8 {name}".rstrip(): config for name, config in FLOAT8.items()}
 BATCH_MESHES = [(2, 1, 1), (8, 1, 1), (1, 2, 1), (1, 8, 1), (2, 4, 1), (4, 2, 1)]
 TP_MESHES = [
     *((1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 2), (1, 2, 4)),
@@ -102,7 +118,8 @@ SPLIT = [(1, 1, 8), (2, 2, 2)]
 """Meshes on which the sequence is divided, for every model but the plain one, which is tried on all, divided or not."""
 SOME = [case(mesh, mesh in SPLIT) for mesh in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 2)]]
 """Cases of every model: each axis alone, and together."""
-TRIED = [(name, tried) for name in CONFIGS for tried in CASES if name == "llama" or tried in SOME]
+ALL_MESHES = "llama", "float8"
+TRIED = [(name, tried) for name in CONFIGS for tried in CASES if name in ALL_MESHES or tried in SOME]
 TRIED += [
     (name, case(mesh, False))
     for name in ("blockwise", "fused")
@@ -128,7 +145,7 @@ def one_device(request, interpreted):
 
 
 TRIED += [(name, case((1, 2, 4), True)) for name in ("rings", "rings of adapters")]
-FIRST = {"llama": case((2, 2, 2), True)}
+FIRST = {"llama": case((2, 2, 2), True), "float8": case((2, 2, 2), True)}
 
 
 @pytest.mark.parametrize(
@@ -139,8 +156,9 @@ FIRST = {"llama": case((2, 2, 2), True)}
 )
 def test_any_mesh_equals_one_device(one_device, case):
     config, initial, expected = one_device
-    errors = parity.compare(parity.run(config, case, initial), expected)
-    assert errors.within(parity.TOLERANCES["float32"]), errors
+    errors = parity.compare(parity.run(config, case, initial, replayed=expected), expected)
+    matmul = config.model.precision.matmul
+    assert errors.within(parity.TOLERANCES["float32" if matmul == "compute" else matmul]), errors
 
 
 @pytest.mark.parametrize("one_device", sweep(list(CONFIGS), *FIRST), indirect=True)

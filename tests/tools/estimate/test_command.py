@@ -28,7 +28,7 @@ CPU = DeviceInfo(count=8, per_process=8, bfloat16=False, kind="virtual CPU devic
 TINY = ["--config", str(ROOT / "configs/tiny.yaml")]
 
 
-SHIPPED = {"llama3_8b": "h100x8", "llama3_70b": "h100x64", "llama3_405b": "h100x512"}
+SHIPPED = {"llama3_8b": "h100x8", "llama3_8b_float8": "h100x8", "llama3_70b": "h100x64", "llama3_405b": "h100x512"}
 
 
 @pytest.mark.parametrize("config", sweep(list(SHIPPED), "llama3_70b"))

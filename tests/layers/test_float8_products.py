@@ -1,0 +1,188 @@
+"""Products in float8: errors within bounds that coarser rounding exceeds, and the numbers of one device on any mesh."""
+
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from support import (
+    assert_close,
+    by_name,
+    random_weights,
+    relative_error,
+    sizes_of,
+    state_on_mesh,
+    sweep_of,
+    without_mesh,
+)
+
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.collectives import Float8
+from jaxtp.layers import linear
+from jaxtp.layers.linear import LayerContext
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.mesh import mesh_of
+
+T, D, F = 96, 64, 48
+COLUMN, ROW = linear.ColumnParallelLinear, linear.RowParallelLinear
+
+
+def single(rng, *shape):
+    """A number in each row, and a larger one that meets zeros: sums of one product, whose errors do not cancel."""
+    array, rows = np.zeros(shape), np.arange(shape[0])
+    array[rows, 2 + rng.permutation(rows) % (shape[1] - 2)] = rng.uniform(1, 2, shape[0])
+    array[:, int(shape[0] == T)] = 3
+    return array
+
+
+def spread(rng, *shape):
+    """Tokens, or output features, whose sizes differ by up to 1e6."""
+    return rng.standard_normal(shape) * 10 ** rng.uniform(-3, 3, (shape[0], 1))
+
+
+def outliers(rng, *shape):
+    return rng.standard_normal(shape) * np.where(np.arange(shape[1]) == 3, 1e3, 1)
+
+
+INPUTS = {
+    "normal": lambda rng, *shape: rng.standard_normal(shape),
+    "heavy-tailed": lambda rng, *shape: rng.standard_normal(shape) ** 5,
+    "outlier channel": outliers,
+    "spread": spread,
+    "single": single,
+}
+
+
+def layer(kind, matmul="float8"):
+    module = kind(D, F, LayerContext(), rngs=nnx.Rngs(0))
+    module.matmul = matmul
+    return nnx.split(module)
+
+
+def gradients(kind, x, kernel, grad_y):
+    """The output, and the gradients of the input and the kernel, in float64."""
+    graph, state = layer(kind)
+
+    def output(x, kernel):
+        return nnx.merge(graph, jax.tree.map(lambda _: kernel, state))(x[None])[0]
+
+    y, transpose = jax.vjp(output, *(jnp.asarray(each, jnp.float32) for each in (x, kernel)))
+    return [np.asarray(each, np.float64) for each in (y, *transpose(jnp.asarray(grad_y, jnp.float32)))]
+
+
+def error(x, dim=-1):
+    """The bound of the error of a number in 8 bits."""
+    return np.maximum(np.abs(x) / 2**4, np.abs(x).max(dim, keepdims=True) / 448 / 2**10)
+
+
+def of_product(a, b, a_error, b_error):
+    return np.abs(a) @ b_error + a_error @ np.abs(b) + a_error @ b_error
+
+
+def excess(kind, inputs):
+    """The largest error relative to its bound, and the largest relative error of an array."""
+    rng = np.random.default_rng(0)
+    make = INPUTS[inputs]
+    x, kernel, grad_y = (np.float64(np.float32(each)) for each in (make(rng, T, D), make(rng, F, D).T, make(rng, T, F)))
+    found = gradients(kind, x, kernel, grad_y)
+    scale = np.abs(kernel).max(0) / 448
+    to_round, rounded = grad_y * scale, kernel / scale
+    exact = [x @ kernel, grad_y @ kernel.T, x.T @ grad_y]
+    bounds = [
+        of_product(x, kernel, error(x), error(kernel, 0)),
+        of_product(to_round, rounded.T, error(to_round), error(rounded, 0).T),
+        error(x).T @ np.abs(grad_y),
+    ]
+    terms = [np.abs(x) @ np.abs(kernel), np.abs(grad_y) @ np.abs(kernel.T), np.abs(x.T) @ np.abs(grad_y)]
+    bounds = [bound + 1e-5 * each + 1e-30 for bound, each in zip(bounds, terms, strict=True)]  # float32 sums
+    worst = max((np.abs(f - e) / bound).max() for f, e, bound in zip(found, exact, bounds, strict=True))
+    return worst, max(map(relative_error, found, exact))
+
+
+@pytest.mark.parametrize("kind", [COLUMN, ROW])
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_the_error_of_each_number_is_bounded(inputs, kind):
+    worst, relative = excess(kind, inputs)
+    assert worst <= 1
+    assert relative < 0.05
+
+
+def per_tensor(cls, array, *, dim=-2, axes=()):
+    scale = jnp.full_like(jnp.max(array, dim, keepdims=True), jnp.max(jnp.abs(array)) / 448, jnp.float32)
+    return cls(lax.bitcast_convert_type((array / scale).astype(jnp.float8_e4m3fn), jnp.uint8), scale)
+
+
+def in_e5m2(cls, array, *, dim=-2, axes=()):
+    scale = jnp.max(jnp.abs(array), dim, keepdims=True).astype(jnp.float32) / 448
+    numbers = (array / scale).astype(jnp.float8_e5m2).astype(jnp.float8_e4m3fn)
+    return cls(lax.bitcast_convert_type(numbers, jnp.uint8), scale)
+
+
+@pytest.mark.parametrize(("mutant", "inputs"), [(per_tensor, "spread"), (in_e5m2, "single")])
+def test_coarser_rounding_exceeds_the_bound(mutant, inputs, monkeypatch):
+    monkeypatch.setattr(Float8, "of", classmethod(mutant))
+    assert excess(COLUMN, inputs)[0] > 1.2
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_token_and_zeros_are_zeros(bad):
+    rng = np.random.default_rng(0)
+    x, kernel, grad_y = rng.standard_normal((T, D)), rng.standard_normal((D, F)), rng.standard_normal((T, F))
+    x[0], grad_y[1], kernel[:, 2] = 0, 0, 0
+    clean = gradients(COLUMN, x, kernel, grad_y)
+    assert all(np.isfinite(each).all() for each in clean)
+    assert not any(each.any() for each in (clean[0][0], clean[0][:, 2], clean[1][1]))
+    x[3, 5] = bad
+    grad_y[4, 6] = bad
+    y, grad_x, grad_kernel = gradients(COLUMN, x, kernel, grad_y)
+    for found, exact, at in ((y, clean[0], 3), (grad_x, clean[1], 4)):
+        assert np.isnan(found[at]).all()
+        np.testing.assert_array_equal(np.delete(found, at, 0), np.delete(exact, at, 0))
+    assert np.isnan(grad_kernel[5]).all()
+    assert np.isnan(grad_kernel[:, 6]).all()
+
+
+MESHES = [
+    *((1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8), (1, 2, 1, 1), (1, 8, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1), (1, 1, 8, 1)),
+    *((1, 2, 1, 2), (1, 2, 1, 4), (1, 4, 1, 2), (2, 1, 1, 4), (1, 1, 2, 4), (1, 2, 2, 2), (2, 2, 1, 2), (2, 2, 2, 2)),
+]
+B, S = 8, 16
+HOW = [(False, "none"), (True, "none"), (True, "ring")]
+
+
+def numbers(build, weights, mesh):
+    """The output, and the gradients of the input and the parameters, of a layer."""
+    mesh = mesh and mesh_of(sizes_of(mesh))
+    graph, state = state_on_mesh(build, weights, mesh) if mesh else without_mesh(build, weights)
+    inputs = jax.random.normal(jax.random.key(1), (2, B, S, D))
+
+    @jax.jit
+    def run(state, x, grad_y):
+        y, transpose = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+        return y, *transpose(grad_y)
+
+    with jax.set_mesh(mesh) if mesh else nullcontext():
+        y, grads, grad_x = run(state, *inputs)
+    named = by_name(grads, mesh) if mesh else {path: each[...] for path, each in named_variables(grads).items()}
+    return {"y": y, "x": grad_x, **named}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "mesh"),
+    sweep_of(([COLUMN, ROW], HOW, MESHES), *((kind, HOW[2], (1, 2, 1, 2)) for kind in (COLUMN, ROW))),
+)
+def test_a_layer_rounds_on_each_mesh_as_on_one_device(kind, how, mesh):
+    """One layer rounds the same numbers on every mesh, so another order of summation is all that differs."""
+
+    def build():
+        context = LayerContext(sequence_parallel=how[0], overlap=how[1], lora=LoraConfig(rank=2))
+        name = {"targets": ("gate_proj",)} if kind is COLUMN else {"target": "down_proj"}
+        module = kind(D, D, context, use_bias=True, **name, rngs=nnx.Rngs(0))
+        module.matmul = "float8"
+        return module
+
+    weights = random_weights(build)
+    assert_close(numbers(build, weights, mesh), numbers(build, weights, None), 2e-6)
