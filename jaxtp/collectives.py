@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -245,8 +246,6 @@ class Float8(NamedTuple):
     scale: (
         Array  # of a kernel `[..., 1, out]`, of tokens `[..., 1]`: the largest absolute value over 448, E4M3's largest
     )
-    carrier: Array | None = None
-    """Zeros of the array's shape, never computed: the array's gradient is theirs, as integers have none."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -268,9 +267,35 @@ class Float8(NamedTuple):
         return numbers
 
     def astype(self, dtype: DTypeLike) -> Array:
-        """Returns the array, rounded once to `dtype`; the carrier has its gradient."""
-        array: Array = (self.numbers.astype(jnp.float32) * self.scale).astype(dtype)
-        return array if self.carrier is None else array + self.carrier.astype(dtype)
+        """Returns the array, rounded once to `dtype`."""
+        array: Array = (self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)).astype(dtype)
+        return array
+
+
+class Quantised(NamedTuple):
+    """An array in float8 that has a gradient: that of `carrier`, as integers have none."""
+
+    array: Float8
+    carrier: Array  # zeros of the array's shape and compute dtype, never computed
+
+    @classmethod
+    def of(cls, array: Float8, dtype: DTypeLike) -> "Quantised":
+        """Adds the carrier, which varies over the axes over which the array does."""
+        return cls(array, vary_like(jnp.zeros(array.shape, dtype), array.bits))
+
+    @classmethod
+    def gradient(cls, grad: Array | None) -> "Quantised | None":
+        """Returns the gradient of an array, for a `custom_vjp`."""
+        return None if grad is None else cls(None, grad)  # type: ignore[arg-type]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return self.carrier.dtype
+
+    def astype(self, dtype: DTypeLike) -> Array:
+        """Returns the array, rounded once to `dtype`."""
+        return self.array.astype(dtype) + self.carrier.astype(dtype)
 
 
 class WeightDtypes(NamedTuple):
@@ -304,8 +329,7 @@ class WeightLayout:
         dim, group = self.tp_gather
         if group > 1:
             shard = lax.all_gather(shard, TP, axis=dim, axis_index_groups=_groups_over_tp(group), tiled=True)
-        moved = split and self.gathered and self.fsdp_dim is not None
-        return _gather_shards(shard, self.fsdp_dim) if moved else shard
+        return _gather_shards(shard, self.fsdp_dim) if split and self.gathered and self.fsdp_dim is not None else shard
 
     def whole_bits(self, shard: Float8) -> Float8:
         """Gathers a kernel in 8 bits; its scale is split like the kernel, except along `in`, where its size is 1."""
@@ -357,44 +381,52 @@ def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
     return load(shard)
 
 
-def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]) -> Float8:
+def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]) -> Quantised:
     """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits; `axes` split its input features."""
-    stored = shard.bits if isinstance(shard, Float8) else shard
-    replicas = () if current_mesh() is None else layout.replicas(stored)
+    if isinstance(shard, Float8):
+        kernel = by_rows(shard) if current_mesh() is None else layout.whole_bits(by_rows(shard))
+        return Quantised.of(kernel, dtypes.compute)
+    replicas = () if current_mesh() is None else layout.replicas(shard)
 
-    def gather(shard: Array | Float8) -> Float8:
-        quantised = shard if isinstance(shard, Float8) else Float8.of(shard, axes=axes)
-        kernel = quantised if current_mesh() is None else layout.whole_bits(quantised)
-        carrier = vary(vary_like(jnp.zeros(kernel.bits.shape, dtypes.compute), kernel.bits), *replicas)
-        return kernel._replace(carrier=carrier)
+    def gather(shard: Array) -> Quantised:
+        kernel = by_rows(Float8.of(shard, axes=axes))
+        kernel = kernel if current_mesh() is None else layout.whole_bits(kernel)
+        array, carrier = Quantised.of(kernel, dtypes.compute)
+        return Quantised(array, vary(carrier, *replicas))
 
-    def backward(_: None, grad: Float8) -> tuple[Array | None]:
-        if isinstance(shard, Float8) or grad.carrier is None:
-            return (None,)
+    def backward(_: None, grad: Quantised) -> tuple[Array]:
         total = grad.carrier.astype(dtypes.reduce)
         return (all_reduce(total if current_mesh() is None else layout.summed(total), *replicas).astype(shard.dtype),)
 
     load = jax.custom_vjp(gather)
-    load.defvjp(lambda shard: (gather(shard), None), backward)
+    load.defvjp(lambda shard: (load(shard), None), backward)  # one call: remat saves no quantised shard
     return load(shard)
 
 
-def enter_float8(x: Float8, sequence_dim: int | None) -> Float8:
+def by_rows(kernel: Float8) -> Float8:
+    """Fixes the layout of a kernel's bits.
+
+    Hopper reads float8 by columns. Without this, XLA copies the float32 kernels of all layers, transposed.
+    """
+    rows = Layout(major_to_minor=tuple(range(kernel.bits.ndim)))
+    return kernel._replace(bits=with_layout_constraint(kernel.bits, rows))
+
+
+def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
     """Like `enter_parallel`, of tokens in 8 bits: gathers the bits and scales."""
     gathers = sequence_dim is not None and current_mesh() is not None
+    dtype = x.dtype
 
-    def gather(x: Float8) -> Float8:
+    def gather(x: Quantised) -> Quantised:
         def each(part: Array) -> Array:
             part = all_gather(part, TP, dim=sequence_dim or 0) if gathers else vary(part, TP)
             return checkpoint_name(part, GATHERED)
 
-        bits, scale = each(x.bits), each(x.scale)
-        return Float8(bits, scale, vary_like(jnp.zeros(bits.shape, dtype), bits))
+        return Quantised.of(Float8(*map(each, x.array)), dtype)
 
-    def backward(_: None, grad: Float8) -> tuple[Float8]:
-        return (Float8(None, None, leave_parallel(grad.carrier, sequence_dim)),)
+    def backward(_: None, grad: Quantised) -> tuple[Quantised | None]:
+        return (Quantised.gradient(leave_parallel(grad.carrier, sequence_dim)),)
 
-    dtype = x.carrier.dtype
     enter = jax.custom_vjp(gather)
     enter.defvjp(lambda x: (gather(x), None), backward)
     return enter(x)

@@ -47,7 +47,7 @@ EIGHT_B = {"vocab_size": 128256, "d_model": 4096, "num_heads": 32, "num_kv_heads
 TINY = {"vocab_size": 256, "d_model": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 TINY |= {"d_ff": 128}
 
-ON_DEVICE = ("devices", "attention", "attention-speed", "experts", "ceiling")
+ON_DEVICE = ("devices", "attention", "attention-speed", "experts", "ceiling", "float8")
 """Parts that use the device in their own process. The others start processes, which need all of its memory."""
 
 PEERS, PEER_ROWS = ("jaxtp", "transformers"), 2
@@ -350,6 +350,12 @@ def numbers(machine: Machine, out: Path, log: Path) -> Result:
     return {"right": off["loss"] < 1e-4 and off["grad_norm"] < 1e-3, "relative_error": off}
 
 
+def dump_flags(folder: Path) -> str:
+    """Returns XLA_FLAGS with which XLA writes compiled steps into a folder."""
+    dumps = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*step.*"
+    return f"{os.environ.get('XLA_FLAGS', '')} {dumps}"
+
+
 def step(machine: Machine, out: Path, log: Path, name: str, model: Mapping[str, Any], rows: int = 4) -> Result:
     """Compares time and memory of a training step with `jaxtp estimate`."""
     settings = step_settings(machine, model, rows)
@@ -411,6 +417,82 @@ def ceiling(machine: Machine, out: Path, log: Path) -> Result:
     product = jax.jit(jnp.matmul)
     seconds = medians({"product": lambda: product(a, b)}, 5, calls=5)["product"]
     return {"flops_per_second": 2 * size**3 / seconds, "size": size, "dtype": dtype}
+
+
+def need_float8(machine: Machine) -> None:
+    from jaxtp.analysis.hardware import find
+
+    if not find(machine.hardware).float8:
+        raise LeftOutError(f"{machine.kind} has no products in float8")
+
+
+def float8(machine: Machine, out: Path, log: Path) -> Result:
+    """Times projections of an 8B model, in TFLOP/s, and looks for float8 in the compiled programs."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxtp.analysis.hlo import read_float8
+    from jaxtp.collectives import Float8
+    from jaxtp.layers.float8 import product
+    from jaxtp.tools.bench.__main__ import medians
+
+    need_float8(machine)
+    model, tokens = (TINY, 64) if machine.is_small else (EIGHT_B, 2 * SEQUENCE)
+    hidden, width = model["d_model"], model["d_ff"]
+    heads = (model["num_heads"] + 2 * model["num_kv_heads"]) * model["head_dim"]
+    found: Result = {}
+    missed, errors = [], []
+    for name, (inner, outer) in {
+        "q, k, v": (hidden, heads),
+        "gate, up": (hidden, 2 * width),
+        "down": (width, hidden),
+    }.items():
+        x, w = (
+            jax.random.normal(jax.random.key(i), s, "bfloat16") for i, s in enumerate(((tokens, inner), (inner, outer)))
+        )
+        quantised = Float8.of(x, dim=-1), Float8.of(w)
+        cases: dict[str, tuple[Callable[..., Any], tuple[Any, Any]]] = {
+            "16 bits": (jnp.matmul, (x, w)),
+            "float8": (lambda x, w: product(x, w, "bfloat16"), quantised),
+            "float8, quantising": (lambda x, w: product(Float8.of(x, dim=-1), Float8.of(w), "bfloat16"), (x, w)),
+        }
+        programs = {}
+        for way, (multiply, operands) in cases.items():
+            compiled = jax.jit(multiply).lower(*operands).compile()
+            programs[way] = partial(compiled, *operands)
+            missed += [f"{name}: {each}" for each in read_float8(compiled.as_text() or "")[1]]
+        for way, seconds in medians(programs, 5, calls=5).items():
+            found[f"{name} in {way}"] = 2e-12 * tokens * inner * outer / seconds
+        right, ours = (programs[way]().astype("float32") for way in ("16 bits", "float8"))
+        errors.append(float(jnp.linalg.norm(ours - right) / jnp.linalg.norm(right)))
+    is_right = max(errors) < 0.05 and (machine.is_small or not missed)
+    return {"right": is_right, **found, "largest error": max(errors), "not in float8": ", ".join(missed) or "none"}
+
+
+def float8_step(machine: Machine, out: Path, log: Path) -> Result:
+    """Trains in both dtypes: times a step of an 8B model's width, and compares the loss of a tiny model."""
+    from jaxtp.analysis.hlo import read_float8
+
+    need_float8(machine)
+    found: Result = {}
+    losses = []
+    for matmul in ("compute", "float8"):
+        settings = step_settings(machine, {**EIGHT_B, "num_layers": min(4, layers_that_fit(machine))}, 2)
+        settings["model"]["precision"] |= {"matmul": matmul, "matmul_least": 16}
+        dumps, cache = dump_flags(out / f"{matmul}-programs"), {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+        records = train(out, f"float8-{matmul}", settings, log, XLA_FLAGS=dumps, **cache)
+        found[f"tokens/s in {matmul}"] = statistics.median(r["tokens_per_second"] for r in records[len(records) // 2 :])
+        found[f"peak bytes in {matmul}"] = records[-1].get("memory_peak_bytes")
+        tiny = step_settings(dataclasses.replace(machine, platform="cpu"), TINY, 4)
+        tiny["model"]["precision"] = settings["model"]["precision"]
+        tiny["train"] = {"steps": 20 if machine.is_small else 200, "log_every": 1}
+        losses.append(statistics.mean(record["loss"] for record in train(out, f"tiny-{matmul}", tiny, log)[-10:]))
+    read = [read_float8(file.read_text()) for file in (out / "float8-programs").glob("*after_optimizations.txt")]
+    in_float8, missed = sum(right for right, _ in read), {layer: "" for _, wrong in read for layer in wrong}
+    off = abs(losses[1] - losses[0]) / losses[0]
+    is_right = off < 1e-2 and (machine.is_small or (in_float8 > 0 and not missed))
+    told = {"loss_off": off, "products in float8": in_float8, "not in float8": ", ".join(missed) or "none"}
+    return {"right": is_right, **told, "losses": losses, **found}
 
 
 def need_torch() -> None:
@@ -541,10 +623,8 @@ def profile(machine: Machine, out: Path, log: Path) -> Result:
     """Profiles two steps of the 1B model, and sums the time of operations by module and by kind of kernel."""
     settings = step_settings(machine, ONE_B, 4) | {"profile": {"start": 3, "steps": 2}}
     settings["train"]["steps"] = 5
-    programs = f"--xla_dump_to={out / 'profile-programs'} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*step.*"
     by_kernel = "" if machine.is_small else " --xla_gpu_enable_command_buffer="  # kernels of a CUDA graph have no names
-    environment = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {programs}{by_kernel}"}
-    train(out, "profile", settings, log, **environment)
+    train(out, "profile", settings, log, XLA_FLAGS=f"{dump_flags(out / 'profile-programs')}{by_kernel}")
     (trace,) = (out / "profile" / "profile").rglob("perfetto_trace.json.gz")
     shutil.copy(trace, out / "profile-trace.json.gz")
     return summed(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"], operation_names(out))
@@ -628,6 +708,8 @@ PARTS: dict[str, Callable[[Machine, Path, Path], Result]] = {
     "step-1b": one_b,
     "step-8b": eight_b,
     "ceiling": ceiling,
+    "float8": float8,
+    "float8-step": float8_step,
     "peer": peer,
     "generate": generate,
     "profile": profile,

@@ -72,6 +72,9 @@ def kept(config, rows, length, tp=1):
     """Returns the residuals of one block, as abstract global arrays."""
     with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
+        for _, layer in nnx.iter_modules(abstract):
+            if hasattr(layer, "matmul"):
+                layer.matmul = config.precision.matmul  # as the decoder does
         graph, params, frozen = nnx.split(abstract, nnx.Param, ...)
         block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat))
         x = jax.ShapeDtypeStruct((rows, length, config.d_model), config.precision.compute)

@@ -11,7 +11,15 @@ import zlib
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes that tests start as well
+# Of the processes that tests start as well, which read programs of each other and of earlier runs. A reader warns of a
+# program that another is writing, and compiles it itself.
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parent.parent / ".jax_cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry:UserWarning",
+}
 
 # Tests spend most of their time compiling. Without optimization it takes less than half of it, and with the emitters
 # that jaxlib 0.10 still has beside its new ones half of that again; what is partitioned and computed is the same.
@@ -34,9 +42,6 @@ from jax.interpreters import mlir
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 jax.config.update("jax_num_cpu_devices", 16)
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".jax_cache"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def _random_bits(key_1, key_2, count_1, count_2):
@@ -67,7 +72,7 @@ if version("jax").startswith("0.10."):
 
 def pytest_configure(config):
     """Uses Threefry in journeys, because they compare this process with runs in other processes."""
-    if config.option.markexpr and not re.search(r"(?<!not )(journey|cluster)", config.option.markexpr):
+    if config.option.markexpr and not re.search(r"(?<!not )(journey|slow|cluster)", config.option.markexpr):
         mlir.register_lowering(threefry2x32_p, mlir.lower_fun(_random_bits, multiple_results=True), platform="cpu")
 
 

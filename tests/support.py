@@ -94,6 +94,12 @@ def sweep_of(lists, *first):
     return [pytest.param(*case, marks=() if case in first else pytest.mark.wide) for case in cases]
 
 
+def journeys(cases, *first):
+    """Returns parameters of a journey with one argument; cases not in `first` are in the slow tier."""
+    assert all(case in cases for case in first), "a case of the journeys is not among the cases"
+    return [pytest.param(case, marks=pytest.mark.journey if case in first else pytest.mark.slow) for case in cases]
+
+
 def relative_error(actual, expected):
     """Returns the L2 norm of the difference, relative to the norm of `expected`."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)

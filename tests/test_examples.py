@@ -19,7 +19,7 @@ from flax import nnx
 from flax_parity import assert_same
 from moves import bytes_over_tp
 from runs import records, wait_for_step
-from support import sweep, sweep_of
+from support import journeys, sweep, sweep_of
 
 import jaxtp
 from jaxtp.__main__ import main as run_command
@@ -121,8 +121,7 @@ def train(name, folder, mesh, steps):
     ]
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", journeys(NAMES, "vit", "own_loss"))
 def test_a_killed_run_goes_on_on_another_mesh(name, tmp_path):
     example(name)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -144,8 +143,7 @@ def test_a_killed_run_goes_on_on_another_mesh(name, tmp_path):
         assert found[step] == pytest.approx(expected[step], rel=1e-4)
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", journeys(NAMES, "vit", "own_loss"))
 def test_check_and_estimate_take_an_example(name):
     example(name)
     assert run_command(["check", *parts(name), "--mesh", "fsdp=2,tp=2"]) == 0

@@ -22,7 +22,18 @@ def parts(folder):
 
 @pytest.mark.journey
 def test_parts_run_by_themselves_and_are_not_run_twice(tmp_path):
-    done = accept(tmp_path, "devices", "attention", "experts", "allocators", "step-1b", "ceiling", "several")
+    done = accept(
+        tmp_path,
+        "devices",
+        "attention",
+        "experts",
+        "allocators",
+        "step-1b",
+        "ceiling",
+        "several",
+        "float8",
+        "float8-step",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     results = parts(tmp_path)
     assert results["devices"]["right"]
@@ -39,6 +50,10 @@ def test_parts_run_by_themselves_and_are_not_run_twice(tmp_path):
     assert "several         left out  there is one device" in done.stdout
     assert "1 x cpu, " in done.stdout
     assert results["attention"]["wrong"] == "none"
+    assert results["float8"]["gate, up in float8"] > 0
+    assert results["float8"]["largest error"] < 0.05
+    assert results["float8-step"]["loss_off"] < 1e-2
+    assert results["float8-step"]["tokens/s in float8"] > 0
     assert len(results["step-1b"]["losses"]) > 1
     again = accept(tmp_path, "attention", "ceiling")
     assert parts(tmp_path) == results

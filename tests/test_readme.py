@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 from flax import nnx
+from support import journeys
 
 import jaxtp
 from jaxtp.__main__ import commands
@@ -148,8 +149,10 @@ class Reader:
             at = rest.index("--") + 1
             rest = [*rest[:at], *rest[at : at + 2], *self.shortened(rest[at + 2 :])]
         flags = self.shortened(rest) if name == "train" else [*rest, *SHORTER.get(name, [])]
-        if name == "check":
-            flags += ["--model.num-layers", listed_blocks(rest)] if "--config" in rest else []
+        if name == "check" and "--config" in rest:  # it runs in a test of its own
+            with pytest.raises(SystemExit, match=r"^0$"):
+                run_command([name, *rest, "--print-config"])
+            return
         if name == "estimate" and "--tier" in rest:
             flags += ["--model.num-layers", "1"]
         self.capsys.readouterr()
@@ -252,6 +255,18 @@ def test_a_page_can_be_followed(page, library, tiny_models, tmp_path, monkeypatc
             reader.follow(line, "")
         monkeypatch.setattr("sys.stdin", io.StringIO("well?\n"))
         reader.follow(last, below[1] if below[0] == "" else "")
+
+
+CHECKS = sorted({line for page in FOLLOWED for line in lines_of(page) if line.startswith("jaxtp check --config ")})
+
+
+@pytest.mark.parametrize("line", journeys(CHECKS, *(line for line in CHECKS if line in lines_of(README))))
+def test_a_check_of_a_configuration_passes(line, tmp_path, monkeypatch, capsys):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line)[1:]
+    assert run_command([*words, *SHORTER["check"], "--model.num-layers", listed_blocks(words)]) == 0
+    assert re.search(r"all \d+ equal one device", capsys.readouterr().out)
 
 
 @pytest.mark.journey

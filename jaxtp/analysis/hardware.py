@@ -36,6 +36,7 @@ class Hardware:
     capability: str = ""  # compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are
     memory: Positive = 80 * GIB  # bytes that a program can see
     flops: Positive = 1e15  # dense bfloat16 FLOP/s at their peak
+    float8: NonNegative = 0.0  # the same of E4M3 with float32 sums; 0: it multiplies none
     bandwidth: Positive = 3e12  # bytes/s to and from its memory
     link: Positive = 450e9  # bytes/s to the others of its domain, one way; to all of them together if `direct`
     domain: Count = 8  # devices that fast links join
@@ -55,6 +56,11 @@ class Hardware:
         """Name in the table that programs are compiled for."""
         return self.like or self.name
 
+    def peak(self, dtype: str) -> float:
+        """Returns the peak FLOP/s of `Precision.matmul`; 0 if the hardware has no such products."""
+        has = dtype != "mxfp8" or float(self.capability or 0) >= _BLACKWELL
+        return self.flops if dtype in ("", "compute") else has * self.float8
+
     @property
     def memory_speed(self) -> float:
         """Bytes/s that programs reach to and from memory."""
@@ -69,6 +75,7 @@ class Hardware:
 RANGES = {
     "memory": (1e9, 1e13, "bytes"),
     "flops": (1e11, 1e18, "FLOP/s, dense bfloat16"),
+    "float8": (0, 1e18, "FLOP/s, dense; 0: none"),
     "bandwidth": (1e9, 1e15, "bytes/s"),
     "link": (1e8, 1e14, "bytes/s, one way"),
     "domain": (1, 1e6, "devices"),
@@ -89,6 +96,9 @@ PLATFORMS = ("cuda", "rocm", "tpu")
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` has: no default of these is any device's."""
 
+_ADA, _BLACKWELL = 8.9, 10.0
+"""Least compute capability with float8, and with MXFP8."""
+
 _PCIE_HOP = 5.7e-6
 """Seconds, as NCCL has it for PCIe."""
 
@@ -99,6 +109,11 @@ def _gpu(
     # The three bandwidths are in GB/s.
     network = others.pop("network", 50.0)
     kinds = (kinds,) if isinstance(kinds, str) else kinds
+    capability = CAPABILITIES.get(kinds[0], "")
+    # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979 TFLOP/s of an H100,
+    # 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format (E4M3FNUZ); these TPUs have none.
+    if float(capability or 0) >= _ADA:
+        others = {"float8": 2e12 * tflops, **others}
     return Hardware(
         name=name,
         kinds=kinds,
@@ -107,7 +122,7 @@ def _gpu(
         bandwidth=bandwidth * 1e9,
         link=link * 1e9,
         network=network * 1e9,
-        capability=CAPABILITIES.get(kinds[0], ""),
+        capability=capability,
         **others,
     )
 
@@ -186,6 +201,17 @@ def of_kind(device_kind: str) -> Hardware | None:
     Partitions of a GPU (MIG) and relatives are missing: their peaks differ.
     """
     return _KINDS.get(device_kind.strip())
+
+
+def require_matmul(hardware: Hardware, matmul: str) -> None:
+    """Raises ConfigError if the hardware does not multiply in the dtype of `Precision.matmul`."""
+    if not hardware.peak(matmul):
+        able = ", ".join(name for name, one in TABLE.items() if one.peak(matmul))
+        works = "float8 or compute" if hardware.float8 else "compute"
+        raise ConfigError(
+            f"model.precision.matmul={matmul}: {hardware.name} has no such products; --model.precision.matmul {works} "
+            f"works, or one of {able}{'' if hardware.name in TABLE else ', or the key float8 in the file'}"
+        )
 
 
 def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:

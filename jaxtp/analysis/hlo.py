@@ -1,6 +1,6 @@
-"""Counts collectives and products in HLO text, as XLA dumps it after SPMD partitioning.
+"""Counts collectives and products in HLO text: of compiled programs, and as XLA dumps it after SPMD partitioning.
 
-The text precedes backend-specific passes, which merge, split and schedule collectives. It begins with tables of file
+The latter precedes backend-specific passes, which merge, split and schedule collectives. It begins with tables of file
 names, locations, and stack frames; older XLA writes file and line into each instruction.
 """
 
@@ -16,18 +16,19 @@ import numpy as np
 
 from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, message_bytes, runs, turns
 from jaxtp.analysis.collective import PERMUTE, Collective
+from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import parts
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-_DTYPES = {"pred": "bool", "bf16": "bfloat16"} | {
+_DTYPES = {"pred": "bool", "bf16": "bfloat16", "f8e4m3fn": "float8_e4m3fn"} | {
     f"{letter}{bits}": f"{name}{bits}"
     for letter, name in (("f", "float"), ("s", "int"), ("u", "uint"), ("c", "complex"))
     for bits in (8, 16, 32, 64, 128)
 }
-_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(
     r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
@@ -37,6 +38,12 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _WRITTEN_OUT = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
+_FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
+"""Scopes of products that `layers/float8.py` and `layers/mxfp8.py` ask for."""
+_TRANSFORMS = re.compile(
+    r"jit\([^)]*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
+)
+"""Parts of scopes that JAX adds to the names of modules."""
 
 Operand = tuple[str, int | None]
 """The name of what an instruction reads; with a number, that part of a tuple (`%p#1`)."""
@@ -184,6 +191,29 @@ def count_flops_in_hlo(text: str) -> int:
             check_counted(instruction, counted)
             flops += times * _dot_flops(module[computation], instruction)
     return flops
+
+
+def is_product(instruction: Instruction) -> bool:
+    """Returns whether it is a matrix product, by the compiler or a library."""
+    library = re.search("gemm|matmul|ScaledDot", instruction.attribute("custom_call_target") or "")
+    return instruction.opcode == "dot" or library is not None
+
+
+def read_float8(text: str) -> tuple[int, Counter[str]]:
+    """Returns how many products of a compiled program are in float8 as asked for, and the others of these, by layer."""
+    module, entry = parse_module(text)
+    right, wrong = 0, Counter[str]()
+    for computation, instruction, scope, times, _ in walk(module, entry):
+        if is_product(instruction) and _FLOAT8.search(scope):
+            made = (named(module[computation], name) for name, _ in instruction.operands[:2])
+            dtypes = [one.type.partition("[")[0] for one in made if one]
+            if dtypes and all(dtype.startswith("f8") for dtype in dtypes):
+                right += times
+            else:
+                backward = "transpose(" in scope and "rematted_computation" not in scope
+                names = [name for name in _TRANSFORMS.split(_FLOAT8.split(scope)[0]) if name]
+                wrong[f"{'input gradient of ' * backward}{'/'.join(names)} ({' x '.join(dtypes)})"] += times
+    return right, wrong
 
 
 def _source(instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]) -> str:

@@ -44,10 +44,12 @@ from jaxtp.layers.lora import Float8Kernel, Lora
 from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
 from jaxtp.layers.norm import ATTEND, Norm, QKNorm
 from jaxtp.layers.overlap import is_ring
-from jaxtp.layers.parameter import GRADIENTS, PaddedDim, Precision
+from jaxtp.layers.parameter import GRADIENTS, Matmul, PaddedDim, Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape, Method
 from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, gradient_sum_axes, parts
+
+Projection = ColumnParallelLinear | RowParallelLinear
 
 FLOAT32 = INT32 = 4
 """Bytes of an element."""
@@ -112,6 +114,7 @@ class Weight:
     transposed: bool = False  # gathered along its last dim, which XLA brings to the front, for all layers at once
     traced: bool = False  # its collectives are counted in a trace, except the last sum over dp
     float8: bool = False  # it is stored and gathered in 8 bits
+    matmul: Matmul = "compute"  # float8: it is gathered and multiplied in 8 bits
 
     @property
     def itemsize(self) -> int:
@@ -134,8 +137,9 @@ class Weight:
         """Returns the bytes of the loaded weight, with its gradient before reduction over fsdp."""
         shards = parts(work.sizes, STORAGE)
         reduced = shards > 1 and self.gathered and not self.is_frozen(work)
-        gathered = self.float8 and shards > 1  # the 8 bits, beside the dequantised weight
-        each = itemsize(self.precision.compute) + (itemsize(self.precision.reduce) if reduced else 0) + gathered
+        in_8_bits = self.matmul == "float8" or (self.float8 and shards > 1)  # maybe beside the dequantised weight
+        whole = 0 if self.matmul == "float8" else itemsize(self.precision.compute)
+        each = whole + (itemsize(self.precision.reduce) if reduced else 0) + in_8_bits
         return self.over_tp(work.sizes) * self.group * each / (1 if self.gathered else shards)
 
     def stored(self, sizes: Mapping[str, int]) -> float:
@@ -148,7 +152,7 @@ class Weight:
         gradient = self.stored(work.sizes) * itemsize(self.precision.reduce)
         last = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=False) if work.accumulation > 1 else ()
         if not self.traced:
-            yield from self._loads(work, trained=trained)
+            yield from self.loads(work, trained=trained)
         if trained and not self.traced:
             summed = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
             yield collective_cost(
@@ -157,13 +161,15 @@ class Weight:
         if trained and not self.tied:
             yield replace(collective_cost(ALL_REDUCE, last, GRADIENTS, work, gradient), once=True)
 
-    def _loads(self, work: Workload, *, trained: bool) -> Iterator[CollectiveCost]:
+    def loads(self, work: Workload, *, trained: bool) -> Iterator[CollectiveCost]:
+        """Yields the gathers, and the reductions of a trained weight's gradient over the same devices."""
+        gathered = "uint8" if self.float8 or self.matmul == "float8" else self.precision.compute
         groups: list[tuple[Axes, int, float]] = [((TP,), self.group, self.stored(work.sizes) * self.group)]
         if self.fsdp and self.gathered:
             groups.append((STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes) * self.group))
         for axes, devices, elements in groups:
             for kind, dtype, count in (
-                (ALL_GATHER, "uint8" if self.float8 else self.precision.compute, 1 + (self.again and work.training)),
+                (ALL_GATHER, gathered, 1 + (self.again and work.training)),
                 (REDUCE_SCATTER, self.precision.reduce, int(trained)),
             ):
                 yield CollectiveCost(Collective(kind, axes, devices, elements * itemsize(dtype), self.module), count)
@@ -174,7 +180,11 @@ def kernel_weights(kernel: object, weight: Weight, bias: Weight) -> Iterator[Wei
     float8 = isinstance(kernel, Float8Kernel)
     yield replace(weight, float8=float8)
     if float8:
-        yield replace(bias, precision=replace(bias.precision, compute="float32"))
+        yield _scales(bias)
+
+
+def _scales(bias: Weight) -> Weight:
+    return replace(bias, precision=replace(bias.precision, compute="float32"))
 
 
 @dataclass(frozen=True)
@@ -190,6 +200,7 @@ class Product:
     attention: bool = False  # it is a product of attention, without weights
     counted: float = 1.0  # fraction of it that counts as model FLOPs: about half in causal attention
     in_kernel: bool = False  # a custom kernel computes it: it is no product of the compiled program
+    dtype: str = ""  # float8 or mxfp8; empty: the compute dtype
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, int, int], itemsize: int, count: int) -> "Product":
@@ -231,14 +242,18 @@ def collective_cost(kind: str, axes: Axes, module: str, work: Workload, size: fl
     return CollectiveCost(Collective(kind, axes, parts(work.sizes, axes), size, module), count)
 
 
-def enter(module: str, work: Workload, size: float, *, split: bool, again: bool) -> list[CollectiveCost]:
+def enter(
+    module: str, work: Workload, size: float, *, split: bool, again: bool, gathered: float | None = None
+) -> list[CollectiveCost]:
     """Returns the collectives of `enter_parallel` for an activation of `size` bytes, maybe split along the sequence.
 
-    `again`: the backward pass repeats the forward collective.
+    `again`: the backward pass repeats the forward collective, which moves `gathered` bytes, by default `size`.
     """
     forward, backward = 1 + (again and work.training), int(work.training)
-    counts = {ALL_GATHER: forward, REDUCE_SCATTER: backward} if split else {ALL_REDUCE: backward}
-    return [collective_cost(kind, (TP,), module, work, size, count) for kind, count in counts.items()]
+    kinds = [(ALL_REDUCE, size, backward)]
+    if split:
+        kinds = [(ALL_GATHER, size if gathered is None else gathered, forward), (REDUCE_SCATTER, size, backward)]
+    return [collective_cost(kind, (TP,), module, work, each, count) for kind, each, count in kinds]
 
 
 def leave(module: str, work: Workload, size: float, *, split: bool, again: bool) -> list[CollectiveCost]:
@@ -281,22 +296,26 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     for f, kernel in zip(layer.features, layer.kernels, strict=True):
         group = f.shared_by(work.tp)
         bias = weight(size=f.size, split=f, group=group, fsdp=False)
-        yield from kernel_weights(kernel, weight(size=layer.in_features * f.size, split=f, group=group), bias)
+        whole = weight(size=layer.in_features * f.size, split=f, group=group)
+        yield from projection_weights(layer, kernel, work, (whole, bias), STORAGE)
         if layer.biases:
             yield replace(bias, again=recomputed)
-    hidden = tokens * layer.in_features * compute
+    hidden = moved = tokens * layer.in_features * compute
+    if layer.matmul == "float8":
+        moved = tokens * (layer.in_features + FLOAT32)
+        yield from column_gradient_costs(layer, work)
     split = work.is_split(layer.sequence_parallel)
     if layer.joined:
         chunks, saved_input = 1, 0
     elif is_ring(layer.overlap, work.tp, split=split):
-        times = work.num_evals(recomputed, 1 + (not work.frozen or bool(layer.adapted)))
-        chunks, saved_input = work.tp, hidden // work.tp
-        yield ring(COLUMN, work, hidden, times)
+        chunks, saved_input = work.tp, moved // work.tp
+        yield ring(COLUMN, work, moved, work.num_evals(recomputed, not work.frozen or bool(layer.adapted)))
+        yield ring(COLUMN, work, hidden, int(work.training))
     else:
-        chunks, saved_input = 1, hidden
-        yield from enter(COLUMN, work, hidden, split=split, again=work.remat in REGATHER_POLICIES)
-    count = chunks * work.num_evals(recomputed, work.num_gradients)
-    yield Product.of(name, (tokens // chunks, layer.in_features, sum(local)), compute, count)
+        chunks, saved_input = 1, hidden if work.remat == "none" and layer.adapted else moved  # adapters dequantise
+        yield from enter(COLUMN, work, hidden, split=split, again=work.remat in REGATHER_POLICIES, gathered=moved)
+    shape = tokens // chunks, layer.in_features, sum(local)
+    yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     yield Bytes("workspace", 3 * hidden)
     outputs = tokens * sum(local) * compute
     saved = {"none": saved_input, "save_gathered": saved_input, "save_dots": outputs}
@@ -313,7 +332,10 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     weight = partial(Weight, module=ROW, precision=layer.precision)
     kernel = weight(size=rows.size * layer.features, split=rows, transposed=True)
     bias = weight(size=layer.features, tp=False, used_by_all_tp=split or layer.joined)
-    yield from kernel_weights(layer.kernel, kernel, bias)
+    yield from projection_weights(layer, layer.kernel, work, (kernel, bias), (TP,))
+    if layer.matmul == "float8":  # each token's maximum
+        again = work.remat in RECOMPUTE_POLICIES and (not work.frozen or recomputed)
+        yield collective_cost(ALL_REDUCE, (TP,), ROW, work, FLOAT32 * work.tokens, work.num_evals(again, 0))
     if layer.bias is not None:
         yield replace(bias, again=read and work.remat != "none")
     chunks, size = 1, work.tokens * layer.features * compute
@@ -324,11 +346,49 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
         yield ring(ROW, work, size, work.num_evals(recomputed, 1))
     else:
         yield from leave(ROW, work, size, split=split, again=recomputed)
-    count = chunks * work.num_evals(recomputed, work.num_gradients)
-    yield Product.of(name, (work.tokens // chunks, local, layer.features), compute, count)
+    shape = work.tokens // chunks, local, layer.features
+    yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
         yield Bytes("saved", work.between(layer.sequence_parallel) * layer.features * compute)
     yield from row_lora_costs(layer, work, ROW, recomputed=recomputed)
+
+
+def projection_weights(
+    layer: Projection, kernel: object, work: Workload, weights: tuple[Weight, Weight], axes: Axes
+) -> Iterator[Cost]:
+    """Yields the costs of loading a kernel; `weights` are it and its bias, `axes` split its input features."""
+    weight, bias = weights
+    yield from kernel_weights(kernel, replace(weight, matmul=layer.matmul), bias)
+    if layer.matmul == "float8" and not isinstance(kernel, Float8Kernel):  # quantised for each gather
+        scales, times = _scales(bias), 1 + work.training
+        yield collective_cost(ALL_REDUCE, axes, scales.module, work, FLOAT32 * scales.stored(work.sizes), times)
+        yield from scales.loads(work, trained=False)
+
+
+def projection_products(
+    layer: Projection, name: str, shape: tuple[int, int, int], work: Workload, *, chunks: int, recomputed: bool
+) -> Iterator[Cost]:
+    """Yields the products of a layer: in 8 bits those that `Precision.matmul` computes, not the weight's gradient."""
+    (m, k, n), compute = shape, itemsize(layer.precision.compute)
+    product = Product.of(name, shape, compute, chunks * work.num_evals(recomputed, work.num_gradients))
+    if layer.matmul == "compute":
+        yield product
+        return
+    in_float8 = chunks * work.num_evals(recomputed, 1)
+    moved = m * (k + n) * (1 + compute) / 2 + k * n  # on average: of the forward product and the input's gradient
+    yield replace(product, count=in_float8, bytes=moved, dtype=layer.matmul)
+    yield replace(product, count=product.count - in_float8)
+    # An estimate: reads for maxima and to quantise, and writes of 8 bits, of input and gradient.
+    yield Bytes("elementwise", chunks * m * (k * (2 * compute + 1) + n * compute))
+
+
+def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterator[Cost]:
+    """Yields what gradients move over tp to be quantised: of each output its maxima, and averages of shared heads."""
+    times = int(work.training)
+    for f in layer.features:
+        group, size = f.shared_by(work.tp), FLOAT32 * work.tokens
+        yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size, times)
+        yield CollectiveCost(Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), times)
 
 
 def column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) -> Iterator[Cost]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxtp.analysis.collective import Axes, Collective
-from jaxtp.analysis.hlo import KINDS, Instruction, Module, check_counted, collectives_of, parse_module, walk
+from jaxtp.analysis.hlo import KINDS, Instruction, Module, check_counted, collectives_of, is_product, parse_module, walk
 
 START = "-start"
 _NUMBERS = ("count", "bytes", "overlapped", "computing", "hidden_bytes")
@@ -83,7 +83,7 @@ def _operation(instruction: Instruction, module: Module) -> Instruction | None:
 
 def _result_of_start(type_: str) -> str:
     # The second half of `(operands, results)`, without the handles of a permute.
-    arrays = [array for array in re.findall(r"\b[a-z]+\d*\[[\d,]*\]", type_) if array != "u32[]"]
+    arrays = [array for array in re.findall(r"\b[a-z]\w*\[[\d,]*\]", type_) if array != "u32[]"]
     return " ".join(arrays[len(arrays) // 2 :])
 
 
@@ -99,8 +99,6 @@ def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[
 
 
 def _multiplies(instruction: Instruction, module: Module) -> bool:
-    if instruction.opcode == "custom-call":
-        return "gemm" in (instruction.attribute("custom_call_target") or "")
     if instruction.opcode == "fusion":
         return any(_multiplies(inner, module) for callee in instruction.callees for inner in module[callee])
-    return instruction.opcode == "dot"
+    return is_product(instruction)

@@ -13,17 +13,26 @@ the mesh axes that split them. So operands do not depend on the mesh, and there 
 """
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8
+from jaxtp.collectives import Float8, Quantised
+from jaxtp.layers.mxfp8 import mx_matmul
 
-Operand = Array | Float8
+
+class BlockScaled(NamedTuple):
+    """A kernel `[in, out]` that is multiplied in MXFP8."""
+
+    kernel: Array
+
+
+Operand = Array | Quantised
+Kernel = Operand | BlockScaled
+Value = Array | Float8  # of an operand, without a gradient
 FLOAT8 = "float8"  # scope of the products, by which a compiled program's reader knows them
 
 
@@ -36,79 +45,88 @@ class NeedsGrad:
     kernels: tuple[bool, ...]
 
 
-def tokens_in_float8(x: Array, *axes: str) -> Float8:
+def tokens_in_float8(x: Array, *axes: str) -> Quantised:
     """Quantises each token `[..., D]`, whose features the mesh axes `axes` split; the gradient passes unchanged."""
 
-    def quantise(x: Array) -> Float8:
-        return Float8.of(x, dim=-1, axes=axes)._replace(carrier=jnp.zeros_like(x))
+    def quantise(x: Array) -> Quantised:
+        return Quantised(Float8.of(x, dim=-1, axes=axes), jnp.zeros_like(x))
 
     straight = jax.custom_vjp(quantise)
     straight.defvjp(lambda x: (quantise(x), None), lambda _, grad: (grad.carrier,))
     return straight(x)
 
 
-def product(x: Operand, w: Operand, dtype: DTypeLike) -> Array:
-    """Returns `x @ w` in the compute dtype, without a gradient if both are in float8; see `multiply`."""
-    if not isinstance(w, Float8):
-        return x.astype(dtype) @ w
+def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
+    """Returns `x @ w`, in float8 if both are; the mesh axes `axes` split the output features."""
+    if isinstance(w, BlockScaled):
+        return mx_matmul(x.astype(w.kernel.dtype), w.kernel)
+    if not isinstance(x, Quantised) or not isinstance(w, Quantised):
+        return x.astype(w.dtype) @ w.astype(w.dtype)
+
+    def forward(x: Any, w: Any) -> tuple[Array, tuple[Value | None, Value | None]]:
+        # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
+        saved = perturbed(w), perturbed(x)
+        values = value_of(unwrapped(x)), value_of(unwrapped(w))
+        return product(*values, dtype), (values[0] if saved[0] else None, values[1] if saved[1] else None)
+
+    def backward(residuals: tuple[Value | None, Value | None], grad: Array) -> tuple[Any, Any]:
+        x, w = residuals
+        grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
+        grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
+        return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
+
+    dtype = x.dtype
+    multiplied = jax.custom_vjp(lambda x, w: product(x.array, w.array, dtype))
+    multiplied.defvjp(forward, backward, symbolic_zeros=True)
+    return multiplied(x, w)
+
+
+def product(x: Value, w: Value, dtype: DTypeLike) -> Array:
+    """Returns `x @ w` in the compute dtype; in float8 if the kernel is, and `x` then too."""
+    if not isinstance(w, Float8) or not isinstance(x, Float8):
+        return x.astype(dtype) @ w.astype(dtype)
     # GPUs accumulate in float32 whatever the result's dtype. A float32 result would be written and read once more: the
     # scales are computed in the same program, so no kernel applies them itself.
     with jax.named_scope(FLOAT8):
-        dims = (((x.bits.ndim - 1,), (0,)), ((), ()))
+        dims = (((len(x.shape) - 1,), (0,)), ((), ()))
         y: Array = lax.dot_general(x.numbers, w.numbers, dims, preferred_element_type=dtype)
     return (y.astype(jnp.float32) * x.scale * w.scale[0]).astype(dtype)
 
 
-def input_gradient(grad: Array, w: Operand, *axes: str) -> tuple[Operand, Operand]:
+def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
     """Returns the operands of the gradient of `x` in `x @ w`; the mesh axes `axes` split the output features."""
     if not isinstance(w, Float8):
         return grad, w.T
     return Float8.of(grad.astype(jnp.float32) * w.scale[0], dim=-1, axes=axes), Float8(w.bits.T, jnp.ones((1, 1)))
 
 
-def kernel_gradient(x: Operand, grad: Array, dtype: DTypeLike) -> Array:
+def kernel_gradient(x: Value, grad: Array, dtype: DTypeLike) -> Array:
     """Returns the gradient of `w` in `x @ w`."""
     tokens = list(range(grad.ndim - 1))
     return jnp.tensordot(x.astype(grad.dtype), grad, (tokens, tokens), preferred_element_type=dtype)
 
 
-def multiply(x: Operand, w: Operand, *axes: str) -> Array:
-    """Returns `x @ w`; the mesh axes `axes` split the output features."""
-    if not isinstance(w, Float8):
-        return product(x, w, w.dtype)
-
-    def forward(x: Float8, w: Float8) -> tuple[Array, Any]:
-        needs_grad = NeedsGrad((perturbed(x),), (perturbed(w),))
-        x, w = (without_carrier(unwrapped(operand)) for operand in (x, w))
-        return product(x, w, dtype), (x, w, needs_grad)
-
-    def backward(residuals: Any, grad: Array) -> tuple[Float8 | None, Float8 | None]:
-        x, w, needs_grad = residuals
-        grad_x = product(*input_gradient(grad, w, *axes), grad.dtype) if needs_grad.inputs[0] else None
-        grad_w = kernel_gradient(x, grad, grad.dtype) if needs_grad.kernels[0] else None
-        return gradient_of(x, grad_x), gradient_of(w, grad_w)
-
-    dtype = x.carrier.dtype
-    multiplied = jax.custom_vjp(partial(product, dtype=dtype))
-    multiplied.defvjp(forward, backward, symbolic_zeros=True)
-    return multiplied(x, w)
+# Arguments and gradients of a `custom_vjp` with symbolic zeros.
 
 
-def unwrapped(operand: Any) -> Any:
-    """Returns the values of an argument of a `custom_vjp` with symbolic zeros."""
-    return jax.tree.map(lambda leaf: leaf.value, operand)
+def unwrapped(operands: Any) -> Any:
+    """Returns the values of arguments."""
+    return jax.tree.map(lambda leaf: leaf.value, operands)
 
 
 def perturbed(operand: Any) -> bool:
-    """Returns whether such an argument needs a gradient."""
-    return bool((operand.carrier if isinstance(operand, Float8) else operand).perturbed)
+    """Returns whether an argument needs a gradient."""
+    leaf: Any = operand.carrier if isinstance(operand, Quantised) else operand
+    return bool(leaf.perturbed)
 
 
-def without_carrier(operand: Operand) -> Operand:
-    """Returns an operand as a residual or as what a ring sends."""
-    return operand._replace(carrier=None) if isinstance(operand, Float8) else operand
+def value_of(operand: Kernel) -> Value:
+    """Returns an operand without its carrier: a residual, or what a ring sends."""
+    if isinstance(operand, BlockScaled):
+        raise NotImplementedError("MXFP8 has no rings")
+    return operand.array if isinstance(operand, Quantised) else operand
 
 
-def gradient_of(operand: Operand, grad: Array | None) -> Float8 | Array | None:
+def gradient_of(value: Value, grad: Array | None) -> Any:
     """Returns a gradient in the structure of its operand."""
-    return Float8(None, None, grad) if isinstance(operand, Float8) and grad is not None else grad  # type: ignore[arg-type]
+    return Quantised.gradient(grad) if isinstance(value, Float8) else grad

@@ -25,7 +25,7 @@ from jaxtp.collectives import (
     GATHERED,
     PROJECTED,
     REDUCED,
-    Float8,
+    Quantised,
     average_gradient,
     axis_index,
     axis_size,
@@ -36,8 +36,9 @@ from jaxtp.collectives import (
     enter_parallel,
     leave_parallel,
 )
-from jaxtp.layers.float8 import Operand, multiply, tokens_in_float8
+from jaxtp.layers.float8 import BlockScaled, Kernel, Operand, multiply, tokens_in_float8
 from jaxtp.layers.lora import Lora, LoraConfig, Target
+from jaxtp.layers.mxfp8 import mx_problem
 from jaxtp.layers.overlap import Overlap, gather_matmul, is_ring, matmul_scatter, sum_of_products
 from jaxtp.layers.parameter import (
     ExactDim,
@@ -140,17 +141,17 @@ class ColumnParallelLinear(nnx.Module):
 
     def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
         """Returns a device's columns; `sequence` as in `enter_matmul`."""
-        kernels: list[Operand] = [self._kernel(weights[f"kernels.{i}"], f) for i, f in enumerate(self.features)]
+        kernels: list[Kernel] = [self._kernel(weights[f"kernels.{i}"], f) for i, f in enumerate(self.features)]
         adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
         x = x.astype(self.precision.compute)
         tokens: Operand = tokens_in_float8(x) if self.matmul == "float8" else x
         if self.joined:
-            products = tuple(multiply(tokens, w, TP) for w in kernels)
+            products = _multiply_each(tokens, kernels)
         else:
             products = enter_matmul(tokens, kernels, sequence, self.overlap)
         outputs, inner = list(products[: len(self.features)]), products[len(self.features) :]
-        if self.matmul == "float8":  # a gradient is quantised as a whole: not the summands of devices that share a head
+        if self.matmul != "compute":  # whole gradients are quantised, not summands of devices that share a head
             shared = (f.shared_by(axis_size(TP)) for f in self.features)
             outputs = [average_gradient(y, group) for y, group in zip(outputs, shared, strict=True)]
         for i, f in enumerate(self.features if self.biases else ()):
@@ -174,10 +175,11 @@ class ColumnParallelLinear(nnx.Module):
     def _load(self, shard: Array, fsdp_dim: int | None, features: PaddedDim) -> Array:
         return self.precision.load(shard, fsdp_dim, tp_gather=(len(shard.shape) - 1, features.shared_by(axis_size(TP))))
 
-    def _kernel(self, shard: Array, features: PaddedDim) -> Operand:
+    def _kernel(self, shard: Array, features: PaddedDim) -> Kernel:
         if self.matmul == "float8":
             return self.precision.load_float8(shard, 0, *STORAGE, tp_gather=(1, features.shared_by(axis_size(TP))))
-        return self._load(shard, 0, features)
+        kernel = self._load(shard, 0, features)
+        return BlockScaled(kernel) if self.matmul == "mxfp8" else kernel
 
 
 class RowParallelLinear(nnx.Module):
@@ -218,12 +220,13 @@ class RowParallelLinear(nnx.Module):
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         x = x.astype(self.precision.compute)
-        inputs, kernels = list[Operand]([x]), list[Operand]()  # [B/(dp*fsdp), T/cp, F/tp], [F/tp, D]
+        inputs, kernels = list[Operand]([x]), list[Kernel]()  # [B/(dp*fsdp), T/cp, F/tp], [F/tp, D]
         if self.matmul == "float8":
             inputs[0] = tokens_in_float8(x, TP)
             kernels.append(self.precision.load_float8(weights["kernel"], 1, TP))
         else:
-            kernels.append(self.precision.load(weights["kernel"], 1))
+            kernel = self.precision.load(weights["kernel"], 1)
+            kernels.append(BlockScaled(kernel) if self.matmul == "mxfp8" else kernel)
         for at, lora in enumerate(self.loras):
             a, b = weights[f"loras.{at}.a"], weights[f"loras.{at}.b"]
             inner = lora.scale * (x @ self.precision.load(a, None))  # [B/(dp*fsdp), T/cp, rank], a summand
@@ -239,30 +242,42 @@ class RowParallelLinear(nnx.Module):
 
 def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | None:
     """Returns why `Precision.matmul` does not apply to a layer of such sizes, or None."""
-    least, outputs = layer.precision.matmul_least, layer.features
+    least = layer.precision.matmul_least
     granule = min(_GRANULE, least)  # a check on CPUs takes layers of all sizes
-    sizes = [layer.in_features, *outputs] if isinstance(layer, ColumnParallelLinear) else [layer.in_features, outputs]
-    numbers = [each.size if isinstance(each, PaddedDim) else each for each in sizes]
-    if odd := [number for number in numbers if number % granule]:
+    outputs = layer.features if isinstance(layer, ColumnParallelLinear) else (ExactDim((layer.features,)),)
+    inputs = layer.in_features if isinstance(layer, RowParallelLinear) else ExactDim((layer.in_features,))
+    if odd := [each.size for each in (inputs, *outputs) if each.size % granule]:
         return f"{odd[0]} features are no multiple of {granule}"
-    few = min(numbers[0], sum(numbers[1:]))
+    few = min(inputs.size, sum(each.size for each in outputs))
     return f"{few:,} features are below matmul_least={least:,}" if few < least else None
 
 
-def enter_matmul(x: Operand, kernels: Sequence[Operand], sequence: int | None, overlap: Overlap) -> tuple[Array, ...]:
+def mx_obstacle(layer: ColumnParallelLinear | RowParallelLinear, tp: int) -> str | None:
+    """Returns why MXFP8 does not divide a device's part of such a layer into blocks, or None."""
+    if isinstance(layer, ColumnParallelLinear):
+        sizes = [(layer.in_features, features.local(tp)) for features in layer.features]
+    else:
+        sizes = [(layer.in_features.local(tp), layer.features)]
+    return next(filter(None, (mx_problem(*each) for each in sizes)), None)
+
+
+def enter_matmul(x: Operand, kernels: Sequence[Kernel], sequence: int | None, overlap: Overlap) -> tuple[Array, ...]:
     """Multiplies an activation of the whole tp group by this device's columns `[D, F_i/tp]`.
 
     `sequence` is the dim of `x` that is split over tp, if any.
     """
     if is_ring(overlap, axis_size(TP), split=sequence is not None):
         return gather_matmul(jax.tree.map(lambda each: checkpoint_name(each, GATHERED), x), tuple(kernels))
-    x = enter_float8(x, sequence) if isinstance(x, Float8) else enter_parallel(x, sequence)  # [b, T, D]
-    return tuple(multiply(x, kernel, TP) for kernel in kernels)  # each [b, T, F_i/tp]
+    x = enter_float8(x, sequence) if isinstance(x, Quantised) else enter_parallel(x, sequence)  # [b, T, D]
+    return _multiply_each(x, kernels)  # each [b, T, F_i/tp]
 
 
-def leave_matmul(
-    inputs: Sequence[Operand], kernels: Sequence[Operand], sequence: int | None, overlap: Overlap
-) -> Array:
+def _multiply_each(x: Operand, kernels: Sequence[Operand]) -> tuple[Array, ...]:
+    plain = x.astype(x.dtype)  # once for all adapters
+    return tuple(multiply(x if isinstance(w, Quantised) else plain, w, TP) for w in kernels)
+
+
+def leave_matmul(inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence: int | None, overlap: Overlap) -> Array:
     """Returns the sum of `inputs[i] @ kernels[i]` over i and tp; see `enter_matmul`."""
     if is_ring(overlap, axis_size(TP), split=sequence is not None):
         return checkpoint_name(matmul_scatter(tuple(inputs), tuple(kernels)), REDUCED)

@@ -20,11 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
 
 from jaxtp.collectives import Float8, axis_index, axis_size, permute, vary_like
 from jaxtp.layers.float8 import (
+    Kernel,
     NeedsGrad,
     Operand,
+    Value,
     gradient_of,
     input_gradient,
     kernel_gradient,
@@ -32,13 +35,14 @@ from jaxtp.layers.float8 import (
     perturbed,
     product,
     unwrapped,
-    without_carrier,
+    value_of,
 )
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
 from jaxtp.mesh import TP
 
 Overlap = Literal["none", "ring"]
 C = TypeVar("C")
+V = TypeVar("V", Array, Value)
 
 
 def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
@@ -46,7 +50,7 @@ def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
     return overlap == "ring" and split and tp > 1
 
 
-def _ring_gather(x: Operand, visit: Callable[[C, Operand, Array], C], carry: C) -> C:
+def _ring_gather(x: V, visit: Callable[[C, V, Array], C], carry: C) -> C:
     """Runs `carry = visit(carry, part, position)` for every part of the sequence, while the next part arrives.
 
     `x` is this device's part, `[b, T/tp, ..., D]`; `position` is where `part` begins.
@@ -56,17 +60,17 @@ def _ring_gather(x: Operand, visit: Callable[[C, Operand, Array], C], carry: C) 
     # XLA overlaps a permute with a product only if both are in a loop body with their results in the carry. It merges
     # the products of an unrolled ring, which then wait for all permutes, and overlaps nothing in a loop that stacks its
     # results, like autodiff's transpose.
-    def turn(state: tuple[Operand, C], number: Array) -> tuple[tuple[Operand, C], None]:
+    def turn(state: tuple[V, C], number: Array) -> tuple[tuple[V, C], None]:
         part, carry = state
         moved = jax.tree.map(partial(permute, axis=TP), part)
         return (moved, visit(carry, part, _position(number, size))), None
 
     # The last part needs no permute, so it stays outside the loop.
-    (part, carry), _ = lax.scan(turn, (without_carrier(x), carry), jnp.arange(last))
+    (part, carry), _ = lax.scan(turn, (x, carry), jnp.arange(last))
     return visit(carry, part, _position(last, size))
 
 
-def _ring_scatter(inputs: Sequence[Operand], kernels: Sequence[Operand], dtype: Any) -> Array:
+def _ring_scatter(inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike) -> Array:
     """Returns this device's part of the products summed over tp; partial sums go around."""
     tp, size = axis_size(TP), inputs[0].shape[SEQUENCE_DIM] // axis_size(TP)
 
@@ -89,17 +93,20 @@ def _position(number: Array | int, size: int) -> Array:
 
 
 @jax.custom_vjp
-def gather_matmul(x: Operand, kernels: tuple[Operand, ...]) -> tuple[Array, ...]:
+def gather_matmul(x: Operand, kernels: tuple[Kernel, ...]) -> tuple[Array, ...]:
     """Multiplies an activation, all-gathered along the sequence, by each kernel.
 
     `x` is `[b, T/tp, ..., D]`, kernels are this device's columns, `[D, F_i/tp]`; returns `[b, T, ..., F_i/tp]`. A
     kernel in float8 needs an `x` in float8.
     """
+    return _gather_matmul(value_of(x), tuple(map(value_of, kernels)), x.dtype)
+
+
+def _gather_matmul(x: Value, kernels: tuple[Value, ...], dtype: DTypeLike) -> tuple[Array, ...]:
     whole = (x.shape[0], x.shape[SEQUENCE_DIM] * axis_size(TP), *x.shape[SEQUENCE_DIM + 1 : -1])
-    dtype = (x.carrier if isinstance(x, Float8) else x).dtype
     empty = [_zeros((*whole, w.shape[-1]), dtype, x, w) for w in kernels]
 
-    def visit(ys: list[Array], part: Operand, at: Array) -> list[Array]:
+    def visit(ys: list[Array], part: Value, at: Array) -> list[Array]:
         return _write_products(ys, [(part, w) for w in kernels], at)
 
     ys = _ring_gather(x, visit, empty)
@@ -108,8 +115,9 @@ def gather_matmul(x: Operand, kernels: tuple[Operand, ...]) -> tuple[Array, ...]
 
 def _gather_forward(x: Any, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], Any]:
     needs_grad = NeedsGrad((perturbed(x),), tuple(perturbed(w) for w in kernels))
-    x, kernels = unwrapped(x), unwrapped(kernels)
-    return gather_matmul.fun(x, kernels), (without_carrier(x), tuple(map(without_carrier, kernels)), needs_grad)
+    dtype = unwrapped(x).dtype
+    x, kernels = value_of(unwrapped(x)), tuple(map(value_of, unwrapped(kernels)))
+    return _gather_matmul(x, kernels, dtype), (x, kernels, needs_grad)
 
 
 def _gather_backward(residuals: Any, grads: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -117,11 +125,11 @@ def _gather_backward(residuals: Any, grads: tuple[Any, ...]) -> tuple[Any, tuple
     used = [i for i, grad in enumerate(grads) if not isinstance(grad, SymbolicZero)]
     grad_x = None
     if needs_grad.inputs[0]:
-        operands = [input_gradient(grads[i], kernels[i], TP) for i in used]
-        grad_x = _ring_scatter(*zip(*operands, strict=True), grads[used[0]].dtype)
+        ys, ws = zip(*(input_gradient(grads[i], kernels[i], TP) for i in used), strict=True)
+        grad_x = _ring_scatter(ys, ws, grads[used[0]].dtype)
     trained = [i for i in used if needs_grad.kernels[i]]
 
-    def visit(sums: list[Array], part: Operand, at: Array) -> list[Array]:
+    def visit(sums: list[Array], part: Value, at: Array) -> list[Array]:
         size = part.shape[SEQUENCE_DIM]
         return [_add_kernel_grad(s, part, _part(grads[i], at, size)) for s, i in zip(sums, trained, strict=True)]
 
@@ -130,27 +138,29 @@ def _gather_backward(residuals: Any, grads: tuple[Any, ...]) -> tuple[Any, tuple
 
 
 @jax.custom_vjp
-def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Operand, ...]) -> Array:
+def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Kernel, ...]) -> Array:
     """Reduce-scatters the sum of `inputs[i] @ kernels[i]` over tp, along the sequence.
 
     Inputs are `[b, T, ..., F_i/tp]`, kernels the matching rows, `[F_i/tp, D]`; returns `[b, T/tp, ..., D]`.
     """
-    first = inputs[0]
-    return _ring_scatter(inputs, kernels, (first.carrier if isinstance(first, Float8) else first).dtype)
+    xs, ws = (tuple(map(value_of, each)) for each in (inputs, kernels))
+    return _ring_scatter(xs, ws, inputs[0].dtype)
 
 
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, Any]:
     needs_grad = NeedsGrad(*(tuple(map(perturbed, args)) for args in (inputs, kernels)))
-    inputs, kernels = unwrapped(inputs), unwrapped(kernels)
-    residuals = (tuple(map(without_carrier, args)) for args in (inputs, kernels))
-    return matmul_scatter.fun(inputs, kernels), (*residuals, needs_grad)
+    dtype = unwrapped(inputs[0]).dtype
+    xs, ws = (tuple(map(value_of, unwrapped(args))) for args in (inputs, kernels))
+    saved = tuple(x if trained else None for x, trained in zip(xs, needs_grad.kernels, strict=True))
+    return _ring_scatter(xs, ws, dtype), (saved, ws, needs_grad)
 
 
 def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     inputs, kernels, needs_grad = residuals
     moving = [i for i, needed in enumerate(needs_grad.inputs) if needed]
     trained = [i for i, needed in enumerate(needs_grad.kernels) if needed]
-    empty = [_zeros(inputs[i].shape, grad.dtype, grad, kernels[i]) for i in moving]
+    whole = (grad.shape[0], grad.shape[SEQUENCE_DIM] * axis_size(TP), *grad.shape[SEQUENCE_DIM + 1 : -1])
+    empty = [_zeros((*whole, kernels[i].shape[0]), grad.dtype, grad, kernels[i]) for i in moving]
 
     def visit(carry: tuple[list[Array], list[Array]], part: Array, at: Array) -> tuple[list[Array], list[Array]]:
         (ys, sums), size = carry, part.shape[SEQUENCE_DIM]
@@ -159,7 +169,7 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Any, ...], tup
 
     ys, sums = _ring_gather(grad, visit, (empty, [_zero_kernel_grad(inputs[i], grad) for i in trained]))
     grad_inputs = dict(zip(moving, ys, strict=True))
-    each = tuple(gradient_of(x, grad_inputs.get(i)) for i, x in enumerate(inputs))
+    each = tuple(gradient_of(w, grad_inputs.get(i)) for i, w in enumerate(kernels))  # both are in 8 bits, or neither
     return each, _cast_kernel_grads(sums, trained, kernels, grad.dtype)
 
 
@@ -167,36 +177,39 @@ gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 
-def sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Operand]) -> Array:
+def sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Kernel]) -> Array:
     """Returns the sum of `inputs[i] @ kernels[i]`."""
     return reduce(operator.add, map(multiply, inputs, kernels))
 
 
-def _sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Operand], dtype: Any) -> Array:
+def _sum_of_products(inputs: Iterable[Value], kernels: Sequence[Value], dtype: DTypeLike) -> Array:
     return reduce(operator.add, (product(x, w, dtype) for x, w in zip(inputs, kernels, strict=True)))
 
 
-def _part(x: Any, at: Array, size: int) -> Any:
-    return jax.tree.map(lambda each: lax.dynamic_slice_in_dim(each, at, size, SEQUENCE_DIM), without_carrier(x))
+def _part(x: V, at: Array, size: int) -> V:
+    part: V = jax.tree.map(lambda each: lax.dynamic_slice_in_dim(each, at, size, SEQUENCE_DIM), x)
+    return part
 
 
-def _write_products(ys: Sequence[Array], operands: Iterable[tuple[Operand, Operand]], at: Array) -> list[Array]:
+def _write_products(ys: Sequence[Array], operands: Iterable[tuple[Value, Value]], at: Array) -> list[Array]:
     each = zip(ys, operands, strict=True)
     return [lax.dynamic_update_slice_in_dim(y, product(*pair, y.dtype), at, SEQUENCE_DIM) for y, pair in each]
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, *like: Operand) -> Array:
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike, *like: Value) -> Array:
     return vary_like(jnp.zeros(shape, dtype), *(x.bits if isinstance(x, Float8) else x for x in like))
 
 
-def _zero_kernel_grad(x: Operand, grad: Array) -> Array:
+def _zero_kernel_grad(x: Value, grad: Array) -> Array:
     return _zeros((x.shape[-1], grad.shape[-1]), jnp.promote_types(grad.dtype, jnp.float32), x, grad)
 
 
-def _add_kernel_grad(total: Array, x: Operand, grad: Array) -> Array:
+def _add_kernel_grad(total: Array, x: Value, grad: Array) -> Array:
     return total + kernel_gradient(x, grad, total.dtype)
 
 
-def _cast_kernel_grads(sums: Sequence[Array], at: Sequence[int], kernels: Sequence[Operand], dtype: Any) -> Any:
+def _cast_kernel_grads(
+    sums: Sequence[Array], at: Sequence[int], kernels: Sequence[Value], dtype: DTypeLike
+) -> tuple[Any, ...]:
     by_index = {i: total.astype(dtype) for i, total in zip(at, sums, strict=True)}
     return tuple(gradient_of(w, by_index.get(i)) for i, w in enumerate(kernels))

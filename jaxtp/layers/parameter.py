@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from jaxtp.collectives import (
     Float8,
+    Quantised,
     WeightDtypes,
     WeightLayout,
     all_reduce,
@@ -85,7 +86,7 @@ class Precision:
         dtypes = WeightDtypes(self.compute, self.reduce, accumulate or self.compute)
         return load_weight(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout))
 
-    def load_float8(self, shard: Array | Float8, fsdp_dim: int, *axes: str, **layout: Any) -> Float8:
+    def load_float8(self, shard: Array | Float8, fsdp_dim: int, *axes: str, **layout: Any) -> Quantised:
         """Calls `load_float8`: a kernel whose input features the mesh axes `axes` split."""
         dtypes = WeightDtypes(self.compute, self.reduce, self.compute)
         return load_float8(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout), axes)

@@ -40,7 +40,7 @@ from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention
-from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear, matmul_obstacle
+from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear, matmul_obstacle, mx_obstacle
 from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig, Target
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig, NormKind
@@ -48,7 +48,7 @@ from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape
-from jaxtp.mesh import CP, STORAGE, parts
+from jaxtp.mesh import CP, STORAGE, TP, parts
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
 """Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model section."""
@@ -469,7 +469,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     yield from not_divisible("model.d_model", config.d_model, mesh_product(STORAGE, mesh), shards, among)
     can_be_built = not unfit and config.d_model % shards == 0
     if config.precision.matmul != "compute" and not unfit:
-        yield from _matmul_problems(config)
+        yield from _matmul_problems(config, mesh[TP])
     if mesh[CP] > 1 and can_be_built and (unaware := _branches_without_cp(config)):
         text = f"mesh.cp={mesh[CP]} splits each sequence, which is not supported by {' and '.join(unaware)}"
         yield Problem(text, among={f"mesh.{CP}": 1})
@@ -481,27 +481,35 @@ def adapter_targets(config: ModelConfig) -> tuple[Target, ...]:
     return tuple(target for target in TARGETS if target in found)
 
 
-@lru_cache(maxsize=32)
-def matmul_layers(config: ModelConfig) -> Mapping[str, str | None]:
+def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
     """Returns the projections in blocks by path: None if `precision.matmul` applies, or else why it does not."""
-    precision, found = config.precision, dict[str, str | None]()
+    pattern, layers = config.precision.matmul_layers, _projections(config)
+    return {
+        path: why if matches(pattern, path) else "not in matmul_layers"
+        for path, why in ((path, layer if isinstance(layer, str) else matmul_obstacle(layer)) for path, layer in layers)
+    }
+
+
+@lru_cache(maxsize=32)
+def _projections(config: ModelConfig) -> tuple[tuple[str, ColumnParallelLinear | RowParallelLinear | str], ...]:
+    """Returns the projections in blocks, without arrays, by path; or why `precision.matmul` never applies to them."""
+    found: list[tuple[str, ColumnParallelLinear | RowParallelLinear | str]] = []
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         for stack, _, block in config.kinds():
             branches = nnx.eval_shape(lambda block=block: config.branches(block, nnx.Rngs(0)))
             for name, branch in branches.items():
-                of_experts = [path for path, module in nnx.iter_modules(branch) if isinstance(module, MixtureOfExperts)]
+                experts = [path for path, module in nnx.iter_modules(branch) if isinstance(module, MixtureOfExperts)]
                 for path, layer in nnx.iter_modules(branch):
                     full = ".".join(map(str, (stack, name, *path)))
-                    if isinstance(layer, MixtureOfExperts):
-                        found[full] = "grouped products of experts"
-                    if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-                        inside = any(path[: len(experts)] == experts for experts in of_experts)
-                        found[full] = "shared experts" if inside else matmul_obstacle(layer)
-    selected = {path for path in found if matches(precision.matmul_layers, path)}
-    return {path: why if path in selected else "not in matmul_layers" for path, why in found.items()}
+                    if path in experts:
+                        found.append((full, "experts have grouped products"))
+                    elif isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                        shared = any(path[: len(outer)] == outer for outer in experts)
+                        found.append((full, "shared experts" if shared else layer))
+    return tuple(found)
 
 
-def _matmul_problems(config: ModelConfig) -> Iterator[Problem]:
+def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
     precision, setting = config.precision, "model.precision.matmul"
     layers = matmul_layers(config)
     for pattern in precision.matmul_layers.split("|"):
@@ -512,6 +520,13 @@ def _matmul_problems(config: ModelConfig) -> Iterator[Problem]:
     if None not in layers.values():
         reasons = "; ".join({why: f"{path}: {why}" for path, why in layers.items()}.values())
         yield Problem(f"{setting}={precision.matmul} applies to no layer ({reasons}); use {setting}=compute")
+    if precision.matmul != "mxfp8":
+        return
+    if config.overlap == "ring":
+        yield Problem(f"{setting}=mxfp8 has no rings; use model.overlap=none, or {setting}=float8")
+    for path, layer in _projections(config):
+        if layers[path] is None and not isinstance(layer, str) and (why := mx_obstacle(layer, tp)):
+            yield Problem(f"{setting}=mxfp8: {path}: {why}")
 
 
 @lru_cache(maxsize=32)

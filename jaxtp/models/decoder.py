@@ -36,6 +36,7 @@ from jaxtp.layers.embedding import (
     vocab_parallel_logits,
 )
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
+from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import freeze, store_in_float8
 from jaxtp.layers.loss import Projection, vocab_parallel_cross_entropy
 from jaxtp.layers.norm import Norm, rms_normalise
@@ -256,7 +257,10 @@ class Decoder(EmbeddingAndHead):
             taken = [path for path, why in matmul_layers(config).items() if why is None]
             for kind, (stack, *_) in zip(kinds, config.kinds(), strict=True):
                 for path, layer in nnx.iter_modules(kind):
-                    if ".".join(map(str, (stack, *path))) in taken:
+                    if (
+                        isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+                        and ".".join(map(str, (stack, *path))) in taken
+                    ):
                         layer.matmul = config.precision.matmul
         if config.lora.base == "float8":
             for kind, (_, _, block) in zip(kinds, config.kinds(), strict=True):

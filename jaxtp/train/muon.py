@@ -81,6 +81,7 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
         ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))  # Nesterov's
         here = optax.tree.bias_correction(updates, beta, count)
         momentum = optax.tree.add(optax.tree.scale(beta, ahead), optax.tree.scale(1 - beta, here))
+        momentum = optax.tree.cast_like(momentum, updates)
         matrices = {path: m for path, m in momentum.items() if not isinstance(m, optax.MaskedNode)}
         owners = {path: nnx.Param(m) if variables is None else variables[path] for path, m in matrices.items()}
         return {**updates, **_orthogonalised(matrices, owners)}, state._replace(count=count, mu=mu)

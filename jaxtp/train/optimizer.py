@@ -1,18 +1,24 @@
 """The optimizer, composed from Optax: clipping, rule, weight decay, learning rate, groups by patterns of paths.
 
 Names distinguish vectors from matrices, because stacked layers give vectors a second dim. Only the rule determines
-state paths in a checkpoint; other settings may change on resuming.
+state paths in a checkpoint, and `first_moment` a dtype; other settings may change on resuming.
 """
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
+from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
+from jaxtp.collectives import axis_size
 from jaxtp.config.hints import matches
 from jaxtp.config.schema import ConfigError
+from jaxtp.layers.parameter import Padding, Variable, pad, padding_of
+from jaxtp.mesh import TP
 from jaxtp.train.config import GroupConfig, OptimizerConfig
 from jaxtp.train.sharded_optimizer import OnPaddedArrays
 
@@ -132,12 +138,70 @@ def is_orthogonalised(path: str) -> bool:
     return is_matrix(path) and not _TABLES & set(path.split("."))
 
 
+def round_stochastically(array: Array, noise: Array) -> Array:
+    """Rounds float32 to bfloat16, up with the probability that keeps the mean; `noise` is uniform in uint32.
+
+    To nearest, a decay that changes less than half a last digit would never change it.
+    """
+    bits = (lax.bitcast_convert_type(array, jnp.uint32) + (noise >> 16)) >> 16
+    rounded = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(array), rounded, array.astype(jnp.bfloat16))
+
+
+def noise_of(seed: Array, shape: Sequence[int], padding: Padding = ()) -> Array:
+    """Returns uint32 by an element's index without padding: equal on every mesh."""
+    # A hash: with threefry, an update on a CPU takes four times as long, and XLA stores three words for each element.
+    splits = dict(padding)
+    for dim in range(-len(shape), 0):
+        split = splits.get(dim)
+        index = lax.iota(jnp.uint32, shape[dim] if split is None else split.size)
+        index = index if split is None else pad(index, ((-1, split),), axis_size(TP))
+        step = jnp.uint32(pow(0x9E3779B1, -dim, 2**32))  # odd: no two indices of a dim coincide
+        seed = seed + (index * step).reshape(-1, *(1,) * (-dim - 1))
+    return _hash(seed)
+
+
+def _hash(x: Array) -> Array:
+    # Wellons' lowbias32: a change of any bit changes each bit of the result in half of all cases.
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return x ^ (x >> 16)
+
+
+def _in_bfloat16(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    # Stateless: count, path and index decide how an element of the first moment is rounded.
+    def with_mu(state: optax.OptState, dtype: str) -> optax.OptState:
+        return state._replace(mu=optax.tree.cast(state.mu, dtype))
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params = None,
+        *,
+        variables: Mapping[str, Variable] | None = None,
+        **_: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        wide = optax.with_extra_args_support(rule).update
+        updates, state = wide(updates, with_mu(state, "float32"), params, variables=variables)
+
+        def rounded(path: KeyPath, array: Array) -> Array:
+            name = keystr(path, simple=True)
+            seed = _hash(state.count.astype(jnp.uint32) ^ jnp.uint32(zlib.crc32(name.encode())))
+            padding = () if variables is None else padding_of(variables[name])
+            return round_stochastically(array, noise_of(seed, array.shape, padding))
+
+        return updates, state._replace(mu=tree_map_with_path(rounded, state.mu))
+
+    return optax.GradientTransformationExtraArgs(lambda params: with_mu(rule.init(params), "bfloat16"), update)
+
+
 def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
-    adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    stored = _in_bfloat16 if config.first_moment == "bfloat16" else optax.with_extra_args_support
+    adam = stored(optax.scale_by_adam(config.beta1, config.beta2, config.eps))
     if config.name == "adamw":  # Loshchilov and Hutter, arXiv 1711.05101
         return adam
     if config.name == "lion":  # Chen et al., arXiv 2302.06675
-        return optax.scale_by_lion(config.beta1, config.beta2)
+        return stored(optax.scale_by_lion(config.beta1, config.beta2))
     if config.name == "adafactor":
         # Shazeer and Stern, arXiv 1804.04235, with the decoupled decay and clipping of this file instead of its own:
         # its root mean squares over a table would count the rows that pad a vocabulary.
@@ -147,7 +211,7 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
     def label(params: dict[str, Any]) -> dict[str, str]:
         return {path: MUON if is_orthogonalised(path) else "adam" for path in params}
 
-    return optax.partition({MUON: optax.chain(scale_by_muon(config.beta1)), "adam": adam}, label)
+    return optax.partition({MUON: optax.chain(stored(scale_by_muon(config.beta1))), "adam": adam}, label)
 
 
 def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTransformation:

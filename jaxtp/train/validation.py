@@ -206,6 +206,11 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             "model.overlap=ring overlaps what sequence parallelism moves, and model.sequence_parallel is false: leave "
             "that out, or set model.overlap=none"
         )
+    if config.optimizer.name == "adafactor" and config.optimizer.first_moment != "param":
+        yield (
+            f"optimizer.first_moment={config.optimizer.first_moment} has no effect on adafactor, which has no first "
+            "moment; leave that out, or set optimizer.name to adamw, lion or muon"
+        )
     biased = any(block.selection_bias for block in config.model.block_kinds())
     for name, used, switch in (
         ("balance_loss", config.model.most_experts, "model.num_experts"),

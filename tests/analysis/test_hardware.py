@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtp.analysis.hardware import NEEDED, RANGES, TABLE, Hardware, find, link_of, of_kind, parse, read
+from jaxtp.analysis.hardware import NEEDED, RANGES, TABLE, Hardware, find, link_of, of_kind, parse, read, require_matmul
 from jaxtp.config.schema import ConfigError
 
 
@@ -46,6 +46,27 @@ TFLOPS = {
 
 def test_each_kind_has_its_own_peak():
     assert {kind: of_kind(kind).flops / 1e12 for kind in TFLOPS} == pytest.approx(TFLOPS, rel=1e-3)
+
+
+FLOAT8 = {"h100": 1979, "h100-pcie": 1513, "h100-nvl": 1671, "gh200": 1979, "h200": 1979, "h200-nvl": 1671}
+FLOAT8 |= {"b200": 4500, "gb200": 5000, "l4": 242.5, "l40": 362, "l40s": 733, "rtx4090": 330.3}
+"""Dense E4M3 with float32 sums, of data sheets."""
+
+
+def test_float8_is_where_data_sheets_have_it(tmp_path):
+    assert {name: one.float8 / 1e12 for name, one in TABLE.items() if one.float8} == pytest.approx(FLOAT8, rel=0.015)
+    assert [name for name, one in TABLE.items() if one.peak("mxfp8")] == ["b200", "gb200"]
+    for matmul in ("compute", "float8"):
+        require_matmul(TABLE["h100"], matmul)
+    for name, matmul, works in (("a100", "float8", "compute"), ("h100", "mxfp8", "float8 or compute")):
+        with pytest.raises(ConfigError, match=f"matmul={matmul}: {name} has .*matmul {works} works, or one of .*gb200"):
+            require_matmul(TABLE[name], matmul)
+    file = tmp_path / "mine.yaml"
+    file.write_text(WHOLE)
+    with pytest.raises(ConfigError, match="rtx4090, or the key float8 in the file"):
+        require_matmul(read(file), "float8")
+    file.write_text(f"{WHOLE}float8: 2.0e+14")
+    require_matmul(read(file), "float8")
 
 
 @pytest.mark.parametrize(

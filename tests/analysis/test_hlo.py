@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtp.analysis.hlo import HloError, count_collectives_in_hlo, count_flops_in_hlo
+from jaxtp.analysis.hlo import HloError, count_collectives_in_hlo, count_flops_in_hlo, read_float8
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 
@@ -215,3 +215,36 @@ ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
 def test_unknown_spellings_are_refused(text, message):
     with pytest.raises(HloError, match=message):
         count_collectives_in_hlo(text, SIZES)
+
+
+LAYER = "jit(step)/jvp()/while/body/closed_call/mlp/row_parallel_linear/shard_map"
+COMPILED = f"""HloModule jit_step
+
+%gemm (a: f8e4m3fn[8,4], b: f8e4m3fn[4,2]) -> bf16[8,2] {{
+  %a = f8e4m3fn[8,4]{{1,0}} parameter(0)
+  %b = f8e4m3fn[4,2]{{0,1}} parameter(1)
+  ROOT %dot = bf16[8,2]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, \
+metadata={{op_name="{LAYER}/float8/dot_general"}}
+}}
+
+ENTRY %main (x: f8e4m3fn[8,4], w: f8e4m3fn[4,2], h: f16[8,4], v: f16[4,2]) -> bf16[8,2] {{
+  %x = f8e4m3fn[8,4]{{1,0}} parameter(0)
+  %w = f8e4m3fn[4,2]{{0,1}} parameter(1)
+  %h = f16[8,4]{{1,0}} parameter(2)
+  %v = f16[4,2]{{1,0}} parameter(3)
+  %lt = (bf16[8,2]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul$f8", \
+metadata={{op_name="{LAYER}/float8/dot_general"}}
+  %mx = (bf16[8,2]{{1,0}}, u8[0]{{0}}) custom-call(%x, %w), custom_call_target="__cudnn$blockScaledDot", \
+metadata={{op_name="{LAYER}/jit(_scaled_matmul)/scaled_matmul"}}
+  %16 = f16[8,2]{{1,0}} custom-call(%h, %v), custom_call_target="__cublas$lt$matmul", \
+metadata={{op_name="{LAYER.replace("jvp()", "transpose(jvp())")}/float8/dot_general"}}
+  %weight = f16[8,2]{{1,0}} custom-call(%h, %v), custom_call_target="__cublas$lt$matmul", \
+metadata={{op_name="{LAYER}/dot_general"}}
+  ROOT %fused = bf16[8,2]{{1,0}} fusion(%x, %w), kind=kCustom, calls=%gemm
+}}
+"""
+
+
+def test_products_that_are_not_in_float8_as_asked_for_are_named_by_layer():
+    assert read_float8(COMPILED) == (3, {"input gradient of mlp/row_parallel_linear (f16 x f16)": 1})
+    assert count_flops_in_hlo(COMPILED) == 2 * 8 * 2 * 4

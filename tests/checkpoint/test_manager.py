@@ -284,7 +284,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
         assert checkpoints.steps() == [1]
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", sweep([(2, 1, 1), (2, 2, 2)], (2, 2, 2)), ids=str)
 def test_a_copy_that_differs_is_found_by_the_save(tmp_path, sizes):
     """One exponent bit, in the copy of one device: the checksum of an array read another copy."""
     plan = blueprint(sizes)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import journeys
 
 from jaxtp.__main__ import COMMANDS
 from jaxtp.checkpoint.__main__ import main as checkpoint
@@ -139,8 +140,7 @@ def started(module, *flags, **streams):
     return subprocess.Popen([sys.executable, "-m", module, *flags], stderr=subprocess.PIPE, text=True, **streams)
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("module", ["jaxtp", *MODULES])
+@pytest.mark.parametrize("module", journeys(["jaxtp", *MODULES], "jaxtp", "jaxtp.train", "jaxtp.tools.launch"))
 def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
     flags, name = [] if module == "jaxtp" else ["--help"], name_of(module)
     with started(module, *flags, stdout=subprocess.PIPE) as process:
@@ -152,9 +152,8 @@ def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
     assert process.returncode == 2
 
 
-@pytest.mark.journey
 @pytest.mark.parametrize(
-    "module", [module for module in MODULES if module != "jaxtp.tools.launch"]
+    "module", journeys([module for module in MODULES if module != "jaxtp.tools.launch"], "jaxtp.train")
 )  # it maps no library
 def test_ctrl_c_during_imports_is_one_line(module):
     """At the first library that is imported after `jaxtp.config.entry`; a traceback would come from there."""

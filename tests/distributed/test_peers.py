@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from runs import free_address
-from support import sweep
+from support import journeys, sweep
 
 from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG
 from jaxtp.distributed import agreement, peers
@@ -254,25 +254,26 @@ sys.exit(agreement.run_and_report(lambda: entry.attempt("program", act)))
 """
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize(
-    ("failing", "sent", "codes", "said"),
-    [
-        (
-            "nobody",
-            signal.SIGKILL,
-            [TEMPORARY, -signal.SIGKILL, TEMPORARY],
-            "process 1 (on {host}) has ended without a word",
-        ),
-        ("nobody", signal.SIGSTOP, [TEMPORARY, None, TEMPORARY], "process 1 (on {host}) has sent no heartbeat for 4 s"),
-        ("1", None, [TEMPORARY, 1, TEMPORARY], "process 1 (on {host}) failed: RuntimeError: the disk is gone"),
-        ("0", None, [1, TEMPORARY, TEMPORARY], "process 0 (on {host}) failed: RuntimeError: the disk is gone"),
-        ("mistake", None, [2, 2, 2], "program: error: a mistake of all"),
-        ("flags", None, [2, 2, 2], "process 1 (on {host}) cannot continue: its command line is refused"),
-        ("none", None, [0, 0, 0], ""),
-    ],
-)
-def test_three_processes(failing, sent, codes, said, tmp_path):
+ENDINGS = {
+    "killed": (
+        *("nobody", signal.SIGKILL, [TEMPORARY, -signal.SIGKILL, TEMPORARY]),
+        "process 1 (on {host}) has ended without a word",
+    ),
+    "stopped": (
+        *("nobody", signal.SIGSTOP, [TEMPORARY, None, TEMPORARY]),
+        "process 1 (on {host}) has sent no heartbeat for 4 s",
+    ),
+    "process 1": ("1", None, [TEMPORARY, 1, TEMPORARY], "process 1 (on {host}) failed: RuntimeError: the disk is gone"),
+    "process 0": ("0", None, [1, TEMPORARY, TEMPORARY], "process 0 (on {host}) failed: RuntimeError: the disk is gone"),
+    "mistake": ("mistake", None, [2, 2, 2], "program: error: a mistake of all"),
+    "flags": ("flags", None, [2, 2, 2], "process 1 (on {host}) cannot continue: its command line is refused"),
+    "none": ("none", None, [0, 0, 0], ""),
+}
+
+
+@pytest.mark.parametrize("ending", journeys([*ENDINGS], "killed", "stopped", "process 0", "flags"))
+def test_three_processes(ending, tmp_path):
+    failing, sent, codes, said = ENDINGS[ending]
     address = free_address()
     logs = [tmp_path / f"{index}.log" for index in range(3)]
     processes = []

@@ -39,7 +39,10 @@ LATENT = ["deepseek_v2", "deepseek_v3_yarn", "mistral4"]
 CASES += [(name, sizes, None) for name in LATENT for sizes in ((1, 1, 4, 1), (1, 1, 2, 4))]
 ALIKE = ["deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "mistral3_mistral4"]
 ALIKE += ["qwen3_5", "qwen3_5_moe", "qwen3_5_moe_mm"]
-"""Like one of `LATENT`, or like qwen3_next and qwen3_5_mm."""
+ALIKE += ["cohere_qk_norm", "dots1_window", "ernie4_5_bias", "ernie4_5_moe_bias", "exaone4_full", "gemma4_12b"]
+ALIKE += ["gemma4_31b", "gemma4_unified_mm", "glm4_moe_qk_norm", "gpt_neox_sequential", "gpt_oss_mxfp4", "granitemoe"]
+ALIKE += ["mistral3_ministral3", "phi4_mini_long", "phi_qk_norm", "qwen2_moe_dense", "stablelm_12b"]
+"""Like one of `LATENT`, like qwen3_next and qwen3_5_mm, or another form of a family that the others have."""
 FIRST = [("qwen3", (1, 1, 4), True)]
 """Norms of heads, windows with soft caps; experts are in tests/tools/evaluate, biases and tied tables beside plain
 mathematics in models. The newer models have their logits alone, each on one mesh."""

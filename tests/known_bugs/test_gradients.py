@@ -188,7 +188,8 @@ def planted_gradient(monkeypatch, columns, change):
     monkeypatch.setattr(latent_attention, "enter_parallel", lambda *args: planted(enter(*args)))
 
 
-@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.wide), True])
+@pytest.mark.wide
+@pytest.mark.parametrize("split", [False, True])
 def test_torchtitan_1373_the_gradient_of_a_latent_is_summed_once(split, monkeypatch):
     """https://github.com/pytorch/torchtitan/pull/1373: each device had the gradient of latents from its own heads, and
     down projections and norms got that. Here it is summed over all heads, and not for each device again."""
@@ -218,6 +219,7 @@ def test_megatron_lm_37_the_gradient_of_a_shared_key_is_of_all_heads(monkeypatch
 DELTA = GatedDeltaConfig(delta_value_heads=8, delta_key_heads=4, delta_key_dim=4, delta_value_dim=3)
 
 
+@pytest.mark.wide
 def test_megatron_lm_1989_each_part_of_a_projection_is_split_by_heads():
     """https://github.com/NVIDIA/Megatron-LM/pull/1989: the queries, keys, values, gates and strengths of Gated DeltaNet
     were columns of one matrix, which tp cut evenly, so that a device took others for them. Here each is split alone."""
@@ -271,6 +273,7 @@ def test_unsloth_10616_padded_ids_have_no_probability_where_logits_are_capped(mo
     assert max(head_errors(softcap=3.0)) > WRONG
 
 
+@pytest.mark.wide
 def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp_twice(monkeypatch):
     """https://github.com/pytorch/torchtitan/pull/3822: the backward pass of a gather over tp, whose result every device
     used alike, summed their equal gradients, so those of log-probabilities were tp times too large. Here they are those

@@ -72,7 +72,7 @@ def test_the_error_of_each_number_is_bounded(dtype):
     magnitudes = jnp.array([1e-36, 1e-4, 1.0, 3e8, 0.0])
     kernel = (jax.random.normal(jax.random.key(0), (3, 64, 5)) ** 3 * magnitudes).astype(dtype)
     stored = Float8.of(kernel)
-    assert (stored.bits.dtype, stored.scale.shape, stored.ndim) == (jnp.uint8, (3, 1, 5), 3)
+    assert (stored.bits.dtype, stored.scale.shape, stored.shape) == (jnp.uint8, (3, 1, 5), kernel.shape)
     exact, found = (np.asarray(each.astype(jnp.float32)) for each in (kernel, stored))
     bound = np.maximum(np.abs(exact) / 16, np.asarray(stored.scale) / 1024)
     assert (np.abs(found - exact) <= bound * (1 + 1e-5)).all()

@@ -163,7 +163,7 @@ def layer():
     return run
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", sweep([*range(3)], 0))
 def test_a_document_packed_equals_it_alone(seed):
     """Forward and backward, whatever its neighbours are."""
     random = np.random.default_rng(seed)
@@ -249,7 +249,7 @@ def test_settings_of_a_hybrid_may_stand_on_either_side():
     assert not [*violations(one, mesh_shape(tp=3)), *violations(other, mesh_shape(tp=3))]
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+@pytest.mark.parametrize("tp", sweep([2, 3, 4, 8], 3, 8))
 def test_a_small_model_is_padded_alike(tp):
     large = dataclasses.replace(
         CONFIG, num_layers=4, delta_key_dim=128, delta_value_dim=128, head_dim=64, norm_eps=1e-6

@@ -63,9 +63,10 @@ def expected(x, w, dy, sizes):
     return {"output": y, "rows": dx, "kernels": dw}
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", sweep([*SIZES], "all rows, an empty group", "rows beyond the groups"))
 @pytest.mark.parametrize("method", METHODS)
-def test_output_and_gradients(method, sizes):
+def test_output_and_gradients(method, kind):
+    sizes = SIZES[kind]
     arrays, sizes = draw(), np.array(sizes)
     with in_blocks():
         assert_close(found(method, *arrays, sizes), expected(*arrays, sizes), TOLERANCE)

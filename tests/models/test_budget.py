@@ -13,7 +13,10 @@ from support import sizes_of, sweep, sweep_of
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
+from jaxtp.analysis.collective import ALL_GATHER
+from jaxtp.analysis.step_costs import step_costs
 from jaxtp.layers import remat
+from jaxtp.layers.linear import COLUMN
 from jaxtp.layers.lora import LoraConfig, freeze
 from jaxtp.layers.loss import LOSS
 from jaxtp.layers.parameter import GRADIENTS
@@ -223,7 +226,18 @@ EXACT["gated delta"] = dataclasses.replace(PLAIN, **DELTA)
 EXACT["gated delta, rings"] = dataclasses.replace(BIASED, num_kv_heads=2, overlap="ring", **DELTA)
 EXACT["gated delta, parallel"] = dataclasses.replace(PARALLEL, sequence_parallel=False, **DELTA)
 EXACT["gated delta, experts"] = dataclasses.replace(EXACT["experts"], precision=LOW, **DELTA)
-EXACT_FIRST = ["experts", "rings", "pieces", "large vocabulary, tied", "parallel"]
+FLOAT8 = jaxtp.Precision(compute="bfloat16", matmul="float8", matmul_least=16)
+EXACT["float8"] = dataclasses.replace(BIASED, num_kv_heads=2, precision=FLOAT8)
+EXACT["float8, rings"] = dataclasses.replace(EXACT["float8"], overlap="ring", scan_layers=False)
+EXACT["float8, all-reduces"] = dataclasses.replace(EXACT["float8"], sequence_parallel=False, norm_placement="both")
+EXACT["float8, parallel"] = dataclasses.replace(PARALLEL, precision=FLOAT8)
+EXACT["float8, some layers"] = dataclasses.replace(
+    EXACT["gated delta"], precision=dataclasses.replace(FLOAT8, matmul_layers="*.mlp.*|*.attention.out")
+)
+EXACT["float8, latent"] = dataclasses.replace(
+    PLAIN, precision=FLOAT8, kv_rank=16, rope_head_dim=4, value_head_dim=8, query_rank=16
+)
+EXACT_FIRST = ["experts", "rings", "pieces", "large vocabulary, tied", "parallel", "float8"]
 """Together they have biases, shared kv heads, a padded vocabulary, both norms, and each way to move over tp."""
 
 BOUNDED = {
@@ -279,6 +293,7 @@ OVER_CP = {
         dataclasses.replace(BIASED, attention_sinks=True, pattern=({"sliding_window": 3}, {})),
     ),
 }
+OVER_CP["gather, float8"] = ("gather", EXACT["float8"])
 OVER_CP["gather, states"] = ("gather", dataclasses.replace(PLAIN, **DELTA))
 OVER_CP["halo of chunks, states"] = ("gather", dataclasses.replace(WINDOWS, precision=LOW, **DELTA))
 """Methods over cp, and models for them. Adapters' budget is an upper bound over tp, and exact over cp."""
@@ -363,6 +378,33 @@ def test_a_base_in_8_bits_moves_half_the_bytes_of_bfloat16(sizes):
         assert [counted[place] for place in places] == pytest.approx([budget[place] for place in places])
         moved[base] = sum(counted[place] for place in places)
     assert moved["float8"] < 0.8 * moved["full"], "the embedding, the adapters and scales are large in so small a model"
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("overlap", ["none", "ring"])
+@pytest.mark.parametrize("base", ["full", "float8"])
+@pytest.mark.parametrize("policy", ALL_REDUCE)
+def test_the_budget_of_adapters_of_float8_layers_is_exact(policy, base, overlap):
+    lora = LoraConfig(rank=4, base=base)
+    config = dataclasses.replace(EXACT["float8"], remat=policy, lora=lora, overlap=overlap)
+    counted, budget = accounts.step_bytes(config, (1, 2, 8))
+    places = counted.keys() - {("vocab_parallel_embedding", ("tp",))}  # an upper bound: it has no gradient
+    places = [place for place in places if place[1] in {("fsdp",), ("tp",)} and "bias" not in place[0]]
+    assert {place: counted[place] for place in places} == pytest.approx({place: budget[place] for place in places})
+
+
+def test_float8_layers_gather_half_the_bytes_of_bfloat16():
+    """Activations over tp and kernels over fsdp, but for a scale of each token and output feature."""
+    gathered = {}
+    for matmul in ("compute", "float8"):
+        precision = dataclasses.replace(FLOAT8, matmul=matmul)
+        config = dataclasses.replace(PLAIN, d_model=1024, d_ff=2048, head_dim=128, precision=precision)
+        costs = step_costs(config, sizes_of((1, 4, 2)), batch_size=B, sequence_length=T)
+        for one, times in costs.traffic.items():
+            if one.kind == ALL_GATHER and one.module.endswith(COLUMN):
+                gathered[matmul, one.axes] = gathered.get((matmul, one.axes), 0) + times * one.bytes_sent
+    for axes in (("fsdp",), ("tp",)):
+        assert 0.5 <= gathered["float8", axes] / gathered["compute", axes] < 0.503
 
 
 @pytest.mark.wide

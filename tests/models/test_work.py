@@ -76,6 +76,23 @@ def test_with_adapters_or_parallel_branches_too(remat, rank, placement):
     assert work.flops == compiled_flops(config, mesh, 1)
 
 
+@pytest.mark.parametrize(
+    ("remat", "rank", "overlap"),
+    sweep_of([["none", "save_dots", "full"], [0, 4], ["none", "ring"]]),
+)
+def test_float8_changes_the_dtype_of_products_and_not_their_flops(remat, rank, overlap):
+    mesh, precision = (1, 2, 4), jaxtp.Precision(compute="bfloat16", matmul="float8", matmul_least=16)
+    config = dataclasses.replace(MODEL, remat=remat, lora=LoraConfig(rank=rank), overlap=overlap, precision=precision)
+    costs = step_costs(config, sizes_of(mesh), **SHAPE)
+    assert costs.flops == compiled_flops(config, mesh, 1)
+    in_float8 = [each for each in costs.products if each.dtype == "float8"]
+    names = {each.name for each in in_float8}
+    gradients = sum(each.flops for each in costs.products if each.name in names and not each.dtype)  # of weights
+    assert names == {"q, k, v", "attention out", "gate, up", "down"}
+    assert (gradients == 0) == bool(rank)
+    assert 2 * gradients <= sum(each.flops for each in in_float8)
+
+
 EXPERTS = dataclasses.replace(MODEL, attention="xla", num_experts=4, experts_per_token=2)
 
 

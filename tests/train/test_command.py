@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import SMALL, TEXT, contents, finish, free_address, mesh, records, wait_for_step
+from support import journeys
 
 import jaxtp.__main__
 from jaxtp.train.__main__ import main
@@ -356,15 +357,13 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, text, s
     assert (folder / "checkpoints" / step).exists()
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize(
-    ("over", "context"),
-    [(mesh(1, 2, 4), "auto"), (mesh(1, 1, 4, cp=2), "ulysses"), (mesh(1, 1, 2, cp=4), "gather")],
-    ids=["fsdp", "ulysses", "gather"],
-)
-def test_two_processes_equal_one(tmp_path, text, start, over, context):
+ACROSS = {"auto": mesh(1, 2, 4), "ulysses": mesh(1, 1, 4, cp=2), "gather": mesh(1, 1, 2, cp=4)}
+
+
+@pytest.mark.parametrize("context", journeys(list(ACROSS), "auto", "ulysses"))
+def test_two_processes_equal_one(tmp_path, text, start, context):
     """Two processes of four devices, fsdp or cp across them, then one process goes on."""
-    address, over = free_address(), [*over, "--mesh.context", context]
+    address, over = free_address(), [*ACROSS[context], "--mesh.context", context]
     command = [*SMALL, *text, "--train.steps", "10"]
     two, one = tmp_path / "two", tmp_path / "one"
     processes = [

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from runs import SMALL, mesh, records
+from support import journeys
 
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
@@ -57,8 +58,7 @@ def test_an_odd_vocabulary_resumes_on_another_mesh_with_the_same_numbers(tmp_pat
     np.testing.assert_allclose(list(joined.values()), list(whole.values()), rtol=1e-4)
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("packing", ["documents", "concatenated"])
+@pytest.mark.parametrize("packing", journeys(["documents", "concatenated"], "documents"))
 def test_the_mesh_changes_nothing(tmp_path, dataset, command, packing):
     for name, shape in {"a": (1, 1, 1), "b": (2, 2, 2)}.items():
         flags = ["--data.path", str(dataset), "--data.packing", packing, "--run.dir", str(tmp_path / name)]

@@ -146,7 +146,13 @@ H100S = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="h100", memory=63
 
 
 @pytest.mark.parametrize(
-    ("length", "param"), [(1024, "float32"), (4096, "float32"), (8192, "float32"), (8192, "bfloat16")]
+    ("length", "param"),
+    [
+        pytest.param(1024, "float32", marks=pytest.mark.wide),
+        (4096, "float32"),
+        pytest.param(8192, "float32", marks=pytest.mark.wide),
+        (8192, "bfloat16"),
+    ],
 )
 def test_a_default_mesh_fits_the_memory_if_one_does(tmp_path, length, param):
     """By the account of an estimate: of 70B with adapters it said that a mesh fits, and below that it does not."""

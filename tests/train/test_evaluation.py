@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from runs import SMALL, mesh, records
+from support import journeys
 
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
@@ -22,8 +23,7 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("source", ["documents", "mixture"])
+@pytest.mark.parametrize("source", journeys(["documents", "mixture"], "mixture"))
 def test_the_loss_does_not_depend_on_the_batch_size(tmp_path, data, source):
     """The weights are those of the initialisation: the learning rate is too small to move them."""
     what = ["--config", str(data / "mixture.yaml")] if source == "mixture" else ["--data.path", str(data / "a")]

@@ -69,7 +69,7 @@ def test_it_begins_where_the_model_is(tmp_path, command, model, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.journey if name == "phi3" else pytest.mark.wide) for name in TRAINED]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "phi3" else pytest.mark.wide) for name in TRAINED]
 )
 def test_every_family(name, tmp_path, command):
     """In, trained beside adapters, generated from, and out as the same family."""
@@ -243,7 +243,7 @@ def test_a_run_needs_the_folder_that_it_began_with_no_more(tmp_path, command, mo
 
 
 @pytest.mark.parametrize(
-    "base", [pytest.param("full", marks=pytest.mark.journey), pytest.param("float8", marks=pytest.mark.wide)]
+    "base", [pytest.param("full", marks=pytest.mark.slow), pytest.param("float8", marks=pytest.mark.wide)]
 )
 def test_adapters_of_a_run_of_ours(tmp_path, command, base):
     assert main([*command, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "base")]) == 0

@@ -174,7 +174,7 @@ def test_only_adapters_have_gradients():
     assert frozen.logits < plain.logits  # of the head
 
 
-@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("remat", sweep([*POLICIES], "full", "save_gathered"))
 def test_more_devices_hold_less_each_and_more_tokens_take_more(remat):
     for axis in (1, 2):
         meshes = [tuple(n if i == axis else 1 for i in range(3)) for n in (1, 2, 4, 8)]

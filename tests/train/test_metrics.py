@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import SMALL, TEXT, full_disk, mesh, records
+from support import journeys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxtp
@@ -150,8 +151,7 @@ def test_a_profile(tmp_path, command, capsys):
     assert list((tmp_path / "run/profile").rglob("perfetto_trace.json.gz"))
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("schedule", ["wsd", "linear"])
+@pytest.mark.parametrize("schedule", journeys(["wsd", "linear"], "wsd"))
 def test_the_logged_rate_is_the_schedule_s(tmp_path, command, schedule):
     flags = ["--train.steps", "20", "--optimizer.schedule", schedule, "--optimizer.learning-rate", "1e-3"]
     assert main([*command, *flags]) == 0

@@ -149,7 +149,9 @@ OTHER_VALUES = {
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
     """Any other setting may change when a run resumes: a weight decay may become that of a group, say."""
-    assert OTHER_VALUES.keys() | {"name", "build"} == {field.name for field in dataclasses.fields(OptimizerConfig)}
+    assert OTHER_VALUES.keys() | {"name", "build", "first_moment"} == {
+        field.name for field in dataclasses.fields(OptimizerConfig)
+    }
     grouped = OptimizerConfig(name=name, groups={"*.scale": GroupConfig(weight_decay=0.3)})
     expected = stored(grouped)
     assert expected
@@ -157,6 +159,10 @@ def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
         for value in values:
             assert stored(dataclasses.replace(grouped, **{setting: value})) == expected, (setting, value)
     assert stored(grouped, steps=1) == expected
+    smaller = stored(dataclasses.replace(grouped, first_moment="bfloat16"))
+    assert smaller.keys() == expected.keys()
+    changed = {path for path, array in expected.items() if smaller[path] != array}
+    assert changed == {path for path in expected if ".mu" in path}
 
 
 BFLOAT16 = dataclasses.replace(SMALL, precision=jaxtp.Precision(param="bfloat16"))

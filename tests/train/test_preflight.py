@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from runs import SMALL, mesh
+from support import journeys
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
@@ -132,20 +133,18 @@ def test_each_axis_of_several_devices_is_measured():
     assert all(float(line.split("receives ")[1].split()[0]) > 0 for line in lines)
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize(
-    ("lie", "message"),
-    [
-        ("['--train.steps', '3']", "differ in their configuration"),
-        ("['--run.dir', 'elsewhere']", "differ in their configuration"),
-        (
-            "['--data.path', '/nowhere']",
-            "process 1 (on {host}) cannot continue: data.path=/nowhere: there is no such file or dataset",
-        ),
-        ("['--nonsense']", "process 1 (on {host}) cannot continue: --nonsense: jaxtp train has no such setting; "),
-    ],
-)
-def test_all_processes_end_with_the_mistake_of_one(lie, message, tmp_path, monkeypatch, capsys):
+LIES = {
+    "['--train.steps', '3']": "differ in their configuration",
+    "['--run.dir', 'elsewhere']": "differ in their configuration",
+    "['--data.path', '/nowhere']": (
+        "process 1 (on {host}) cannot continue: data.path=/nowhere: there is no such file or dataset"
+    ),
+    "['--nonsense']": "process 1 (on {host}) cannot continue: --nonsense: jaxtp train has no such setting; ",
+}
+
+
+@pytest.mark.parametrize("lie", journeys([*LIES], *list(LIES)[1:3]))
+def test_all_processes_end_with_the_mistake_of_one(lie, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = (
         "import os, sys\nfrom jaxtp.train.__main__ import main\n"
@@ -155,7 +154,7 @@ def test_all_processes_end_with_the_mistake_of_one(lie, message, tmp_path, monke
     assert launch(["--processes", "2", "--devices", "1", "--", "-c", code, *flags]) == 2
     for index in range(2):
         assert "error" in (said := (tmp_path / f"logs/process-{index}.log").read_text()) or "nonsense" in said
-    assert message.format(host=preflight.socket.gethostname()) in (tmp_path / "logs/process-0.log").read_text()
+    assert LIES[lie].format(host=preflight.socket.gethostname()) in (tmp_path / "logs/process-0.log").read_text()
     assert "checkpoints" not in {path.name for path in tmp_path.glob("run/*")}
 
 

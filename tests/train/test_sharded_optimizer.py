@@ -191,7 +191,7 @@ MESHES = {
 }
 """The meshes before and after a checkpoint."""
 PLAIN = sweep_of([["plain"], ["galore", "multi_steps", "noise", "plateau", "frozen"]], ("plain", "galore"))
-PADDED = [("padded", name) for name in ("adafactor", "lamb", "shampoo")]
+PADDED = [("padded", name) for name in ("adafactor", "shampoo")]
 WHOLE_MATRICES = ["adafactor", "flatten", "galore", "lamb", "muon", "schedule_free", "shampoo"]
 DECODERS = sweep_of((["decoder"], ["adamw", *WHOLE_MATRICES]))
 

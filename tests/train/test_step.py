@@ -236,7 +236,7 @@ def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
         assert changed == bool(max_skipped)
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.wide), 2])
+@pytest.mark.parametrize("accumulation", sweep([1, 2], 1))
 def test_a_loss_that_is_handed_in_replaces_the_decoders(accumulation):
     """With the same loss, the steps are the same."""
     mesh = make_mesh(1, 2, 2)

@@ -84,21 +84,25 @@ def train(folder, mesh="dp=1", steps=3, callbacks=(), settings=None, **parts):
     return [[each["loss"], each["noise"]] for each in found if "noise" in each], arrays
 
 
+ONE, ALL = "tp=2", "dp=2,fsdp=2,tp=2"
+
+
 @pytest.mark.parametrize(
-    ("model", "accumulation"),
+    ("model", "accumulation", "meshes"),
     [
-        pytest.param(Net, 1, marks=pytest.mark.wide),
-        (Net, 2),
-        pytest.param(Normalised, 1, marks=pytest.mark.wide),
-        pytest.param(WithConstants, 2, marks=pytest.mark.wide),
+        pytest.param(Net, 1, [ONE, ALL], marks=pytest.mark.wide),
+        (Net, 2, [ALL]),
+        pytest.param(Net, 2, [ONE], marks=pytest.mark.wide),
+        pytest.param(Normalised, 1, [ONE, ALL], marks=pytest.mark.wide),
+        pytest.param(WithConstants, 2, [ONE, ALL], marks=pytest.mark.wide),
     ],
     ids=lambda value: str(value),
 )
-def test_no_mesh_changes_dropout_statistics_constants_or_the_losses_key(tmp_path, model, accumulation):
+def test_no_mesh_changes_dropout_statistics_constants_or_the_losses_key(tmp_path, model, accumulation, meshes):
     settings = {"train.accumulation": accumulation}
     expected, arrays = train(tmp_path / "one", model=model, settings=settings)
     assert np.ptp([noise for _, noise in expected]) > 0
-    for number, mesh in enumerate(("tp=2", "dp=2,fsdp=2,tp=2")):
+    for number, mesh in enumerate(meshes):
         found, others = train(tmp_path / str(number), mesh, model=model, plan=PLAN, settings=settings)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
         for path, array in arrays.items():
@@ -109,9 +113,8 @@ def test_a_run_resumes_on_another_mesh_with_its_statistics(tmp_path):
     settings = {"checkpoint.every": 2, "checkpoint.keep": 3}
     whole, _ = train(tmp_path / "run", "tp=2", steps=5, model=Normalised, settings=settings)
     shutil.rmtree(tmp_path / "run/checkpoints/5")
-    rest, _ = train(tmp_path / "run", "fsdp=2", steps=5, model=Normalised)
+    rest, source = train(tmp_path / "run", "fsdp=2", steps=5, model=Normalised)
     np.testing.assert_allclose(rest, whole[4:], rtol=1e-5, atol=1e-5)
-    _, source = train(tmp_path / "run", "fsdp=2", steps=5, model=Normalised)
     settings = {"run.init_from": tmp_path / "run"}
     task = jaxtp.Task(model=Normalised, loss=loss, batches=batches, optimizer=optimizer)
     with jaxtp.Trainer(task, mesh="tp=2", folder=tmp_path / "next", steps=1, settings=settings) as trainer:
@@ -156,9 +159,7 @@ def grows(model, batch, key):
     ("parts", "message"),
     {
         "a mean": ({"loss": mean_over_rows}, "the loss is a mean"),
-        "a fixed weight": ({"loss": mean}, "the weight of the loss does not grow with the rows"),
         "pairs of rows": ({"loss": of_pairs, "settings": {"train.accumulation": 2}}, "Micro-batches change it"),
-        "a mean metric": ({"loss": mean_metric}, "the metric 'loss_again' is a mean"),
         "a name": ({"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"loss_tokens": 1})}, "a metric named 'loss_tokens'"),
         "no params": (
             {"model": nnx.Module, "loss": lambda m, b, k: (b["x"].sum(), ROWS)},
@@ -188,12 +189,30 @@ def grows(model, batch, key):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_mistake_is_one_error(tmp_path, parts, message):
+    refused(tmp_path, parts, message)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"loss": mean}, "the weight of the loss does not grow with the rows"),
+        ({"loss": mean_metric}, "the metric 'loss_again' is a mean"),
+    ],
+    ids=["weight", "metric"],
+)
+def test_so_is_a_mean_among_sums(tmp_path, parts, message):
+    refused(tmp_path, parts, message)
+
+
+def refused(tmp_path, parts, message):
     with pytest.raises(UserError, match=message):
         train(tmp_path / "run", **parts)
     steps = sorted(int(each.name) for each in (tmp_path / "run").glob("checkpoints/*"))
     assert steps == ([3] if "ended" in message else [])
 
 
+@pytest.mark.wide
 def test_what_is_no_mistake(tmp_path, capsys):
     train(tmp_path / "drawn", loss=drawn)
     train(tmp_path / "pairs", loss=of_pairs)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from runs import records
+from support import sweep
 
 import jaxtp
 from jaxtp.checkpoint.__main__ import main as inspect_checkpoint
@@ -55,7 +56,9 @@ def traced(task, sizes, accumulation=1):
     return blueprint, *trace_step(config, blueprint, loss, BATCH)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 4}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", sweep([{"tp": 4}, {"fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 4}], {"fsdp": 2, "tp": 2}), ids=str
+)
 def test_the_account_on_an_abstract_mesh_is_that_of_devices(sizes):
     sizes = mesh_shape(**sizes)
     blueprint, memory, work = traced(TASK, sizes)

@@ -44,7 +44,9 @@ modules.
 """
 NO_SUM = "the loss is no sum over single rows: it depends on the micro-batches, so train.accumulation has to be 1"
 COARSE = "bfloat16", "float16"
-IN_FLOAT32 = {f"model.precision.{part}": "float32" for part in ("param", "compute", "reduce", "logits")}
+IN_FLOAT32 = {f"model.precision.{part}": "float32" for part in ("param", "compute", "reduce", "logits")} | {
+    "optimizer.first_moment": "param"
+}
 VIRTUAL = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="devices")
 """Devices for the defaults of the model."""
 _WIDTH = 56
@@ -81,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
 def _check(argv: Sequence[str]) -> int:
     config, notes = COMMAND.load(argv, partial(resolve_defaults, devices=VIRTUAL))
     coarse = [dtype for dtype in dtypes(config) if dtype in COARSE]
-    if coarse and not any(word.replace("_", "-").startswith("--model.precision") for word in argv):
+    flags = "--model.precision", "--optimizer.first-moment"
+    if coarse and not any(word.replace("_", "-").startswith(flags) for word in argv):
         config = replace_nested(config, IN_FLOAT32)
         notes.append(f"model.precision=float32: --model.precision.compute {coarse[0]} also compares in {coarse[0]}")
     require_writable("--json", config.json)
@@ -171,8 +174,8 @@ class Verdict:
 
 def dtypes(config: TrainConfig) -> list[str]:
     """Returns the dtypes to check: float32, `precision.matmul`, then the coarsest 16-bit dtype of the configuration."""
-    of_model, matmul = set(asdict(config.model.precision).values()), config.model.precision.matmul
-    in_matmul = [] if matmul == "compute" else [matmul]
+    of_model = {*asdict(config.model.precision).values(), config.optimizer.first_moment}
+    in_matmul = [] if config.model.precision.matmul == "compute" else [config.model.precision.matmul]
     return ["float32", *in_matmul, *[dtype for dtype in COARSE if dtype in of_model][:1]]
 
 

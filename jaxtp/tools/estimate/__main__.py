@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import jax
 import tyro
 
-from jaxtp.analysis.hardware import GB, RANGES, parse
+from jaxtp.analysis.hardware import GB, RANGES, parse, require_matmul
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
@@ -135,6 +135,7 @@ def _estimate(argv: Sequence[str]) -> int:
         except TargetError as error:
             raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
     check_kernels(config, mesh_shape(), where.hardware.architecture)
+    require_matmul(where.hardware, config.model.precision.matmul)
     model = describe_model(config)
     print(heading(config, where, model), *notes, sep="\n", end="\n\n", flush=True)
     best, numbers = _search(options, config, where, model)
@@ -175,6 +176,11 @@ def _search(
     configured = None if options.as_configured or options.meshes else _configured(config, where, model)
     alternatives = faster(found, model) if found.fitting else list(remedies(found, model))
     print(explained(found, configured, alternatives, options.price), flush=True)
+    best, matmul = found.settings[0], config.model.precision.matmul
+    if matmul != "compute":
+        without = estimate(replace_nested(best.config, {"model.precision.matmul": "compute"}), where, model)
+        gain = without.time.expected / best.time.expected
+        print(f"{matmul:<8}{gain:.2f} x as fast as --model.precision.matmul compute: modelled, not measured")
     numbers = record(config, where, model, found) | {
         "configured": None if configured is None else setting_record(configured),
         "alternatives": [{"change": other.change, **setting_record(other.setting)} for other in alternatives],
@@ -186,7 +192,7 @@ def _search(
         generating = generation.generations(config.model, where, model, meshes, options.generate, length)
         print("", generation.table(generating, length), sep="\n", flush=True)
         numbers["generation"] = list(map(generation.record, generating))
-    return found.settings[0], numbers
+    return best, numbers
 
 
 def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:

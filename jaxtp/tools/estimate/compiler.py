@@ -29,7 +29,7 @@ from jaxtp.analysis.audit import audit
 from jaxtp.analysis.collective import Axes, Traffic, sums
 from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
-from jaxtp.analysis.hlo import HloError, count_flops_in_hlo
+from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
 from jaxtp.analysis.schedule import Scheduled, read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import signal_name
@@ -220,9 +220,10 @@ def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
   shared_memory_per_core: {gpu.shared} registers_per_core_limit: 65536 registers_per_block_limit: 65536
   memory_bandwidth: {hardware.bandwidth:.0f} l2_cache_size: {gpu.l2} device_memory_size: {hardware.memory:.0f}
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
+  runtime_version: "12.0.0" dnn_version: "9.10.0"
 }}
-platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}"
-"""
+platform_name: "CUDA" device_description_str: "{hardware.kinds[0]}" dnn_version_info {{ major: 9 minor: 10 }}
+"""  # the first CUDA and cuDNN with products in float8 and MXFP8, without which XLA multiplies in 16 bits
 
 
 TARGET_CONFIGS = {name: target_config(TABLE[name], gpu) for name, gpu in _GPUS.items()}
@@ -313,6 +314,8 @@ class Compiled:
     collectives: tuple[Scheduled, ...]  # by kind and axes, with the compute that overlaps them
     seconds: float  # to compile
     flops: float | None  # FLOPs of the program's products, without custom kernels; None where libraries compute them
+    in_float8: int  # products in float8, of those that the configuration asks for
+    not_in_float8: Mapping[str, int]  # the others, by layer and dtypes
     notes: tuple[str, ...]  # differences from the program on real devices, and the compiler's warnings
 
     def fits(self, setting: Setting) -> bool:
@@ -332,6 +335,10 @@ class Compiled:
         if setting.config.model.most_experts and self.flops is not None:
             expected = f"{setting.costs.flops_of_xla / 1e12:,.1f}"
             yield f"products outside of kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: {expected}"
+        if setting.config.model.precision.matmul != "compute":
+            asked = self.in_float8 + sum(self.not_in_float8.values())
+            yield f"products asked for in float8: {asked:,}; compiled in float8: {self.in_float8:,}"
+            yield from (f"  not in float8: {layer}, {times:,} times" for layer, times in self.not_in_float8.items())
         rows = [
             (m.kind, "+".join(m.axes), f"{m.count:,}", f"{m.bytes / GB:,.3f}", f"{m.overlapped:,}", f"{m.computing:,}")
             for m in self.collectives
@@ -466,6 +473,7 @@ def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, i
     if platform == "cuda":
         with suppress(HloError):
             flops = count_flops_in_hlo(text)
+    in_float8, not_in_float8 = read_float8(text)
     return {
         "argument_bytes": arguments,
         "temp_bytes": temporaries,
@@ -473,6 +481,8 @@ def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, i
         "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,  # GPUs: temporaries are one block
         "collectives": [one.record() for one in read_schedule(text, sizes)],
         "flops": flops,
+        "in_float8": in_float8,
+        "not_in_float8": not_in_float8,
     }
 
 

@@ -149,7 +149,9 @@ def _other_training(run: Run) -> Iterator[Alternative]:
     in_float8 = "--model.lora.base float8", float8, "frozen kernels in 8 bits"
     options = [(bits, in_half, "frozen weights in 16 bits"), in_float8]
     if not run.config.model.lora.rank:
+        moment: Change = {"optimizer.first_moment": "bfloat16"}
         options = [
+            ("--optimizer.first-moment bfloat16", moment, "rounded stochastically"),
             (bits, in_half, "weights lose updates smaller than 1/256 of them"),
             (lora, adapters, "trains adapters only"),
             (f"{lora} {bits}", adapters | in_half, "frozen weights in 16 bits"),

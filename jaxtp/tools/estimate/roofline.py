@@ -96,7 +96,7 @@ def step_time(
     """Models a step of `accumulation` micro-batches; the model does `work` times the work of `costs`."""
 
     def products(each: Iterable[Product], itemsize: int) -> float:
-        return sum(product_seconds(hardware, one.flops, one.count * one.bytes, itemsize) for one in each)
+        return sum(product_seconds(hardware, one.flops, one.count * one.bytes, itemsize, one.dtype) for one in each)
 
     speed, communication = hardware.memory_speed, communication_seconds(hardware, sizes, costs.traffic)
     communication = {axes: work * seconds for axes, seconds in communication.items()}
@@ -112,10 +112,10 @@ def step_time(
     )
 
 
-def product_seconds(hardware: Hardware, flops: float, size: float, itemsize: int) -> float:
-    """Returns the seconds of matrix products that move `size` bytes."""
-    peak = hardware.flops * hardware.matmul_efficiency * jnp.dtype("bfloat16").itemsize / itemsize
-    return max(flops / peak, size / hardware.memory_speed)
+def product_seconds(hardware: Hardware, flops: float, size: float, itemsize: int, dtype: str = "") -> float:
+    """Returns the seconds of matrix products that move `size` bytes; `dtype` as in `layer_costs.Product`."""
+    peak = hardware.peak(dtype) if dtype else hardware.flops * jnp.dtype("bfloat16").itemsize / itemsize
+    return max(flops / (peak * hardware.matmul_efficiency), size / hardware.memory_speed)
 
 
 def communication_seconds(hardware: Hardware, sizes: Mapping[str, int], traffic: Traffic) -> dict[Axes, float]:

@@ -34,12 +34,14 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
     share = "" if where.share is None else f" ({where.share:.0%}, {where.share_source})"
     assumed = data.sequence_length == DataConfig().sequence_length
     links = f"{hardware.link / GB:,.0f} GB/s among {hardware.domain}"
+    matmul = sizes.precision.matmul
+    in_dtype = "" if matmul == "compute" else f" in {matmul}"
     if hardware.direct:
         links = f"{link_of(hardware, 2) / GB:,.0f} GB/s to each of {hardware.domain - 1}"
     rows = {
         "on": f"{where.devices} x {hardware.name}: {hardware.memory / GB:,.1f} GB each, of which JAX takes "
         f"{where.room / GB:,.1f}{share}; "
-        f"{hardware.flops / 1e12:,.0f} TFLOP/s, {hardware.bandwidth / 1e12:,.2f} TB/s; "
+        f"{hardware.peak(matmul) / 1e12:,.0f} TFLOP/s{in_dtype}, {hardware.bandwidth / 1e12:,.2f} TB/s; "
         f"{links}, {hardware.network / GB:,.0f} beyond",
         "model": f"{model.parameters:,} parameters{describe_active(sizes, model.parameters)}: "
         f"{sizes.num_layers} layers, d_model {sizes.d_model}, {sizes.precision.compute} compute, "

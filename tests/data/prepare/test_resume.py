@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from corpora import jsonl, parquet, prepared, texts
 from runs import contents
+from support import journeys
 
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
@@ -32,13 +33,12 @@ def inputs(tmp_path_factory):
 BPE = ["--train-bpe", "300"]
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize(("seed", "flags"), [(0, []), (2, ["--dedup"]), (4, [*BPE, "--dedup"])])
-def test_killed_and_resumed_to_the_byte(inputs, tmp_path, flags, seed):
+@pytest.mark.parametrize("flags", journeys([[], ["--dedup"], [*BPE, "--dedup"]], [*BPE, "--dedup"]), ids=str)
+def test_killed_and_resumed_to_the_byte(inputs, tmp_path, flags):
     command = [str(inputs), *flags, "--on-error", "skip", "--shard-tokens", "4000", "--held-out", "0.1"]
     whole = prepared(tmp_path / "whole", *command)
     assert len(list(whole.folder.glob("train-*.tokens"))) > 3
-    killer = [sys.executable, str(KILLER), str(seed), "10", str(tmp_path / "killed"), *command]
+    killer = [sys.executable, str(KILLER), "4", "10", str(tmp_path / "killed"), *command]
     run = subprocess.run(killer, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split()[-1]) >= 3, run.stdout
@@ -46,8 +46,7 @@ def test_killed_and_resumed_to_the_byte(inputs, tmp_path, flags, seed):
     assert contents(tmp_path / "killed") == contents(whole.folder)
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("pairs", journeys([False, True], True))
 def test_ended_at_each_moment_in_turn_and_resumed_to_the_byte(inputs, tmp_path, monkeypatch, pairs):
     """At the first, second, third ... time that something is brought to the disk, until none is left to end at."""
     monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 300)

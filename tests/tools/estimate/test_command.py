@@ -178,6 +178,10 @@ def test_one_mesh_and_its_settings_as_they_are(tmp_path, capsys):
     assert "fsdp 2 x tp 4" in out
     assert "\nsettings tried: 1; meshes: 1\n" in out
     assert "head and logits" in out
+    assert main([*TINY, *flags, "--model.precision.matmul", "float8", "--model.precision.matmul-least", "16"]) == 0
+    out = capsys.readouterr().out
+    assert " 1,979 TFLOP/s in float8, " in out
+    assert " x as fast as --model.precision.matmul compute: modelled, not measured\n" in out
 
 
 @pytest.mark.journey
@@ -237,7 +241,8 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
         asked.append((*args[1:], kwargs))
         sizes = {"argument_bytes": 1, "temp_bytes": 2, "alive_bytes": 2, "peak_bytes": int(peak)}
         moved = Scheduled("all-gather", ("tp",), 4, 4 * 10**9, count=3, overlapped=2, computing=7)
-        return Compiled(**sizes, collectives=(moved,), seconds=5.0, notes=("a note",), flops=2e12)
+        read = {"flops": 2e12, "in_float8": 0, "not_in_float8": {}}
+        return Compiled(**sizes, **read, collectives=(moved,), seconds=5.0, notes=("a note",))
 
     monkeypatch.setattr(command, "compile_for", compiled)
     file = tmp_path / "estimate.json"
@@ -367,6 +372,10 @@ def test_help_teaches(capsys):
         (
             "--hardware h100x8 --model.attention cudnn",
             "packed documents (data.packing=documents) would give it a [T, T] mask; use auto (fused",
+        ),
+        (
+            "--hardware a100x8 --model.precision.matmul float8 --model.precision.matmul-least 16",
+            "model.precision.matmul=float8: a100 has no such products; --model.precision.matmul compute works, or",
         ),
         ("--config nothing.yaml", "nothing.yaml: No such file"),
     ],

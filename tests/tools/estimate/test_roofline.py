@@ -186,6 +186,16 @@ def test_better_hardware_is_faster_in_its_own_part():
     assert faster["link"].computing == base.computing
 
 
+def test_products_are_as_fast_as_their_dtype():
+    def products(**precision):
+        model = dataclasses.replace(MODEL, precision=jaxtp.Precision(compute="bfloat16", matmul_least=16, **precision))
+        config = dataclasses.replace(CONFIG, model=model)
+        return estimate(config, Target(H100, 1, 1e12), describe_model(config)).time.products
+
+    compute, half, both = products(), products(matmul="float8", matmul_layers="*.mlp.*"), products(matmul="float8")
+    assert 5 / 8 * compute < both < half < compute  # one of four products, the gradient of a weight, stays as it is
+
+
 def test_the_range_holds_its_middle():
     for mesh in ({"tp": 8}, {"fsdp": 8}, {"dp": 2, "fsdp": 2, "tp": 2}):
         time = timed(**mesh)

@@ -43,6 +43,8 @@ ANSWER = {
     "peak_bytes": 7,
     "seconds": 1.5,
     "flops": 10,
+    "in_float8": 0,
+    "not_in_float8": {},
     "collectives": [
         {"kind": "all-gather", "axes": ["tp"], "count": 2, "bytes": 8, "overlapped": 1, "computing": 3},
     ],
@@ -257,8 +259,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
 from jaxtp.mesh import mesh_of, mesh_shape
 
-def compiled(step, *shapes):
-    mesh = mesh_of(mesh_shape(), topology("h100", 1, 1).devices())
+def compiled(step, *shapes, hardware="h100"):
+    mesh = mesh_of(mesh_shape(), topology(hardware, 1, 1).devices())
     arrays = [jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, PartitionSpec())) for shape in shapes]
     with jax.set_mesh(mesh):
         program = jax.shard_map(step, in_specs=PartitionSpec(), out_specs=PartitionSpec())
@@ -309,6 +311,26 @@ def test_each_row_is_multiplied_with_its_own_expert_alone(monkeypatch):
     assert (xla["kernels"], xla["products"]) == (0, 3)
     assert xla["largest"] == groups * rows * width
     assert xla["temporaries"] >= groups * rows * width * 2
+
+
+MXFP8 = f"""{COMPILED}
+from jaxtp.layers.mxfp8 import mx_matmul
+
+def step(x, w, grad):
+    y, backward = jax.vjp(mx_matmul, x, w)
+    return y, *backward(grad)
+
+shapes = [(shape, "bfloat16") for shape in json.load(sys.stdin)]
+text = compiled(step, *shapes, hardware="b200").as_text()
+print(json.dumps([text.count('custom_call_target="__cudnn$blockScaledDot"'), len(re.findall(r" dot\\(", text))]))
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_blackwell_multiplies_scaled_blocks(monkeypatch):
+    """Output and input gradient; XLA would silently multiply in bfloat16 what cuDNN does not take."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert answers(MXFP8, [(2, 500, 2048), (2048, 4096), (2, 500, 4096)]) == [[2, 1]]
 
 
 DELTA = f"""{COMPILED}

@@ -317,7 +317,9 @@ def test_mistakes(file, capsys, words):
 
 @pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize("remat", sweep(["none", "full"], "none"))
-@pytest.mark.parametrize("sizes", [{"tp": 1}, {"fsdp": 2, "tp": 4}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"tp": 1}, marks=pytest.mark.wide), {"fsdp": 2, "tp": 4}, {"cp": 2, "tp": 2}], ids=str
+)
 def test_flops_of_the_decoder_are_those_of_its_formulas(sizes, remat, experts):
     """But for the head, which the loss runs once more than a call of the model does."""
     config = TrainConfig(model=jaxtp.ModelConfig(num_layers=2, remat=remat, num_experts=experts))

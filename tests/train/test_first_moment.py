@@ -1,0 +1,198 @@
+"""A first moment in bfloat16: rounded without bias, from bits that neither mesh nor interruption changes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from support import sizes_of, sweep_of
+
+import jaxtp
+from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.config.schema import to_plain
+from jaxtp.layers.attention import PaddedHeads
+from jaxtp.layers.parameter import PaddedDim, padding_of, parameter, unpad
+from jaxtp.mesh import mesh_of, mesh_shape
+from jaxtp.tools.check import parity
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.memory import memory_per_device
+from jaxtp.train.optimizer import noise_of, round_stochastically
+from jaxtp.train.resume import check_resumable
+from jaxtp.train.run_folder import RunFolderError
+from jaxtp.train.state import named_arrays, plan_state
+from jaxtp.train.validation import violations_on
+
+SHAPE = (32, 1024)
+
+
+def config_of(name, **settings):
+    return OptimizerConfig(name=name, first_moment="bfloat16", warmup_steps=0, clip_norm=1e9, **settings)
+
+
+@jax.jit
+def rounded(array, seeds):
+    return jax.vmap(lambda seed: round_stochastically(array, noise_of(seed, array.shape)))(seeds)
+
+
+SEEDS = jax.random.bits(jax.random.key(1), 64, jnp.uint32)
+
+
+def test_rounding_is_to_a_neighbour_and_unbiased():
+    size, sign = jax.random.normal(jax.random.key(0), (2, *SHAPE))
+    x = np.asarray(jnp.exp(20 * size) * sign)  # over 70 powers of two
+    down = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+    up = ((x.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32).astype(np.float64)
+    y = np.asarray(rounded(x, SEEDS).astype(jnp.float32), np.float64)
+    assert ((y == down) | (y == up)).all()
+    error = (y - x) / np.abs(up - down)
+    bound = 5 / np.sqrt(6 * error.size)  # five standard deviations of the mean
+    assert abs(error.mean()) < bound
+    share = (x - down) / (up - down)
+    deviation = (error.mean(0) / np.sqrt(np.maximum(share * (1 - share), 1e-9) / len(SEEDS))).std()
+    assert deviation == pytest.approx(1, abs=0.05), "each element on its own"
+    for shifted in (error[1:, :, :], np.roll(error, 1, 1)[1:], np.roll(error, 1, 2)[1:]):
+        assert abs((error[:-1] * shifted).mean()) < bound, "independent of steps and neighbours"
+
+
+def test_exact_and_non_finite_values_stay():
+    exact = [0.0, -0.0, 1.0, -1.5, 2.0**-126, -(2.0**-133), 3.3895314e38, np.inf, -np.inf]
+    x = np.array(exact, np.float32)
+    expected = np.broadcast_to(x.view(np.uint32), (len(SEEDS), len(x)))
+    np.testing.assert_array_equal(np.asarray(rounded(x, SEEDS).astype(jnp.float32)).view(np.uint32), expected)
+    nans = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
+    assert np.isnan(rounded(nans, SEEDS).astype(jnp.float32)).all()
+
+
+def test_a_slow_decay_shrinks_a_moment():
+    """Rounded to nearest, 0.999 of a bfloat16 is itself."""
+    rule = optimizers.build(config_of("adamw", beta1=0.999), 10)
+    params = {"head.kernel": jnp.ones(SHAPE)}
+    state = rule.init(params)
+    state = optax.tree.set(state, mu=jax.tree.map(lambda mu: mu + 1, optax.tree.get(state, "mu")))
+    update = jax.jit(lambda state: rule.update({"head.kernel": jnp.zeros(SHAPE)}, state, params)[1])
+    for _ in range(50):
+        state = update(state)
+    (mu,) = optax.tree.get(state, "mu").values()
+    assert mu.dtype == jnp.bfloat16
+    assert float(mu.astype(jnp.float32).mean()) == pytest.approx(0.999**50, rel=1e-4)
+
+
+QUERIES, HIDDEN = PaddedHeads((3, 3, 4)), PaddedDim((22,))
+SHAPES = {
+    "blocks.query.kernel": ((2, 16, 36), PartitionSpec(None, "fsdp", "tp"), ((-1, QUERIES),)),  # 9 heads of 4
+    "blocks.down.kernel": ((2, 22, 16), PartitionSpec(None, "tp", "fsdp"), ((-2, HIDDEN),)),
+    "blocks.norm.scale": ((2, 16), PartitionSpec(None, "fsdp"), ()),
+}
+
+
+def moments(name, sizes):
+    """The first moments after two updates, unpadded."""
+    with jax.set_mesh(mesh_of(sizes)):
+        keys = zip(jax.random.split(jax.random.key(0), len(SHAPES)), SHAPES.items(), strict=True)
+        variables = {
+            path: parameter(path, jax.random.normal(key, shape), spec, padding=padding)
+            for key, (path, (shape, spec, padding)) in keys
+        }
+        rule = optimizers.build(config_of(name), 10)
+
+        @jax.jit
+        def two_updates(gradients):
+            state = rule.init(gradients)
+            for _ in range(2):
+                _, state = rule.update(gradients, state, gradients, variables=variables)
+            return [mu for _, mu in optax.tree.get_all_with_path(state, "mu")]
+
+        found = {}
+        for mu in two_updates({path: variable[...] for path, variable in variables.items()}):
+            found |= {path: array for path, array in mu.items() if isinstance(array, jax.Array)}
+        assert found.keys() == SHAPES.keys()
+        return {
+            path: np.asarray(unpad(array, padding_of(variables[path]), sizes["tp"])) for path, array in found.items()
+        }
+
+
+MESHES = [(1, 2, 4), (1, 1, 2), (2, 2, 2)]
+
+
+@pytest.mark.parametrize(("name", "mesh"), sweep_of((("adamw", "lion", "muon"), MESHES), ("adamw", (1, 2, 4))))
+def test_every_mesh_rounds_alike(name, mesh):
+    """To the bit, also where it pads heads: noise is by the index without padding."""
+    expected = moments(name, mesh_shape())
+    for path, array in moments(name, sizes_of(mesh)).items():
+        assert array.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(array, expected[path], err_msg=path)
+
+
+RUN = TrainConfig(
+    model=jaxtp.ModelConfig(
+        vocab_size=61, d_model=16, num_layers=2, num_heads=3, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0
+    ),
+    data=DataConfig(sequence_length=8, global_batch_size=8),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, first_moment="bfloat16"),
+    train=LoopConfig(steps=10),
+)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_a_run_equals_one_device_but_for_few_last_digits(name):
+    """Rounding of float32 decides where a value is next to the noise."""
+    config = dataclasses.replace(RUN, optimizer=dataclasses.replace(RUN.optimizer, name=name))
+    initial = parity.initial_arrays(config)
+    one = parity.run(config, ONE_DEVICE, initial)
+    many = parity.run(config, Case(mesh_shape(fsdp=2, tp=2), True), initial, audited=True)
+    assert not many.problems
+    assert parity.compare(many, one).within(parity.TOLERANCES["bfloat16"])
+    flipped = elements = 0
+    for path, mu in one.state.items():
+        if ".mu." in path:
+            assert mu.dtype == jnp.bfloat16, path
+            flipped, elements = flipped + int((many.state[path] != mu).sum()), elements + mu.size
+    assert flipped < 0.01 * elements, "other noise would change a third"
+
+
+def test_a_resumed_run_is_undisturbed_to_the_bit(tmp_path):
+    mesh = jaxtp.make_mesh(fsdp=2)
+    rule = optimizers.build(config_of("adamw"), 10)
+    plan = plan_state(jaxtp.ModelConfig(), rule, mesh, lambda rngs: nnx.Linear(8, 4, rngs=rngs))
+
+    @jax.jit
+    def updated(state):
+        train = plan.merge(state)
+        train.optimizer.update(train.model, jax.tree.map(jnp.cos, nnx.state(train.model, nnx.Param)), jnp.zeros(()))
+        return nnx.state(train)
+
+    half = updated(updated(plan.create(0)))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, half, mesh, {})
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path)
+    resumed = checkpoints.restore(2, plan.abstract, mesh)
+    checkpoints.close()
+    expected, actual = (named_arrays(updated(updated(state))) for state in (half, resumed))
+    assert [array.dtype for path, array in expected.items() if ".mu." in path] == [jnp.bfloat16] * 2
+    for path, array in expected.items():
+        np.testing.assert_array_equal(np.asarray(actual[path]), np.asarray(array), err_msg=path)
+
+
+def test_an_estimate_has_two_bytes_less_for_each_parameter():
+    wide = dataclasses.replace(RUN, optimizer=OptimizerConfig())
+    before, after = (memory_per_device(config, mesh_shape()) for config in (wide, RUN))
+    assert before.optimizer - after.optimizer == before.parameters // 2
+    assert dataclasses.replace(after, optimizer=before.optimizer) == before
+
+
+def test_another_dtype_cannot_resume_and_adafactor_has_none():
+    info = {"config": to_plain(RUN), "corpus": {}}
+    assert not check_resumable(RUN, {}, info)
+    with pytest.raises(RunFolderError, match=r"optimizer\.first_moment: bfloat16 -> param"):
+        check_resumable(dataclasses.replace(RUN, optimizer=OptimizerConfig()), {}, info)
+    config = dataclasses.replace(RUN, optimizer=dataclasses.replace(RUN.optimizer, name="adafactor"))
+    (problem,) = violations_on(config, mesh_shape())
+    assert "optimizer.first_moment=bfloat16 has no effect on adafactor" in problem
