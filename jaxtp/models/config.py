@@ -526,7 +526,7 @@ def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
         yield Problem(f"{setting}=mxfp8 has no rings; use model.overlap=none, or {setting}=float8")
     for path, layer in _projections(config):
         if layers[path] is None and not isinstance(layer, str) and (why := mx_obstacle(layer, tp)):
-            yield Problem(f"{setting}=mxfp8: {path}: {why}")
+            yield Problem(f"{path}: {why}")
 
 
 @lru_cache(maxsize=32)

@@ -7,13 +7,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxtp.analysis.hardware import LEAST_CAPABILITY
 from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.layers import remat
 from jaxtp.layers.kernels import grouped
-from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, pick_kernel, unsupported
+from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, matmul_problem, pick_kernel, unsupported
 from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import (
     AXES,
@@ -103,10 +102,8 @@ def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str 
     yield from dict.fromkeys(problem for problems in found for problem in problems)
     if config.model.most_experts:
         yield from grouped.unsupported(config.model.grouped, platform)
-    matmul, (family, _, capability) = config.model.precision.matmul, (platform or "cpu").partition(" ")
-    least = LEAST_CAPABILITY.get(matmul, 0.0)
-    if least and family != "cpu" and (family != "cuda" or float(capability or least) < least):
-        yield f"model.precision.matmul={matmul}: {platform} would multiply in 16 bits; it needs cuda {least} or newer"
+    if problem := matmul_problem(config.model.precision.matmul, platform or "cpu"):
+        yield problem
 
 
 def chosen_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> dict[KernelName, str]:
