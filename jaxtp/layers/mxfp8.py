@@ -37,8 +37,10 @@ def mx_problem(k: int, n: int, architecture: str = "cpu") -> str | None:
     for kind, size in (("input", k), ("output", n)):
         if size % BLOCK or not size:
             below, above = size // BLOCK * BLOCK, size // BLOCK * BLOCK + BLOCK
-            nearest = f"{below} or {above}" if below else above
-            return f"model.precision.matmul=mxfp8: {size} {kind} features on a device are not divisible by its blocks of {BLOCK}; nearest: {nearest}"
+            return (
+                f"model.precision.matmul=mxfp8: {size} {kind} features on a device are not divisible by its blocks of "
+                f"{BLOCK}; nearest: {f'{below} or {above}' if below else above}"
+            )
     if problem := matmul_problem("mxfp8", architecture):
         return problem
     if architecture.startswith("cuda") and (installed_cudnn() or _FIRST_CUDNN) < _FIRST_CUDNN:
