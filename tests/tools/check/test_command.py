@@ -112,6 +112,7 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
     assert "a reduction (leave_parallel, all_reduce) is missing" in out
 
 
+@pytest.mark.wide
 def test_a_scale_of_one_devices_features_is_named(monkeypatch, capsys):
     """It only rounds otherwise, which no loss shows."""
     quantised = linear.tokens_in_float8
