@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
-from jaxtp.layers.kernels.select import CAPABILITIES
+from jaxtp.layers.kernels.select import CAPABILITIES, LEAST_CAPABILITY
 from jaxtp.mesh import AXES
 
 GB, GIB = 1e9, 2**30
@@ -95,9 +95,6 @@ PLATFORMS = ("cuda", "rocm", "tpu")
 
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` has: no default of these is any device's."""
-
-LEAST_CAPABILITY = {"float8": 8.9, "mxfp8": 10.0}
-"""Least compute capability of an NVIDIA GPU with products in that dtype: Ada and Blackwell."""
 
 _PCIE_HOP = 5.7e-6
 """Seconds, as NCCL has it for PCIe."""

@@ -7,13 +7,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxtp.analysis.hardware import LEAST_CAPABILITY
 from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.layers import remat
 from jaxtp.layers.kernels import grouped
-from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, pick_kernel, unsupported
+from jaxtp.layers.kernels.select import LEAST_CAPABILITY, KernelName, Use, architecture_of, pick_kernel, unsupported
 from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import (
     AXES,
