@@ -273,7 +273,7 @@ class Float8(NamedTuple):
 
 
 class Quantised(NamedTuple):
-    """An array in float8 that has a gradient: that of `carrier`, as integers have none."""
+    """An array in float8; `carrier` has its gradient, as integers have none."""
 
     array: Float8
     carrier: Array  # zeros of the array's shape and compute dtype, never computed

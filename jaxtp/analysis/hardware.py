@@ -58,7 +58,7 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of `Precision.matmul`; 0 if the hardware has no such products."""
-        has = dtype != "mxfp8" or float(self.capability or 0) >= _BLACKWELL
+        has = dtype != "mxfp8" or float(self.capability or 0) >= LEAST_CAPABILITY[dtype]
         return self.flops if dtype in ("", "compute") else has * self.float8
 
     @property
@@ -96,8 +96,8 @@ PLATFORMS = ("cuda", "rocm", "tpu")
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` has: no default of these is any device's."""
 
-_ADA, _BLACKWELL = 8.9, 10.0
-"""Least compute capability with float8, and with MXFP8."""
+LEAST_CAPABILITY = {"float8": 8.9, "mxfp8": 10.0}
+"""Least compute capability of an NVIDIA GPU with products in that dtype: Ada and Blackwell."""
 
 _PCIE_HOP = 5.7e-6
 """Seconds, as NCCL has it for PCIe."""
@@ -112,7 +112,7 @@ def _gpu(
     capability = CAPABILITIES.get(kinds[0], "")
     # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979 TFLOP/s of an H100,
     # 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format (E4M3FNUZ); these TPUs have none.
-    if float(capability or 0) >= _ADA:
+    if float(capability or 0) >= LEAST_CAPABILITY["float8"]:
         others = {"float8": 2e12 * tflops, **others}
     return Hardware(
         name=name,

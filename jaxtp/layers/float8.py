@@ -21,7 +21,10 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import Float8, Quantised
+from jaxtp.config.schema import ConfigError
+from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.layers.mxfp8 import mx_matmul
+from jaxtp.mesh import current_device
 
 
 class BlockScaled(NamedTuple):
@@ -33,6 +36,7 @@ class BlockScaled(NamedTuple):
 Operand = Array | Quantised
 Kernel = Operand | BlockScaled
 Value = Array | Float8  # of an operand, without a gradient
+_ADA = 8.9
 FLOAT8 = "float8"  # scope of the products, by which a compiled program's reader knows them
 
 
@@ -46,7 +50,18 @@ class NeedsGrad:
 
 
 def tokens_in_float8(x: Array, *axes: str) -> Quantised:
-    """Quantises each token `[..., D]`, whose features the mesh axes `axes` split; the gradient passes unchanged."""
+    """Quantises each token `[..., D]`, whose features the mesh axes `axes` split; the gradient passes unchanged.
+
+    Raises:
+      ConfigError: this device has no products in float8; XLA would convert the operands in silence.
+    """
+    architecture = architecture_of(current_device())
+    platform, _, capability = (architecture or "cpu").partition(" ")
+    if platform not in ("cpu", "cuda") or float(capability or 10) < _ADA:
+        raise ConfigError(
+            f"model.precision.matmul=float8 needs compute capability {_ADA} (Ada) or newer, not {architecture}; "
+            "use model.precision.matmul=compute"
+        )
 
     def quantise(x: Array) -> Quantised:
         return Quantised(Float8.of(x, dim=-1, axes=axes), jnp.zeros_like(x))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxtp.analysis.hardware import LEAST_CAPABILITY
 from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, not_divisible
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
@@ -102,6 +103,10 @@ def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str 
     yield from dict.fromkeys(problem for problems in found for problem in problems)
     if config.model.most_experts:
         yield from grouped.unsupported(config.model.grouped, platform)
+    matmul, (family, _, capability) = config.model.precision.matmul, (platform or "cpu").partition(" ")
+    least = LEAST_CAPABILITY.get(matmul, 0.0)
+    if least and family != "cpu" and (family != "cuda" or float(capability or least) < least):
+        yield f"model.precision.matmul={matmul}: {platform} would multiply in 16 bits; it needs cuda {least} or newer"
 
 
 def chosen_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> dict[KernelName, str]:
