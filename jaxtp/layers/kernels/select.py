@@ -44,9 +44,6 @@ CAPABILITIES = {
 }
 """Compute capability by `jax.Device.device_kind`, for devices of an abstract mesh: developer.nvidia.com/cuda-gpus."""
 
-LEAST_CAPABILITY = {"float8": 8.9, "mxfp8": 10.0}
-"""Least compute capability of an NVIDIA GPU with products in that dtype: Ada and Blackwell."""
-
 _SHORT = MOST_IN_BLOCK
 """Longest sequence whose scores fit into one block: xla then stores no more of them than blockwise."""
 
