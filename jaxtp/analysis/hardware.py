@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
-from jaxtp.layers.kernels.select import CAPABILITIES
+from jaxtp.layers.kernels.select import CAPABILITIES, LEAST_CAPABILITY
 from jaxtp.mesh import AXES
 
 GB, GIB = 1e9, 2**30
@@ -58,7 +58,7 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of `Precision.matmul`; 0 if the hardware has no such products."""
-        has = dtype != "mxfp8" or float(self.capability or 0) >= _BLACKWELL
+        has = dtype != "mxfp8" or float(self.capability or 0) >= LEAST_CAPABILITY[dtype]
         return self.flops if dtype in ("", "compute") else has * self.float8
 
     @property
@@ -96,9 +96,6 @@ PLATFORMS = ("cuda", "rocm", "tpu")
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` has: no default of these is any device's."""
 
-_ADA, _BLACKWELL = 8.9, 10.0
-"""Least compute capability with float8, and with MXFP8."""
-
 _PCIE_HOP = 5.7e-6
 """Seconds, as NCCL has it for PCIe."""
 
@@ -112,7 +109,7 @@ def _gpu(
     capability = CAPABILITIES.get(kinds[0], "")
     # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979 TFLOP/s of an H100,
     # 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format (E4M3FNUZ); these TPUs have none.
-    if float(capability or 0) >= _ADA:
+    if float(capability or 0) >= LEAST_CAPABILITY["float8"]:
         others = {"float8": 2e12 * tflops, **others}
     return Hardware(
         name=name,

@@ -20,6 +20,9 @@ The middle number applies if the backward pass reads values that the remat polic
 never reads a block's last sum. Weights are gathered over fsdp in the compute dtype, for the forward pass and, in a
 block, again for the backward pass. Gradients are reduced in the reduction dtype: over fsdp per micro-batch, over dp
 once per step. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO stage 3 (arXiv 1910.02054).
+
+Layers in float8 gather kernels, and tokens in the forward pass, in 8 bits with float32 scales. Each scale is an
+all-reduced maximum over the devices that split its token or input features.
 """
 
 import math

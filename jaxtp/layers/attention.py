@@ -204,7 +204,11 @@ class AttentionConfig(BranchConfig):
         def suits(width: int) -> bool:
             other = replace(self, head_dim=width).heads
             pads_equally = all(heads.stored(tp)[:-1] == other.stored(tp)[:-1] for tp in small.tps)
-            return pads_equally and not any(rope_problems(width, _SMALL_THETA, scaling(width), fraction))
+            return (
+                width % small.block == 0
+                and pads_equally
+                and not any(rope_problems(width, _SMALL_THETA, scaling(width), fraction))
+            )
 
         head_dim = next((size for size in _SMALL_HEAD_DIMS if size < self.head_dim and suits(size)), self.head_dim)
         return {

@@ -76,6 +76,7 @@ class ShrinkSpec:
     shards: int  # a multiple of every fsdp of the check
     length: int  # tokens in a sequence of the check
     before: int  # tokens in a sequence of the run
+    block: int = 1  # divides the features of every projection on a device
 
     def positions(self, count: int) -> int:
         """Scales a number of positions like the sequence length."""
@@ -83,7 +84,7 @@ class ShrinkSpec:
 
     def size(self, value: int, least: int) -> int:
         """Returns the smallest size >= `least` that every tp divides, or pads, like `value`."""
-        return smallest_congruent(value, math.lcm(*self.tps), least)
+        return smallest_congruent(value, math.lcm(*self.tps) * self.block, least)
 
 
 class BranchConfig:

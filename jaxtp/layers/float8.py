@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxtp.collectives import Float8, Quantised
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.kernels.select import architecture_of
+from jaxtp.layers.kernels.select import architecture_of, matmul_problem
 from jaxtp.layers.mxfp8 import mx_matmul
 from jaxtp.mesh import current_device
 
@@ -36,7 +36,6 @@ class BlockScaled(NamedTuple):
 Operand = Array | Quantised
 Kernel = Operand | BlockScaled
 Value = Array | Float8  # of an operand, without a gradient
-_ADA = 8.9
 FLOAT8 = "float8"  # scope of the products, by which a compiled program's reader knows them
 
 
@@ -55,13 +54,8 @@ def tokens_in_float8(x: Array, *axes: str) -> Quantised:
     Raises:
       ConfigError: this device has no products in float8; XLA would convert the operands in silence.
     """
-    architecture = architecture_of(current_device())
-    platform, _, capability = (architecture or "cpu").partition(" ")
-    if platform not in ("cpu", "cuda") or float(capability or 10) < _ADA:
-        raise ConfigError(
-            f"model.precision.matmul=float8 needs compute capability {_ADA} (Ada) or newer, not {architecture}; "
-            "use model.precision.matmul=compute"
-        )
+    if problem := matmul_problem(FLOAT8, architecture_of(current_device())):
+        raise ConfigError(problem)
 
     def quantise(x: Array) -> Quantised:
         return Quantised(Float8.of(x, dim=-1, axes=axes), jnp.zeros_like(x))

@@ -272,7 +272,7 @@ def enter_matmul(x: Operand, kernels: Sequence[Kernel], sequence: int | None, ov
     return _multiply_each(x, kernels)  # each [b, T, F_i/tp]
 
 
-def _multiply_each(x: Operand, kernels: Sequence[Operand]) -> tuple[Array, ...]:
+def _multiply_each(x: Operand, kernels: Sequence[Kernel]) -> tuple[Array, ...]:
     plain = x.astype(x.dtype)  # once for all adapters
     return tuple(multiply(x if isinstance(w, Quantised) else plain, w, TP) for w in kernels)
 

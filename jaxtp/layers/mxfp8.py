@@ -25,25 +25,26 @@ from jax.custom_derivatives import CustomVJPPrimal
 
 from jaxtp.collectives import vary_like
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.kernels.select import architecture_of, installed_cudnn
+from jaxtp.layers.kernels.select import architecture_of, installed_cudnn, matmul_problem
 from jaxtp.mesh import current_device, current_platform
 
 BLOCK = 32
 _FIRST_CUDNN = (9, 10)  # with older ones XLA multiplies in bfloat16 without a word (jax 0.10.2, compiled for a B200)
 
 
-def mx_problem(k: int, n: int, architecture: str | None = None) -> str | None:
-    """Returns why a device cannot multiply with a kernel `[K, N]` in MXFP8, or None; `architecture_of` or unknown."""
+def mx_problem(k: int, n: int, architecture: str = "cpu") -> str | None:
+    """Returns why a device cannot multiply with a kernel `[K, N]` in MXFP8, or None."""
     for kind, size in (("input", k), ("output", n)):
         if size % BLOCK or not size:
             below, above = size // BLOCK * BLOCK, size // BLOCK * BLOCK + BLOCK
-            nearest = f"{below} or {above}" if below else above
-            return f"{size} {kind} features on a device are not divisible by its blocks of {BLOCK}; nearest: {nearest}"
-    platform, _, capability = (architecture or "cpu").partition(" ")
-    if platform not in ("cpu", "cuda") or float(capability or 10) < 10:
-        return f"it needs compute capability 10.0 (Blackwell) or newer, not {architecture}; use float8"
-    if platform == "cuda" and (installed_cudnn() or _FIRST_CUDNN) < _FIRST_CUDNN:
-        return "it needs cuDNN 9.10 or newer: pip install --upgrade nvidia-cudnn-cu13"
+            return (
+                f"model.precision.matmul=mxfp8: {size} {kind} features on a device are not divisible by its blocks of "
+                f"{BLOCK}; nearest: {f'{below} or {above}' if below else above}"
+            )
+    if problem := matmul_problem("mxfp8", architecture):
+        return problem
+    if architecture.startswith("cuda") and (installed_cudnn() or _FIRST_CUDNN) < _FIRST_CUDNN:
+        return "model.precision.matmul=mxfp8 needs cuDNN 9.10 or newer: pip install --upgrade nvidia-cudnn-cu13"
     return None
 
 
@@ -55,7 +56,7 @@ def mx_matmul(x: Array, w: Array) -> Array:
     """
     k, n = w.shape
     if problem := mx_problem(k, n, architecture_of(current_device())):
-        raise ConfigError(f"matmul=mxfp8: {problem}")
+        raise ConfigError(problem)
     return _matmul(vary_like(x, w), vary_like(w, x))
 
 

@@ -6,6 +6,7 @@ settings, so YAML stays flat: `model.num_kv_heads`.
 """
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -382,7 +383,7 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     return dataclasses.replace(
         config,
         vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
-        d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
+        d_model=smallest_congruent(0, math.lcm(small.shards, small.block), _MIN_D_MODEL),
         num_layers=first + pattern * min(turns, _MAX_TURNS) + rest,
         loss_chunk=small.positions(config.loss_chunk),
         first_blocks=tuple(smaller[:first]),
@@ -526,7 +527,7 @@ def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
         yield Problem(f"{setting}=mxfp8 has no rings; use model.overlap=none, or {setting}=float8")
     for path, layer in _projections(config):
         if layers[path] is None and not isinstance(layer, str) and (why := mx_obstacle(layer, tp)):
-            yield Problem(f"{setting}=mxfp8: {path}: {why}")
+            yield Problem(f"{path}: {why}")
 
 
 @lru_cache(maxsize=32)

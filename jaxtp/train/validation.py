@@ -12,7 +12,7 @@ from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.layers import remat
 from jaxtp.layers.kernels import grouped
-from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, pick_kernel, unsupported
+from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, matmul_problem, pick_kernel, unsupported
 from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import (
     AXES,
@@ -102,6 +102,8 @@ def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str 
     yield from dict.fromkeys(problem for problems in found for problem in problems)
     if config.model.most_experts:
         yield from grouped.unsupported(config.model.grouped, platform)
+    if problem := matmul_problem(config.model.precision.matmul, platform or "cpu"):
+        yield problem
 
 
 def chosen_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> dict[KernelName, str]:

@@ -393,7 +393,8 @@ def test_transformer_engine_74_devices_read_gathered_float8_by_its_own_scales(mo
     assert gathered_in_float8() < RIGHT
 
     def by_the_readers_scale(x, sequence):
-        return enter_float8(x, sequence)._replace(scale=jnp.concatenate([x.scale] * axis_size(TP), axis=1))
+        entered, scales = enter_float8(x, sequence), [x.array.scale] * axis_size(TP)
+        return entered._replace(array=entered.array._replace(scale=jnp.concatenate(scales, axis=1)))
 
     monkeypatch.setattr(linear, "enter_float8", by_the_readers_scale)
     assert gathered_in_float8() > WRONG

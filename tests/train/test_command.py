@@ -122,7 +122,7 @@ def test_a_run_goes_on_in_float8_and_is_used_in_its_compute_dtype(tmp_path, text
     assert f"matmul  {taken}; float32 in gradients of weights, the head\n" in out
     assert "changed since: model.precision.matmul: compute -> float8" in out
     model = ["--model", str(tmp_path / "run")]
-    assert jaxtp.__main__.main(["generate", *model, "--prompt", "line", "--max-new-tokens", "3"]) == 0
+    assert jaxtp.__main__.main(["generate", *model, "--prompt", "line", "--max-tokens", "3"]) == 0
     assert jaxtp.__main__.main(["evaluate", *model, "--text", text[1], "--json", str(tmp_path / "loss.json")]) == 0
     assert json.loads((tmp_path / "loss.json").read_text())["dtype"] == "float32"
     assert jaxtp.__main__.main(["convert", "export", model[1], str(tmp_path / "hf")]) == 0

@@ -31,6 +31,9 @@ _WIDE_ON_BLACKWELL = (9, 25)
 """The first cuDNN with a backward pass for head_dim 256 on Blackwell; JAX accepts older ones.
 NVIDIA/TransformerEngine#3056 names 9.23 and 9.25."""
 
+LEAST_CAPABILITY = {"float8": 8.9, "mxfp8": 10.0}
+"""Least compute capability of an NVIDIA GPU with products in that dtype: Ada and Blackwell."""
+
 CAPABILITIES = {
     **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), "8.0"),
     **dict.fromkeys(("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), "8.0"),
@@ -51,6 +54,15 @@ def architecture_of(device: Any) -> str:
         return platform
     capability = getattr(device, "compute_capability", None) or _capability(device.device_kind)
     return f"{platform} {capability}" if capability else platform
+
+
+def matmul_problem(matmul: str, architecture: str) -> str | None:
+    """Returns why a device, by `architecture_of`, has no products in the dtype of `Precision.matmul`, or None."""
+    platform, _, capability = architecture.partition(" ")
+    least = LEAST_CAPABILITY.get(matmul, 0.0)
+    if not least or platform == "cpu" or (platform == "cuda" and float(capability or least) >= least):
+        return None
+    return f"model.precision.matmul={matmul}: {architecture} would multiply in 16 bits; it needs cuda {least} or newer"
 
 
 def _capability(kind: str) -> str | None:

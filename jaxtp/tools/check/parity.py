@@ -155,8 +155,8 @@ def on_one_device(
     once = program(config, ONE_DEVICE, replayed=replayed, subject=subject)
     numbers = once(initial)
     if not subject.is_own:
-        again = numbers if config.model.precision.matmul == "compute" else once(_in_other_digits(initial))
-        return initial, numbers, again
+        exact = config.model.precision.matmul == "compute"
+        return initial, numbers, numbers if exact else once(_in_other_digits(initial))
     if not np.isfinite(numbers.losses).all():
         initial = initial_arrays(config, subject, noise=0)
         numbers = once(initial)

@@ -13,6 +13,7 @@ from typing import get_args
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.layers.branch import ShrinkSpec, smallest_congruent
+from jaxtp.layers.mxfp8 import BLOCK
 from jaxtp.layers.sequence_parallel import Context, Method, is_split
 from jaxtp.mesh import AXES, CP, DP, FSDP, SEQUENCE, STORAGE, TP, batch_parts, check_sizes, mesh_shape, parts
 from jaxtp.models.config import padded_sizes, shrink_model, violations
@@ -170,7 +171,8 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     sequence = length if same_batches else smallest_congruent(length, chunks, MIN_SEQUENCE)
     shards = math.lcm(*(parts(sizes, STORAGE) for sizes in meshes))
     tps = frozenset(sizes[TP] for sizes in meshes)
-    small = ShrinkSpec(tps=tps, shards=shards, length=sequence, before=length)
+    block = BLOCK if config.model.precision.matmul == "mxfp8" else 1
+    small = ShrinkSpec(tps=tps, shards=shards, length=sequence, before=length, block=block)
     model = shrink_model(config.model, small)
     if same_batches:
         return in_three_updates(replace_nested(config, {"model": replace(model, vocab_size=config.model.vocab_size)}))

@@ -134,8 +134,8 @@ def _estimate(argv: Sequence[str]) -> int:
             topology(where.hardware.compiled_as, **where.hosts)
         except TargetError as error:
             raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
-    check_kernels(config, mesh_shape(), where.hardware.architecture)
     require_matmul(where.hardware, config.model.precision.matmul)
+    check_kernels(config, mesh_shape(), where.hardware.architecture)
     model = describe_model(config)
     print(heading(config, where, model), *notes, sep="\n", end="\n\n", flush=True)
     best, numbers = _search(options, config, where, model)

@@ -112,6 +112,16 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
     assert "a reduction (leave_parallel, all_reduce) is missing" in out
 
 
+@pytest.mark.parametrize("matmul", ["float8", "mxfp8"])
+def test_the_small_model_has_the_same_layers_in_8_bits(matmul):
+    changes = {"model.precision.matmul": matmul, "model.precision.matmul_layers": "*.mlp.*|*.qkv"}
+    config = replace_nested(from_yaml(CheckConfig, ROOT / "configs/llama3_8b.yaml"), changes)
+    small, cases = plan(config)
+    assert models.matmul_layers(small.model) == models.matmul_layers(config.model)
+    assert not [problem for case in cases for problem in models.violations(small.model, case.sizes)]
+
+
+@pytest.mark.wide
 def test_a_scale_of_one_devices_features_is_named(monkeypatch, capsys):
     """It only rounds otherwise, which no loss shows."""
     quantised = linear.tokens_in_float8

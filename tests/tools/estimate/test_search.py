@@ -318,6 +318,17 @@ def test_a_grouped_kernel_that_cannot_run_is_refused_before_anything_starts():
     check_kernels(dense, mesh_shape(), "rocm")  # no expert, no product of any
 
 
+@pytest.mark.parametrize(
+    ("matmul", "able", "unable"), [("float8", "cuda 8.9", "cuda 8.0"), ("mxfp8", "cuda 10.0", "rocm")]
+)
+def test_a_device_that_would_multiply_in_16_bits_in_silence_is_refused(matmul, able, unable):
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, precision=jaxtp.Precision(matmul=matmul)))
+    for platform in ("cpu", "cuda", able):
+        check_kernels(config, mesh_shape(), platform)
+    with pytest.raises(ConfigError, match=f"matmul={matmul}: {unable} would multiply in 16 bits; it needs {able} or"):
+        check_kernels(config, mesh_shape(), unable)
+
+
 @pytest.mark.wide
 def test_where_nothing_fits_it_says_what_would():
     least = min(setting.memory.total for setting in of_eight().all)
