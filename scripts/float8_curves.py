@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
     parser.add_argument("--read", action="store_true", help="train nothing, print what is there")
     arguments = parser.parse_args(argv)
-    order = [(m, v, seed) for seed in range(arguments.seeds) for half in (PAIR, CONTROL) for m in MODELS for v in half]
+    order = [(m, v, seed) for half in (PAIR, CONTROL) for seed in range(arguments.seeds) for m in MODELS for v in half]
     for model, variant, seed in order:
         if not arguments.read and read(arguments.runs, model, variant, seed)[1] is None:
             train(arguments.runs, model, variant, seed)
