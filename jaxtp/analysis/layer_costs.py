@@ -361,8 +361,11 @@ def projection_weights(
 ) -> Iterator[Cost]:
     """Yields the costs of loading a kernel; `weights` are it and its bias, `axes` split its input features."""
     weight, bias = weights
-    yield from kernel_weights(kernel, replace(weight, matmul=layer.matmul), bias)
-    if layer.matmul == "float8" and not isinstance(kernel, Float8Kernel):  # quantised for each gather
+    quantised = layer.matmul == "float8" and not isinstance(kernel, Float8Kernel)
+    # XLA transposes the stored shards of all layers at once, but quantised ones layer by layer.
+    weight = replace(weight, matmul=layer.matmul, transposed=weight.transposed and not quantised)
+    yield from kernel_weights(kernel, weight, bias)
+    if quantised:  # for each gather
         scales, times = _scales(bias), 1 + work.training
         yield collective_cost(ALL_REDUCE, axes, scales.module, work, FLOAT32 * scales.stored(work.sizes), times)
         yield from scales.loads(work, trained=False)
