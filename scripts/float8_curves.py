@@ -8,7 +8,7 @@ of 10 million parameters (300 steps). Runs in bfloat16 and in float8 differ in `
 finer, moves the loss of a short run. One CPU device each: float8 operands do not depend on the mesh.
 
 loss: mean over the last 20 steps that a run and the one in bfloat16 have; validation: on held-out files after the last
-step. Differences are relative to bfloat16. Runs in --runs are resumed, or read if they have ended. --read trains nothing.
+step. Differences are relative to bfloat16. Runs in --runs are resumed, or read if they have ended; --read trains none.
 """
 
 import argparse
