@@ -321,7 +321,8 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     yield Bytes("workspace", 3 * hidden)
     outputs = tokens * sum(local) * compute
-    saved = {"none": saved_input, "save_gathered": saved_input, "save_dots": outputs}
+    in_float32 = tokens * sum(local) * (FLOAT32 - compute) if layer.matmul == "float8" else 0  # scaled, before the cast
+    saved = {"none": saved_input + in_float32, "save_gathered": saved_input, "save_dots": outputs}
     yield Bytes("saved", saved.get(work.remat, 0))
     yield from column_lora_costs(layer, work, COLUMN)
 
