@@ -8,7 +8,7 @@ of 10 million parameters (300 steps). Runs in bfloat16 and in float8 differ in `
 finer, moves the loss of a short run. One CPU device each: float8 operands do not depend on the mesh.
 
 loss: mean over the last 20 steps that a run and the one in bfloat16 have; validation: on held-out files after the last
-step. Differences are relative to bfloat16. Runs in --runs are resumed, or read if they have ended; --read trains none.
+step. Differences are relative to bfloat16. Runs in --runs are resumed, or read if they have ended.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/float8_curves"), help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
-    parser.add_argument("--read", action="store_true", help="train nothing")
+    parser.add_argument("--read", action="store_true", help="train nothing, print what is there")
     arguments = parser.parse_args(argv)
     order = [(m, v, seed) for seed in range(arguments.seeds) for half in (PAIR, CONTROL) for m in MODELS for v in half]
     for model, variant, seed in order:
