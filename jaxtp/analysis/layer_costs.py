@@ -321,7 +321,8 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     yield Bytes("workspace", 3 * hidden)
     outputs = tokens * sum(local) * compute
-    saved = {"none": saved_input, "save_gathered": saved_input, "save_dots": outputs}
+    in_float32 = tokens * sum(local) * (FLOAT32 - compute) if layer.matmul == "float8" else 0  # scaled, before the cast
+    saved = {"none": saved_input + in_float32, "save_gathered": saved_input, "save_dots": outputs}
     yield Bytes("saved", saved.get(work.remat, 0))
     yield from column_lora_costs(layer, work, COLUMN)
 
@@ -361,8 +362,11 @@ def projection_weights(
 ) -> Iterator[Cost]:
     """Yields the costs of loading a kernel; `weights` are it and its bias, `axes` split its input features."""
     weight, bias = weights
-    yield from kernel_weights(kernel, replace(weight, matmul=layer.matmul), bias)
-    if layer.matmul == "float8" and not isinstance(kernel, Float8Kernel):  # quantised for each gather
+    quantised = layer.matmul == "float8" and not isinstance(kernel, Float8Kernel)
+    # XLA transposes the stored shards of all layers at once, but quantised ones layer by layer.
+    weight = replace(weight, matmul=layer.matmul, transposed=weight.transposed and not quantised)
+    yield from kernel_weights(kernel, weight, bias)
+    if quantised:  # for each gather
         scales, times = _scales(bias), 1 + work.training
         yield collective_cost(ALL_REDUCE, axes, scales.module, work, FLOAT32 * scales.stored(work.sizes), times)
         yield from scales.loads(work, trained=False)
