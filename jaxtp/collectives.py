@@ -243,9 +243,7 @@ class Float8(NamedTuple):
     """
 
     bits: Array  # of the float8 numbers, as uint8: XLA for CPUs would slice and gather float8 in float16
-    scale: (
-        Array  # of a kernel `[..., 1, out]`, of tokens `[..., 1]`: the largest absolute value over 448, E4M3's largest
-    )
+    scale: Array  # of a kernel `[..., 1, out]`, of tokens `[..., 1]`: the largest absolute value over 448
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -337,6 +335,8 @@ class WeightLayout:
 
     def summed(self, grad: Array) -> Array:
         """Returns a shard's gradient: the transpose of `whole`."""
+        if current_mesh() is None:
+            return grad
         if self.fsdp_dim is not None and self.gathered:
             grad = _reduce_scatter_shards(grad, self.fsdp_dim)
         dim, group = self.tp_gather
@@ -346,6 +346,8 @@ class WeightLayout:
 
     def replicas(self, shard: Array) -> tuple[str, ...]:
         """Returns the axes over which the shard's gradient is summed, but for those over which it varies already."""
+        if current_mesh() is None:
+            return ()
         copied = gradient_sum_axes(stored_split=self.fsdp_dim is not None, used_by_all_tp=self.used_by_all_tp)
         return tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
 
@@ -384,19 +386,15 @@ def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
 def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]) -> Quantised:
     """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits; `axes` split its input features."""
     if isinstance(shard, Float8):
-        kernel = by_rows(shard) if current_mesh() is None else layout.whole_bits(by_rows(shard))
-        return Quantised.of(kernel, dtypes.compute)
-    replicas = () if current_mesh() is None else layout.replicas(shard)
+        return Quantised.of(layout.whole_bits(by_rows(shard)), dtypes.compute)
+    replicas = layout.replicas(shard)
 
     def gather(shard: Array) -> Quantised:
-        kernel = by_rows(Float8.of(shard, axes=axes))
-        kernel = kernel if current_mesh() is None else layout.whole_bits(kernel)
-        array, carrier = Quantised.of(kernel, dtypes.compute)
+        array, carrier = Quantised.of(layout.whole_bits(by_rows(Float8.of(shard, axes=axes))), dtypes.compute)
         return Quantised(array, vary(carrier, *replicas))
 
     def backward(_: None, grad: Quantised) -> tuple[Array]:
-        total = grad.carrier.astype(dtypes.reduce)
-        return (all_reduce(total if current_mesh() is None else layout.summed(total), *replicas).astype(shard.dtype),)
+        return (all_reduce(layout.summed(grad.carrier.astype(dtypes.reduce)), *replicas).astype(shard.dtype),)
 
     load = jax.custom_vjp(gather)
     load.defvjp(lambda shard: (load(shard), None), backward)  # one call: remat saves no quantised shard

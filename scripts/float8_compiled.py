@@ -155,6 +155,7 @@ def main(argv: list[str] | None = None) -> int:
             step = pair[matmul] = compiled(config, sizes, folder / f"{label.replace(' ', '-')}-{matmul}")
             more = step.peak / pair[BFLOAT16].peak
             good &= more <= MORE and step.in_float8 == step.asked and not step.copied[1]
+            good &= matmul == BFLOAT16 or step.in_float8 > 0
             peak = f"{step.peak / GB:,.2f}" + f" ({more - 1:+.1%})" * (matmul == FLOAT8)
             dtype = "bfloat16" if matmul == BFLOAT16 else matmul
             table.append((label, config.model.remat, dtype, peak, *cells(step)))

@@ -460,7 +460,9 @@ def float8(machine: Machine, out: Path, log: Path) -> Result:
         for way, (multiply, operands) in cases.items():
             compiled = jax.jit(multiply).lower(*operands).compile()
             programs[way] = partial(compiled, *operands)
-            missed += [name for _ in read_float8(compiled.as_text() or "")[1] if name not in missed]
+            in_float8, wrong = read_float8(compiled.as_text() or "")
+            if way != "16 bits" and (wrong or not in_float8) and name not in missed:
+                missed.append(name)
         for way, seconds in medians(programs, 5, calls=5).items():
             found[f"{name} in {way}"] = 2e-12 * tokens * inner * outer / seconds
         right, ours = (programs[way]().astype("float32") for way in ("16 bits", "float8"))
@@ -490,9 +492,9 @@ def float8_step(machine: Machine, out: Path, log: Path) -> Result:
     read = [read_float8(file.read_text()) for file in (out / "float8-programs").glob("*after_optimizations.txt")]
     in_float8, missed = sum(right for right, _ in read), {layer: "" for _, wrong in read for layer in wrong}
     off = abs(losses[1] - losses[0]) / losses[0]
-    is_right = off < 1e-2 and (machine.is_small or (in_float8 > 0 and not missed))
-    told = {"loss_off": off, "products in float8": in_float8, "not in float8": ", ".join(missed) or "none"}
-    return {"right": is_right, **told, "losses": losses, **found}
+    is_right = off < 3e-2 and (machine.is_small or (in_float8 > 0 and not missed))
+    shown = {"loss_off": off, "products in float8": in_float8, "not in float8": ", ".join(missed) or "none"}
+    return {"right": is_right, **shown, "losses": losses, **found}
 
 
 def need_torch() -> None:

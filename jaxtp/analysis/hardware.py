@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
-from jaxtp.layers.kernels.select import CAPABILITIES, LEAST_CAPABILITY
+from jaxtp.layers.kernels.select import CAPABILITIES, LEAST_CAPABILITY, matmul_problem
 from jaxtp.mesh import AXES
 
 GB, GIB = 1e9, 2**30
@@ -202,12 +202,13 @@ def of_kind(device_kind: str) -> Hardware | None:
 
 def require_matmul(hardware: Hardware, matmul: str) -> None:
     """Raises ConfigError if the hardware does not multiply in the dtype of `Precision.matmul`."""
-    if not hardware.peak(matmul):
+    lacking = matmul_problem(matmul, hardware.architecture)
+    if lacking or not hardware.peak(matmul):
         able = ", ".join(name for name, one in TABLE.items() if one.peak(matmul))
         works = "float8 or compute" if hardware.float8 else "compute"
         raise ConfigError(
             f"model.precision.matmul={matmul}: {hardware.name} has no such products; --model.precision.matmul {works} "
-            f"works, or one of {able}{'' if hardware.name in TABLE else ', or the key float8 in the file'}"
+            f"works, or one of {able}{'' if lacking or hardware.name in TABLE else ', or the key float8 in the file'}"
         )
 
 

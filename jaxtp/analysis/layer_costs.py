@@ -306,6 +306,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     hidden = moved = tokens * layer.in_features * compute
     if layer.matmul == "float8":
         moved = tokens * (layer.in_features + FLOAT32)
+    if layer.matmul != "compute":
         yield from column_gradient_costs(layer, work)
     split = work.is_split(layer.sequence_parallel)
     if layer.joined:
@@ -394,7 +395,8 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterat
     times = int(work.training)
     for f in layer.features:
         group, size = f.shared_by(work.tp), FLOAT32 * work.tokens
-        yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size, times)
+        if layer.matmul == "float8":
+            yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size, times)
         yield CollectiveCost(Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), times)
 
 

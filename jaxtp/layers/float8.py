@@ -66,7 +66,7 @@ def tokens_in_float8(x: Array, *axes: str) -> Quantised:
 
 
 def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
-    """Returns `x @ w`, in float8 if both are; the mesh axes `axes` split the output features."""
+    """Returns `x @ w`, in the dtype of the kernel; the mesh axes `axes` split the output features."""
     if isinstance(w, BlockScaled):
         return mx_matmul(x.astype(w.kernel.dtype), w.kernel)
     if not isinstance(x, Quantised) or not isinstance(w, Quantised):
@@ -91,14 +91,18 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
 
 
 def product(x: Value, w: Value, dtype: DTypeLike) -> Array:
-    """Returns `x @ w` in the compute dtype; in float8 if the kernel is, and `x` then too."""
-    if not isinstance(w, Float8) or not isinstance(x, Float8):
-        return x.astype(dtype) @ w.astype(dtype)
-    # GPUs accumulate in float32 whatever the result's dtype. A float32 result would be written and read once more: the
-    # scales are computed in the same program, so no kernel applies them itself.
+    """Returns `x @ w` in the compute dtype. A `w` in float8 needs an `x` in float8, and is multiplied in it."""
+    if not isinstance(w, Float8):
+        return x.astype(dtype) @ w
+    assert isinstance(x, Float8)
+    # Without HIGHEST, cuBLAS sums float8 in fewer bits than float32 has. The sum is not written in float32: no kernel
+    # applies scales that the same program computes, so it would be read once more. Sums of float8 can exceed float16.
+    result = jnp.float32 if dtype == jnp.float16 else dtype
     with jax.named_scope(FLOAT8):
         dims = (((len(x.shape) - 1,), (0,)), ((), ()))
-        y: Array = lax.dot_general(x.numbers, w.numbers, dims, preferred_element_type=dtype)
+        y: Array = lax.dot_general(
+            x.numbers, w.numbers, dims, precision=lax.Precision.HIGHEST, preferred_element_type=result
+        )
     return (y.astype(jnp.float32) * x.scale * w.scale[0]).astype(dtype)
 
 

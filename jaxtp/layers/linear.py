@@ -243,7 +243,7 @@ class RowParallelLinear(nnx.Module):
 def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | None:
     """Returns why `Precision.matmul` does not apply to a layer of such sizes, or None."""
     least = layer.precision.matmul_least
-    granule = min(_GRANULE, least)  # a check on CPUs takes layers of all sizes
+    granule = 1 if least == 1 else _GRANULE
     outputs = layer.features if isinstance(layer, ColumnParallelLinear) else (ExactDim((layer.features,)),)
     inputs = layer.in_features if isinstance(layer, RowParallelLinear) else ExactDim((layer.in_features,))
     if odd := [each.size for each in (inputs, *outputs) if each.size % granule]:

@@ -179,7 +179,7 @@ matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 def sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Kernel]) -> Array:
     """Returns the sum of `inputs[i] @ kernels[i]`."""
-    return reduce(operator.add, map(multiply, inputs, kernels))
+    return reduce(operator.add, (multiply(*pair) for pair in zip(inputs, kernels, strict=True)))
 
 
 def _sum_of_products(inputs: Iterable[Value], kernels: Sequence[Value], dtype: DTypeLike) -> Array:

@@ -64,16 +64,17 @@ class Precision:
     """Dtype of the head's output; the softmax over it is float32."""
 
     matmul: Matmul = "compute"
-    """Products of projections in blocks, and of their input's gradient: in the compute dtype, or in float8 (E4M3 with
-    scales per token and output feature), which also halves what sequence parallelism and fsdp gather. Gradients of
-    weights stay in the compute dtype; head, routers, norms, adapters and experts too. mxfp8 has a scale for each block
-    of 32 features and gathers in the compute dtype."""
+    """Dtype of products in the projections of blocks, forward and for the gradients of inputs. float8 is E4M3 with a
+    scale for each token and output feature: half of the bytes that fsdp gathers, and sequence parallelism in the
+    forward pass. Gradients of weights, head, routers, norms, adapters and experts stay in the compute dtype. mxfp8 has
+    a scale for each block of 32 features, and gathers in the compute dtype."""
 
     matmul_layers: str = "*"
     """Layers that matmul applies to, by path as in the shell; | separates alternatives: *.mlp.*|*.attention.out"""
 
     matmul_least: Count = 2048
-    """Least number of input and of output features of a layer that matmul applies to; all must be multiples of 16."""
+    """Least number of input features, and of all output features together, of a layer that matmul applies to. Each is a
+    multiple of 16; 1 takes layers of any size."""
 
     def sum_dtype(self, param: DTypeLike) -> jnp.dtype:
         """Returns the dtype in which gradients accumulate over micro-batches."""

@@ -520,14 +520,17 @@ def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
             return
     if None not in layers.values():
         reasons = "; ".join({why: f"{path}: {why}" for path, why in layers.items()}.values())
-        yield Problem(f"{setting}={precision.matmul} applies to no layer ({reasons}); use {setting}=compute")
+        smaller = f", or a smaller {setting}_least" if f"{setting.rpartition('.')[2]}_least" in reasons else ""
+        yield Problem(f"{setting}={precision.matmul} applies to no layer ({reasons}); use {setting}=compute{smaller}")
     if precision.matmul != "mxfp8":
         return
     if config.overlap == "ring":
         yield Problem(f"{setting}=mxfp8 has no rings; use model.overlap=none, or {setting}=float8")
-    for path, layer in _projections(config):
-        if layers[path] is None and not isinstance(layer, str) and (why := mx_obstacle(layer, tp)):
-            yield Problem(f"{path}: {why}")
+    taken = [(path, layer) for path, layer in _projections(config) if layers[path] is None]
+    odd = [(path, why) for path, layer in taken if not isinstance(layer, str) and (why := mx_obstacle(layer, tp))]
+    if odd:
+        paths = ", ".join(path for path, _ in odd)
+        yield Problem(f"{odd[0][1]} ({paths}); use another mesh.tp, {setting}_layers without them, or {setting}=float8")
 
 
 @lru_cache(maxsize=32)

@@ -254,7 +254,7 @@ class Decoder(EmbeddingAndHead):
         if config.lora.rank:
             freeze(self)
         if config.precision.matmul != "compute":
-            taken = [path for path, why in matmul_layers(config).items() if why is None]
+            taken = {path for path, why in matmul_layers(config).items() if why is None}
             for kind, (stack, *_) in zip(kinds, config.kinds(), strict=True):
                 for path, layer in nnx.iter_modules(kind):
                     if (

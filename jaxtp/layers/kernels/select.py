@@ -62,7 +62,11 @@ def matmul_problem(matmul: str, architecture: str) -> str | None:
     least = LEAST_CAPABILITY.get(matmul, 0.0)
     if not least or platform == "cpu" or (platform == "cuda" and float(capability or least) >= least):
         return None
-    return f"model.precision.matmul={matmul}: {architecture} would multiply in 16 bits; it needs cuda {least} or newer"
+    works = "compute" if matmul == "float8" or matmul_problem("float8", architecture) else "float8"
+    return (
+        f"model.precision.matmul={matmul}: {architecture} would multiply in 16 bits; it needs cuda {least} or newer; "
+        f"use model.precision.matmul={works}"
+    )
 
 
 def _capability(kind: str) -> str | None:

@@ -214,7 +214,8 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
                 if case == ONE_DEVICE:
                     break
                 continue
-            errors = parity.compare(actual, expected, exact if dtype in COARSE else again)
+            in_16_bits = dtype in COARSE and config.model.precision.matmul == "compute"
+            errors = parity.compare(actual, expected, exact if in_16_bits else again)
             if errors.within(tolerance):
                 yield verdict(errors, actual.problems)
             elif case.accumulation is not None:

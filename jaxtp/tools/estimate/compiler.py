@@ -337,7 +337,8 @@ class Compiled:
             yield f"products outside of kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: {expected}"
         if setting.config.model.precision.matmul != "compute":
             asked = self.in_float8 + sum(self.not_in_float8.values())
-            yield f"products asked for in float8: {asked:,}; compiled in float8: {self.in_float8:,}"
+            none = "" if self.in_float8 else "; WARNING: none"
+            yield f"products asked for in float8: {asked:,}; compiled in float8: {self.in_float8:,}{none}"
             yield from (f"  not in float8: {layer}, {times:,} times" for layer, times in self.not_in_float8.items())
         rows = [
             (m.kind, "+".join(m.axes), f"{m.count:,}", f"{m.bytes / GB:,.3f}", f"{m.overlapped:,}", f"{m.computing:,}")

@@ -6,7 +6,7 @@ once, and waits for each layer's collectives. With E experts, n rows that choose
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtp.analysis.hardware import GB
 from jaxtp.analysis.layer_costs import Workload
@@ -64,6 +64,7 @@ def generations(
         raise ConfigError(
             f"--generate {rows}: no mesh of {where.devices} devices holds the model and divides {rows} rows by dp*fsdp"
         )
+    config = replace(config, precision=replace(config.precision, matmul="compute"))  # as `jaxtp generate` does
     hardware, arrays = where.hardware, [array for array in model.arrays if array.name.startswith(MODEL)]
     found = []
     for sizes in {tuple(sizes.values()): sizes for sizes in map(decode_sizes, able)}.values():

@@ -268,7 +268,7 @@ def test_with_a_mesh_of_its_own_a_check_does_not_ask_for_that_of_the_configurati
     assert dtypes(small) == ["float32", "bfloat16"], "the model's own dtype too"
     adapted = jaxtp.ModelConfig(lora=jaxtp.LoraConfig(rank=2), precision=jaxtp.Precision(param="float16"))
     assert dtypes(plan(CheckConfig(model=adapted), ("tp=2",))[0]) == ["float32", "float16"]
-    assert set(parity.TOLERANCES) == {"float32", "float16", "bfloat16"}
+    assert set(parity.TOLERANCES) == {"float32", "float16", "bfloat16", "float8", "mxfp8"}
 
 
 def test_default_meshes_are_those_that_a_model_of_hugging_face_fits(tmp_path):
