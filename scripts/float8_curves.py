@@ -14,9 +14,11 @@ step. Differences are relative to bfloat16. Runs in --runs are resumed, or read 
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxtp.analysis.tables import columns
@@ -53,9 +55,10 @@ def train(runs: Path, model: str, variant: str, seed: int) -> None:
     flags |= {"run.seed": seed, "run.dir": folder_of(runs, model, variant, seed)}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "jaxtp.train", "--mesh", "dp=1,fsdp=1,tp=1", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several runs share a GPU
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        raise SystemExit(f"{model}, {variant}, seed {seed}:\n{done.stdout}{done.stderr}")
+        print(f"FAILED: {model}, {variant}, seed {seed}:\n{done.stdout}{done.stderr}", file=sys.stderr, flush=True)
 
 
 def read(runs: Path, model: str, variant: str, seed: int) -> tuple[list[float], float | None]:
@@ -100,12 +103,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/float8_curves"), help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time (default 1)")
     parser.add_argument("--read", action="store_true", help="train nothing, print what is there")
     arguments = parser.parse_args(argv)
     order = [(m, v, seed) for half in (PAIR, CONTROL) for seed in range(arguments.seeds) for m in MODELS for v in half]
-    for model, variant, seed in order:
-        if not arguments.read and read(arguments.runs, model, variant, seed)[1] is None:
-            train(arguments.runs, model, variant, seed)
+    missing = [run for run in order if read(arguments.runs, *run)[1] is None]
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        list(pool.map(lambda run: train(arguments.runs, *run), [] if arguments.read else missing))
     text, good = compare(arguments.runs, arguments.seeds)
     print(text)
     print(f"the mean validation loss in float8 is {'' if good else 'NOT '}within {LIMIT:.0%} of bfloat16's")

@@ -1,0 +1,341 @@
+"""Compares the training step with a Llama's step that an expert writes in plain JAX, by time or by compiled program.
+
+    python scripts/step_beside_plain.py --devices 2 --mesh tp=2
+    python scripts/step_beside_plain.py --model 8b --rows 8 --mesh fsdp=8 --absent
+
+The plain step is `jit` with `NamedSharding`: constraints on products and on the norm before the gather, `scan` over
+layers, `jax.checkpoint`, a loss in chunks, Optax. Both start from the same weights and read the same tokens; the script
+stops if their first losses differ. Blocks of steps of each take turns in one process, and ratios are medians over
+neighbouring blocks. `--absent` compiles both for H100s that are not there. `--profile` also writes the compiled
+programs and a profile of each.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import yaml
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtp
+from jaxtp.analysis.schedule import read_schedule
+from jaxtp.analysis.tables import columns
+from jaxtp.config.schema import replace_nested
+from jaxtp.data.loader import abstract_batch
+from jaxtp.mesh import describe_mesh, mesh_sizes
+from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.state import named_arrays, plan_state
+from jaxtp.train.step import trace_step
+
+MODELS = {
+    "25m": {"vocab_size": 8192, "d_model": 512, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "d_ff": 1408},
+    "1b": {"vocab_size": 128256, "d_model": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "d_ff": 8192},
+    "8b": {"vocab_size": 128256, "d_model": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "d_ff": 14336},
+}
+RATE, DECAY, CHUNK = 1e-4, 0.1, 4096  # CHUNK: tokens of a device whose logits exist at a time
+SPECS = {
+    "embedding": P("tp", "fsdp"),
+    "head": P("fsdp", "tp"),
+    "norm": P(None),
+    **{name: P(None, "fsdp", "tp") for name in ("wq", "wk", "wv", "wg", "wu")},
+    **{name: P(None, "tp", "fsdp") for name in ("wo", "wd")},
+    **{name: P(None, None) for name in ("n1", "n2")},
+}
+OURS = {
+    "embedding": "embedding.embedding",
+    "head": "head.kernel",
+    "norm": "norm.scale",
+    **{name: f"blocks.attention.qkv.kernels.{i}" for i, name in enumerate(("wq", "wk", "wv"))},
+    **{name: f"blocks.mlp.gate_up.kernels.{i}" for i, name in enumerate(("wg", "wu"))},
+    **{"wo": "blocks.attention.out.kernel", "wd": "blocks.mlp.down.kernel"},
+    **{"n1": "blocks.attention_norm.scale", "n2": "blocks.mlp_norm.scale"},
+}
+Params = dict[str, jax.Array]
+
+
+def is_gpu(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+
+class Plain:
+    """The step in plain JAX."""
+
+    def __init__(self, model: jaxtp.ModelConfig, mesh: Mesh, rows: int, length: int):
+        self.model, self.mesh, self.rows, self.length = model, mesh, rows, length
+        self.dtype = jnp.dtype(model.precision.compute)
+        matrices = {name: len(spec) > 1 and None not in spec[-2:] for name, spec in SPECS.items()}
+        rule = optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=matrices)
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), rule)
+        policies = jax.checkpoint_policies
+        self.policy = {
+            "full": policies.nothing_saveable,
+            "save_dots": policies.dots_with_no_batch_dims_saveable,
+            "none": policies.everything_saveable,
+        }[model.remat]
+
+    def constrain(self, x: jax.Array, *spec: str | None) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+
+    def norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.model.norm_eps) * scale
+        sharded = self.constrain(y.astype(self.dtype), "fsdp", "tp", None)
+        return self.constrain(sharded, "fsdp", None, None)
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        half = self.model.head_dim // 2
+        angles = jnp.arange(self.length)[:, None] * self.model.rope_theta ** (-jnp.arange(half) / half)
+        sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
+        a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(self.dtype)
+
+    def block(self, x: jax.Array, w: Params) -> jax.Array:
+        model = self.model
+        w = {name: value.astype(self.dtype) if value.ndim > 1 else value for name, value in w.items()}
+        column, row = (lambda n: self.constrain(w[n], None, "tp")), (lambda n: self.constrain(w[n], "tp", None))
+        h = self.norm(x, w["n1"])
+        q, k, v = (self.constrain(h @ column(name), "fsdp", None, "tp") for name in ("wq", "wk", "wv"))
+        q, k, v = (y.reshape(*y.shape[:2], -1, model.head_dim) for y in (q, k, v))
+        kernel = "cudnn" if is_gpu(self.mesh) else "xla"
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kernel)
+        heads = P("fsdp", None, "tp", None)
+        attend = jax.shard_map(attend, mesh=self.mesh, in_specs=heads, out_specs=heads, check_vma=False)
+        o = self.constrain(attend(self.rotate(q), self.rotate(k), v).reshape(*x.shape[:2], -1), "fsdp", None, "tp")
+        x = x + self.constrain(o @ row("wo"), "fsdp", "tp", None)
+        h = self.norm(x, w["n2"])
+        gate, up = (self.constrain(h @ column(name), "fsdp", None, "tp") for name in ("wg", "wu"))
+        return x + self.constrain((jax.nn.silu(gate) * up) @ row("wd"), "fsdp", "tp", None)
+
+    def loss(self, params: Params, inputs: jax.Array, labels: jax.Array) -> jax.Array:
+        x = self.constrain(params["embedding"].astype(self.dtype)[inputs], "fsdp", "tp", None)
+        layers = {name: value for name, value in params.items() if name not in ("embedding", "head", "norm")}
+        block = jax.checkpoint(self.block, policy=self.policy, prevent_cse=False)
+        x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, layers)
+        x, head = self.norm(x, params["norm"]), self.constrain(params["head"].astype(self.dtype), None, "tp")
+        chunks = max(1, self.rows // self.mesh.shape["fsdp"] * self.length // CHUNK)
+
+        @jax.checkpoint
+        def chunk(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            x, labels = part
+            logits = self.constrain(x @ head, "fsdp", None, "tp").astype(jnp.float32)
+            right = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+            return total + jnp.sum(jax.nn.logsumexp(logits, -1) - right), None
+
+        split = [a.reshape(a.shape[0], chunks, -1, *a.shape[2:]).swapaxes(0, 1) for a in (x, labels)]
+        return jax.lax.scan(chunk, jnp.float32(0), tuple(split))[0] / inputs.size
+
+    def step(self, state: tuple[Params, Any], batch: dict[str, jax.Array]) -> tuple[tuple[Params, Any], jax.Array]:
+        params, optimizer = state
+        loss, grads = jax.value_and_grad(self.loss)(params, batch["inputs"], batch["labels"])
+        updates, optimizer = self.optimizer.update(grads, optimizer, params)
+        return (optax.apply_updates(params, updates), optimizer), loss
+
+    def jitted(self, params: Params) -> tuple[Any, Any]:
+        """Returns the step, and the abstract state for these parameters."""
+        state = (params, jax.eval_shape(self.optimizer.init, params))
+
+        def sharding(path: Any, leaf: Any) -> NamedSharding:
+            name = next((key.key for key in reversed(path) if getattr(key, "key", None) in SPECS), "")
+            return NamedSharding(self.mesh, SPECS.get(name, P()))
+
+        shardings = jax.tree_util.tree_map_with_path(sharding, state)
+        abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
+        scalar = NamedSharding(self.mesh, P())
+        return jax.jit(self.step, donate_argnums=0, out_shardings=(shardings, scalar)), abstract
+
+
+def our_config(model: jaxtp.ModelConfig, rows: int, length: int) -> TrainConfig:
+    """Returns the settings of the same step."""
+    rule = OptimizerConfig(learning_rate=RATE, schedule="constant", warmup_steps=0, weight_decay=DECAY)
+    data = DataConfig(sequence_length=length, global_batch_size=rows, packing="concatenated")
+    return TrainConfig(model=model, data=data, optimizer=rule, train=LoopConfig(steps=1000))
+
+
+class Runner:
+    """A compiled step, and its state."""
+
+    def __init__(self, name: str, lowered: Any, make_state: Callable[[], Any], options: dict[str, int | bool]):
+        started = time.perf_counter()
+        self.name, self.compiled = name, lowered.compile(options)
+        self.compile_seconds = time.perf_counter() - started
+        print(f"{name}: compiled in {self.compile_seconds:.1f} s", file=sys.stderr, flush=True)
+        self.state: Any = make_state
+        self.loss: Any = None
+
+    def start(self) -> None:
+        self.state = self.state()
+
+    def seconds(self, batch: dict[str, jax.Array], steps: int) -> float:
+        """Returns the time of a step, over several."""
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.state, self.loss = self.compiled(self.state, batch)
+        jax.block_until_ready((self.state, self.loss))
+        return (time.perf_counter() - started) / steps
+
+    def peak(self) -> float:
+        """Returns the GiB of the compiled program's arguments, results and temporaries."""
+        memory = self.compiled.memory_analysis()
+        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        return (total - memory.alias_size_in_bytes) / 2**30
+
+
+def runners(
+    model: jaxtp.ModelConfig, mesh: Mesh, rows: int, length: int, variants: list[str], options: dict[str, int | bool]
+) -> list[Runner]:
+    """Returns the compiled steps: plain, and this package's variants."""
+    found = []
+    plain, batch = Plain(model, mesh, rows, length), abstract_batch(mesh, rows, length)
+    config = our_config(model, rows, length)
+    plan = plan_state(model, optimizers.build(config.optimizer, config.train.steps), mesh)
+
+    def plain_params(state: Any) -> Params:
+        arrays = named_arrays(state)
+        params = {name: arrays[f"model.{path}"] for name, path in OURS.items()}
+        return params | {"head": params["head"].T}
+
+    for variant in variants:
+        if variant == "plain":
+            with jax.set_mesh(mesh):
+                shapes = jax.eval_shape(plain_params, plan.abstract)
+                step, abstract = plain.jitted(shapes)
+                lowered = step.lower(abstract, batch)
+
+            def start(step: Any = step, abstract: Any = abstract) -> Any:
+                with jax.set_mesh(mesh):
+                    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+                    made = jax.jit(plain_params, out_shardings=shardings[0])(plan.create(0))
+                    return made, jax.jit(plain.optimizer.init, out_shardings=shardings[1])(made)
+
+            found.append(Runner(variant, lowered, start, options))
+            continue
+        changes = {} if variant == "jaxtp" else dict(part.split("=") for part in variant.split(","))
+        changed = replace_nested(config, {name: yaml.safe_load(value) for name, value in changes.items()})
+        ours = plan_state(changed.model, plan.optimizer, mesh)
+        found.append(Runner(variant, trace_step(changed, ours).lower(), functools.partial(ours.create, 0), options))
+    return found
+
+
+def mesh_of(text: str, devices: Any = None) -> Mesh:
+    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    return jaxtp.make_mesh(**({"dp": 1, "fsdp": 1, "tp": 1} | sizes), devices=devices)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="25m")
+    parser.add_argument("--layers", type=int, help="number of layers, if not the model's")
+    parser.add_argument("--remat", choices=["full", "save_dots", "none"], default="full")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--compute", help="default: float32 on CPUs, bfloat16 on GPUs")
+    parser.add_argument("--mesh", default="tp=1")
+    parser.add_argument("--devices", type=int, default=1, help="virtual CPU devices")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=["plain", "jaxtp"],
+        help="steps: plain, jaxtp, or jaxtp with settings, such as model.precision.matmul=float8,model.remat=none",
+    )
+    parser.add_argument("--blocks", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=3, help="of a block")
+    parser.add_argument("--absent", action="store_true", help="compile for 8 absent H100s, and run nothing")
+    parser.add_argument("--profile", type=Path, help="folder of compiled programs and profiles")
+    given = parser.parse_args()
+    options: dict[str, int | bool] = {}
+    if given.absent:
+        jax.config.update("jax_platforms", "cpu")
+        options = {"xla_gpu_autotune_level": 0}
+        target = topologies.get_topology_desc("1x1x8", "cuda", topology="1x1x8", target_config=TARGET_CONFIGS["h100"])
+        mesh = mesh_of(given.mesh, target.devices)
+    else:
+        jax.config.update("jax_num_cpu_devices", given.devices)
+        mesh = mesh_of(given.mesh)
+    gpu = is_gpu(mesh)
+    sizes: dict[str, Any] = dict(MODELS[given.model])
+    length = given.length or (4096 if gpu else 256)
+    model = jaxtp.ModelConfig(
+        **sizes | {"num_layers": given.layers or sizes["num_layers"]},
+        head_dim=sizes["d_model"] // sizes["num_heads"],
+        rope_theta=500000.0,
+        remat=given.remat,
+        loss_chunk=CHUNK // mesh.shape["tp"] if gpu else CHUNK,
+        precision=jaxtp.Precision(
+            compute=given.compute or ("bfloat16" if gpu else "float32"), reduce="bfloat16" if gpu else "float32"
+        ),
+    )
+    found = runners(model, mesh, given.rows, length, given.variants, options)
+    device = mesh.devices.flat[0]
+    print(
+        f"jax {jax.__version__}, {mesh.size} x {device.device_kind}, {describe_mesh(mesh_sizes(mesh))}; {given.model} "
+        f"with {model.num_layers} layers, {given.rows} x {length} tokens, remat {given.remat}",
+        flush=True,
+    )
+    table = []
+    if given.profile:
+        given.profile.mkdir(parents=True, exist_ok=True)
+        for i, runner in enumerate(found):
+            (given.profile / f"{i}.hlo.txt").write_text(runner.compiled.as_text())
+    if given.absent:
+        for runner in found:
+            moved = [
+                (m.bytes_sent, m.hidden_bytes / m.bytes)
+                for m in read_schedule(runner.compiled.as_text(), mesh_sizes(mesh))
+            ]
+            sent, exposed = sum(size for size, _ in moved), sum(size * (1 - hidden) for size, hidden in moved)
+            table.append((runner.name, f"{sent / 1e9:.1f}", f"{exposed / 1e9:.1f}", f"{runner.peak():.2f}"))
+        print(columns(("step", "GB sent", "exposed", "peak GiB"), table))
+        return
+    random = np.random.default_rng(0)
+    ids = random.integers(0, model.vocab_size, (given.rows, length + 1)).astype(np.int32)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_batch(mesh, given.rows, length))
+    batch = jax.device_put({"inputs": ids[:, :-1], "labels": ids[:, 1:]}, shardings)
+    first = []
+    for runner in found:
+        runner.start()
+        runner.seconds(batch, 1)
+        loss = runner.loss if runner.name == "plain" else runner.loss.values[runner.loss.names.index("loss")]
+        first.append(float(loss))
+        runner.seconds(batch, 2)
+    if max(first) - min(first) > 2e-2:
+        sys.exit(f"first losses differ: {dict(zip(given.variants, first, strict=True))}")
+    times = [[runner.seconds(batch, given.steps) for runner in found] for _ in range(given.blocks)]
+    for i, runner in enumerate(found):
+        each = [row[i] for row in times]
+        ratios = [row[i] / row[0] for row in times]
+        low, middle, high = statistics.quantiles(each, n=4)
+        table.append(
+            (
+                runner.name,
+                f"{first[i]:.4f}",
+                f"{1e3 * middle:.2f}",
+                f"{1e3 * low:.2f} to {1e3 * high:.2f}",
+                f"{given.rows * length / middle:,.0f}",
+                f"{statistics.median(ratios):.3f}",
+                f"{runner.peak():.2f}",
+                f"{runner.compile_seconds:.1f}",
+            )
+        )
+    header = ("step", "first loss", "ms", "quartiles", "tokens/s", f"time / {found[0].name}", "GiB", "compile s")
+    print(columns(header, table), flush=True)
+    if given.profile:
+        for i, runner in enumerate(found):
+            with jax.profiler.trace(str(given.profile / str(i)), create_perfetto_trace=True):
+                runner.seconds(batch, 2)
+
+
+if __name__ == "__main__":
+    main()
