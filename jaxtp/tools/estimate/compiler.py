@@ -314,8 +314,8 @@ class Compiled:
     collectives: tuple[Scheduled, ...]  # by kind and axes, with the compute that overlaps them
     seconds: float  # to compile
     flops: float | None  # FLOPs of the program's products, without custom kernels; None where libraries compute them
-    in_float8: int  # products in float8, of those that the configuration asks for
-    not_in_float8: Mapping[str, int]  # the others, by layer and dtypes
+    in_float8: int  # products that `precision.matmul` takes and the compiler made in 8 bits
+    not_in_float8: Mapping[str, int]  # the others that it takes, by layer and dtypes
     notes: tuple[str, ...]  # differences from the program on real devices, and the compiler's warnings
 
     def fits(self, setting: Setting) -> bool:
