@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtp.collectives import Float8, Quantised
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
-from jaxtp.layers.mxfp8 import mx_matmul
+from jaxtp.layers.mxfp8 import kernel_gradient, mx_matmul
 from jaxtp.mesh import current_device
 
 
@@ -111,12 +111,6 @@ def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
     if not isinstance(w, Float8):
         return grad, w.T
     return Float8.of(grad.astype(jnp.float32) * w.scale[0], dim=-1, axes=axes), Float8(w.bits.T, jnp.ones((1, 1)))
-
-
-def kernel_gradient(x: Value, grad: Array, dtype: DTypeLike) -> Array:
-    """Returns the gradient of `w` in `x @ w`."""
-    tokens = list(range(grad.ndim - 1))
-    return jnp.tensordot(x.astype(grad.dtype), grad, (tokens, tokens), preferred_element_type=dtype)
 
 
 # Arguments and gradients of a `custom_vjp` with symbolic zeros.

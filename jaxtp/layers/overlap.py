@@ -30,13 +30,13 @@ from jaxtp.layers.float8 import (
     Value,
     gradient_of,
     input_gradient,
-    kernel_gradient,
     multiply,
     perturbed,
     product,
     unwrapped,
     value_of,
 )
+from jaxtp.layers.mxfp8 import kernel_gradient
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
 from jaxtp.mesh import TP
 
