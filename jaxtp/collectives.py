@@ -68,7 +68,7 @@ def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], 
       MissingReductionError: when called, if a result varies over an axis along which `out_specs` replicates it.
     """
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         mesh = current_mesh()
         with jax.named_scope(name):
             if mesh is None:

@@ -238,7 +238,7 @@ def audit(
     )
 
 
-def read_holdings(compiled: Compiled, state: Any, mesh: Mesh) -> tuple[Holding, ...]:
+def read_holdings(compiled: Compiled, state: object, mesh: Mesh) -> tuple[Holding, ...]:
     """Returns how a compiled step holds its state.
 
     Args:
@@ -262,7 +262,7 @@ def read_holdings(compiled: Compiled, state: Any, mesh: Mesh) -> tuple[Holding, 
     return tuple(holdings)
 
 
-def _state_shardings(compiled: Compiled, state: Any) -> Any:
+def _state_shardings(compiled: Compiled, state: object) -> Any:
     returned = compiled.output_shardings
     for candidate in (returned, returned[0] if isinstance(returned, tuple) and returned else None):
         if _paths(candidate) == _paths(state):
@@ -280,11 +280,11 @@ def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> 
             yield axis
 
 
-def _paths(tree: Any) -> list[Any]:
+def _paths(tree: object) -> list[Any]:
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)]
 
 
-def _is_variable(leaf: Any) -> bool:
+def _is_variable(leaf: object) -> bool:
     return isinstance(leaf, nnx.Variable)
 
 

@@ -135,11 +135,11 @@ def trip_count(loop: JaxprEqn) -> int | None:
     return turns(_integer(first), _integer(test.invars[1]), _integer(after.invars[1]))
 
 
-def _maker(jaxpr: Jaxpr, variable: Any) -> JaxprEqn | None:
+def _maker(jaxpr: Jaxpr, variable: object) -> JaxprEqn | None:
     return next((e for e in jaxpr.eqns if any(made is variable for made in e.outvars)), None)
 
 
-def _integer(operand: Any) -> int | None:
+def _integer(operand: object) -> int | None:
     if not isinstance(operand, Constant):
         return None
     kind: Any = operand.aval

@@ -219,7 +219,7 @@ class Walk(Generic[Fact, Result]):
         return [*results[:carries], *(self._shift(fact, 1) for fact in results[carries:])]
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: object) -> Any:
     """Returns the jaxpr without its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 

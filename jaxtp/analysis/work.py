@@ -64,14 +64,14 @@ class _Split:
 def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
     """Returns a function that returns the residuals and the gradient of an objective by its first argument."""
 
-    def compute(params: Any, *inputs: Any) -> tuple[list[Array], Any]:
+    def compute(params: object, *inputs: object) -> tuple[list[Array], Any]:
         total, backward = jax.vjp(lambda params: objective(params, *inputs), params)
         return jax.tree.leaves(backward), backward(jnp.ones_like(total))[0]
 
     return compute
 
 
-def work_of(objective: Objective, sizes: Mapping[str, int], params: Any, *inputs: Any) -> Work:
+def work_of(objective: Objective, sizes: Mapping[str, int], params: object, *inputs: object) -> Work:
     """Returns the work of an objective and its gradient, traced under the mesh in context of these sizes."""
     closed = jax.make_jaxpr(gradient(objective))(params, *inputs)
     products, results = count_work(closed, sizes, (params, *inputs))
@@ -82,7 +82,7 @@ def work_of(objective: Objective, sizes: Mapping[str, int], params: Any, *inputs
     return Work(count_collectives(closed, sizes), tuple(products), sum(saved.values()))
 
 
-def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: Any) -> tuple[list[Product], list[float]]:
+def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: object) -> tuple[list[Product], list[float]]:
     """Returns the products of a closed jaxpr, and the bytes of each result; variables among `inputs` have specs."""
     counter = _Counter(sizes)
     leaves = jax.tree.leaves(inputs, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

@@ -290,7 +290,7 @@ def _complaint(item: ErrorDetails) -> str:
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
 
 
-def _unknown_keys(schema: Any, values: Mapping[str, object], prefix: str) -> Iterator[str]:
+def _unknown_keys(schema: object, values: Mapping[str, object], prefix: str) -> Iterator[str]:
     fields = [setting for setting in settings_of(schema).values() if len(setting.keys) == 1]
     known = {key: field.kind for field in fields for key in (*field.keys, *field.path)}
     for key, value in values.items():

@@ -140,7 +140,7 @@ class SpecialTokens:
         self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
         self._keep = keep
 
-    def escape(self, value: Any) -> Any:
+    def escape(self, value: object) -> Any:
         """Escapes a message or a part of it; raises `ChatError` for invalid code points."""
         if isinstance(value, Mapping):
             return {key: self.escape(part) for key, part in value.items() if part is not None}

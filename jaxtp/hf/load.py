@@ -43,7 +43,7 @@ def load_hf(
     precision: Precision | None = None,
     progress: Progress | None = None,
     ignore_config: Collection[str] = (),
-    **overrides: Any,
+    **overrides: object,
 ) -> Decoder:
     """Loads a model from a Hugging Face folder, onto the mesh in context or one device.
 

@@ -72,7 +72,7 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     if not isinstance(x, Quantised) or not isinstance(w, Quantised):
         return x.astype(w.dtype) @ w.astype(w.dtype)
 
-    def forward(x: Any, w: Any) -> tuple[Array, tuple[Value | None, Value | None]]:
+    def forward(x: object, w: object) -> tuple[Array, tuple[Value | None, Value | None]]:
         # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
         saved = perturbed(w), perturbed(x)
         values = value_of(unwrapped(x)), value_of(unwrapped(w))
@@ -116,12 +116,12 @@ def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
 # Arguments and gradients of a `custom_vjp` with symbolic zeros.
 
 
-def unwrapped(operands: Any) -> Any:
+def unwrapped(operands: object) -> Any:
     """Returns the values of arguments."""
     return jax.tree.map(lambda leaf: leaf.value, operands)
 
 
-def perturbed(operand: Any) -> bool:
+def perturbed(operand: object) -> bool:
     """Returns whether an argument needs a gradient."""
     leaf: Any = operand.carrier if isinstance(operand, Quantised) else operand
     return bool(leaf.perturbed)

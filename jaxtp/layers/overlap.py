@@ -113,7 +113,7 @@ def _gather_matmul(x: Value, kernels: tuple[Value, ...], dtype: DTypeLike) -> tu
     return tuple(ys)
 
 
-def _gather_forward(x: Any, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], Any]:
+def _gather_forward(x: object, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], Any]:
     needs_grad = NeedsGrad((perturbed(x),), tuple(perturbed(w) for w in kernels))
     dtype = unwrapped(x).dtype
     x, kernels = value_of(unwrapped(x)), tuple(map(value_of, unwrapped(kernels)))

@@ -133,7 +133,7 @@ class ExactDim(PaddedDim):
         return self.factors
 
 
-class FrozenParam(nnx.Variable[Any]):
+class FrozenParam(Variable):
     """A parameter that training with adapters does not change.
 
     It is not an `nnx.Param`, so `nnx.value_and_grad` and `nnx.Optimizer(model, ..., wrt=nnx.Param)` skip it.
@@ -222,7 +222,7 @@ def spec_of(variable: Variable) -> PartitionSpec:
     return PartitionSpec(*declared[max(0, len(declared) - len(variable.shape)) :])
 
 
-def check_sizes(layer: str, **sizes: Any) -> None:
+def check_sizes(layer: str, **sizes: object) -> None:
     """Raises a ValueError unless sizes are integers from 1 on."""
     bad = [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]
     if bad:
@@ -274,5 +274,5 @@ def _replica_axes(param: Variable) -> tuple[str, ...]:
     return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
 
 
-def _is_variable(leaf: Any) -> bool:
+def _is_variable(leaf: object) -> bool:
     return isinstance(leaf, nnx.Variable)

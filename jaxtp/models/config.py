@@ -65,7 +65,7 @@ class Changes(dict[str, Any]):
         return hash(frozenset(self))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 

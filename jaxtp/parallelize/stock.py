@@ -43,7 +43,7 @@ class Signature:
         return {letter: size for pair in pairs for letter, size in pair}
 
 
-def signature(module: nnx.Module, **kwargs: Any) -> Signature | None:
+def signature(module: nnx.Module, **kwargs: object) -> Signature | None:
     """Returns the signature of a stock module, or a subclass with the same `__call__`; None for others.
 
     If the module declares specs, a style fits only if it splits the same letter over tp.

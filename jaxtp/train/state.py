@@ -161,7 +161,7 @@ def _check_dtypes(model: nnx.State) -> None:
 
 
 def _values(
-    constants: nnx.State, config: ModelConfig, optimizer: Any, mesh: Mesh, make_model: MakeModel | None
+    constants: nnx.State, config: ModelConfig, optimizer: object, mesh: Mesh, make_model: MakeModel | None
 ) -> nnx.State:
     # Of an abstract mesh only shapes matter.
     if not isinstance(mesh, Mesh):

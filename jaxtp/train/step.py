@@ -212,7 +212,7 @@ def _decoder_objective(
     return terms.objective(config.train.balance_loss, config.train.router_z_loss), terms, choices
 
 
-def _no_terms(micro_fn: Callable[[Any, Array], Any], inputs: Any, count: int) -> LossTerms:
+def _no_terms(micro_fn: Callable[[Any, Array], Any], inputs: object, count: int) -> LossTerms:
     # Zeros for the terms of a user's loss.
     micro = jax.tree.map(lambda array: array[: len(array) // count], inputs)
     (terms, _), _ = jax.eval_shape(micro_fn, micro, jnp.zeros((), jnp.int32))

@@ -199,7 +199,7 @@ def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx
     Each equation has its module's path in its name stack.
     """
 
-    def scoped(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def scoped(path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
         with jax.named_scope(f"{_SCOPE}{path}"):
             return method(*args, **kwargs)
 
