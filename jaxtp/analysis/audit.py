@@ -23,14 +23,11 @@ from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import columns
 from jaxtp.mesh import REPLICAS, TP, axes_of, mesh_sizes, parts
 
-Budget = Mapping[Place, float]
-"""Bytes that each device may send in a step, by place."""
+Budget = Mapping[Place, float]  # Bytes that each device may send in a step, by place
 
-LARGE = 2**20
-"""Bytes above which an unintended replication is an error."""
+LARGE = 2**20  # Bytes above which an unintended replication is an error
 
-ROUNDING = 1e-9
-"""Relative error of a budget, which is a sum of fractions."""
+ROUNDING = 1e-9  # Relative error of a budget, which is a sum of fractions
 
 
 class AuditError(ValueError):

@@ -19,8 +19,7 @@ from jax.extend.core import Literal as Constant
 from jaxtp.analysis.collective import PRIMITIVES, Collective
 from jaxtp.mesh import parts
 
-Counted = Literal["", "at most", "a turn"]
-"""Meaning of a count: exact, or one of these two."""
+Counted = Literal["", "at most", "a turn"]  # Meaning of a count: exact, or one of these two
 
 AT_MOST: Final = "at most"
 """A collective in a branch of a conditional: it runs as often as that branch is taken, and all are counted."""

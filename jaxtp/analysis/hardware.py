@@ -96,8 +96,7 @@ PLATFORMS = ("cuda", "rocm", "tpu")
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` has: no default of these is any device's."""
 
-_PCIE_HOP = 5.7e-6
-"""Seconds, as NCCL has it for PCIe."""
+_PCIE_HOP = 5.7e-6  # Seconds, as NCCL has it for PCIe
 
 
 def _gpu(

@@ -23,11 +23,9 @@ from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_thr
 from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import TOKENS, TP, axes_of, parts
 
-Objective = Callable[..., Array]
-"""Takes parameters and further inputs; returns a scalar."""
+Objective = Callable[..., Array]  # Takes parameters and further inputs; returns a scalar
 
-_RECOMPUTATION = "rematted_computation"
-"""Scope in which `jax.checkpoint` puts what it computes again."""
+_RECOMPUTATION = "rematted_computation"  # Scope in which `jax.checkpoint` puts what it computes again
 
 
 @dataclass(frozen=True)

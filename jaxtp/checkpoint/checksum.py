@@ -22,19 +22,16 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
 
-_CHECKSUMS = "checksums"
-"""Module name of the checksums in an audit of collectives."""
+_CHECKSUMS = "checksums"  # Module name of the checksums in an audit of collectives
 DIAGNOSE = "Leave the host out of the run, and run its vendor's diagnostics (NVIDIA: dcgmi diag -r 4)"
 
 ReplicaGroups = list[list[int]]
 """For each part of an array, the mesh positions of the devices that hold it."""
-MeshPositions = dict[str, set[int]]
-"""Mesh positions of devices, by array name."""
+MeshPositions = dict[str, set[int]]  # Mesh positions of devices, by array name
 
 _SEEDS = (np.uint32(0x9E3779B9), np.uint32(0x7F4A7C15))
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-_MAX_PROCESSES = 8
-"""Maximum number of processes in a message."""
+_MAX_PROCESSES = 8  # Maximum number of processes in a message
 
 
 class UnequalCopiesError(NumericsError):
@@ -81,7 +78,7 @@ def sums(arrays: Mapping[str, Array]) -> Sums:
     if len(meshes) != 1 or (mesh := meshes.pop()) is None:
         return Sums([np.asarray(each) for each in columns], replicas)
     replicated = NamedSharding(mesh, PartitionSpec())  # one transfer for all arrays
-    return Sums(list(np.asarray(jax.jit(_stack, out_shardings=replicated)(*columns))), replicas)
+    return Sums(list(np.asarray(jax.jit(jnp.stack, out_shardings=replicated)(columns))), replicas)
 
 
 def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
@@ -194,10 +191,6 @@ def _part_index(axes: tuple[str, ...]) -> int | Array:
     for axis in axes:
         index = index * axis_size(axis) + axis_index(axis)
     return index
-
-
-def _stack(*columns: Array) -> Array:
-    return jnp.stack(columns)
 
 
 def _sums_at(part: Array, seeds: Sequence[Array], starts: Sequence[int | Array]) -> Array:

@@ -26,18 +26,15 @@ T = TypeVar("T")
 
 _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = cache(pydantic.TypeAdapter)
 
-BASE = "base"
-"""The key by which a YAML file includes another."""
+BASE = "base"  # The key by which a YAML file includes another
 
 _EXCLUSIVE = {"train.steps": "epochs", "train.epochs": "steps"}
 """Keys that exclude each other: a flag or file that sets one removes the other from the files that it overrides."""
 
-HF_PREFIX = "hf:"
-"""Prefix of an input of `jaxtp prepare` that the `datasets` library loads."""
+HF_PREFIX = "hf:"  # Prefix of an input of `jaxtp prepare` that the `datasets` library loads
 
 _MAX_BASES = 16
-_MAX_PROBLEMS = 20
-"""Maximum number of problems in one message."""
+_MAX_PROBLEMS = 20  # Maximum number of problems in one message
 
 
 class ConfigError(UserError):

@@ -12,21 +12,18 @@ from pydantic import Field, TypeAdapter, ValidationError
 from jaxtp.config.entry import UserError
 from jaxtp.config.reading import truncate
 
-FORMAT, FORMAT_OF_PAIRS = 1, 2
-"""Older versions refuse to read a dataset of pairs as text."""
+FORMAT, FORMAT_OF_PAIRS = 1, 2  # Older versions refuse to read a dataset of pairs as text
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
 
-TOKENS, DOCUMENTS, PROMPTS = "tokens", "documents", "prompts"
-"""Suffixes of a shard's files."""
+TOKENS, DOCUMENTS, PROMPTS = "tokens", "documents", "prompts"  # Suffixes of a shard's files
 OFFSET = np.dtype("<u8")
 PROMPT = np.dtype("<u4")
 
 BYTES: Final = "bytes"
-HUGGING_FACE: Final = "huggingface"
-"""Kinds of tokenizers."""
+HUGGING_FACE: Final = "huggingface"  # Kinds of tokenizers
 
 Count = Annotated[int, Field(ge=0, le=2**60)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]

@@ -51,14 +51,12 @@ MIN_SLOTS, CHAT_SLOTS = 64, 1024
 CPU_CHUNK, CHUNK = 512, 2048
 """Maximum prompt tokens that a device reads in one call: enough to use all of a CPU or GPU."""
 
-MIN_LENGTH = 16
-"""Length of the shortest sequence of packed prompts."""
+MIN_LENGTH = 16  # Length of the shortest sequence of packed prompts
 
 MAX_WASTE = 2
 """A compiled program is reused if its sequences are at most this many times longer than needed."""
 
-SECONDS_PER_CALL = 0.1
-"""Target duration of a decode call; its tokens arrive when it ends."""
+SECONDS_PER_CALL = 0.1  # Target duration of a decode call; its tokens arrive when it ends
 
 _REPLACED = ("__call__", "embed", "hidden", "with_routing", "stacked", "logits_of_hidden", "logits_at", "projection")
 """Methods of a decoder that decoding does not call, or calls of `Decoder`."""
@@ -66,8 +64,7 @@ _REPLACED = ("__call__", "embed", "hidden", "with_routing", "stacked", "logits_o
 StepTokens = tuple[list[list[int]], list[list[float]]]
 """Tokens and their log-probabilities, for each step and row."""
 
-Chunk = tuple[int, int, int]
-"""Prompt tokens to read: the row, and the range of positions."""
+Chunk = tuple[int, int, int]  # Prompt tokens to read: the row, and the range of positions
 
 
 @dataclass

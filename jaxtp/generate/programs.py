@@ -28,8 +28,7 @@ from jaxtp.layers.cache import DROPPED, KVCaches, NewTokens
 
 Ints = NDArray[np.int32] | Array
 
-MAX_STEPS = 32
-"""Maximum tokens that one call decodes for each row."""
+MAX_STEPS = 32  # Maximum tokens that one call decodes for each row
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,13 @@ _ATTENTION_SCALES = ("mscale", _ALL_DIM)
 """Parameters of YaRN that an export writes only if they scale the scores; others follow attention_factor."""
 _PARTIAL = "partial_rotary_factor"
 _COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", _PARTIAL, _MAX_POSITIONS}
-_LOCAL_THETA = 10_000.0
-"""Default of rope_local_base_freq."""
+_LOCAL_THETA = 10_000.0  # Default of rope_local_base_freq
 _NO_ROPE_PERIOD, _OVERRIDES = "no_rope_layer_interval", "per_layer_config"
-_DEFAULT_NO_ROPE_PERIOD = 4
-"""Default of transformers."""
+_DEFAULT_NO_ROPE_PERIOD = 4  # Default of transformers
 _DEFAULTS = {field.name: field.default for field in fields_of(BlockConfig)}
 _MAX_LAYERS = 1024
 
-Settings = Mapping[str, Any]
-"""Plain values of fields of `ModelConfig` or `BlockConfig`."""
+Settings = Mapping[str, Any]  # Plain values of fields of `ModelConfig` or `BlockConfig`
 
 
 def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Settings:

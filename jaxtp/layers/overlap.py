@@ -76,7 +76,8 @@ def _ring_scatter(inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTyp
 
     def summand(number: Array | int) -> Array:
         at = _position(number, size)
-        return _sum_of_products([_part(x, at, size) for x in inputs], kernels, dtype)
+        operands = zip((_part(x, at, size) for x in inputs), kernels, strict=True)
+        return reduce(operator.add, (product(*pair, dtype) for pair in operands))
 
     def turn(total: Array, number: Array) -> tuple[Array, None]:
         # Without a barrier XLA may fuse the sum into the product, which then waits for the permute (jax 0.12, H100).
@@ -180,10 +181,6 @@ matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 def sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Kernel]) -> Array:
     """Returns the sum of `inputs[i] @ kernels[i]`."""
     return reduce(operator.add, (multiply(*pair) for pair in zip(inputs, kernels, strict=True)))
-
-
-def _sum_of_products(inputs: Iterable[Value], kernels: Sequence[Value], dtype: DTypeLike) -> Array:
-    return reduce(operator.add, (product(x, w, dtype) for x, w in zip(inputs, kernels, strict=True)))
 
 
 def _part(x: V, at: Array, size: int) -> V:

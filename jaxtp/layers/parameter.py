@@ -158,8 +158,7 @@ def parameter(
     return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
 
 
-_LOADED = "loaded"
-"""Metadata of a parameter that a layer reads inside a `device_view`, by `load_weight`."""
+_LOADED = "loaded"  # Metadata of a parameter that a layer reads inside a `device_view`, by `load_weight`
 
 
 def padding_of(variable: Variable) -> Padding:

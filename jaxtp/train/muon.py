@@ -32,11 +32,9 @@ from jaxtp.mesh import TP, current_mesh, mesh_sizes, parts
 from jaxtp.train.state import OPTIMIZER_SCOPE
 
 MUON = "muon"
-STEPS = 5
-"""Steps of Newton-Schulz."""
+STEPS = 5  # Steps of Newton-Schulz
 
-RMS = 0.2
-"""Root mean square of a full-rank update, as Adam's."""
+RMS = 0.2  # Root mean square of a full-rank update, as Adam's
 
 _NEWTON_SCHULZ = optax.contrib.scale_by_muon(
     ns_steps=STEPS, beta=0.0, nesterov=False, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2)

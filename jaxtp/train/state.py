@@ -22,11 +22,9 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import create_decoder
 from jaxtp.train.sharded_optimizer import Optimizer
 
-OPTIMIZER_SCOPE = "optimizer"
-"""Named scope of the update, which accounts for its collectives."""
+OPTIMIZER_SCOPE = "optimizer"  # Named scope of the update, which accounts for its collectives
 
-MakeModel = Callable[[nnx.Rngs], nnx.Module]
-"""Returns a model with random weights."""
+MakeModel = Callable[[nnx.Rngs], nnx.Module]  # Returns a model with random weights
 
 
 STORED = nnx.All(nnx.Variable, nnx.Not(nnx.RngState))

@@ -267,8 +267,7 @@ def require_sums(
     return warning and f"WARNING: {warning}. If it should be one, look for a mistake in shapes"
 
 
-Numbers = dict[str, tuple[float, float]]
-"""The loss and each metric, with their weights."""
+Numbers = dict[str, tuple[float, float]]  # The loss and each metric, with their weights
 
 
 def _numbers(terms: LossTerms) -> Numbers:

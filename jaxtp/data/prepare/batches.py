@@ -25,8 +25,7 @@ from jaxtp.data.prepare.readers import (
 
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
-_FEW = 1000
-"""Up to this many documents the number held out is exact; with more, hashes alone come close to the share."""
+_FEW = 1000  # Up to this many documents the number held out is exact; with more, hashes alone come close to the share
 
 
 class Entry(NamedTuple):

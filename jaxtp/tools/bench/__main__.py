@@ -47,8 +47,7 @@ from jaxtp.train.defaults import resolve_defaults
 KIB = 2**10
 SIZES = tuple(KIB * 4**i for i in range(2, 10))
 """Bytes, 16 KiB to 256 MiB: from one token's activations to a gathered weight."""
-CPU_SIZES = SIZES[:4]
-"""Bytes, up to 1 MiB."""
+CPU_SIZES = SIZES[:4]  # Bytes, up to 1 MiB
 WARM_UP = 2  # calls before the first timed call
 VIRTUAL = "virtual CPU devices share one processor: their times mean nothing for hardware"
 

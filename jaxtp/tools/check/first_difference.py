@@ -33,8 +33,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.step import dropout_key, row_keys
 
 DECODER_LOSS, LOSS = "head and loss", "the loss"
-Outputs = dict[str, list[Any]]
-"""Arrays of the outputs, or their gradients, by call."""
+Outputs = dict[str, list[Any]]  # Arrays of the outputs, or their gradients, by call
 
 
 @dataclass

@@ -68,8 +68,7 @@ _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
-Bytes = Mapping[tuple[str, Axes], float]
-"""Bytes that each device sends, by kind and mesh axes."""
+Bytes = Mapping[tuple[str, Axes], float]  # Bytes that each device sends, by kind and mesh axes
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
 from jaxtp.tools.evaluate.measure import Scorer, row_length
 
-MAX_NEW_TOKENS = 256
-"""Default of a task's max_gen_toks, as in the harness's own models."""
+MAX_NEW_TOKENS = 256  # Default of a task's max_gen_toks, as in the harness's own models
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
 
 Pair = tuple[tuple[str, str] | None, list[int], list[int]]
