@@ -21,6 +21,7 @@ from jaxtp.analysis.collective import Collective, Place, bytes_by_place, sums
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import columns
+from jaxtp.layers.parameter import is_variable
 from jaxtp.mesh import REPLICAS, TP, axes_of, mesh_sizes, parts
 
 Budget = Mapping[Place, float]  # Bytes that each device may send in a step, by place
@@ -242,10 +243,10 @@ def read_holdings(compiled: Compiled, state: object, mesh: Mesh) -> tuple[Holdin
       compiled: of `state, ... -> state` or `-> (state, ...)`; if it returns no state, reads the input's sharding.
       state: real or abstract; its `nnx.Variable`s can declare a spec.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
     holdings = []
     for (path, leaf), sharding in zip(leaves, jax.tree.leaves(_state_shardings(compiled, state)), strict=True):
-        spec = leaf.get_metadata().get("out_sharding") if _is_variable(leaf) else None
+        spec = leaf.get_metadata().get("out_sharding") if is_variable(leaf) else None
         holding = Holding(
             name=jax.tree_util.keystr(path, simple=True, separator="."),
             shape=tuple(leaf.shape),
@@ -278,11 +279,7 @@ def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> 
 
 
 def _paths(tree: object) -> list[Any]:
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)]
-
-
-def _is_variable(leaf: object) -> bool:
-    return isinstance(leaf, nnx.Variable)
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)]
 
 
 def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Collective, int]) -> Counter[Collective]:

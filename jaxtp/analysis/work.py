@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtp.analysis.census import count_collectives, equations, runs, trip_count
 from jaxtp.analysis.collective import Traffic
 from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
-from jaxtp.layers.parameter import spec_of
+from jaxtp.layers.parameter import is_variable, spec_of
 from jaxtp.mesh import TOKENS, TP, axes_of, parts
 
 Objective = Callable[..., Array]  # Takes parameters and further inputs; returns a scalar
@@ -83,7 +83,7 @@ def work_of(objective: Objective, sizes: Mapping[str, int], params: object, *inp
 def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: object) -> tuple[list[Product], list[float]]:
     """Returns the products of a closed jaxpr, and the bytes of each result; variables among `inputs` have specs."""
     counter = _Counter(sizes)
-    leaves = jax.tree.leaves(inputs, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    leaves = jax.tree.leaves(inputs, is_leaf=is_variable)
     split = [counter.of_input(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
     splits = counter.run(jaxpr.jaxpr, split, 1)
     results = [_bytes(variable) / split.parts for variable, split in zip(jaxpr.jaxpr.outvars, splits, strict=True)]

@@ -197,11 +197,8 @@ def _sums_at(part: Array, seeds: Sequence[Array], starts: Sequence[int | Array])
     """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
     if part.ndim > 2:  # one layer at a time needs less temporary memory
         layers = jnp.arange(part.shape[0], dtype=jnp.uint32) + jnp.uint32(starts[0])
-
-        def layer_sums(layer: tuple[Array, Array]) -> Array:
-            return _sums_at(layer[0], [_mix(seed + layer[1]) for seed in seeds], starts[1:])
-
-        return jnp.sum(lax.map(layer_sums, (part, layers)), axis=0, dtype=jnp.uint32)
+        each = lax.map(lambda at: _sums_at(at[0], [_mix(seed + at[1]) for seed in seeds], starts[1:]), (part, layers))
+        return jnp.sum(each, axis=0, dtype=jnp.uint32)
     # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.
     is_wrong = jnp.isnan if part.ndim == 0 else lambda part: ~jnp.isfinite(part)
     wrong = is_wrong(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)

@@ -373,7 +373,6 @@ class Scheduler:
         return [(row, each) for row, each in self._requests.items() if len(self._cached[row]) < each.num_prompt]
 
     def _next_chunks(self, unread: Sequence[tuple[int, Request]], part: int) -> list[Chunk]:
-        """Returns the chunks that a part reads in the next call."""
         chunks, room = list[Chunk](), self._max_chunk
         for row, request in unread:
             start = len(self._cached[row])

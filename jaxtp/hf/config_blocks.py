@@ -223,7 +223,6 @@ def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
 
 
 def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bool]:
-    """Returns whether each layer has a window."""
     names, window = family.layer_attributes, attributes.get("sliding_window", family.default_window)
     is_on = "use_sliding_window" not in names or switch(
         "use_sliding_window", attributes.get("use_sliding_window", False)
@@ -344,7 +343,6 @@ def _write_rotated(layers: Sequence[BlockConfig], family: Family) -> dict[str, o
 
 
 def _read_linear(attributes: Attributes, family: Family, count: int) -> list[bool]:
-    """Returns whether each layer has linear attention."""
     if _INTERVAL not in family.layer_attributes:
         return [False] * count
     if (types := attributes.get("layer_types")) is None:

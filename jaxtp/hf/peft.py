@@ -517,7 +517,6 @@ def _nonzero_parts(a: StoredTensor, parts: Sequence[TensorPart]) -> Sequence[Ten
 
 
 def _names(name: str, attributes: Attributes) -> set[str]:
-    """Returns a list of names in the configuration as a set."""
     value = attributes.get(name)
     if value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
         return set(value or ())

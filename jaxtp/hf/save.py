@@ -182,8 +182,12 @@ def write_folder(
     options: SaveOptions,
 ) -> None:
     """Writes safetensors `files`, the `others` and the tokenizer files; every process must call it."""
-    if not options.get("allow_non_finite"):
-        _require_finite(variables)
+    values = {name: variable[...] for name, variable in variables.items()}
+    if not options.get("allow_non_finite") and (counts := sums(values).not_finite()):
+        raise NonFiniteError(
+            f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or allow it: "
+            "allow_non_finite=True, --allow-non-finite"
+        )
     others = {**others, **_tokenizer_files(options.get("tokenizer_from"))}
     every = {name: tensor for group in files.values() for name, tensor in group.items()}
     tensors = {name: tensor for name, tensor in every.items() if not isinstance(tensor, StoredTensor)}
@@ -208,14 +212,6 @@ def _format_and_shape(tensor: Stored, dtype: DType) -> tuple[str, tuple[int, ...
 def _data(tensors: Tensors, arrays: Iterator[Block], name: str) -> Block:
     tensor = tensors[name]
     return tensor.data() if isinstance(tensor, StoredTensor) else next(arrays)
-
-
-def _require_finite(variables: Mapping[str, Variable]) -> None:
-    if counts := sums({name: variable[...] for name, variable in variables.items()}).not_finite():
-        raise NonFiniteError(
-            f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or allow it: "
-            "allow_non_finite=True, --allow-non-finite"
-        )
 
 
 def gather_tensors(

@@ -248,7 +248,7 @@ def mark_unreduced(params: nnx.State) -> nnx.State:
         view = device_view(lambda shard: shard, GRADIENTS, in_specs=(spec,), out_specs=side_by_side)
         return param.copy(view(param[...]), out_sharding=side_by_side)
 
-    return jax.tree.map(mark, params, is_leaf=_is_variable)
+    return jax.tree.map(mark, params, is_leaf=is_variable)
 
 
 def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> nnx.State:
@@ -263,7 +263,7 @@ def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> 
         view = device_view(add, GRADIENTS, in_specs=(spec_of(grad),), out_specs=spec_of(param))
         return param.copy(view(grad[...])) if axes else grad
 
-    return jax.tree.map(total, params, grads, is_leaf=_is_variable)
+    return jax.tree.map(total, params, grads, is_leaf=is_variable)
 
 
 def _replica_axes(param: Variable) -> tuple[str, ...]:
@@ -273,5 +273,6 @@ def _replica_axes(param: Variable) -> tuple[str, ...]:
     return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
 
 
-def _is_variable(leaf: object) -> bool:
+def is_variable(leaf: object) -> bool:
+    """Returns whether a node of a pytree is a variable: an `is_leaf`."""
     return isinstance(leaf, nnx.Variable)

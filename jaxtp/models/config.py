@@ -343,7 +343,6 @@ def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
 
 
 def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
-    """Yields a stack for each run of equal blocks."""
     for block, equal in groupby(blocks):
         yield Stack((block,), len(list(equal)))
 

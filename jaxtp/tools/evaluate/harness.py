@@ -289,7 +289,6 @@ def run(
 
 
 def _cache_key(config: EvaluateConfig, source: ModelSource, length: int) -> str:
-    """Hashes the model's files and settings."""
     folders = [folder for folder in (*config.model, config.base, config.adapters) if folder is not None]
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
     stats = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -313,7 +313,6 @@ def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
 
 
 def _avoidable_communication(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
-    """Returns notes about avoidable communication."""
     traced = trace_model(call)
     split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
     dataflow = find_dataflow(traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
