@@ -25,9 +25,7 @@ from jaxtp.layers.parameter import is_variable
 from jaxtp.mesh import REPLICAS, TP, axes_of, mesh_sizes, parts
 
 Budget = Mapping[Place, float]  # Bytes that each device may send in a step, by place
-
 LARGE = 2**20  # Bytes above which an unintended replication is an error
-
 ROUNDING = 1e-9  # Relative error of a budget, which is a sum of fractions
 
 
@@ -284,7 +282,7 @@ def _paths(tree: object) -> list[Any]:
 
 def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Collective, int]) -> Counter[Collective]:
     """Returns the collectives of partitioned HLO (`realised`) that the jaxpr (`written`) lacks."""
-    left: Counter[Any] = Counter()
+    left = Counter[tuple[object, ...]]()
     for collective, times in written.items():
         left[_likeness(collective)] += times
     added: Counter[Collective] = Counter()

@@ -23,7 +23,6 @@ from jaxtp.mesh import TP
 from jaxtp.parallelize.stock import Signature, signature
 
 ROOT = "the model itself"  # Name in messages of the module whose path is empty
-
 Columns = frozenset[str]  # Paths of the column layers whose outputs split an array
 
 

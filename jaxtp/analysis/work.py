@@ -24,7 +24,6 @@ from jaxtp.layers.parameter import is_variable, spec_of
 from jaxtp.mesh import TOKENS, TP, axes_of, parts
 
 Objective = Callable[..., Array]  # Takes parameters and further inputs; returns a scalar
-
 _RECOMPUTATION = "rematted_computation"  # Scope in which `jax.checkpoint` puts what it computes again
 
 
@@ -33,14 +32,10 @@ class Product:
     """Matrix products of one shape on one device, in all their runs."""
 
     flops: float
-    bytes: float
-    """Bytes of operands and results."""
-    itemsize: int
-    """Bytes of an element of the larger operand dtype."""
-    recomputed: bool
-    """Whether `jax.checkpoint` computes them again in the backward pass."""
-    repeated: bool
-    """Whether all devices of a tp group compute the same."""
+    bytes: float  # Bytes of operands and results
+    itemsize: int  # Bytes of an element of the larger operand dtype
+    recomputed: bool  # Whether `jax.checkpoint` computes them again in the backward pass
+    repeated: bool  # Whether all devices of a tp group compute the same
 
 
 @dataclass(frozen=True)

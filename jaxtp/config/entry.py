@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 STANDARD_OUTPUT = "standard output"  # The `filename` of errors in writing to standard output
-
 MISTAKE = 2  # The exit code after a user's mistake
 WRONG = 3
 """The exit code if numbers are not finite or differ between devices: a retry would fail again."""
@@ -25,7 +24,6 @@ FILES = 74
 TEMPORARY = 75
 """The exit code of a process that was stuck or lost another process of its run (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130  # The exit code after Ctrl-C: 128 plus the number of the signal, as in shells
-
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Control characters, except for newlines
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

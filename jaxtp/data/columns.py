@@ -14,7 +14,6 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import describe_exception
 
 WEIGHTS = "weights"  # Column `[B]` or `[B, ...]`: 0 for the rows that pad a short batch
-
 Columns: TypeAlias = dict[str, NDArray[Any]]  # `[n, ...]` each; or, of one sample, `[...]`
 
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]

@@ -23,7 +23,6 @@ from jaxtp.mesh import batch_parts, mesh_sizes
 Index: TypeAlias = tuple[slice, ...]
 
 Batch = dict[str, jax.Array]  # `[B, ...]` arrays, split over (dp, fsdp)
-
 _CHECK_EVERY = 256  # Batches between comparisons of the rows of processes
 
 

@@ -39,13 +39,10 @@ class TokenizerInfo:
     """The tokenizer that made the tokens."""
 
     kind: Literal["bytes", "huggingface"]
-    sha256: str | None
-    """The sha256 of `tokenizer.json`; None for bytes."""
+    sha256: str | None  # The sha256 of `tokenizer.json`; None for bytes
     vocab_size: Annotated[int, Field(ge=0, le=2**32)]
-    eos_id: TokenId | None
-    """The token that ends each document, if one does."""
-    prefix: tuple[TokenId, ...] = ()
-    """The tokens that each document starts with, such as BOS."""
+    eos_id: TokenId | None  # The token that ends each document, if one does
+    prefix: tuple[TokenId, ...] = ()  # The tokens that each document starts with, such as BOS
 
     def __post_init__(self) -> None:
         for token in (*self.end_ids, *self.prefix):

@@ -17,7 +17,6 @@ from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
 OUT_OF_MEMORY = 77  # Exit code
-
 _SHOWN = 300  # Characters of an error, which a template may have written
 
 

@@ -129,14 +129,10 @@ class _Task:
     """A process that a scheduler started."""
 
     process: int
-    index: int
-    """Index of the process on its host."""
-    tasks: int
-    """Number of processes on its host."""
-    host: str | None
-    """Host of process 0; None if only JAX can find it."""
-    job: str
-    """Job number, from which JAX derives the port."""
+    index: int  # Index of the process on its host
+    tasks: int  # Number of processes on its host
+    host: str | None  # Host of process 0; None if only JAX can find it
+    job: str  # Job number, from which JAX derives the port
 
 
 def join_processes(environment: Variables = os.environ, gpus: int | None = None, bind: str | None = None) -> None:

@@ -83,16 +83,12 @@ class Timing:
 class Speed:
     """Tokens and seconds of a call."""
 
-    shape: Shape | None = None
-    """Shape of the KV cache."""
-    cache_bytes: int = 0
-    """Bytes of the KV cache on each device."""
-    compile_seconds: float = 0.0
-    """Compilation, not included in the other times."""
+    shape: Shape | None = None  # Shape of the KV cache
+    cache_bytes: int = 0  # Bytes of the KV cache on each device
+    compile_seconds: float = 0.0  # Compilation, not included in the other times
     timing: Timing = field(default_factory=Timing)
     """Tokens read (prefill) and generated (decode); the first token of each text belongs to prefill."""
-    cut_texts: int = 0
-    """Number of texts that ended at the model's context."""
+    cut_texts: int = 0  # Number of texts that ended at the model's context
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the command prints."""
@@ -116,10 +112,8 @@ class Cache:
     """A KV cache and the tokens in it."""
 
     shape: Shape
-    arrays: KVCaches | None
-    """None during a call, which donates them, and after a failed call."""
-    tokens: list[list[int]]
-    """The tokens of each row."""
+    arrays: KVCaches | None  # None during a call, which donates them, and after a failed call
+    tokens: list[list[int]]  # The tokens of each row
 
 
 class Generator:

@@ -29,7 +29,6 @@ _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
 _FP8_BLOCK = (128, 128)  # Default of weight_block_size
 _LISTED = 10  # Maximum number of problems in a message
-
 Attributes = Mapping[str, object]  # The JSON object in a configuration file
 
 

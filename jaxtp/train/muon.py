@@ -33,7 +33,6 @@ from jaxtp.train.state import OPTIMIZER_SCOPE
 
 MUON = "muon"
 STEPS = 5  # Steps of Newton-Schulz
-
 RMS = 0.2  # Root mean square of a full-rank update, as Adam's
 
 _NEWTON_SCHULZ = optax.contrib.scale_by_muon(
@@ -46,12 +45,9 @@ _NEWTON_SCHULZ = optax.contrib.scale_by_muon(
 class Kind:
     """Matrices with the same shape and sharding, possibly transposed."""
 
-    shape: tuple[int, int]
-    """Rows and columns without padding."""
-    axes: tuple[Axes, Axes]
-    """Mesh axes that split rows and columns."""
-    over: Axes
-    """Mesh axes that split the stack of matrices."""
+    shape: tuple[int, int]  # Rows and columns without padding
+    axes: tuple[Axes, Axes]  # Mesh axes that split rows and columns
+    over: Axes  # Mesh axes that split the stack of matrices
     padding: Padding
     dtype: jnp.dtype
 

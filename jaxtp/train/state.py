@@ -23,7 +23,6 @@ from jaxtp.models.decoder import create_decoder
 from jaxtp.train.sharded_optimizer import Optimizer
 
 OPTIMIZER_SCOPE = "optimizer"  # Named scope of the update, which accounts for its collectives
-
 MakeModel = Callable[[nnx.Rngs], nnx.Module]  # Returns a model with random weights
 
 

@@ -32,10 +32,8 @@ class Entry(NamedTuple):
     """A document on its way into the dataset."""
 
     turns: tuple[Turn, ...]
-    digest: bytes
-    """sha256 of prompts and texts."""
-    sizes: tuple[int, ...]
-    """Bytes of each turn, prompt and text, as UTF-8."""
+    digest: bytes  # sha256 of prompts and texts
+    sizes: tuple[int, ...]  # Bytes of each turn, prompt and text, as UTF-8
 
 
 @dataclass

@@ -83,12 +83,9 @@ class Position(NamedTuple):
 class Event(NamedTuple):
     """A row of a source, or a text file: its documents, or a problem."""
 
-    turns: tuple[Turn, ...]
-    """One turn; one for each answer of a conversation."""
-    item: int
-    """Number of lines or rows that have been read, including this one."""
-    done: int
-    """Approximate bytes of the source that have been read."""
+    turns: tuple[Turn, ...]  # One turn; one for each answer of a conversation
+    item: int  # Number of lines or rows that have been read, including this one
+    done: int  # Approximate bytes of the source that have been read
     problem: BadInputError | None = None
 
 

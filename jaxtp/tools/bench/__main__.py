@@ -112,10 +112,8 @@ class Message(NamedTuple):
     axis: str
     devices: int
     kind: str
-    bytes: int
-    """Size of a device's larger array: the result, or a reduce-scatter's input."""
-    bytes_sent: float
-    """Bytes that each device sends."""
+    bytes: int  # Size of a device's larger array: the result, or a reduce-scatter's input
+    bytes_sent: float  # Bytes that each device sends
     seconds: float
 
 
@@ -154,10 +152,8 @@ class Measured:
     kind: str
     platform: str
     sizes: Mapping[str, int]
-    dtype: str
-    """Dtype of messages and products."""
-    hardware: Hardware | None
-    """The row of the hardware table to compare with."""
+    dtype: str  # Dtype of messages and products
+    hardware: Hardware | None  # The row of the hardware table to compare with
     messages: Sequence[Message]
     products: Sequence[TimedProduct]
 

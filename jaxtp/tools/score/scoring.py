@@ -55,7 +55,6 @@ from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import token_log_probs, top_log_probs
 
 SAVE_SECONDS = 15.0  # Seconds between saves of the journal
-
 Found = Mapping[str, NDArray[np.generic]]  # Scores of a batch `[B, T, ...]`, by suffix
 
 
