@@ -68,7 +68,7 @@ def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], 
       MissingReductionError: when called, if a result varies over an axis along which `out_specs` replicates it.
     """
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         mesh = current_mesh()
         with jax.named_scope(name):
             if mesh is None:
@@ -333,16 +333,16 @@ class WeightLayout:
         """Gathers a kernel in 8 bits; its scale is split like the kernel, except along `in`, where its size is 1."""
         return Float8(self.whole(shard.bits), self.whole(shard.scale, split=self.fsdp_dim != len(shard.shape) - 2))
 
-    def summed(self, grad: Array) -> Array:
-        """Returns a shard's gradient: the transpose of `whole`."""
-        if current_mesh() is None:
-            return grad
-        if self.fsdp_dim is not None and self.gathered:
+    def summed(self, grad: Array, shard: Array, dtype: DTypeLike) -> Array:
+        """Returns the gradient of `shard`, summed in `dtype`: `whole` transposed, and a sum over `replicas`."""
+        grad = grad.astype(dtype)
+        if current_mesh() is not None and self.fsdp_dim is not None and self.gathered:
             grad = _reduce_scatter_shards(grad, self.fsdp_dim)
         dim, group = self.tp_gather
-        if group == 1:
-            return grad
-        return lax.psum_scatter(grad, TP, scatter_dimension=dim, axis_index_groups=_groups_over_tp(group), tiled=True)
+        if group > 1:
+            groups = _groups_over_tp(group)
+            grad = lax.psum_scatter(grad, TP, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+        return all_reduce(grad, *self.replicas(shard)).astype(shard.dtype)
 
     def replicas(self, shard: Array) -> tuple[str, ...]:
         """Returns the axes over which the shard's gradient is summed, but for those over which it varies already."""
@@ -369,17 +369,15 @@ def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
         frozen = jax.custom_vjp(dequantised)  # one call, so that remat sees a frozen weight and saves no part of it
         frozen.defvjp(lambda shard: (dequantised(shard), None), lambda *_: (None,))
         return frozen(shard)
-    replicas = layout.replicas(shard)
 
     def gather(shard: Array) -> Array:
         # Replicas first: their gradients are summed last, on the smaller result of the reduce-scatter.
-        return layout.whole(vary(shard.astype(dtypes.compute), *replicas)).astype(dtypes.result)
-
-    def backward(_: None, grad: Array) -> tuple[Array]:
-        return (all_reduce(layout.summed(grad.astype(dtypes.reduce)), *replicas).astype(shard.dtype),)
+        return layout.whole(vary(shard.astype(dtypes.compute), *layout.replicas(shard))).astype(dtypes.result)
 
     load = jax.custom_vjp(gather)
-    load.defvjp(lambda shard: (gather(shard), None), backward)  # not `load`: remat must see the gather itself
+    load.defvjp(  # `gather`, not `load`: remat must see the gather itself
+        lambda shard: (gather(shard), None), lambda _, grad: (layout.summed(grad, shard, dtypes.reduce),)
+    )
     return load(shard)
 
 
@@ -387,17 +385,15 @@ def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
     """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits; `axes` split its input features."""
     if isinstance(shard, Float8):
         return Quantised.of(layout.whole_bits(by_rows(shard)), dtypes.compute)
-    replicas = layout.replicas(shard)
 
     def gather(shard: Array) -> Quantised:
         array, carrier = Quantised.of(layout.whole_bits(by_rows(Float8.of(shard, axes=axes))), dtypes.compute)
-        return Quantised(array, vary(carrier, *replicas))
-
-    def backward(_: None, grad: Quantised) -> tuple[Array]:
-        return (all_reduce(layout.summed(grad.carrier.astype(dtypes.reduce)), *replicas).astype(shard.dtype),)
+        return Quantised(array, vary(carrier, *layout.replicas(shard)))
 
     load = jax.custom_vjp(gather)
-    load.defvjp(lambda shard: (load(shard), None), backward)  # one call: remat saves no quantised shard
+    load.defvjp(  # one call: remat saves no quantised shard
+        lambda shard: (load(shard), None), lambda _, grad: (layout.summed(grad.carrier, shard, dtypes.reduce),)
+    )
     return load(shard)
 
 

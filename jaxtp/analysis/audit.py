@@ -21,16 +21,12 @@ from jaxtp.analysis.collective import Collective, Place, bytes_by_place, sums
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import columns
+from jaxtp.layers.parameter import is_variable
 from jaxtp.mesh import REPLICAS, TP, axes_of, mesh_sizes, parts
 
-Budget = Mapping[Place, float]
-"""Bytes that each device may send in a step, by place."""
-
-LARGE = 2**20
-"""Bytes above which an unintended replication is an error."""
-
-ROUNDING = 1e-9
-"""Relative error of a budget, which is a sum of fractions."""
+Budget = Mapping[Place, float]  # Bytes that each device may send in a step, by place
+LARGE = 2**20  # Bytes above which an unintended replication is an error
+ROUNDING = 1e-9  # Relative error of a budget, which is a sum of fractions
 
 
 class AuditError(ValueError):
@@ -238,17 +234,17 @@ def audit(
     )
 
 
-def read_holdings(compiled: Compiled, state: Any, mesh: Mesh) -> tuple[Holding, ...]:
+def read_holdings(compiled: Compiled, state: object, mesh: Mesh) -> tuple[Holding, ...]:
     """Returns how a compiled step holds its state.
 
     Args:
       compiled: of `state, ... -> state` or `-> (state, ...)`; if it returns no state, reads the input's sharding.
       state: real or abstract; its `nnx.Variable`s can declare a spec.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
     holdings = []
     for (path, leaf), sharding in zip(leaves, jax.tree.leaves(_state_shardings(compiled, state)), strict=True):
-        spec = leaf.get_metadata().get("out_sharding") if _is_variable(leaf) else None
+        spec = leaf.get_metadata().get("out_sharding") if is_variable(leaf) else None
         holding = Holding(
             name=jax.tree_util.keystr(path, simple=True, separator="."),
             shape=tuple(leaf.shape),
@@ -262,7 +258,7 @@ def read_holdings(compiled: Compiled, state: Any, mesh: Mesh) -> tuple[Holding, 
     return tuple(holdings)
 
 
-def _state_shardings(compiled: Compiled, state: Any) -> Any:
+def _state_shardings(compiled: Compiled, state: object) -> Any:
     returned = compiled.output_shardings
     for candidate in (returned, returned[0] if isinstance(returned, tuple) and returned else None):
         if _paths(candidate) == _paths(state):
@@ -280,17 +276,13 @@ def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> 
             yield axis
 
 
-def _paths(tree: Any) -> list[Any]:
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)]
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
+def _paths(tree: object) -> list[Any]:
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)]
 
 
 def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Collective, int]) -> Counter[Collective]:
     """Returns the collectives of partitioned HLO (`realised`) that the jaxpr (`written`) lacks."""
-    left: Counter[Any] = Counter()
+    left = Counter[tuple[object, ...]]()
     for collective, times in written.items():
         left[_likeness(collective)] += times
     added: Counter[Collective] = Counter()

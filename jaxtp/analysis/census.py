@@ -19,8 +19,7 @@ from jax.extend.core import Literal as Constant
 from jaxtp.analysis.collective import PRIMITIVES, Collective
 from jaxtp.mesh import parts
 
-Counted = Literal["", "at most", "a turn"]
-"""Meaning of a count: exact, or one of these two."""
+Counted = Literal["", "at most", "a turn"]  # Meaning of a count: exact, or one of these two
 
 AT_MOST: Final = "at most"
 """A collective in a branch of a conditional: it runs as often as that branch is taken, and all are counted."""
@@ -135,11 +134,11 @@ def trip_count(loop: JaxprEqn) -> int | None:
     return turns(_integer(first), _integer(test.invars[1]), _integer(after.invars[1]))
 
 
-def _maker(jaxpr: Jaxpr, variable: Any) -> JaxprEqn | None:
+def _maker(jaxpr: Jaxpr, variable: object) -> JaxprEqn | None:
     return next((e for e in jaxpr.eqns if any(made is variable for made in e.outvars)), None)
 
 
-def _integer(operand: Any) -> int | None:
+def _integer(operand: object) -> int | None:
     if not isinstance(operand, Constant):
         return None
     kind: Any = operand.aval

@@ -77,8 +77,7 @@ class Collective:
         return rounds * (self.group - 1) / self.group * self.bytes
 
 
-Traffic = Mapping[Collective, int]
-"""Collectives, and how often each runs in a step."""
+Traffic = Mapping[Collective, int]  # Collectives, and how often each runs in a step
 
 
 def total_sent(moved: Traffic) -> float:

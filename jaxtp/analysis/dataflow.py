@@ -22,11 +22,8 @@ from jaxtp.analysis.traced_model import Boundary, TracedModel, read_boundary
 from jaxtp.mesh import TP
 from jaxtp.parallelize.stock import Signature, signature
 
-ROOT = "the model itself"
-"""Name in messages of the module whose path is empty."""
-
-Columns = frozenset[str]
-"""Paths of the column layers whose outputs split an array."""
+ROOT = "the model itself"  # Name in messages of the module whose path is empty
+Columns = frozenset[str]  # Paths of the column layers whose outputs split an array
 
 
 @dataclass(frozen=True)

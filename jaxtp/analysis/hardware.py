@@ -96,8 +96,7 @@ PLATFORMS = ("cuda", "rocm", "tpu")
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` has: no default of these is any device's."""
 
-_PCIE_HOP = 5.7e-6
-"""Seconds, as NCCL has it for PCIe."""
+_PCIE_HOP = 5.7e-6  # Seconds, as NCCL has it for PCIe
 
 
 def _gpu(
@@ -124,13 +123,13 @@ def _gpu(
     )
 
 
-def _pcie(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
+def _pcie(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: object) -> Hardware:
     # The link is x16 of PCIe 4.0 or 5.0; bridges between pairs of cards are ignored.
     return _gpu(name, kind, gib, tflops, bandwidth, link, **{"hop": _PCIE_HOP, "source": _CARD, **others})
 
 
 def _tpu(
-    name: str, kinds: str | tuple[str, ...], gib: float, tflops: float, bandwidth: float, link: float, **others: Any
+    name: str, kinds: str | tuple[str, ...], gib: float, tflops: float, bandwidth: float, link: float, **others: object
 ) -> Hardware:
     # Assumes that a mesh axis uses both links, one each way round, along one axis of the torus, so half the hops. If
     # the ends of a slice's axis do not meet (v5e and v6e: axes shorter than 16), a ring has about half the bandwidth;

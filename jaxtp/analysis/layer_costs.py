@@ -54,8 +54,7 @@ from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, gradient_sum_axes, parts
 
 Projection = ColumnParallelLinear | RowParallelLinear
 
-FLOAT32 = INT32 = 4
-"""Bytes of an element."""
+FLOAT32 = INT32 = 4  # Bytes of an element
 
 # The remat policies that run again, for the backward pass: products of column layers; gathers of their inputs; sums of
 # row layers which the backward pass reads; everything but products with weights.

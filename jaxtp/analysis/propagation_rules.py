@@ -74,10 +74,6 @@ def _broadcast(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     return [equation.params["broadcast_dimensions"][agree(dims[:1])]]
 
 
-def _transpose(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    return [equation.params["permutation"].index(agree(dims))]
-
-
 def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     """Passes if the split dim is outermost among the dims that it is split into or merged with."""
     dim, before, after = agree(dims[:1]), shape_of(equation.invars[0]), shape_of(equation.outvars[0])
@@ -138,7 +134,7 @@ REDUCTIONS = frozenset(
 RULES: dict[str, Rule] = {
     **dict.fromkeys(REDUCTIONS, _drop_dims),
     "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
+    "transpose": lambda equation, dims: [equation.params["permutation"].index(agree(dims))],
     "squeeze": _drop_dims,
     "reshape": _reshape,
     "concatenate": _along_other_dims,
@@ -219,7 +215,7 @@ class Walk(Generic[Fact, Result]):
         return [*results[:carries], *(self._shift(fact, 1) for fact in results[carries:])]
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: object) -> Any:
     """Returns the jaxpr without its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 

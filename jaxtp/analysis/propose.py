@@ -35,8 +35,7 @@ from jaxtp.parallelize.styles import (
     Style,
 )
 
-_RESULT = ""
-"""Replaces an argument's name, for the result of a module."""
+_RESULT = ""  # Replaces an argument's name, for the result of a module
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,12 @@ class Region:
     columns: Columns
     rows: frozenset[str]
     reaches_output: bool  # the output of the columns is also an output of the model, or goes into the loss
-    inner_bytes: float
-    """Bytes each device sends between the layers, and for split outputs of the model."""
+    inner_bytes: float  # Bytes each device sends between the layers, and for split outputs of the model
     bytes: float
     """Bytes each device sends in a forward and backward pass; each input of columns is reduced once."""
     bytes_one_by_one: float
     """Bytes each device would send if every layer were a column layer with gathered output."""
-    saved: float
-    """Bytes of parameters that a split saves on each device."""
+    saved: float  # Bytes of parameters that a split saves on each device
 
     @property
     def layers(self) -> frozenset[str]:

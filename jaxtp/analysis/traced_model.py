@@ -132,7 +132,7 @@ def read_boundary(equation: JaxprEqn) -> Boundary | None:
 
 
 def _marked_call(
-    path: str, name: str, method: Callable[..., Any], module: nnx.Module, /, *args: Any, **kwargs: Any
+    path: str, name: str, method: Callable[..., Any], module: nnx.Module, /, *args: object, **kwargs: object
 ) -> Any:
     args = tuple(_mark(value, Boundary(True, path, name, str(i))) for i, value in enumerate(args))
     kwargs = {key: _mark(value, Boundary(True, path, name, key)) for key, value in kwargs.items()}

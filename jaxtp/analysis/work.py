@@ -20,14 +20,11 @@ from jax.sharding import PartitionSpec
 from jaxtp.analysis.census import count_collectives, equations, runs, trip_count
 from jaxtp.analysis.collective import Traffic
 from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
-from jaxtp.layers.parameter import spec_of
+from jaxtp.layers.parameter import is_variable, spec_of
 from jaxtp.mesh import TOKENS, TP, axes_of, parts
 
-Objective = Callable[..., Array]
-"""Takes parameters and further inputs; returns a scalar."""
-
-_RECOMPUTATION = "rematted_computation"
-"""Scope in which `jax.checkpoint` puts what it computes again."""
+Objective = Callable[..., Array]  # Takes parameters and further inputs; returns a scalar
+_RECOMPUTATION = "rematted_computation"  # Scope in which `jax.checkpoint` puts what it computes again
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,10 @@ class Product:
     """Matrix products of one shape on one device, in all their runs."""
 
     flops: float
-    bytes: float
-    """Bytes of operands and results."""
-    itemsize: int
-    """Bytes of an element of the larger operand dtype."""
-    recomputed: bool
-    """Whether `jax.checkpoint` computes them again in the backward pass."""
-    repeated: bool
-    """Whether all devices of a tp group compute the same."""
+    bytes: float  # Bytes of operands and results
+    itemsize: int  # Bytes of an element of the larger operand dtype
+    recomputed: bool  # Whether `jax.checkpoint` computes them again in the backward pass
+    repeated: bool  # Whether all devices of a tp group compute the same
 
 
 @dataclass(frozen=True)
@@ -64,14 +57,14 @@ class _Split:
 def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
     """Returns a function that returns the residuals and the gradient of an objective by its first argument."""
 
-    def compute(params: Any, *inputs: Any) -> tuple[list[Array], Any]:
+    def compute(params: object, *inputs: object) -> tuple[list[Array], Any]:
         total, backward = jax.vjp(lambda params: objective(params, *inputs), params)
         return jax.tree.leaves(backward), backward(jnp.ones_like(total))[0]
 
     return compute
 
 
-def work_of(objective: Objective, sizes: Mapping[str, int], params: Any, *inputs: Any) -> Work:
+def work_of(objective: Objective, sizes: Mapping[str, int], params: object, *inputs: object) -> Work:
     """Returns the work of an objective and its gradient, traced under the mesh in context of these sizes."""
     closed = jax.make_jaxpr(gradient(objective))(params, *inputs)
     products, results = count_work(closed, sizes, (params, *inputs))
@@ -82,10 +75,10 @@ def work_of(objective: Objective, sizes: Mapping[str, int], params: Any, *inputs
     return Work(count_collectives(closed, sizes), tuple(products), sum(saved.values()))
 
 
-def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: Any) -> tuple[list[Product], list[float]]:
+def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: object) -> tuple[list[Product], list[float]]:
     """Returns the products of a closed jaxpr, and the bytes of each result; variables among `inputs` have specs."""
     counter = _Counter(sizes)
-    leaves = jax.tree.leaves(inputs, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    leaves = jax.tree.leaves(inputs, is_leaf=is_variable)
     split = [counter.of_input(leaf) for leaf in leaves for _ in jax.tree.leaves(leaf)]
     splits = counter.run(jaxpr.jaxpr, split, 1)
     results = [_bytes(variable) / split.parts for variable, split in zip(jaxpr.jaxpr.outvars, splits, strict=True)]

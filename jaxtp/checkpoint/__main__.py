@@ -19,8 +19,7 @@ from jaxtp.mesh import describe_mesh, mesh_shape
 PROGRAM = "jaxtp checkpoint"
 Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 OutFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
-_OF_OWN_MODEL = ("build", "arguments", "plan", "precision")
-"""Settings of `model` that affect a model of the user's."""
+_OF_OWN_MODEL = ("build", "arguments", "plan", "precision")  # Settings of `model` that affect a model of the user's
 _RECORDED = ("next_sample", "mesh", "processes", "versions", "corpus", "config")
 
 

@@ -22,19 +22,16 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
 
-_CHECKSUMS = "checksums"
-"""Module name of the checksums in an audit of collectives."""
+_CHECKSUMS = "checksums"  # Module name of the checksums in an audit of collectives
 DIAGNOSE = "Leave the host out of the run, and run its vendor's diagnostics (NVIDIA: dcgmi diag -r 4)"
 
 ReplicaGroups = list[list[int]]
 """For each part of an array, the mesh positions of the devices that hold it."""
-MeshPositions = dict[str, set[int]]
-"""Mesh positions of devices, by array name."""
+MeshPositions = dict[str, set[int]]  # Mesh positions of devices, by array name
 
 _SEEDS = (np.uint32(0x9E3779B9), np.uint32(0x7F4A7C15))
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-_MAX_PROCESSES = 8
-"""Maximum number of processes in a message."""
+_MAX_PROCESSES = 8  # Maximum number of processes in a message
 
 
 class UnequalCopiesError(NumericsError):
@@ -81,7 +78,7 @@ def sums(arrays: Mapping[str, Array]) -> Sums:
     if len(meshes) != 1 or (mesh := meshes.pop()) is None:
         return Sums([np.asarray(each) for each in columns], replicas)
     replicated = NamedSharding(mesh, PartitionSpec())  # one transfer for all arrays
-    return Sums(list(np.asarray(jax.jit(_stack, out_shardings=replicated)(*columns))), replicas)
+    return Sums(list(np.asarray(jax.jit(jnp.stack, out_shardings=replicated)(columns))), replicas)
 
 
 def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
@@ -196,19 +193,12 @@ def _part_index(axes: tuple[str, ...]) -> int | Array:
     return index
 
 
-def _stack(*columns: Array) -> Array:
-    return jnp.stack(columns)
-
-
 def _sums_at(part: Array, seeds: Sequence[Array], starts: Sequence[int | Array]) -> Array:
     """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
     if part.ndim > 2:  # one layer at a time needs less temporary memory
         layers = jnp.arange(part.shape[0], dtype=jnp.uint32) + jnp.uint32(starts[0])
-
-        def layer_sums(layer: tuple[Array, Array]) -> Array:
-            return _sums_at(layer[0], [_mix(seed + layer[1]) for seed in seeds], starts[1:])
-
-        return jnp.sum(lax.map(layer_sums, (part, layers)), axis=0, dtype=jnp.uint32)
+        each = lax.map(lambda at: _sums_at(at[0], [_mix(seed + at[1]) for seed in seeds], starts[1:]), (part, layers))
+        return jnp.sum(each, axis=0, dtype=jnp.uint32)
     # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.
     is_wrong = jnp.isnan if part.ndim == 0 else lambda part: ~jnp.isfinite(part)
     wrong = is_wrong(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)

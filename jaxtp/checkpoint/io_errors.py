@@ -19,12 +19,10 @@ from jaxtp.distributed.agreement import first_disagreeing, raise_everywhere
 
 T = TypeVar("T")
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)
-"""Errors that say nothing about the content of files."""
+_TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)  # Errors that say nothing about the content of files
 _PERMANENT = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 """File system errors that a retry does not fix."""
-PAUSES = (1.0, 3.0, 9.0)
-"""Seconds before each retry."""
+PAUSES = (1.0, 3.0, 9.0)  # Seconds before each retry
 
 
 class CheckpointError(UserError):

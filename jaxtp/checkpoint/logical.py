@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtp.layers.parameter import Padding, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, axes_of, mesh_sizes, parts
 
-Arrays = dict[str, Array]
-"""Arrays by dotted path, such as `model.blocks.mlp.down.kernel`."""
+Arrays = dict[str, Array]  # Arrays by dotted path, such as `model.blocks.mlp.down.kernel`
 
 Variable = nnx.Variable[Any]
 

@@ -44,11 +44,9 @@ from jaxtp.layers.parameter import spec_of
 
 BARRIER_SECONDS = 1200
 """Timeout of a barrier: a process that does not write its part in this time has failed."""
-_BARRIERS = ("async_write_complete", "async_commit_complete")
-"""Orbax's names of a save's two barriers."""
+_BARRIERS = ("async_write_complete", "async_commit_complete")  # Orbax's names of a save's two barriers
 _FREE_SPACE = "; free some space and run the same command again, which first deletes the unfinished checkpoint"
-_CLOSE_SECONDS = 3.0
-"""How long a failing process waits for the save in progress, if there are other processes."""
+_CLOSE_SECONDS = 3.0  # How long a failing process waits for the save in progress, if there are other processes
 _instances = itertools.count()
 
 

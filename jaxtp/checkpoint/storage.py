@@ -25,10 +25,8 @@ from jaxtp.checkpoint.logical import Arrays
 from jaxtp.config.files import fingerprint
 from jaxtp.distributed.agreement import is_multiprocess
 
-Info = dict[str, Any]
-"""The JSON object that a checkpoint stores with its arrays."""
-Metadata = Mapping[str, Any]
-"""Orbax's metadata of arrays, by name."""
+Info = dict[str, Any]  # The JSON object that a checkpoint stores with its arrays
+Metadata = Mapping[str, Any]  # Orbax's metadata of arrays, by name
 
 MAX_BYTES_IN_FLIGHT = 2 * 10**9
 _SHAPES, _CHECKSUMS = "shapes", "checksums"

@@ -15,20 +15,11 @@ from typing import Any, get_origin, get_type_hints
 class Affects:
     """The effects of changing a setting."""
 
-    numbers: bool = False
-    """Changes losses and weights by more than rounding."""
-
-    cost: bool = False
-    """Changes time or memory of a step."""
-
-    samples: bool = False
-    """Changes only the training data: commands that use a synthetic batch ignore it."""
-
-    architecture: bool = False
-    """Changes shapes or meaning of parameters."""
-
-    fixed: bool = False
-    """A run cannot resume from a checkpoint with another value."""
+    numbers: bool = False  # Changes losses and weights by more than rounding
+    cost: bool = False  # Changes time or memory of a step
+    samples: bool = False  # Changes only the training data: commands that use a synthetic batch ignore it
+    architecture: bool = False  # Changes shapes or meaning of parameters
+    fixed: bool = False  # A run cannot resume from a checkpoint with another value
 
 
 NOTHING = Affects()
@@ -47,19 +38,13 @@ class Setting:
     """A field of a configuration, or of one of its sections."""
 
     owner: type
-    path: tuple[str, ...]
-    """Field names from the root dataclass down to this setting."""
-    keys: tuple[str, ...]
-    """Its keys in a file: `path`, with aliases."""
-    flag: str
-    """`--mesh.tp`."""
-    kind: object
-    """Type, without annotations."""
-    marks: tuple[object, ...]
-    """Metadata of `Annotated`."""
+    path: tuple[str, ...]  # Field names from the root dataclass down to this setting
+    keys: tuple[str, ...]  # Its keys in a file: `path`, with aliases
+    flag: str  # `--mesh.tp`
+    kind: object  # Type, without annotations
+    marks: tuple[object, ...]  # Metadata of `Annotated`
     default: object
-    effects: Affects | None
-    """Its `Affects`, or its section's."""
+    effects: Affects | None  # Its `Affects`, or its section's
 
     @property
     def name(self) -> str:

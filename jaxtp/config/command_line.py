@@ -33,8 +33,7 @@ T = TypeVar("T")
 
 HELP, ALL_HELP = "--help", "--help-all"
 _HELP_WORDS = (HELP, "-h", ALL_HELP, "--help_all")
-_MIN_COLUMNS = 20
-"""Minimum width of the help; tyro hangs below six columns."""
+_MIN_COLUMNS = 20  # Minimum width of the help; tyro hangs below six columns
 OTHER_NAMES = {
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
     "optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",
@@ -144,7 +143,8 @@ class Command(Generic[T]):
 
     def used_settings(self) -> list[Setting]:
         """Returns common flags, then the settings that the command uses."""
-        settings = [setting for setting in leaf_settings(self.schema) if not self._is_unused(setting)]
+        unused = tuple(f"{name}." for name in self.ignored)
+        settings = [each for each in leaf_settings(self.schema) if not f"{each.name}.".startswith(unused)]
         own = [] if any(setting.is_required for setting in settings) else [_CONFIG, _PRINT]
         mesh = find_setting(self.schema, "mesh")
         if mesh and mesh.is_section and not any(each.flag == mesh.flag for each in settings):  # check has its own
@@ -259,9 +259,6 @@ class Command(Generic[T]):
         close, all_help = _nearest(name, known), ALL_HELP if self.short_help else HELP
         hint = f"did you mean {_flag(close)}?" if close else f"see {self.program} {all_help}"
         return f"{self.program} has no such setting; {hint}"
-
-    def _is_unused(self, setting: Setting) -> bool:
-        return any(f"{setting.name}.".startswith(f"{other}.") for other in self.ignored)
 
     def _describe(self, keys: Sequence[object], value: object) -> str:
         setting = find_setting(self.schema, ".".join(map(str, keys)))

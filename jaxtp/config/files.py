@@ -11,8 +11,7 @@ from typing import IO, Any
 
 from jaxtp.config.schema import ConfigError
 
-PARTIAL = ".partial"
-"""Suffix of a file that is being written."""
+PARTIAL = ".partial"  # Suffix of a file that is being written
 
 
 def sha256(path: Path) -> str:

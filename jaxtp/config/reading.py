@@ -19,12 +19,10 @@ import yaml
 
 MAX_JSON = 2**25
 """Maximum bytes of a JSON file; the weight index of the largest models has less than 10 million."""
-MAX_YAML = 2**18
-"""Maximum bytes of a YAML file."""
+MAX_YAML = 2**18  # Maximum bytes of a YAML file
 _MAX_JSON_VALUES = 2**22
 _MAX_DEPTH = 64
-_MAX_DIGITS = 100
-"""Maximum digits of a number; each such integer can be converted to a float."""
+_MAX_DIGITS = 100  # Maximum digits of a number; each such integer can be converted to a float
 _LFS = rb"version https://git-lfs\.github\.com/spec/(?:[^\0]*^size (\d{1,18})$)?"
 _BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """Errors of PyYAML for, say, the 45th of a month, an invalid code point, or an integer without digits."""

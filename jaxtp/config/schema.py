@@ -26,18 +26,15 @@ T = TypeVar("T")
 
 _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = cache(pydantic.TypeAdapter)
 
-BASE = "base"
-"""The key by which a YAML file includes another."""
+BASE = "base"  # The key by which a YAML file includes another
 
 _EXCLUSIVE = {"train.steps": "epochs", "train.epochs": "steps"}
 """Keys that exclude each other: a flag or file that sets one removes the other from the files that it overrides."""
 
-HF_PREFIX = "hf:"
-"""Prefix of an input of `jaxtp prepare` that the `datasets` library loads."""
+HF_PREFIX = "hf:"  # Prefix of an input of `jaxtp prepare` that the `datasets` library loads
 
 _MAX_BASES = 16
-_MAX_PROBLEMS = 20
-"""Maximum number of problems in one message."""
+_MAX_PROBLEMS = 20  # Maximum number of problems in one message
 
 
 class ConfigError(UserError):
@@ -290,7 +287,7 @@ def _complaint(item: ErrorDetails) -> str:
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
 
 
-def _unknown_keys(schema: Any, values: Mapping[str, object], prefix: str) -> Iterator[str]:
+def _unknown_keys(schema: object, values: Mapping[str, object], prefix: str) -> Iterator[str]:
     fields = [setting for setting in settings_of(schema).values() if len(setting.keys) == 1]
     known = {key: field.kind for field in fields for key in (*field.keys, *field.path)}
     for key, value in values.items():

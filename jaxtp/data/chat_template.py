@@ -27,17 +27,13 @@ from jaxtp.data.documents import Tokens
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, as_tokenizer_error, load_library
 from jaxtp.data.tokenizer_files import MAX_TEMPLATE, TokenizerError
 
-Message = Mapping[str, Any]
-"""`role` (system, user, assistant) and `content`."""
+Message = Mapping[str, Any]  # `role` (system, user, assistant) and `content`
 
 ASSISTANT = "assistant"
 
-SECONDS = 10.0
-"""CPU time for loading a template and rendering one conversation."""
-MEMORY = 2**30
-"""Bytes that the rendering process may take."""
-MAX_TEXT = 2**26
-"""Characters of a rendered conversation."""
+SECONDS = 10.0  # CPU time for loading a template and rendering one conversation
+MEMORY = 2**30  # Bytes that the rendering process may take
+MAX_TEXT = 2**26  # Characters of a rendered conversation
 _BEFORE, _AFTER, _SPELLED, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _NONCHARACTERS = re.compile(f"[{_BEFORE}-{_END}]")
 _MARKS = re.compile(f"[{_BEFORE}{_AFTER}]")
@@ -140,7 +136,7 @@ class SpecialTokens:
         self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
         self._keep = keep
 
-    def escape(self, value: Any) -> Any:
+    def escape(self, value: object) -> Any:
         """Escapes a message or a part of it; raises `ChatError` for invalid code points."""
         if isinstance(value, Mapping):
             return {key: self.escape(part) for key, part in value.items() if part is not None}

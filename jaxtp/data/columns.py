@@ -13,17 +13,13 @@ from numpy.typing import NDArray
 from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import describe_exception
 
-WEIGHTS = "weights"
-"""Column `[B]` or `[B, ...]`: 0 for the rows that pad a short batch."""
-
-Columns: TypeAlias = dict[str, NDArray[Any]]
-"""`[n, ...]` each; or, of one sample, `[...]`."""
+WEIGHTS = "weights"  # Column `[B]` or `[B, ...]`: 0 for the rows that pad a short batch
+Columns: TypeAlias = dict[str, NDArray[Any]]  # `[n, ...]` each; or, of one sample, `[...]`
 
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 """Shape and dtype of each column of one sample."""
 
-_CHECKED = 2**18
-"""Number of elements of an array in a checksum, at most about."""
+_CHECKED = 2**18  # Number of elements of an array in a checksum, at most about
 
 
 class BatchError(UserError):

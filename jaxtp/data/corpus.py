@@ -17,8 +17,7 @@ from jaxtp.data.documents import Documents, InMemory
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
-PREFIX = "prefix"
-"""Key in `Corpus.describe`: the tokens that each document starts with."""
+PREFIX = "prefix"  # Key in `Corpus.describe`: the tokens that each document starts with
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 _HELD_OUT_ONE_IN = 20
 _PREPARED_FIRST = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")

@@ -22,11 +22,8 @@ from jaxtp.mesh import batch_parts, mesh_sizes
 
 Index: TypeAlias = tuple[slice, ...]
 
-Batch = dict[str, jax.Array]
-"""`[B, ...]` arrays, split over (dp, fsdp)."""
-
-_CHECK_EVERY = 256
-"""Batches between comparisons of the rows of processes."""
+Batch = dict[str, jax.Array]  # `[B, ...]` arrays, split over (dp, fsdp)
+_CHECK_EVERY = 256  # Batches between comparisons of the rows of processes
 
 
 def on_mesh(

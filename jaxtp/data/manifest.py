@@ -12,21 +12,18 @@ from pydantic import Field, TypeAdapter, ValidationError
 from jaxtp.config.entry import UserError
 from jaxtp.config.reading import truncate
 
-FORMAT, FORMAT_OF_PAIRS = 1, 2
-"""Older versions refuse to read a dataset of pairs as text."""
+FORMAT, FORMAT_OF_PAIRS = 1, 2  # Older versions refuse to read a dataset of pairs as text
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
 TRAIN, VALIDATION = "train", "validation"
 SPLITS = (TRAIN, VALIDATION)
 
-TOKENS, DOCUMENTS, PROMPTS = "tokens", "documents", "prompts"
-"""Suffixes of a shard's files."""
+TOKENS, DOCUMENTS, PROMPTS = "tokens", "documents", "prompts"  # Suffixes of a shard's files
 OFFSET = np.dtype("<u8")
 PROMPT = np.dtype("<u4")
 
 BYTES: Final = "bytes"
-HUGGING_FACE: Final = "huggingface"
-"""Kinds of tokenizers."""
+HUGGING_FACE: Final = "huggingface"  # Kinds of tokenizers
 
 Count = Annotated[int, Field(ge=0, le=2**60)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
@@ -42,13 +39,10 @@ class TokenizerInfo:
     """The tokenizer that made the tokens."""
 
     kind: Literal["bytes", "huggingface"]
-    sha256: str | None
-    """The sha256 of `tokenizer.json`; None for bytes."""
+    sha256: str | None  # The sha256 of `tokenizer.json`; None for bytes
     vocab_size: Annotated[int, Field(ge=0, le=2**32)]
-    eos_id: TokenId | None
-    """The token that ends each document, if one does."""
-    prefix: tuple[TokenId, ...] = ()
-    """The tokens that each document starts with, such as BOS."""
+    eos_id: TokenId | None  # The token that ends each document, if one does
+    prefix: tuple[TokenId, ...] = ()  # The tokens that each document starts with, such as BOS
 
     def __post_init__(self) -> None:
         for token in (*self.end_ids, *self.prefix):

@@ -21,8 +21,7 @@ T = TypeVar("T")
 
 ALGORITHM = "Tijdeman 1"
 """Name and version of the training schedule: a change of its cycles needs another version."""
-VALIDATION_ALGORITHM = "by weight 1"
-"""Name and version of the order of an evaluation."""
+VALIDATION_ALGORITHM = "by weight 1"  # Name and version of the order of an evaluation
 PARTS = 10_000
 """Maximum number of samples in a cycle: weights are rounded to this fraction of their sum."""
 _VALIDATION_SEED = 0

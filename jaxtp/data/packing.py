@@ -16,14 +16,11 @@ from jaxtp.config.entry import UserError
 from jaxtp.data.documents import Documents
 from jaxtp.data.rows import PAIRS, SEGMENTS, Row, Rows, check_vocabulary, empty_row
 
-VERSION = 1
-"""Version of the packing: a change of its rows needs another version."""
-BLOCK = 2**17
-"""Documents that are packed together."""
+VERSION = 1  # Version of the packing: a change of its rows needs another version
+BLOCK = 2**17  # Documents that are packed together
 
 Ints = NDArray[np.int64]
-Pattern = tuple[int, ...]
-"""Lengths of the documents in a row."""
+Pattern = tuple[int, ...]  # Lengths of the documents in a row
 
 
 class Packed(Rows):

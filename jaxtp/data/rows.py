@@ -12,8 +12,7 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.files import fingerprint
 from jaxtp.data.documents import Documents, Tokens
 
-IGNORE = -100
-"""A label without a loss, as in `layers/loss.py`."""
+IGNORE = -100  # A label without a loss, as in `layers/loss.py`
 
 SEGMENTS = "segments"
 PAIRS = "pairs"
@@ -27,8 +26,7 @@ rejected document of the row's pair i = 1, 2, ..., prompts included, 0 for paddi
 Place = tuple[slice, int, slice]
 """Positions in a row, a shard, and the tokens there that the row has as inputs."""
 
-Samples: TypeAlias = "grain.MapDataset[Row]"
-"""Rows by index, which Grain reads ahead."""
+Samples: TypeAlias = "grain.MapDataset[Row]"  # Rows by index, which Grain reads ahead
 
 
 class TokenError(UserError):

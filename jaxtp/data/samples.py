@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 Packing = Literal["documents", "concatenated"]
 LongDocuments = Literal["split", "drop", "stop"]
-ORDER = "order"
-"""Key of the order of the samples in `Data.description`."""
+ORDER = "order"  # Key of the order of the samples in `Data.description`
 ROWS, SHUFFLE, MIXTURE, HELD_OUT = "rows", "shuffle", "mixture", "held_out"
 """Its parts: documents to rows, the order of an epoch, the order of sources, and the rows of an evaluation."""
 

@@ -54,12 +54,9 @@ class ScoresError(UserError):
 class Scored:
     """A split that was scored."""
 
-    documents: str
-    """`Documents.identity`."""
-    rows: str
-    """`Rows.identity`."""
-    shards: tuple[Mapping[str, str], ...]
-    """The sha256 of each file, by suffix; empty in a journal."""
+    documents: str  # `Documents.identity`
+    rows: str  # `Rows.identity`
+    shards: tuple[Mapping[str, str], ...]  # The sha256 of each file, by suffix; empty in a journal
 
 
 @dataclass(frozen=True)
@@ -67,19 +64,13 @@ class Record:
     """Content of `scores.json`."""
 
     format: Literal[1]
-    model: Text
-    """A description, for messages."""
-    model_sha256: Text
-    """Identity of the weights, as in checkpoints of adapters."""
-    dtype: Text
-    """The dtype of the computation."""
-    dataset: Text
-    """Folder of the dataset, for messages."""
+    model: Text  # A description, for messages
+    model_sha256: Text  # Identity of the weights, as in checkpoints of adapters
+    dtype: Text  # The dtype of the computation
+    dataset: Text  # Folder of the dataset, for messages
     tokenizer: Text
-    vocab_size: Annotated[int, Field(ge=1, le=2**32)]
-    """Number of tokens of the model."""
-    top_k: Annotated[int, Field(ge=1, le=2**20)] | None
-    """None for log-probabilities of the labels."""
+    vocab_size: Annotated[int, Field(ge=1, le=2**32)]  # Number of tokens of the model
+    top_k: Annotated[int, Field(ge=1, le=2**20)] | None  # None for log-probabilities of the labels
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     sequence_length: Count
     packing: Packing
@@ -116,10 +107,8 @@ class Journal:
     """Content of `unfinished.json`."""
 
     record: Record
-    arguments: tuple[str, ...]
-    """The command's arguments, for a message."""
-    rows: dict[str, Count]
-    """Number of rows of each split whose scores are on disk."""
+    arguments: tuple[str, ...]  # The command's arguments, for a message
+    rows: dict[str, Count]  # Number of rows of each split whose scores are on disk
 
 
 class Scores:

@@ -13,14 +13,11 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
-OUT_OF_MEMORY = 77
-"""Exit code."""
-
-_SHOWN = 300
-"""Characters of an error, which a template may have written."""
+OUT_OF_MEMORY = 77  # Exit code
+_SHOWN = 300  # Characters of an error, which a template may have written
 
 
 class RefusedError(Exception):
@@ -73,7 +70,7 @@ def _load(template: str) -> Callable[..., str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     render: Callable[..., str] = environment.from_string(template).render
     return render
@@ -88,11 +85,6 @@ def _shown(error: Exception) -> str:
 
 def _refuse(message: str) -> None:
     raise RefusedError(message)
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    """Returns a value as JSON, without Jinja's HTML escapes."""
-    return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 if __name__ == "__main__":

@@ -30,12 +30,9 @@ END_TOKENS = (
 )
 """Well-known names of the end token."""
 
-_MAX_FILE = 2**28
-"""Bytes; the largest files have some 50 million."""
-_PIECE = 2**20
-"""Characters after which a long text is cut, so that one text uses all cores."""
-_GROUP = 2**24
-"""Characters that are encoded at a time; the library takes about 100 bytes per token meanwhile."""
+_MAX_FILE = 2**28  # Bytes; the largest files have some 50 million
+_PIECE = 2**20  # Characters after which a long text is cut, so that one text uses all cores
+_GROUP = 2**24  # Characters that are encoded at a time; the library takes about 100 bytes per token meanwhile
 _CUT = re.compile(r"(?<=\S)\n")
 
 

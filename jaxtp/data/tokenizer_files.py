@@ -11,11 +11,9 @@ from jaxtp.config.reading import MAX_JSON, inside, parse_json, read_bytes, trunc
 
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
-MAX_POSITIONS = "max_position_embeddings"
-"""The context length in config.json."""
+MAX_POSITIONS = "max_position_embeddings"  # The context length in config.json
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-MAX_TEMPLATE = 2**20
-"""Bytes; real ones have up to some 20,000."""
+MAX_TEMPLATE = 2**20  # Bytes; real ones have up to some 20,000
 
 
 class TokenizerError(UserError):

@@ -21,8 +21,7 @@ ADDRESS, COUNT, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_P
 BY_HAND = (ADDRESS, COUNT, PROCESS)
 SLURM, OPEN_MPI = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"
 """Variables in which schedulers give the number of processes."""
-TOKEN = "JAXTP_TOKEN"
-"""Variable with the secret that the processes of a run share."""
+TOKEN = "JAXTP_TOKEN"  # Variable with the secret that the processes of a run share
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
@@ -34,8 +33,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder in which NVIDIA's driver has an entry for each GPU."""
 NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 """Where there is an NVIDIA GPU, one of these exists; the first may be absent in containers and WSL2."""
-_MAX_CACHE_BYTES = 4 * 2**30
-"""Maximum size of the compilation cache; a training step for GPUs takes some MB."""
+_MAX_CACHE_BYTES = 4 * 2**30  # Maximum size of the compilation cache; a training step for GPUs takes some MB
 
 
 def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA) -> None:

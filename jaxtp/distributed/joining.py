@@ -49,27 +49,22 @@ from jaxtp.distributed.links import (
     listening,
 )
 
-_POD = "JOB_COMPLETION_INDEX"
-"""A pod's index in an indexed Job of Kubernetes."""
-JOIN_SECONDS = 60
-"""Default of JAXTP_JOIN_SECONDS."""
+_POD = "JOB_COMPLETION_INDEX"  # A pod's index in an indexed Job of Kubernetes
+JOIN_SECONDS = 60  # Default of JAXTP_JOIN_SECONDS
 _SECONDS_VARIABLE = "JAXTP_JOIN_SECONDS"
 _SECONDS_HINT = f"({_SECONDS_VARIABLE} is how long they wait)"
 _THE_TOKEN = f"the token of this run (the same command line on all hosts, or {TOKEN})"
-LONG_WAIT = 20.0
-"""Seconds after which a waiting process says that it waits."""
+LONG_WAIT = 20.0  # Seconds after which a waiting process says that it waits
 _HEARTBEAT_SECONDS = 80
 """JAX ends the other processes after 40 to 80 seconds without a heartbeat; `peers` detects the loss earlier, if its
 processes can connect."""
-_MARGIN = 20
-"""Seconds by which JAX's time limit exceeds JAXTP_JOIN_SECONDS, so that ours reports first."""
+_MARGIN = 20  # Seconds by which JAX's time limit exceeds JAXTP_JOIN_SECONDS, so that ours reports first
 _MAX_SECONDS = 24 * 60 * 60
 _PAUSE, _CHECK_SECONDS = 0.3, 1.0
 """Seconds between attempts to reach process 0: at the rendezvous, and while JAX connects."""
 _MAX_IDS, _MAX_ADDRESSES, _MAX_ERROR_CHARS = 20, 3, 1000
 _PORT = "JAX_COORDINATOR_PORT"
-_NUM_PORTS = 2**12
-"""JAX chooses one of this many highest ports."""
+_NUM_PORTS = 2**12  # JAX chooses one of this many highest ports
 
 Variables = Mapping[str, str]
 
@@ -134,14 +129,10 @@ class _Task:
     """A process that a scheduler started."""
 
     process: int
-    index: int
-    """Index of the process on its host."""
-    tasks: int
-    """Number of processes on its host."""
-    host: str | None
-    """Host of process 0; None if only JAX can find it."""
-    job: str
-    """Job number, from which JAX derives the port."""
+    index: int  # Index of the process on its host
+    tasks: int  # Number of processes on its host
+    host: str | None  # Host of process 0; None if only JAX can find it
+    job: str  # Job number, from which JAX derives the port
 
 
 def join_processes(environment: Variables = os.environ, gpus: int | None = None, bind: str | None = None) -> None:

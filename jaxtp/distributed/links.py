@@ -23,12 +23,10 @@ from jaxtp.distributed.environment import LaunchError
 
 Message = dict[str, Any]
 
-HELLO_SECONDS = 5.0
-"""Time limit for a new connection to prove that it has the token."""
+HELLO_SECONDS = 5.0  # Time limit for a new connection to prove that it has the token
 _SEND_SECONDS = 2.0
 _MAX_MESSAGE_BYTES = 65536
-_MAX_UNAUTHENTICATED = 64
-"""Maximum number of unauthenticated connections."""
+_MAX_UNAUTHENTICATED = 64  # Maximum number of unauthenticated connections
 _CHALLENGE, _PROOF = "challenge", "proof"
 
 

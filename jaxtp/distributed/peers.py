@@ -22,10 +22,8 @@ from jaxtp.distributed.links import Link, Message, accept_links, connect, listen
 
 SILENCE = 25.0
 """Seconds without a heartbeat after which a process counts as lost; JAX's limit is longer."""
-_BEAT = 1.0
-"""Seconds between heartbeats."""
-_CONNECT = 5.0
-"""Seconds to connect to process 0."""
+_BEAT = 1.0  # Seconds between heartbeats
+_CONNECT = 5.0  # Seconds to connect to process 0
 _GRACE = 4.0
 """Seconds in which a process may exit by itself after another reports a failure: both may fail for one reason."""
 _MAX_ERROR_CHARS = 1000

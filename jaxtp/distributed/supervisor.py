@@ -34,8 +34,7 @@ from jaxtp.distributed.environment import (
 )
 from jaxtp.distributed.links import format_address, listening
 
-GRACE = 15.0
-"""Seconds between SIGTERM and SIGKILL."""
+GRACE = 15.0  # Seconds between SIGTERM and SIGKILL
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _LAST_LINES = 20
 _NOISE = re.compile(rb"\[Gloo\]|is connected to \d+ peer ranks")

@@ -58,10 +58,8 @@ chats with a model that has a chat template; /quit ends the chat. --mesh tp=2 sp
 cache over devices, virtual ones on a CPU. The speed of reading prompts (prefill) and generating (decode) is printed at
 the end, on standard error.
 """
-STDOUT = Path("-")
-"""Value of --json for standard output."""
-MAX_BYTES = 2**30
-"""Maximum size of a prompt file."""
+STDOUT = Path("-")  # Value of --json for standard output
+MAX_BYTES = 2**30  # Maximum size of a prompt file
 _DEFAULT_FIELD = "prompt"
 
 

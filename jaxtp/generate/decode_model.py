@@ -24,7 +24,7 @@ from jaxtp.hf.adapters import merged_variables
 from jaxtp.hf.tensor_map import split_path
 from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import PARAMETERS, DType, padding_of, spec_of
+from jaxtp.layers.parameter import PARAMETERS, DType, is_variable, padding_of, spec_of
 from jaxtp.mesh import AXES, CP, DP, FSDP, TP, axes_of, batch_parts, make_mesh, mesh_sizes, parts
 from jaxtp.models.config import BLOCKS
 from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, create_decoder
@@ -158,7 +158,7 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
         sharding = None if mesh is None else NamedSharding(mesh, spec)
         return variable.replace(jax.ShapeDtypeStruct(variable.shape, dtype, sharding=sharding), out_sharding=spec)
 
-    targets = jax.tree.map(target, abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    targets = jax.tree.map(target, abstract, is_leaf=is_variable)
     arrays = dict(decode_weights(model, named_variables(targets), config.precision.compute, donate=donate))
     decode: DecodeModel = nnx.merge(graph, replace_arrays(targets, arrays))
     return decode

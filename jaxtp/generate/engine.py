@@ -51,14 +51,12 @@ MIN_SLOTS, CHAT_SLOTS = 64, 1024
 CPU_CHUNK, CHUNK = 512, 2048
 """Maximum prompt tokens that a device reads in one call: enough to use all of a CPU or GPU."""
 
-MIN_LENGTH = 16
-"""Length of the shortest sequence of packed prompts."""
+MIN_LENGTH = 16  # Length of the shortest sequence of packed prompts
 
 MAX_WASTE = 2
 """A compiled program is reused if its sequences are at most this many times longer than needed."""
 
-SECONDS_PER_CALL = 0.1
-"""Target duration of a decode call; its tokens arrive when it ends."""
+SECONDS_PER_CALL = 0.1  # Target duration of a decode call; its tokens arrive when it ends
 
 _REPLACED = ("__call__", "embed", "hidden", "with_routing", "stacked", "logits_of_hidden", "logits_at", "projection")
 """Methods of a decoder that decoding does not call, or calls of `Decoder`."""
@@ -66,8 +64,7 @@ _REPLACED = ("__call__", "embed", "hidden", "with_routing", "stacked", "logits_o
 StepTokens = tuple[list[list[int]], list[list[float]]]
 """Tokens and their log-probabilities, for each step and row."""
 
-Chunk = tuple[int, int, int]
-"""Prompt tokens to read: the row, and the range of positions."""
+Chunk = tuple[int, int, int]  # Prompt tokens to read: the row, and the range of positions
 
 
 @dataclass
@@ -86,16 +83,12 @@ class Timing:
 class Speed:
     """Tokens and seconds of a call."""
 
-    shape: Shape | None = None
-    """Shape of the KV cache."""
-    cache_bytes: int = 0
-    """Bytes of the KV cache on each device."""
-    compile_seconds: float = 0.0
-    """Compilation, not included in the other times."""
+    shape: Shape | None = None  # Shape of the KV cache
+    cache_bytes: int = 0  # Bytes of the KV cache on each device
+    compile_seconds: float = 0.0  # Compilation, not included in the other times
     timing: Timing = field(default_factory=Timing)
     """Tokens read (prefill) and generated (decode); the first token of each text belongs to prefill."""
-    cut_texts: int = 0
-    """Number of texts that ended at the model's context."""
+    cut_texts: int = 0  # Number of texts that ended at the model's context
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the command prints."""
@@ -119,10 +112,8 @@ class Cache:
     """A KV cache and the tokens in it."""
 
     shape: Shape
-    arrays: KVCaches | None
-    """None during a call, which donates them, and after a failed call."""
-    tokens: list[list[int]]
-    """The tokens of each row."""
+    arrays: KVCaches | None  # None during a call, which donates them, and after a failed call
+    tokens: list[list[int]]  # The tokens of each row
 
 
 class Generator:
@@ -376,7 +367,6 @@ class Scheduler:
         return [(row, each) for row, each in self._requests.items() if len(self._cached[row]) < each.num_prompt]
 
     def _next_chunks(self, unread: Sequence[tuple[int, Request]], part: int) -> list[Chunk]:
-        """Returns the chunks that a part reads in the next call."""
         chunks, room = list[Chunk](), self._max_chunk
         for row, request in unread:
             start = len(self._cached[row])

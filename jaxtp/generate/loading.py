@@ -145,23 +145,16 @@ class ModelSource:
     """A model on disk, without its weights."""
 
     name: str
-    config: ModelConfig
-    """The configuration for inference."""
+    config: ModelConfig  # The configuration for inference
     tokenizer: Tokenizer
-    load: Callable[[Mesh], Decoder]
-    """Reads the weights onto a mesh."""
-    end_ids: frozenset[int]
-    """Tokens that end a text."""
-    prefix: tuple[int, ...]
-    """Tokens that the model expects before a text."""
-    template: str | None
-    """Chat template, in Jinja."""
+    load: Callable[[Mesh], Decoder]  # Reads the weights onto a mesh
+    end_ids: frozenset[int]  # Tokens that end a text
+    prefix: tuple[int, ...]  # Tokens that the model expects before a text
+    template: str | None  # Chat template, in Jinja
     special_tokens: Mapping[str, str]
     """Texts of the special tokens that the template may use, such as bos_token."""
-    context: int | None
-    """Maximum number of tokens of prompt and text together; None if unknown."""
-    trained_length: int | None = None
-    """Sequence length of a run that started from random weights."""
+    context: int | None  # Maximum number of tokens of prompt and text together; None if unknown
+    trained_length: int | None = None  # Sequence length of a run that started from random weights
 
 
 def load_model(source: ModelSource, mesh: Mesh) -> Decoder:

@@ -28,8 +28,7 @@ from jaxtp.layers.cache import DROPPED, KVCaches, NewTokens
 
 Ints = NDArray[np.int32] | Array
 
-MAX_STEPS = 32
-"""Maximum tokens that one call decodes for each row."""
+MAX_STEPS = 32  # Maximum tokens that one call decodes for each row
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,10 @@ class PackedTokens:
     C is the length of a sequence, R the number of rows of a part.
     """
 
-    ids: Ints
-    """`[P, C]`."""
-    rows: Ints
-    """Row of each token within its part, `[P, C]`; -1 for padding."""
-    positions: Ints
-    """Position of each token in its row, `[P, C]`."""
-    last: Ints
-    """Index in the sequence of each row's last prompt token, `[P, R]`; -1 if another call reads it."""
+    ids: Ints  # `[P, C]`
+    rows: Ints  # Row of each token within its part, `[P, C]`; -1 for padding
+    positions: Ints  # Position of each token in its row, `[P, C]`
+    last: Ints  # Index in the sequence of each row's last prompt token, `[P, R]`; -1 if another call reads it
     continued: bool = field(metadata={"static": True})
     """Whether a sequence begins with a row that has cached tokens."""
 
@@ -65,12 +60,9 @@ class PackedTokens:
 class RowArrays:
     """The state of each row on the host, `[rows]` each."""
 
-    tokens: Ints
-    """The last sampled token, not yet in the cache."""
-    lengths: Ints
-    """Number of tokens in the cache; while a prompt is read, the length of the prompt."""
-    left: Ints
-    """Number of tokens still to be generated; 0 for an idle row."""
+    tokens: Ints  # The last sampled token, not yet in the cache
+    lengths: Ints  # Number of tokens in the cache; while a prompt is read, the length of the prompt
+    left: Ints  # Number of tokens still to be generated; 0 for an idle row
     seeds: NDArray[np.uint32] | Array
     seen: NDArray[np.bool_] | Array | None = None
     """Whether a row has a token, `[rows, V]`; None without a repetition penalty."""

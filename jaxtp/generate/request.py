@@ -17,10 +17,8 @@ Ids = NDArray[np.int32]
 Prompt = str | Sequence[int] | Ids
 Finish = Literal["end", "stop", "length", "context"]
 
-_CONTEXT_TOKENS = 8
-"""Prompt tokens decoded together with the first new token, whose spelling may depend on them."""
-_MAX_PENDING = 3
-"""Maximum tokens of an unfinished character: UTF-8 has up to four bytes, each perhaps a token."""
+_CONTEXT_TOKENS = 8  # Prompt tokens decoded together with the first new token, whose spelling may depend on them
+_MAX_PENDING = 3  # Maximum tokens of an unfinished character: UTF-8 has up to four bytes, each perhaps a token
 _REPLACEMENT = "\ufffd".encode()
 
 

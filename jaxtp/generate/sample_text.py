@@ -18,7 +18,7 @@ from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import open_tokenizer
 from jaxtp.generate.request import GenerationError, Result
 from jaxtp.generate.sampling import GenerationSettings, check_settings
-from jaxtp.layers.parameter import spec_of
+from jaxtp.layers.parameter import is_variable, spec_of
 from jaxtp.mesh import AXES, CP, FSDP, STORAGE, axes_of, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
@@ -103,7 +103,7 @@ def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
         return variable.replace(jax.device_put(variable[...], NamedSharding(mesh, spec)))
 
     graph, state = nnx.split(model)
-    placed: Decoder = nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    placed: Decoder = nnx.merge(graph, jax.tree.map(place, state, is_leaf=is_variable))
     return placed
 
 

@@ -20,8 +20,7 @@ from pydantic import Field
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, allowed, to_plain, validate
 
-_TINY = float(jnp.finfo(jnp.float32).tiny)
-"""The smallest normal float32; devices flush smaller numbers to 0."""
+_TINY = float(jnp.finfo(jnp.float32).tiny)  # The smallest normal float32; devices flush smaller numbers to 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,16 +39,13 @@ _ATTENTION_SCALES = ("mscale", _ALL_DIM)
 """Parameters of YaRN that an export writes only if they scale the scores; others follow attention_factor."""
 _PARTIAL = "partial_rotary_factor"
 _COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", _PARTIAL, _MAX_POSITIONS}
-_LOCAL_THETA = 10_000.0
-"""Default of rope_local_base_freq."""
+_LOCAL_THETA = 10_000.0  # Default of rope_local_base_freq
 _NO_ROPE_PERIOD, _OVERRIDES = "no_rope_layer_interval", "per_layer_config"
-_DEFAULT_NO_ROPE_PERIOD = 4
-"""Default of transformers."""
+_DEFAULT_NO_ROPE_PERIOD = 4  # Default of transformers
 _DEFAULTS = {field.name: field.default for field in fields_of(BlockConfig)}
 _MAX_LAYERS = 1024
 
-Settings = Mapping[str, Any]
-"""Plain values of fields of `ModelConfig` or `BlockConfig`."""
+Settings = Mapping[str, Any]  # Plain values of fields of `ModelConfig` or `BlockConfig`
 
 
 def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Settings:
@@ -226,7 +223,6 @@ def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
 
 
 def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bool]:
-    """Returns whether each layer has a window."""
     names, window = family.layer_attributes, attributes.get("sliding_window", family.default_window)
     is_on = "use_sliding_window" not in names or switch(
         "use_sliding_window", attributes.get("use_sliding_window", False)
@@ -347,7 +343,6 @@ def _write_rotated(layers: Sequence[BlockConfig], family: Family) -> dict[str, o
 
 
 def _read_linear(attributes: Attributes, family: Family, count: int) -> list[bool]:
-    """Returns whether each layer has linear attention."""
     if _INTERVAL not in family.layer_attributes:
         return [False] * count
     if (types := attributes.get("layer_types")) is None:

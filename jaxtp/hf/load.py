@@ -27,12 +27,10 @@ from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, validate_model
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes read or written so far, and in total."""
+Progress = Callable[[int, int], None]  # Called with the bytes read or written so far, and in total
 
 _TILE = 64
-_ALIGNMENT = 64
-"""Alignment in bytes that XLA needs to use a CPU array without a copy."""
+_ALIGNMENT = 64  # Alignment in bytes that XLA needs to use a CPU array without a copy
 _EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
 """Unsigned dtype and exponent mask; a number is not finite if all exponent bits are set."""
 
@@ -43,7 +41,7 @@ def load_hf(
     precision: Precision | None = None,
     progress: Progress | None = None,
     ignore_config: Collection[str] = (),
-    **overrides: Any,
+    **overrides: object,
 ) -> Decoder:
     """Loads a model from a Hugging Face folder, onto the mesh in context or one device.
 
@@ -185,8 +183,7 @@ def _with_layer(stacked: Array, layer: Array, index: Array) -> Array:
     return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
 
 
-_Bounds = tuple[tuple[int, int], ...]
-"""Start and end in each dim."""
+_Bounds = tuple[tuple[int, int], ...]  # Start and end in each dim
 
 
 class _Buffers:

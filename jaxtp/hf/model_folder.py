@@ -23,18 +23,13 @@ T = TypeVar("T")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MAX_COPIED = 2**28
-"""Bytes; the largest tokenizers have about 50 million."""
+_MAX_COPIED = 2**28  # Bytes; the largest tokenizers have about 50 million
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
-_FP8_BLOCK = (128, 128)
-"""Default of weight_block_size."""
-_LISTED = 10
-"""Maximum number of problems in a message."""
-
-Attributes = Mapping[str, object]
-"""The JSON object in a configuration file."""
+_FP8_BLOCK = (128, 128)  # Default of weight_block_size
+_LISTED = 10  # Maximum number of problems in a message
+Attributes = Mapping[str, object]  # The JSON object in a configuration file
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,7 @@ _KNOWN = frozenset(
         *("qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying"),
     }
 )
-_VERSION = "0.19.0"
-"""PEFT's first version with these A and B of stacked experts; older ones exchange them."""
+_VERSION = "0.19.0"  # PEFT's first version with these A and B of stacked experts; older ones exchange them
 _EXPERT = re.compile(r"\.experts\.\d")
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
@@ -81,8 +80,7 @@ _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 
 _Modules = Mapping[str, list[TensorPart]]
 """The parts of each tensor that can have an adapter, by its name in transformers' memory; a part is a kernel."""
-_Adapters = Mapping[str, Adapter]
-"""A model's adapters by kernel."""
+_Adapters = Mapping[str, Adapter]  # A model's adapters by kernel
 
 
 def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
@@ -519,7 +517,6 @@ def _nonzero_parts(a: StoredTensor, parts: Sequence[TensorPart]) -> Sequence[Ten
 
 
 def _names(name: str, attributes: Attributes) -> set[str]:
-    """Returns a list of names in the configuration as a set."""
     value = attributes.get(name)
     if value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
         return set(value or ())

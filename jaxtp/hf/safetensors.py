@@ -33,8 +33,7 @@ _SCALE, _UNUSED_SCALES = "_scale_inv", ("activation_scale", "input_scale")
 """Endings of the names of scales, of weights after their own name."""
 _MX_BLOCKS, _MX_SCALES, _MX_BYTES = "_blocks", "_scales", 16
 """Endings of the names of MXFP4 tensors, and the bytes of a block, each with two numbers."""
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The eight codes without the sign bit."""
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # The eight codes without the sign bit
 _ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in DTYPES.items()},
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
@@ -44,8 +43,7 @@ _LENGTH = 8
 _ALIGNMENT = 8
 _MAX_DIMS = 8
 _METADATA = "__metadata__"
-_BLOCK = 2**24
-"""Approximate bytes per read."""
+_BLOCK = 2**24  # Approximate bytes per read
 
 
 class HFError(UserError):

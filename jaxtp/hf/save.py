@@ -52,8 +52,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 Stored = Sequence[TensorPart] | StoredTensor
 """The parts of a tensor, or a tensor to copy from another file."""
-Tensors = Mapping[str, Stored]
-"""By name."""
+Tensors = Mapping[str, Stored]  # By name
 
 
 class SaveOptions(TypedDict, total=False):
@@ -183,8 +182,12 @@ def write_folder(
     options: SaveOptions,
 ) -> None:
     """Writes safetensors `files`, the `others` and the tokenizer files; every process must call it."""
-    if not options.get("allow_non_finite"):
-        _require_finite(variables)
+    values = {name: variable[...] for name, variable in variables.items()}
+    if not options.get("allow_non_finite") and (counts := sums(values).not_finite()):
+        raise NonFiniteError(
+            f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or allow it: "
+            "allow_non_finite=True, --allow-non-finite"
+        )
     others = {**others, **_tokenizer_files(options.get("tokenizer_from"))}
     every = {name: tensor for group in files.values() for name, tensor in group.items()}
     tensors = {name: tensor for name, tensor in every.items() if not isinstance(tensor, StoredTensor)}
@@ -209,14 +212,6 @@ def _format_and_shape(tensor: Stored, dtype: DType) -> tuple[str, tuple[int, ...
 def _data(tensors: Tensors, arrays: Iterator[Block], name: str) -> Block:
     tensor = tensors[name]
     return tensor.data() if isinstance(tensor, StoredTensor) else next(arrays)
-
-
-def _require_finite(variables: Mapping[str, Variable]) -> None:
-    if counts := sums({name: variable[...] for name, variable in variables.items()}).not_finite():
-        raise NonFiniteError(
-            f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or allow it: "
-            "allow_non_finite=True, --allow-non-finite"
-        )
 
 
 def gather_tensors(

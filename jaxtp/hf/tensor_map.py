@@ -21,8 +21,7 @@ from jaxtp.hf.wrapper import name_of as name_of
 from jaxtp.layers.parameter import DType, logical_shape
 from jaxtp.models.config import BLOCKS, BlockConfig, ModelConfig
 
-_EXPERT = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")
-"""The number of an expert in a tensor's name."""
+_EXPERT = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")  # The number of an expert in a tensor's name
 _GENERAL = re.compile(r"\.\d+\.")
 _LISTED = 3
 _MOST_COLUMNS = 2**24
@@ -83,8 +82,7 @@ class TensorPart:
         return self.ours, self.index
 
 
-Parameters = Mapping[str, Variable]
-"""By dotted path, abstract or real."""
+Parameters = Mapping[str, Variable]  # By dotted path, abstract or real
 
 
 def tensor_parts(

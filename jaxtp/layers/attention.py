@@ -362,7 +362,7 @@ class CausalSelfAttention(Branch):
         return self.output(y, x_BTD), cache
 
     def _on_heads(
-        self, body: Callable[..., Any], x_BTD: Array, others: tuple[Any, ...], specs: tuple[Any, ...], out_specs: Any
+        self, body: Callable[..., Any], x_BTD: Array, others: tuple[Any, ...], specs: tuple[Any, ...], out_specs: object
     ) -> Any:
         """Returns `body(weights, project(x_BTD), *others)`, run on each device's heads."""
         weights, weight_specs = params_and_specs(self.qk_norms)

@@ -127,7 +127,7 @@ def updated_selection_bias(bias: Array, times_chosen: Array, rate: float) -> Arr
     return bias + rate * jnp.sign(total - times_chosen.shape[-1] * times_chosen).astype(bias.dtype)
 
 
-def _reduce_flat(reduce: Callable[[Array], Array], tree: Any) -> Any:
+def _reduce_flat(reduce: Callable[[Array], Array], tree: object) -> Any:
     """Reduces a tree as one flat array, with one collective."""
     flat, as_tree = ravel_pytree(tree)
     return as_tree(reduce(flat))

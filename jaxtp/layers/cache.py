@@ -18,8 +18,7 @@ from jaxtp.mesh import CONTEXT, TP
 LAYER_SPEC = batch_spec(TP, CONTEXT, None)
 """The spec of one layer's keys or values, `[B, K, S, H]`: a matrix per head, so that products need no transpose."""
 
-DROPPED = 2**30
-"""Position of a token that no row has."""
+DROPPED = 2**30  # Position of a token that no row has
 
 KVCaches = tuple[Mapping[str, tuple[Array, ...]], ...]
 """Caches by layer and branch: keys and values `[B, K, S, H]` in the compute dtype, keys rotated, S slots a row. K is

@@ -71,7 +71,7 @@ class Sequences:
 
         return device_view(take, "local_tokens", in_specs=(batch_spec(None),), out_specs=token_spec())(x_BT)
 
-    def natural(self, x: Any, dim: int = 1) -> Any:
+    def natural(self, x: object, dim: int = 1) -> Any:
         """Reorders an array of all tokens to natural order."""
         return to_natural(x, axis_size(CP), dim) if self.zigzag else x
 

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtp.collectives import Float8, Quantised
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
-from jaxtp.layers.mxfp8 import mx_matmul
+from jaxtp.layers.mxfp8 import kernel_gradient, mx_matmul
 from jaxtp.mesh import current_device
 
 
@@ -72,7 +72,7 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     if not isinstance(x, Quantised) or not isinstance(w, Quantised):
         return x.astype(w.dtype) @ w.astype(w.dtype)
 
-    def forward(x: Any, w: Any) -> tuple[Array, tuple[Value | None, Value | None]]:
+    def forward(x: object, w: object) -> tuple[Array, tuple[Value | None, Value | None]]:
         # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
         saved = perturbed(w), perturbed(x)
         values = value_of(unwrapped(x)), value_of(unwrapped(w))
@@ -113,21 +113,15 @@ def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
     return Float8.of(grad.astype(jnp.float32) * w.scale[0], dim=-1, axes=axes), Float8(w.bits.T, jnp.ones((1, 1)))
 
 
-def kernel_gradient(x: Value, grad: Array, dtype: DTypeLike) -> Array:
-    """Returns the gradient of `w` in `x @ w`."""
-    tokens = list(range(grad.ndim - 1))
-    return jnp.tensordot(x.astype(grad.dtype), grad, (tokens, tokens), preferred_element_type=dtype)
-
-
 # Arguments and gradients of a `custom_vjp` with symbolic zeros.
 
 
-def unwrapped(operands: Any) -> Any:
+def unwrapped(operands: object) -> Any:
     """Returns the values of arguments."""
     return jax.tree.map(lambda leaf: leaf.value, operands)
 
 
-def perturbed(operand: Any) -> bool:
+def perturbed(operand: object) -> bool:
     """Returns whether an argument needs a gradient."""
     leaf: Any = operand.carrier if isinstance(operand, Quantised) else operand
     return bool(leaf.perturbed)

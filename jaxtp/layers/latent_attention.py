@@ -108,7 +108,7 @@ class LatentAttentionConfig(AttentionConfig):
             return super().describe_heads()
         return f"{self.num_heads} heads (keys and values from {self.kv_rank}) of {self.head_dim}"
 
-    def use(self, **known: Any) -> Use:
+    def use(self, **known: object) -> Use:
         """See `AttentionConfig`."""
         return super().use(**known, value_head_dim=self.value_head_dim) if self.kv_rank else super().use(**known)
 

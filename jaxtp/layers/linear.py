@@ -141,7 +141,10 @@ class ColumnParallelLinear(nnx.Module):
 
     def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
         """Returns a device's columns; `sequence` as in `enter_matmul`."""
-        kernels: list[Kernel] = [self._kernel(weights[f"kernels.{i}"], f) for i, f in enumerate(self.features)]
+        kernels = [
+            _load_kernel(self, weights[f"kernels.{i}"], 0, *STORAGE, tp_gather=(1, f.shared_by(axis_size(TP))))
+            for i, f in enumerate(self.features)
+        ]
         adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
         x = x.astype(self.precision.compute)
@@ -174,12 +177,6 @@ class ColumnParallelLinear(nnx.Module):
 
     def _load(self, shard: Array, fsdp_dim: int | None, features: PaddedDim) -> Array:
         return self.precision.load(shard, fsdp_dim, tp_gather=(len(shard.shape) - 1, features.shared_by(axis_size(TP))))
-
-    def _kernel(self, shard: Array, features: PaddedDim) -> Kernel:
-        if self.matmul == "float8":
-            return self.precision.load_float8(shard, 0, *STORAGE, tp_gather=(1, features.shared_by(axis_size(TP))))
-        kernel = self._load(shard, 0, features)
-        return BlockScaled(kernel) if self.matmul == "mxfp8" else kernel
 
 
 class RowParallelLinear(nnx.Module):
@@ -220,13 +217,8 @@ class RowParallelLinear(nnx.Module):
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         x = x.astype(self.precision.compute)
-        inputs, kernels = list[Operand]([x]), list[Kernel]()  # [B/(dp*fsdp), T/cp, F/tp], [F/tp, D]
-        if self.matmul == "float8":
-            inputs[0] = tokens_in_float8(x, TP)
-            kernels.append(self.precision.load_float8(weights["kernel"], 1, TP))
-        else:
-            kernel = self.precision.load(weights["kernel"], 1)
-            kernels.append(BlockScaled(kernel) if self.matmul == "mxfp8" else kernel)
+        inputs: list[Operand] = [tokens_in_float8(x, TP) if self.matmul == "float8" else x]  # [B/(dp*fsdp), T/cp, F/tp]
+        kernels = [_load_kernel(self, weights["kernel"], 1, TP)]  # [F/tp, D]
         for at, lora in enumerate(self.loras):
             a, b = weights[f"loras.{at}.a"], weights[f"loras.{at}.b"]
             inner = lora.scale * (x @ self.precision.load(a, None))  # [B/(dp*fsdp), T/cp, rank], a summand
@@ -238,6 +230,16 @@ class RowParallelLinear(nnx.Module):
             bias = self.precision.load(weights["bias"], 0, used_by_all_tp=summand or sequence is not None)
             y += jnp.where(axis_index(TP) == 0, bias, 0) if summand else bias
         return y
+
+
+def _load_kernel(
+    layer: ColumnParallelLinear | RowParallelLinear, shard: Array, fsdp_dim: int, *axes: str, **layout: Any
+) -> Kernel:
+    """Loads a kernel, whose input features the mesh axes `axes` split, for the products of its layer."""
+    if layer.matmul == "float8":
+        return layer.precision.load_float8(shard, fsdp_dim, *axes, **layout)
+    kernel = layer.precision.load(shard, fsdp_dim, **layout)
+    return BlockScaled(kernel) if layer.matmul == "mxfp8" else kernel
 
 
 def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | None:

@@ -100,11 +100,11 @@ def without_adapters(model: _Module) -> _Module:
     return copy
 
 
-def _is_base_param(value: Any) -> bool:
+def _is_base_param(value: object) -> bool:
     return isinstance(value, nnx.Param) and not isinstance(value, nnx.LoRAParam)
 
 
-def _freeze_param(param: nnx.Param[Any]) -> nnx.Variable[Any]:
+def _freeze_param(param: nnx.Param[Any]) -> Variable:
     return FrozenParam.from_metadata(param.get_raw_value(), param.get_metadata())
 
 

@@ -35,8 +35,7 @@ IGNORE = -100  # the label of a position that the loss ignores
 
 _REDUCED = "softmax_reduction"
 
-_LOWEST = -1e4
-"""A finite logit, relative to the highest, whose probability is 0 in float32; 0 * -inf would be NaN."""
+_LOWEST = -1e4  # A finite logit, relative to the highest, whose probability is 0 in float32; 0 * -inf would be NaN
 
 Projection = tuple[Array, HeadConfig, Array | None]
 """The (tied) embedding or head `[V padded, D]`, its settings, and its bias `[V padded]`, if any."""

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import CustomVJPPrimal
+from jax.typing import DTypeLike
 
-from jaxtp.collectives import vary_like
+from jaxtp.collectives import Float8, vary_like
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, installed_cudnn, matmul_problem
 from jaxtp.mesh import current_device, current_platform
@@ -72,11 +73,16 @@ def _forward(x: CustomVJPPrimal, w: CustomVJPPrimal) -> tuple[Array, tuple[Array
 
 def _backward(residuals: tuple[Array | None, Array | None], grad: Array) -> tuple[Array | None, Array | None]:
     x, w = residuals
-    tokens = list(range(grad.ndim - 1))
-    return None if w is None else _product(grad, w), None if x is None else jnp.tensordot(x, grad, (tokens, tokens))
+    return None if w is None else _product(grad, w), None if x is None else kernel_gradient(x, grad, grad.dtype)
 
 
 _matmul.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def kernel_gradient(x: Array | Float8, grad: Array, dtype: DTypeLike) -> Array:
+    """Returns the gradient of `w` in `x @ w`."""
+    tokens = list(range(grad.ndim - 1))
+    return jnp.tensordot(x.astype(grad.dtype), grad, (tokens, tokens), preferred_element_type=dtype)
 
 
 def _product(a: Array, b: Array) -> Array:

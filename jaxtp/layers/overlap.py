@@ -30,13 +30,13 @@ from jaxtp.layers.float8 import (
     Value,
     gradient_of,
     input_gradient,
-    kernel_gradient,
     multiply,
     perturbed,
     product,
     unwrapped,
     value_of,
 )
+from jaxtp.layers.mxfp8 import kernel_gradient
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
 from jaxtp.mesh import TP
 
@@ -76,7 +76,8 @@ def _ring_scatter(inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTyp
 
     def summand(number: Array | int) -> Array:
         at = _position(number, size)
-        return _sum_of_products([_part(x, at, size) for x in inputs], kernels, dtype)
+        operands = zip((_part(x, at, size) for x in inputs), kernels, strict=True)
+        return reduce(operator.add, (product(*pair, dtype) for pair in operands))
 
     def turn(total: Array, number: Array) -> tuple[Array, None]:
         # Without a barrier XLA may fuse the sum into the product, which then waits for the permute (jax 0.12, H100).
@@ -113,7 +114,7 @@ def _gather_matmul(x: Value, kernels: tuple[Value, ...], dtype: DTypeLike) -> tu
     return tuple(ys)
 
 
-def _gather_forward(x: Any, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], Any]:
+def _gather_forward(x: object, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], Any]:
     needs_grad = NeedsGrad((perturbed(x),), tuple(perturbed(w) for w in kernels))
     dtype = unwrapped(x).dtype
     x, kernels = value_of(unwrapped(x)), tuple(map(value_of, unwrapped(kernels)))
@@ -180,10 +181,6 @@ matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 def sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Kernel]) -> Array:
     """Returns the sum of `inputs[i] @ kernels[i]`."""
     return reduce(operator.add, (multiply(*pair) for pair in zip(inputs, kernels, strict=True)))
-
-
-def _sum_of_products(inputs: Iterable[Value], kernels: Sequence[Value], dtype: DTypeLike) -> Array:
-    return reduce(operator.add, (product(x, w, dtype) for x, w in zip(inputs, kernels, strict=True)))
 
 
 def _part(x: V, at: Array, size: int) -> V:

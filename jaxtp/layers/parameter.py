@@ -133,7 +133,7 @@ class ExactDim(PaddedDim):
         return self.factors
 
 
-class FrozenParam(nnx.Variable[Any]):
+class FrozenParam(Variable):
     """A parameter that training with adapters does not change.
 
     It is not an `nnx.Param`, so `nnx.value_and_grad` and `nnx.Optimizer(model, ..., wrt=nnx.Param)` skip it.
@@ -158,8 +158,7 @@ def parameter(
     return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
 
 
-_LOADED = "loaded"
-"""Metadata of a parameter that a layer reads inside a `device_view`, by `load_weight`."""
+_LOADED = "loaded"  # Metadata of a parameter that a layer reads inside a `device_view`, by `load_weight`
 
 
 def padding_of(variable: Variable) -> Padding:
@@ -222,7 +221,7 @@ def spec_of(variable: Variable) -> PartitionSpec:
     return PartitionSpec(*declared[max(0, len(declared) - len(variable.shape)) :])
 
 
-def check_sizes(layer: str, **sizes: Any) -> None:
+def check_sizes(layer: str, **sizes: object) -> None:
     """Raises a ValueError unless sizes are integers from 1 on."""
     bad = [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]
     if bad:
@@ -249,7 +248,7 @@ def mark_unreduced(params: nnx.State) -> nnx.State:
         view = device_view(lambda shard: shard, GRADIENTS, in_specs=(spec,), out_specs=side_by_side)
         return param.copy(view(param[...]), out_sharding=side_by_side)
 
-    return jax.tree.map(mark, params, is_leaf=_is_variable)
+    return jax.tree.map(mark, params, is_leaf=is_variable)
 
 
 def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> nnx.State:
@@ -264,7 +263,7 @@ def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> 
         view = device_view(add, GRADIENTS, in_specs=(spec_of(grad),), out_specs=spec_of(param))
         return param.copy(view(grad[...])) if axes else grad
 
-    return jax.tree.map(total, params, grads, is_leaf=_is_variable)
+    return jax.tree.map(total, params, grads, is_leaf=is_variable)
 
 
 def _replica_axes(param: Variable) -> tuple[str, ...]:
@@ -274,5 +273,6 @@ def _replica_axes(param: Variable) -> tuple[str, ...]:
     return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
 
 
-def _is_variable(leaf: Any) -> bool:
+def is_variable(leaf: object) -> bool:
+    """Returns whether a node of a pytree is a variable: an `is_leaf`."""
     return isinstance(leaf, nnx.Variable)

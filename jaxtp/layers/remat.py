@@ -38,8 +38,10 @@ _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
     "save_reduced": (REDUCED, CHOSEN),
     "full": (CHOSEN,),
 }
-_VIEWS = {"name", "pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
-_VIEWS |= {"layout_constraint"}
+_VIEWS = {
+    *("name", "pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"),
+    "layout_constraint",
+}
 _FROZEN = "custom_vjp_call"  # primitive of `load_weight` for frozen weights; for others autodiff replaces it
 
 

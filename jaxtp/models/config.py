@@ -65,7 +65,7 @@ class Changes(dict[str, Any]):
         return hash(frozenset(self))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
@@ -343,7 +343,6 @@ def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
 
 
 def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
-    """Yields a stack for each run of equal blocks."""
     for block, equal in groupby(blocks):
         yield Stack((block,), len(list(equal)))
 
@@ -471,7 +470,8 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     can_be_built = not unfit and config.d_model % shards == 0
     if config.precision.matmul != "compute" and not unfit:
         yield from _matmul_problems(config, mesh[TP])
-    if mesh[CP] > 1 and can_be_built and (unaware := _branches_without_cp(config)):
+    branches = _branches(config).values() if mesh[CP] > 1 and can_be_built else ()
+    if unaware := sorted({type(branch).__name__ for branch in branches if not branch.over_cp}):
         text = f"mesh.cp={mesh[CP]} splits each sequence, which is not supported by {' and '.join(unaware)}"
         yield Problem(text, among={f"mesh.{CP}": 1})
 
@@ -484,30 +484,33 @@ def adapter_targets(config: ModelConfig) -> tuple[Target, ...]:
 
 def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
     """Returns the projections in blocks by path: None if `precision.matmul` applies, or else why it does not."""
-    pattern, layers = config.precision.matmul_layers, _projections(config)
     return {
-        path: why if matches(pattern, path) else "not in matmul_layers"
-        for path, why in ((path, layer if isinstance(layer, str) else matmul_obstacle(layer)) for path, layer in layers)
+        path: why for root, branch in _branches(config).items() for path, _, why in _projections(config, root, branch)
     }
 
 
-@lru_cache(maxsize=32)
-def _projections(config: ModelConfig) -> tuple[tuple[str, ColumnParallelLinear | RowParallelLinear | str], ...]:
-    """Returns the projections in blocks, without arrays, by path; or why `precision.matmul` never applies to them."""
-    found: list[tuple[str, ColumnParallelLinear | RowParallelLinear | str]] = []
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        for stack, _, block in config.kinds():
-            branches = nnx.eval_shape(lambda block=block: config.branches(block, nnx.Rngs(0)))
-            for name, branch in branches.items():
-                experts = [path for path, module in nnx.iter_modules(branch) if isinstance(module, MixtureOfExperts)]
-                for path, layer in nnx.iter_modules(branch):
-                    full = ".".join(map(str, (stack, name, *path)))
-                    if path in experts:
-                        found.append((full, "experts have grouped products"))
-                    elif isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-                        shared = any(path[: len(outer)] == outer for outer in experts)
-                        found.append((full, "shared experts" if shared else layer))
-    return tuple(found)
+def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
+    """Sets the dtype of products in the stacked blocks at a path, in the projections that `matmul_layers` takes."""
+    for _, layer, why in _projections(config, path, blocks):
+        if why is None and layer is not None:
+            layer.matmul = config.precision.matmul
+
+
+def _projections(
+    config: ModelConfig, root: str, module: nnx.Module
+) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear | None, str | None]]:
+    """Yields the projections in a module: path, layer, and why `precision.matmul` does not apply."""
+    experts = [path for path, each in nnx.iter_modules(module) if isinstance(each, MixtureOfExperts)]
+    for path, layer in nnx.iter_modules(module):
+        projection = layer if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else None
+        if projection is None and path not in experts:
+            continue
+        why: str | None = "experts have grouped products"
+        if projection is not None:
+            shared = any(path[: len(outer)] == outer for outer in experts)
+            why = "shared experts" if shared else matmul_obstacle(projection)
+        full = ".".join(map(str, (root, *path)))
+        yield full, projection, why if matches(config.precision.matmul_layers, full) else "not in matmul_layers"
 
 
 def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
@@ -526,24 +529,21 @@ def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
         return
     if config.overlap == "ring":
         yield Problem(f"{setting}=mxfp8 has no rings; use model.overlap=none, or {setting}=float8")
-    taken = [(path, layer) for path, layer in _projections(config) if layers[path] is None]
-    odd = [(path, why) for path, layer in taken if not isinstance(layer, str) and (why := mx_obstacle(layer, tp))]
-    if odd:
+    found = (each for root, branch in _branches(config).items() for each in _projections(config, root, branch))
+    taken = ((path, layer) for path, layer, obstacle in found if layer is not None and obstacle is None)
+    if odd := [(path, problem) for path, layer in taken if (problem := mx_obstacle(layer, tp))]:
         paths = ", ".join(path for path, _ in odd)
         yield Problem(f"{odd[0][1]} ({paths}); use another mesh.tp, {setting}_layers without them, or {setting}=float8")
 
 
 @lru_cache(maxsize=32)
-def _branches_without_cp(config: ModelConfig) -> tuple[str, ...]:
-    """Returns the branch classes without `over_cp`."""
-
-    def kinds() -> Iterator[type[Branch]]:
-        for block in config.block_kinds():
-            yield from map(type, nnx.eval_shape(lambda block=block: config.branches(block, nnx.Rngs(0))).values())
-
+def _branches(config: ModelConfig) -> Mapping[str, Branch]:
+    """Returns the branches of every kind of block by path, without arrays."""
     # Without the mesh in context, which may differ and not divide the sizes.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return tuple(sorted({kind.__name__ for kind in kinds() if not kind.over_cp}))
+        create = {block: lambda block=block: config.branches(block, nnx.Rngs(0)) for block in config.block_kinds()}
+        by_kind = {block: nnx.eval_shape(each) for block, each in create.items()}
+    return {f"{path}.{name}": branch for path, _, block in config.kinds() for name, branch in by_kind[block].items()}
 
 
 def _in_section(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:

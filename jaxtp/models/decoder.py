@@ -36,7 +36,6 @@ from jaxtp.layers.embedding import (
     vocab_parallel_logits,
 )
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
-from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import freeze, store_in_float8
 from jaxtp.layers.loss import Projection, vocab_parallel_cross_entropy
 from jaxtp.layers.norm import Norm, rms_normalise
@@ -50,7 +49,7 @@ from jaxtp.layers.sequence_parallel import (
     sequence_dim,
 )
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
-from jaxtp.models.config import BlockConfig, ModelConfig, Stack, matmul_layers, validate_model
+from jaxtp.models.config import BlockConfig, ModelConfig, Stack, set_matmul, validate_model
 
 BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
 
@@ -254,14 +253,8 @@ class Decoder(EmbeddingAndHead):
         if config.lora.rank:
             freeze(self)
         if config.precision.matmul != "compute":
-            taken = {path for path, why in matmul_layers(config).items() if why is None}
-            for kind, (stack, *_) in zip(kinds, config.kinds(), strict=True):
-                for path, layer in nnx.iter_modules(kind):
-                    if (
-                        isinstance(layer, ColumnParallelLinear | RowParallelLinear)
-                        and ".".join(map(str, (stack, *path))) in taken
-                    ):
-                        layer.matmul = config.precision.matmul
+            for kind, (path, *_) in zip(kinds, config.kinds(), strict=True):
+                set_matmul(config, path, kind)
         if config.lora.base == "float8":
             for kind, (_, _, block) in zip(kinds, config.kinds(), strict=True):
                 store_in_float8(kind, (kernel for _, kernel in block.adapter_kernels()))

@@ -60,7 +60,7 @@ def has_method(cls: type, name: str) -> bool:
 
 def _wrapped(method: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nnx.Module, /, *args: object, **kwargs: object) -> Any:
         return wrap(method, self, *args, **kwargs)
 
     return call
@@ -102,7 +102,7 @@ def _with_aliases(path: str, aliases: list[list[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(paths))
 
 
-def _parameters(node: Any, prefix: str = "") -> Iterator[tuple[str, nnx.Param[Any]]]:
+def _parameters(node: object, prefix: str = "") -> Iterator[tuple[str, nnx.Param[Any]]]:
     if isinstance(node, list | tuple):
         node = dict(enumerate(node))
     for name, value in (node if isinstance(node, dict) else vars(node)).items():

@@ -125,7 +125,7 @@ def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np
 
 
 def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
-    def declared(leaf: Any) -> Any:
+    def declared(leaf: object) -> Any:
         metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
         sharding = NamedSharding(mesh, PartitionSpec(*(metadata.get("out_sharding") or ())))
         return jax.tree.map(lambda _: sharding, leaf)
@@ -133,7 +133,7 @@ def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
     return jax.tree.map(declared, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
-def _put(value: Any, sharding: NamedSharding) -> Any:
+def _put(value: object, sharding: NamedSharding) -> Any:
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     if isinstance(value, AbstractArray):
@@ -189,7 +189,7 @@ def arrays_of(build: Build) -> tuple[Any, ...]:
     return tuple(jax.tree.leaves(nnx.state(_build(build))))
 
 
-def _check_build(build: Any) -> None:
+def _check_build(build: object) -> None:
     if isinstance(build, linen.Module) or (isinstance(build, type) and issubclass(build, linen.Module)):
         name = getattr(build, "__name__", type(build).__name__)
         raise PlanError(f"{name} is a linen module; {_LINEN}")
@@ -253,7 +253,7 @@ def mark_arrays_as_data(model: nnx.Module) -> None:
             )
 
 
-def _tracers(node: Any) -> Iterator[jax.core.Tracer]:
+def _tracers(node: object) -> Iterator[jax.core.Tracer]:
     """Yields traced arrays in a node, a partial, or the closure of a function."""
     values: Any = [node]
     if isinstance(node, partial):

@@ -94,11 +94,11 @@ def _class_for(cls: type, role: Role) -> type:
     return subclass(cls, wraps, _jaxtp_role=role)
 
 
-def _run(parallel: Callable[..., Any], original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run(parallel: Callable[..., Any], original: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
     return (original if current_mesh() is None else parallel)(*args, **kwargs)
 
 
-def _call(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _call(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs: object) -> Any:
     style, context = role.style, role.context
     if isinstance(style, ContextParallel):
         args, kwargs = _split_sequence(cls, style, args, kwargs)
@@ -144,7 +144,7 @@ def _prepare_arguments(
     return args, {k: change_layout(v, before.get(k), after.get(k), context=context) for k, v in kwargs.items()}
 
 
-def _compute(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs: object) -> Any:
     if not args and (name := _first_argument(cls)) in kwargs:
         args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
     equation = {name: value for name, value in kwargs.items() if name == "einsum_str"}
@@ -155,7 +155,7 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs:
     if dims is None or not (splits or _runs_on_shards(module, args[0], dims, role)):
         return _on_global_arrays(cls, role, module, *args, **kwargs)
 
-    def method(local: nnx.Module, x: Any) -> Any:
+    def method(local: nnx.Module, x: object) -> Any:
         return cls.__call__(local, x, *args[1:], **kwargs)  # type: ignore[operator]
 
     return _ShardedCall(module, method, dims, role, resolve_style(role.style, dims), _call_name(cls, role))(args[0])
@@ -167,7 +167,7 @@ def _first_argument(cls: type) -> str:
     return list(inspect.signature(cls.__call__).parameters)[:2][-1]  # type: ignore[operator]
 
 
-def _attend(cls: type, role: Role, module: nnx.Embed, /, query: Any, **kwargs: Any) -> Any:
+def _attend(cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs: object) -> Any:
     lookup = signature(module)
     splits = isinstance(role.style, Colwise | Rowwise)
     if lookup is None or not (splits or _runs_on_shards(module, query, ATTEND, role)):
@@ -182,7 +182,7 @@ def _attend(cls: type, role: Role, module: nnx.Embed, /, query: Any, **kwargs: A
     return _ShardedCall(module, attend, ATTEND, role, style, f"{_call_name(cls, role)}_attend")(query)
 
 
-def _on_global_arrays(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _on_global_arrays(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs: object) -> Any:
     convolves = issubclass(cls, nnx.Conv | nnx.ConvTranspose) and axis_size(CP) > 1 and bool(args)
     if convolves:
         args = (_unsplit_window_dims(module, args[0]), *args[1:])
@@ -217,7 +217,7 @@ def _gathered_parameters(module: nnx.Module, role: Role) -> Iterator[None]:
         vars(module).update({n: before[n] for n, value in changed.items() if vars(module).get(n) is value})
 
 
-def _gather(value: Any) -> Any:
+def _gather(value: object) -> Any:
     if isinstance(value, nnx.Param):
         spec = declared_spec(value, value.ndim)
         split = dim_over(STORAGE, spec) is not None

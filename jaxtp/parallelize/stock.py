@@ -43,7 +43,7 @@ class Signature:
         return {letter: size for pair in pairs for letter, size in pair}
 
 
-def signature(module: nnx.Module, **kwargs: Any) -> Signature | None:
+def signature(module: nnx.Module, **kwargs: object) -> Signature | None:
     """Returns the signature of a stock module, or a subclass with the same `__call__`; None for others.
 
     If the module declares specs, a style fits only if it splits the same letter over tp.
@@ -188,10 +188,6 @@ ATTEND = Signature({"embedding": "vd"}, {"d": -1}, {"v": -1}, attributes=_EMBED_
 """The signature of `nnx.Embed.attend`, `...d, vd -> ...v`."""
 
 
-def _embed(module: nnx.Embed) -> Signature:
-    return Signature({"embedding": "vd"}, {}, {"d": -1}, "d", "v", _EMBED_SIZES, 1)
-
-
 def _norm(module: nnx.LayerNorm | nnx.RMSNorm) -> Signature | None:
     last = all(axes in (-1, (-1,)) for axes in (module.reduction_axes, module.feature_axes))
     if not last or module.axis_name is not None:
@@ -205,7 +201,7 @@ _READERS: dict[type[nnx.Module], Callable[..., Signature | None]] = {
     nnx.LinearGeneral: _linear_general,
     nnx.Einsum: _einsum,
     nnx.Conv: _conv,
-    nnx.Embed: _embed,
+    nnx.Embed: lambda _: Signature({"embedding": "vd"}, {}, {"d": -1}, "d", "v", _EMBED_SIZES, 1),
     nnx.LayerNorm: _norm,
     nnx.RMSNorm: _norm,
 }

@@ -48,8 +48,7 @@ from jaxtp.train.validation import problems
 if TYPE_CHECKING:
     from jaxtp.train.memory import StoredArray
 
-WARMUP = 0.03
-"""Warm-up of a trained model, as a fraction of the steps."""
+WARMUP = 0.03  # Warm-up of a trained model, as a fraction of the steps
 
 BATCH_SIZE, COMPUTE, RUN_DIR = "data.global_batch_size", "model.precision.compute", "run.dir"
 VIRTUAL_KIND = "virtual CPU devices"

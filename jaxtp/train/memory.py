@@ -36,15 +36,11 @@ _INT32 = 4
 class StoredArray:
     """An array of a train state, independent of the mesh."""
 
-    name: str
-    """Dotted path."""
-    shape: tuple[int, ...]
-    """Shape without padding."""
+    name: str  # Dotted path
+    shape: tuple[int, ...]  # Shape without padding
     dtype: jnp.dtype
-    axes: tuple[tuple[str, ...], ...]
-    """Mesh axes that divide each dim."""
-    trained: bool
-    """Whether it has a gradient."""
+    axes: tuple[tuple[str, ...], ...]  # Mesh axes that divide each dim
+    trained: bool  # Whether it has a gradient
     padding: Padding
 
     def bytes_per_device(self, sizes: Mapping[str, int], dtype: DTypeLike | None = None) -> int:
@@ -60,22 +56,16 @@ class StoredArray:
 class Memory:
     """Bytes per device at a step's peak, by kind."""
 
-    parameters: int
-    """Exact, as are `optimizer` and `batch`."""
-    optimizer: int
-    """Moments and counters."""
+    parameters: int  # Exact, as are `optimizer` and `batch`
+    optimizer: int  # Moments and counters
     gradients: int
     """Gradients in the parameters' dtype, and their sums over micro-batches, maybe in a wider dtype."""
-    whole_matrices: int
-    """Whole matrices that muon orthogonalises, and their updates."""
+    whole_matrices: int  # Whole matrices that muon orthogonalises, and their updates
     gathered_weights: int
     """Weights as layers multiply with them (cast, gathered, transposed), and their gradients before reduction."""
-    activations: int
-    """Activations saved for the backward pass, and the workspace of one block."""
-    logits: int
-    """Logits of one chunk of the loss, with the head and its gradient."""
-    batch: int
-    """Tokens, labels and segment ids."""
+    activations: int  # Activations saved for the backward pass, and the workspace of one block
+    logits: int  # Logits of one chunk of the loss, with the head and its gradient
+    batch: int  # Tokens, labels and segment ids
 
     @property
     def state(self) -> int:

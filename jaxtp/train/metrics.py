@@ -26,16 +26,13 @@ from jaxtp.config.schema import ConfigError, to_plain
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.run_folder import writing
 
-MEAN_LOSS = "mean_loss"
-"""Key of `MeanLoss.sums` in a checkpoint's info."""
-Record = Mapping[str, float | int]
-"""Metrics by name, including `step`."""
+MEAN_LOSS = "mean_loss"  # Key of `MeanLoss.sums` in a checkpoint's info
+Record = Mapping[str, float | int]  # Metrics by name, including `step`
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 _TRACKER_IDS = "trackers.json"
-_FLUSH_SECONDS = 30.0
-"""Between flushes of TensorBoard's file, which wait for the disk."""
+_FLUSH_SECONDS = 30.0  # Between flushes of TensorBoard's file, which wait for the disk
 CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "goodput")
 """Metrics that are drawn by default."""
 

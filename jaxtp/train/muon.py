@@ -27,16 +27,13 @@ from jaxtp.analysis.layer_costs import Product
 from jaxtp.analysis.step_costs import StepCosts
 from jaxtp.checkpoint.logical import Arrays, split_dims
 from jaxtp.collectives import all_to_all, axis_size, device_view
-from jaxtp.layers.parameter import Padding, logical_shape, pad, padding_of, spec_of, unpad
+from jaxtp.layers.parameter import Padding, Variable, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes, parts
 from jaxtp.train.state import OPTIMIZER_SCOPE
 
 MUON = "muon"
-STEPS = 5
-"""Steps of Newton-Schulz."""
-
-RMS = 0.2
-"""Root mean square of a full-rank update, as Adam's."""
+STEPS = 5  # Steps of Newton-Schulz
+RMS = 0.2  # Root mean square of a full-rank update, as Adam's
 
 _NEWTON_SCHULZ = optax.contrib.scale_by_muon(
     ns_steps=STEPS, beta=0.0, nesterov=False, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2)
@@ -48,12 +45,9 @@ _NEWTON_SCHULZ = optax.contrib.scale_by_muon(
 class Kind:
     """Matrices with the same shape and sharding, possibly transposed."""
 
-    shape: tuple[int, int]
-    """Rows and columns without padding."""
-    axes: tuple[Axes, Axes]
-    """Mesh axes that split rows and columns."""
-    over: Axes
-    """Mesh axes that split the stack of matrices."""
+    shape: tuple[int, int]  # Rows and columns without padding
+    axes: tuple[Axes, Axes]  # Mesh axes that split rows and columns
+    over: Axes  # Mesh axes that split the stack of matrices
     padding: Padding
     dtype: jnp.dtype
 
@@ -89,7 +83,7 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.contrib.scale_by_muon(ns_steps=STEPS, beta=beta).init, update)
 
 
-def kinds(variables: Mapping[str, nnx.Variable[Any]], sizes: Mapping[str, int]) -> dict[Kind, list[Member]]:
+def kinds(variables: Mapping[str, Variable], sizes: Mapping[str, int]) -> dict[Kind, list[Member]]:
     """Groups the matrices of parameters by kind."""
     found: dict[Kind, list[Member]] = {}
     for path, variable in variables.items():
@@ -99,7 +93,7 @@ def kinds(variables: Mapping[str, nnx.Variable[Any]], sizes: Mapping[str, int]) 
     return found
 
 
-def _kind(variable: nnx.Variable[Any]) -> tuple[Kind, bool]:
+def _kind(variable: Variable) -> tuple[Kind, bool]:
     # Also returns whether the matrices have to be transposed.
     *others, rows_over, columns_over = split_dims(variable)
     shape, axes, padding = logical_shape(variable)[-2:], (rows_over, columns_over), padding_of(variable)
@@ -111,7 +105,7 @@ def _kind(variable: nnx.Variable[Any]) -> tuple[Kind, bool]:
     return Kind((rows, columns), (over_rows, over_columns), over, padding, jnp.dtype(variable.dtype)), transposed
 
 
-def _orthogonalised(matrices: Arrays, variables: Mapping[str, nnx.Variable[Any]]) -> Arrays:
+def _orthogonalised(matrices: Arrays, variables: Mapping[str, Variable]) -> Arrays:
     result: Arrays = {}
     for kind, members in kinds(variables, mesh_sizes(current_mesh())).items():
         specs = [spec_of(variables[member.path]) for member in members]
@@ -170,7 +164,7 @@ def _to_shards(whole: Array, axes: tuple[Axes, Axes]) -> Array:
     return all_to_all(stack, *axes[0], *axes[1], split=0, join=0) if over_rows * over_columns > 1 else stack
 
 
-def with_muon(costs: StepCosts, variables: Mapping[str, nnx.Variable[Any]], sizes: Mapping[str, int]) -> StepCosts:
+def with_muon(costs: StepCosts, variables: Mapping[str, Variable], sizes: Mapping[str, int]) -> StepCosts:
     """Adds the costs of the update of `variables` on one device, which also orthogonalizes zeros."""
     traffic, products, working = Counter(costs.traffic), [], 0
     for kind, members in kinds(variables, sizes).items():

@@ -217,7 +217,7 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
 def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTransformation:
     # Adafactor's decay approaches 1: after a thousand steps it changes a moment by less than bfloat16's last bit.
 
-    def cast(params: Any) -> Any:
+    def cast(params: object) -> Any:
         return optax.tree.cast(params, "float32")
 
     return optax.GradientTransformation(

@@ -23,12 +23,9 @@ from jaxtp.train.metrics import Timing
 from jaxtp.train.state import Blueprint, parameter_count
 from jaxtp.train.task import Task
 
-SLOW = 1.25
-"""A device is slow from this multiple of the median on."""
-LATE = 0.1
-"""A wait for data is long if it exceeds the median by this fraction of a step."""
-IN_A_ROW = 3
-"""Logged steps in a row before a slow device is reported."""
+SLOW = 1.25  # A device is slow from this multiple of the median on
+LATE = 0.1  # A wait for data is long if it exceeds the median by this fraction of a step
+IN_A_ROW = 3  # Logged steps in a row before a slow device is reported
 _SIZE, _SIZE_ON_CPU = 2048, 256
 
 

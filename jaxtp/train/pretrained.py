@@ -31,15 +31,10 @@ from jaxtp.train.state import Blueprint
 
 RATE, ADAPTER_RATE = 1e-5, 2e-4
 """Usual learning rates of AdamW for all weights of a trained model, and for adapters."""
-LION = 1 / 3
-"""Lion's rate relative to AdamW's (Chen et al., arXiv 2302.06675)."""
-LENGTH = 1024
-"""Tokens in a sequence, if the model supports that many."""
-
-_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of a tokenizer without a tokenizer.json."""
-_MAX_SHOWN = 2
-"""Most settings that a message lists; the configuration of another model differs in ten."""
+LION = 1 / 3  # Lion's rate relative to AdamW's (Chen et al., arXiv 2302.06675)
+LENGTH = 1024  # Tokens in a sequence, if the model supports that many
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")  # Files of a tokenizer without a tokenizer.json
+_MAX_SHOWN = 2  # Most settings that a message lists; the configuration of another model differs in ten
 
 
 @dataclass(frozen=True, kw_only=True)

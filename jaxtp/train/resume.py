@@ -30,13 +30,10 @@ _TRAINED_ORDER = {
 class Restored:
     """A checkpoint to resume from."""
 
-    step: int
-    """Number of updates so far."""
-    state: nnx.State
-    """The whole state, except frozen weights under adapters."""
+    step: int  # Number of updates so far
+    state: nnx.State  # The whole state, except frozen weights under adapters
     info: dict[str, Any]
-    changed: list[str]
-    """Lines on settings that differ from the checkpoint's."""
+    changed: list[str]  # Lines on settings that differ from the checkpoint's
 
 
 def restore(

@@ -31,8 +31,7 @@ BASE = "base"
 """Key in the info of a checkpoint of adapters: the identity of the frozen model, as in `hf.runs`."""
 STREAMS = "streams"
 """Key in a checkpoint's info: the states of a user's streams, which give the position in the data."""
-VERIFIED = "verified"
-"""Key in a checkpoint's info: the last verified step when it was saved."""
+VERIFIED = "verified"  # Key in a checkpoint's info: the last verified step when it was saved
 
 
 class RunFolderError(UserError):

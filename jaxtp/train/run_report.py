@@ -88,7 +88,11 @@ def summary(
         from jaxtp.train.performance import describe_peak
 
         kind, peak = device.device_kind, describe_peak(device)
-    model = _model_rows(config, blueprint) if blueprint.is_decoder else _own_model_rows(config, blueprint)
+    if blueprint.is_decoder:
+        model = _model_rows(config, blueprint)
+    else:
+        build = f"{config.model.build}({_arguments(config.model.arguments)})"
+        model = {"model": f"{parameter_count(blueprint):,} parameters: {build}"}
     rows = {
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
         "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
@@ -140,11 +144,6 @@ def _model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | No
         "overlap": describe_overlap(config, sizes),
         "padding": padding,
     }
-
-
-def _own_model_rows(config: TrainConfig, blueprint: Blueprint) -> dict[str, str | None]:
-    build = f"{config.model.build}({_arguments(config.model.arguments)})"
-    return {"model": f"{parameter_count(blueprint):,} parameters: {build}"}
 
 
 def _arguments(values: Mapping[str, object]) -> str:

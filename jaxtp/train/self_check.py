@@ -32,14 +32,12 @@ from jaxtp.train.validation import attention_blocks, run_uses
 
 HostArray = np.ndarray[Any, Any]
 
-EXACT = 1e-4
-"""Largest error of a float32 operation, relative to the largest value of its result."""
+EXACT = 1e-4  # Largest error of a float32 operation, relative to the largest value of its result
 
 TOLERANCE = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 2e-2}
 """Largest relative error by compute dtype. Products of float32 may run in TF32, whose mantissa has 10 bits."""
 
-_PER_DEVICE = PartitionSpec(AXES)
-"""One row per device."""
+_PER_DEVICE = PartitionSpec(AXES)  # One row per device
 
 
 @dataclass(frozen=True)

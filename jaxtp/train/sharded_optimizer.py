@@ -29,7 +29,7 @@ from jaxtp.layers.parameter import logical_shape, pad, padding_of, spec_of, unpa
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
 
 
-class OptimizerState(nnx.Variable[Any]):
+class OptimizerState(Variable):
     """An array of an Optax state, as a checkpoint stores it.
 
     A typed PRNG key is its data, with the metadata `key_impl`; an empty array is a zero, with `empty_shape`.
@@ -99,7 +99,7 @@ class Optimizer(nnx.Module):
         """Returns the state in the transformation's structure."""
         return jax.tree.map(_leaf, self.opt_state, is_leaf=_is_variable)
 
-    def _transform(self, gradients: Arrays, params: Arrays, **extra: Any) -> tuple[Arrays, optax.OptState]:
+    def _transform(self, gradients: Arrays, params: Arrays, **extra: object) -> tuple[Arrays, optax.OptState]:
         # Returns updates and the new state as arrays, checked: Optax and JAX would broadcast and promote.
         update = optax.with_extra_args_support(self.transformation).update
         updates, state = update(gradients, self.optax_state(), params, **extra)

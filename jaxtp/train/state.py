@@ -22,11 +22,8 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import create_decoder
 from jaxtp.train.sharded_optimizer import Optimizer
 
-OPTIMIZER_SCOPE = "optimizer"
-"""Named scope of the update, which accounts for its collectives."""
-
-MakeModel = Callable[[nnx.Rngs], nnx.Module]
-"""Returns a model with random weights."""
+OPTIMIZER_SCOPE = "optimizer"  # Named scope of the update, which accounts for its collectives
+MakeModel = Callable[[nnx.Rngs], nnx.Module]  # Returns a model with random weights
 
 
 STORED = nnx.All(nnx.Variable, nnx.Not(nnx.RngState))
@@ -161,7 +158,7 @@ def _check_dtypes(model: nnx.State) -> None:
 
 
 def _values(
-    constants: nnx.State, config: ModelConfig, optimizer: Any, mesh: Mesh, make_model: MakeModel | None
+    constants: nnx.State, config: ModelConfig, optimizer: object, mesh: Mesh, make_model: MakeModel | None
 ) -> nnx.State:
     # Of an abstract mesh only shapes matter.
     if not isinstance(mesh, Mesh):

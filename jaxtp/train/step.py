@@ -51,16 +51,12 @@ class Scalars:
         return cls(tuple(named), jnp.stack([scalar.astype(jnp.float32) for scalar in named.values()]))
 
 
-TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]
-"""See `make_train_step`."""
-EvalStep = Callable[..., LossTerms]
-"""See `make_eval_step`."""
-JittedTrainStep = Any
-"""A `TrainStep` from `jax.jit`, which can also be traced and lowered."""
+TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]  # See `make_train_step`
+EvalStep = Callable[..., LossTerms]  # See `make_eval_step`
+JittedTrainStep = Any  # A `TrainStep` from `jax.jit`, which can also be traced and lowered
 
 Norm = Callable[[Sequence[Variable]], Array]
-NORM = "norm"
-"""Name in profiles of the sum of squares over devices."""
+NORM = "norm"  # Name in profiles of the sum of squares over devices
 
 Choices = list[tuple[Array, Array] | None] | None
 """For each kind of block the router's choices and their margin, if they are recorded."""
@@ -212,7 +208,7 @@ def _decoder_objective(
     return terms.objective(config.train.balance_loss, config.train.router_z_loss), terms, choices
 
 
-def _no_terms(micro_fn: Callable[[Any, Array], Any], inputs: Any, count: int) -> LossTerms:
+def _no_terms(micro_fn: Callable[[Any, Array], Any], inputs: object, count: int) -> LossTerms:
     # Zeros for the terms of a user's loss.
     micro = jax.tree.map(lambda array: array[: len(array) // count], inputs)
     (terms, _), _ = jax.eval_shape(micro_fn, micro, jnp.zeros((), jnp.int32))

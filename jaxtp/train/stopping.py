@@ -22,10 +22,8 @@ from jaxtp.config.entry import TEMPORARY, Interrupt
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import AXES
 
-STOP = "stop"
-"""Name of the flags in a batch, and of their maximum among the scalars of a step."""
-STDERR = 2
-"""File descriptor, even if `sys.stderr` is replaced."""
+STOP = "stop"  # Name of the flags in a batch, and of their maximum among the scalars of a step
+STDERR = 2  # File descriptor, even if `sys.stderr` is replaced
 
 
 def abstract_flags(mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

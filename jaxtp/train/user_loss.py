@@ -93,7 +93,7 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
     )
 
 
-def _scalar(name: str, value: Any) -> Array:
+def _scalar(name: str, value: object) -> Array:
     array = jnp.asarray(value)
     if array.shape or not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool):
         raise ConfigError(f"the {name} of the loss is {_describe(value)}, not a number; the loss {_FORM}")
@@ -205,7 +205,7 @@ def _producers(jaxpr: Any) -> Producers:
     return {var: (equation, i) for equation in jaxpr.eqns for i, var in enumerate(equation.outvars)}
 
 
-def _origin(var: Any, producers: Producers) -> Any:
+def _origin(var: object, producers: Producers) -> Any:
     # The variable that a variable equals, through calls and scans that return one of their inputs unchanged.
     while not hasattr(var, "val") and var in producers:
         equation, index = producers[var]
@@ -267,8 +267,7 @@ def require_sums(
     return warning and f"WARNING: {warning}. If it should be one, look for a mistake in shapes"
 
 
-Numbers = dict[str, tuple[float, float]]
-"""The loss and each metric, with their weights."""
+Numbers = dict[str, tuple[float, float]]  # The loss and each metric, with their weights
 
 
 def _numbers(terms: LossTerms) -> Numbers:

@@ -23,8 +23,7 @@ from jaxtp.train.memory import Memory
 from jaxtp.train.state import Blueprint, rng_state, shard_bytes
 from jaxtp.train.task import Loss, Task
 
-Shapes = Mapping[str, jax.ShapeDtypeStruct]
-"""A global batch of abstract arrays."""
+Shapes = Mapping[str, jax.ShapeDtypeStruct]  # A global batch of abstract arrays
 
 ONE_DEVICE = abstract_mesh(mesh_shape())
 

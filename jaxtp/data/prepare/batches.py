@@ -25,18 +25,15 @@ from jaxtp.data.prepare.readers import (
 
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
-_FEW = 1000
-"""Up to this many documents the number held out is exact; with more, hashes alone come close to the share."""
+_FEW = 1000  # Up to this many documents the number held out is exact; with more, hashes alone come close to the share
 
 
 class Entry(NamedTuple):
     """A document on its way into the dataset."""
 
     turns: tuple[Turn, ...]
-    digest: bytes
-    """sha256 of prompts and texts."""
-    sizes: tuple[int, ...]
-    """Bytes of each turn, prompt and text, as UTF-8."""
+    digest: bytes  # sha256 of prompts and texts
+    sizes: tuple[int, ...]  # Bytes of each turn, prompt and text, as UTF-8
 
 
 @dataclass

@@ -13,8 +13,7 @@ from jaxtp.data.prepare.readers import Fields
 Count = Annotated[int, Field(ge=1, lt=2**40), allowed("1 or more")]
 Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN")]
 
-MIN_VOCAB_SIZE = 257
-"""256 bytes and the end token."""
+MIN_VOCAB_SIZE = 257  # 256 bytes and the end token
 TEXT_FIELD, PROMPT_FIELD, CHOSEN, REJECTED = "text", "prompt", "chosen", "rejected"
 FIRST = (
     *("inputs", "out", "tokenizer", "train_bpe", "field", "messages", "preference", "template", "include", "held_out"),

@@ -30,26 +30,20 @@ NOT_JSON, NO_FIELD, NOT_A_STRING = "not JSON", "no such field", "not a string"
 NO_CONVERSATION, TOO_LARGE, MEDIA = "no conversation", "too large", "image, audio or video"
 """Kinds of problems, as `dataset.json` counts them."""
 
-END = -1
-"""The `item` of an event that ends its source."""
+END = -1  # The `item` of an event that ends its source
 
 _SUFFIXES = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
 _SKIP_BYTES = 2**20
-_PEEKED_LINES = 100
-"""The first object must be in these lines for its keys to be read."""
-_MAX_ARRAY = 2**30
-"""Bytes of a JSON list, which is in memory as a whole."""
-_BINARY_PREFIX = 8192
-"""A NUL byte in this prefix marks a binary file, as in git."""
+_PEEKED_LINES = 100  # The first object must be in these lines for its keys to be read
+_MAX_ARRAY = 2**30  # Bytes of a JSON list, which is in memory as a whole
+_BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
 _ARRAY_START = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
-_PEEKED_BYTES = 4096
-"""The first object of an array must start in this prefix."""
+_PEEKED_BYTES = 4096  # The first object of an array must start in this prefix
 DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 """Errors of truncated or damaged gzip streams; `_unpack_zstd` converts zstd's to EOFError."""
 _ZSTD_CHUNK = 2**11
 """Compressed bytes at a time; zstd may unpack them to 30,000 times as many, which are in memory together."""
-_PARQUET_ROWS = 32
-"""Rows in memory at a time."""
+_PARQUET_ROWS = 32  # Rows in memory at a time
 
 
 class PrepareError(UserError):
@@ -89,12 +83,9 @@ class Position(NamedTuple):
 class Event(NamedTuple):
     """A row of a source, or a text file: its documents, or a problem."""
 
-    turns: tuple[Turn, ...]
-    """One turn; one for each answer of a conversation."""
-    item: int
-    """Number of lines or rows that have been read, including this one."""
-    done: int
-    """Approximate bytes of the source that have been read."""
+    turns: tuple[Turn, ...]  # One turn; one for each answer of a conversation
+    item: int  # Number of lines or rows that have been read, including this one
+    done: int  # Approximate bytes of the source that have been read
     problem: BadInputError | None = None
 
 

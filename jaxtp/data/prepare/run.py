@@ -32,12 +32,9 @@ from jaxtp.data.prepare.sources import find_sources, with_layout
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 
-_DIGEST = 16
-"""Stored bytes of each hash, with --dedup: two of 10^12 documents collide with a probability of 10^-14."""
-_MAX_PROBLEMS = 5
-"""Most problems that are printed."""
-_LINE_SECONDS = 5.0
-"""Seconds between lines of progress."""
+_DIGEST = 16  # Stored bytes of each hash, with --dedup: two of 10^12 documents collide with a probability of 10^-14
+_MAX_PROBLEMS = 5  # Most problems that are printed
+_LINE_SECONDS = 5.0  # Seconds between lines of progress
 
 
 def prepare(out: Path, config: PrepareConfig) -> None:

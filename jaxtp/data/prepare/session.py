@@ -49,8 +49,7 @@ from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
 
 JOURNAL = "journal.json"
 INPUTS = "inputs.jsonl"
-SEEN = "seen.sha256"
-"""File of the hashes of all documents so far, with --dedup."""
+SEEN = "seen.sha256"  # File of the hashes of all documents so far, with --dedup
 
 _MAX_LINES = 10
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")

@@ -8,11 +8,6 @@ from jaxtp.hf.families.gemma import GEMMA3
 _LAYER = "model.layers.{layer}."
 
 
-def _is_inner(tensor: base.Tensor) -> bool:
-    """Returns whether a tensor is of the MLP, which in blocks with experts is one of two."""
-    return tensor.ours.startswith(("blocks.mlp.", "blocks.mlp_norm."))
-
-
 GEMMA4 = replace(
     GEMMA3,
     model_type="gemma4_text",
@@ -20,8 +15,12 @@ GEMMA4 = replace(
     tensors=(
         *GEMMA3.tensors,
         base.Tensor("blocks.layer_scale", f"{_LAYER}layer_scalar"),
-        # Experts beside the MLP:
-        *(replace(each, ours=each.ours.replace(".mlp", ".mlp.mlp")) for each in GEMMA3.tensors if _is_inner(each)),
+        # In blocks with experts the MLP is one of two:
+        *(
+            replace(each, ours=each.ours.replace(".mlp", ".mlp.mlp"))
+            for each in GEMMA3.tensors
+            if each.ours.startswith(("blocks.mlp.", "blocks.mlp_norm."))
+        ),
         base.Tensor("blocks.mlp.mlp_after_norm.scale", f"{_LAYER}post_feedforward_layernorm_1.weight"),
         base.Tensor("blocks.mlp.experts.input_scale", f"{_LAYER}pre_feedforward_layernorm_2.weight"),
         base.Tensor("blocks.mlp.experts_after_norm.scale", f"{_LAYER}post_feedforward_layernorm_2.weight"),

@@ -73,7 +73,7 @@ def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Arr
     def result(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, heads, *shape, u.shape[-1]), dtype, manual_axis_type=varying)
 
-    def program(*refs: Any) -> None:  # jit: see `fused_attention.py`
+    def program(*refs: object) -> None:  # jit: see `fused_attention.py`
         jax.jit(partial(_kernel, d_states is not None))(*refs)
 
     extra = [] if d_states is None else [d_states]

@@ -225,7 +225,7 @@ def _run(
     rows, length, heads, _ = outputs[0][0]
     varying = jax.typeof(inputs[0][0]).manual_axis_type  # all inputs vary equally
 
-    def program(*refs: Any) -> None:
+    def program(*refs: object) -> None:
         # Inside shard_map the interpreter evaluates operations one by one, and shard_map refuses operations between a
         # varying array and a kernel constant. jit keeps the kernel whole.
         jax.jit(partial(kernel, settings))(*refs)

@@ -129,7 +129,7 @@ def _run(
         raise ValueError(f"the operands are {x.dtype} and {y.dtype}: grouped kernels take one of {', '.join(DTYPES)}")
     varying = jax.typeof(x).manual_axis_type  # all inputs vary equally
 
-    def program(*refs: Any) -> None:
+    def program(*refs: object) -> None:
         # Inside shard_map the interpreter evaluates operations one by one, and shard_map refuses operations between a
         # varying array and a kernel constant. jit keeps the kernel whole.
         jax.jit(kernel)(tuple(pl.program_id(axis) for axis in range(len(grid))), *refs)

@@ -47,8 +47,7 @@ from jaxtp.train.defaults import resolve_defaults
 KIB = 2**10
 SIZES = tuple(KIB * 4**i for i in range(2, 10))
 """Bytes, 16 KiB to 256 MiB: from one token's activations to a gathered weight."""
-CPU_SIZES = SIZES[:4]
-"""Bytes, up to 1 MiB."""
+CPU_SIZES = SIZES[:4]  # Bytes, up to 1 MiB
 WARM_UP = 2  # calls before the first timed call
 VIRTUAL = "virtual CPU devices share one processor: their times mean nothing for hardware"
 
@@ -113,10 +112,8 @@ class Message(NamedTuple):
     axis: str
     devices: int
     kind: str
-    bytes: int
-    """Size of a device's larger array: the result, or a reduce-scatter's input."""
-    bytes_sent: float
-    """Bytes that each device sends."""
+    bytes: int  # Size of a device's larger array: the result, or a reduce-scatter's input
+    bytes_sent: float  # Bytes that each device sends
     seconds: float
 
 
@@ -155,10 +152,8 @@ class Measured:
     kind: str
     platform: str
     sizes: Mapping[str, int]
-    dtype: str
-    """Dtype of messages and products."""
-    hardware: Hardware | None
-    """The row of the hardware table to compare with."""
+    dtype: str  # Dtype of messages and products
+    hardware: Hardware | None  # The row of the hardware table to compare with
     messages: Sequence[Message]
     products: Sequence[TimedProduct]
 

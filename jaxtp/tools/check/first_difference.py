@@ -33,8 +33,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.step import dropout_key, row_keys
 
 DECODER_LOSS, LOSS = "head and loss", "the loss"
-Outputs = dict[str, list[Any]]
-"""Arrays of the outputs, or their gradients, by call."""
+Outputs = dict[str, list[Any]]  # Arrays of the outputs, or their gradients, by call
 
 
 @dataclass
@@ -48,7 +47,7 @@ class _Recorder:
     trace: object = None
 
     def wrap(self, module: Model, prefix: str = "") -> Model:
-        def called(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        def called(path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
             if jax.sharding.get_abstract_mesh().manual_axes:
                 return method(*args, **kwargs)  # inside the `device_view` of another module
             name = ".".join(filter(None, (prefix, path))) or "the model"

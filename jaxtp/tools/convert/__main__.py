@@ -75,8 +75,7 @@ _EQUIVALENT = {
 """Styles of transformers that split as jaxtp's style does; they may differ in gathering the output."""
 
 
-IMPORTED = "imported"
-"""Key of a checkpoint's info: folder and dtype of the imported model."""
+IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
 HFDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
 RunDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
 OptionalDir = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]

@@ -68,8 +68,7 @@ _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
-Bytes = Mapping[tuple[str, Axes], float]
-"""Bytes that each device sends, by kind and mesh axes."""
+Bytes = Mapping[tuple[str, Axes], float]  # Bytes that each device sends, by kind and mesh axes
 
 
 @dataclass(frozen=True)
@@ -314,8 +313,8 @@ class Compiled:
     collectives: tuple[Scheduled, ...]  # by kind and axes, with the compute that overlaps them
     seconds: float  # to compile
     flops: float | None  # FLOPs of the program's products, without custom kernels; None where libraries compute them
-    in_float8: int  # products in float8, of those that the configuration asks for
-    not_in_float8: Mapping[str, int]  # the others, by layer and dtypes
+    in_float8: int  # products that `precision.matmul` takes and the compiler made in 8 bits
+    not_in_float8: Mapping[str, int]  # the others that it takes, by layer and dtypes
     notes: tuple[str, ...]  # differences from the program on real devices, and the compiler's warnings
 
     def fits(self, setting: Setting) -> bool:

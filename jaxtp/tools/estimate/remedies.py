@@ -28,8 +28,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.validation import chosen_kernels, multiplies_all
 
 MAX_DOUBLINGS = 10  # of the devices
-SHORTEST = 512
-"""Tokens of the shortest sequence to propose."""
+SHORTEST = 512  # Tokens of the shortest sequence to propose
 LORA_RANK = 16
 CHUNK = 128
 """Tokens of a memory-saving chunk of the loss; with fewer, products wait for the head to be read."""
@@ -55,8 +54,7 @@ class Alternative:
 
 
 MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={CLUSTER_SHARE} (--memory-fraction {CLUSTER_SHARE})"
-Change = dict[str, object]
-"""Settings, by their dotted names."""
+Change = dict[str, object]  # Settings, by their dotted names
 FREE: dict[str, Change] = {
     "--model.precision.compute bfloat16": {"model.precision.compute": "bfloat16"},  # first: kernels may need 16 bits
     "--model.attention auto": {"model.attention": "auto"},

@@ -44,14 +44,12 @@ lm-evaluation-harness instead (pip install 'jaxtp[eval]'). Results go to standar
 JSON; everything else goes to standard error.
 """
 COMMAND = Command(program=PROGRAM, schema=EvaluateConfig, description=DESCRIPTION, short_help=SHOWN_FIRST)
-STDOUT = Path("-")
-"""Value of --json for standard output."""
+STDOUT = Path("-")  # Value of --json for standard output
 _COUNTS = dict.fromkeys(("documents", "tokens", "bytes"), ",")
 _FORMATS = {**_COUNTS, "loss": ".6f", "perplexity": ".5g", "bits_per_byte": ".5f", "accuracy": ".2%"}
 """Columns of the table."""
 
-Record = dict[str, Any]
-"""An object of the JSON."""
+Record = dict[str, Any]  # An object of the JSON
 
 
 def main(argv: Sequence[str]) -> int:

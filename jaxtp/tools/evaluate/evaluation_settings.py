@@ -13,8 +13,7 @@ from jaxtp.generate.loading import InferenceMeshConfig, ModelSource, SourceConfi
 from jaxtp.generate.request import limits_of
 from jaxtp.mesh import CP
 
-MAX_DEFAULT_LENGTH = 2048
-"""Maximum window length, unless a setting or a run determines it."""
+MAX_DEFAULT_LENGTH = 2048  # Maximum window length, unless a setting or a run determines it
 
 _Models = Annotated[tuple[UserPath, ...], tyro.conf.arg(metavar="DIR ...")]
 _Paths = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATH")]

@@ -36,8 +36,7 @@ from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
 from jaxtp.tools.evaluate.measure import Scorer, row_length
 
-MAX_NEW_TOKENS = 256
-"""Default of a task's max_gen_toks, as in the harness's own models."""
+MAX_NEW_TOKENS = 256  # Default of a task's max_gen_toks, as in the harness's own models
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
 
 Pair = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -290,7 +289,6 @@ def run(
 
 
 def _cache_key(config: EvaluateConfig, source: ModelSource, length: int) -> str:
-    """Hashes the model's files and settings."""
     folders = [folder for folder in (*config.model, config.base, config.adapters) if folder is not None]
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
     stats = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]

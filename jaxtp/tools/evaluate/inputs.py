@@ -30,10 +30,8 @@ class Document:
     """A tokenized document."""
 
     tokens: NDArray[np.int32]
-    first: int
-    """Index of the first counted token: after the prompt, and at least 1."""
-    num_bytes: int
-    """Bytes of the counted tokens' text as UTF-8."""
+    first: int  # Index of the first counted token: after the prompt, and at least 1
+    num_bytes: int  # Bytes of the counted tokens' text as UTF-8
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx
     Each equation has its module's path in its name stack.
     """
 
-    def scoped(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def scoped(path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
         with jax.named_scope(f"{_SCOPE}{path}"):
             return method(*args, **kwargs)
 
@@ -313,7 +313,6 @@ def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
 
 
 def _avoidable_communication(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
-    """Returns notes about avoidable communication."""
     traced = trace_model(call)
     split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
     dataflow = find_dataflow(traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))

@@ -54,11 +54,8 @@ from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import token_log_probs, top_log_probs
 
-SAVE_SECONDS = 15.0
-"""Seconds between saves of the journal."""
-
-Found = Mapping[str, NDArray[np.generic]]
-"""Scores of a batch `[B, T, ...]`, by suffix."""
+SAVE_SECONDS = 15.0  # Seconds between saves of the journal
+Found = Mapping[str, NDArray[np.generic]]  # Scores of a batch `[B, T, ...]`, by suffix
 
 
 @dataclass(frozen=True)
