@@ -200,7 +200,8 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
                     initial, expected, again = parity.on_one_device(config, initial, subject, replayed=exact)
                     exact = exact or again
                     continue
-                actual = parity.run(config, case, initial, audited=subject.is_audited, replayed=exact, subject=subject)
+                options = {"audited": subject.is_audited, "replayed": exact, "subject": subject}
+                actual = parity.run(config, case, initial, *expected.states, **options)
             except Exception as error:  # a broken layer may raise any exception
                 is_mistake = subject.is_own and isinstance(error, UserError)
                 if is_mistake and case == ONE_DEVICE:

@@ -112,10 +112,19 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
     assert "a reduction (leave_parallel, all_reduce) is missing" in out
 
 
-@pytest.mark.parametrize("matmul", ["float8", "mxfp8"])
-def test_the_small_model_has_the_same_layers_in_8_bits(matmul):
-    changes = {"model.precision.matmul": matmul, "model.precision.matmul_layers": "*.mlp.*|*.qkv"}
-    config = replace_nested(from_yaml(CheckConfig, ROOT / "configs/llama3_8b.yaml"), changes)
+@pytest.mark.parametrize(
+    ("matmul", "name", "layers"),
+    [
+        ("float8", "llama3_8b", "*.mlp.*|*.qkv"),
+        ("mxfp8", "llama3_8b", "*.mlp.*|*.qkv"),
+        ("mxfp8", "glm47_flash", "*.attention.*"),
+        ("mxfp8", "qwen35_27b", "*.mlp.*|*.out"),
+    ],
+)
+def test_the_small_model_has_the_same_layers_in_8_bits(matmul, name, layers):
+    changes = {f"model.precision.matmul{part}": each for part, each in (("", matmul), ("_layers", layers))}
+    config = from_yaml(CheckConfig, ROOT / f"configs/{name}.yaml")
+    config = replace_nested(config, changes | {"model.precision.matmul_least": 512})
     small, cases = plan(config)
     assert models.matmul_layers(small.model) == models.matmul_layers(config.model)
     assert not [problem for case in cases for problem in models.violations(small.model, case.sizes)]
