@@ -204,13 +204,10 @@ class AttentionConfig(BranchConfig):
         def suits(width: int) -> bool:
             other = replace(self, head_dim=width).heads
             pads_equally = all(heads.stored(tp)[:-1] == other.stored(tp)[:-1] for tp in small.tps)
-            return (
-                width % small.block == 0
-                and pads_equally
-                and not any(rope_problems(width, _SMALL_THETA, scaling(width), fraction))
-            )
+            return pads_equally and not any(rope_problems(width, _SMALL_THETA, scaling(width), fraction))
 
-        head_dim = next((size for size in _SMALL_HEAD_DIMS if size < self.head_dim and suits(size)), self.head_dim)
+        smaller = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and size % small.block == 0)
+        head_dim = next(filter(suits, smaller), self.head_dim)
         return {
             "head_dim": head_dim,
             "rope_theta": self.rope_theta and _SMALL_THETA,

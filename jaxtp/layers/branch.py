@@ -73,7 +73,7 @@ class ShrinkSpec:
     """Sizes of a check on virtual CPU devices."""
 
     tps: frozenset[int]  # every tp of the check
-    shards: int  # a multiple of every fsdp of the check
+    shards: int  # a multiple of every fsdp of the check, and of `block`
     length: int  # tokens in a sequence of the check
     before: int  # tokens in a sequence of the run
     block: int = 1  # divides the features of every projection on a device
@@ -85,6 +85,10 @@ class ShrinkSpec:
     def size(self, value: int, least: int) -> int:
         """Returns the smallest size >= `least` that every tp divides, or pads, like `value`."""
         return smallest_congruent(value, math.lcm(*self.tps) * self.block, least)
+
+    def width(self, value: int, least: int) -> int:
+        """Returns the smallest width >= `least`, at most `value`, that leaves the same part of a block."""
+        return min(value, smallest_congruent(value, self.block, least))
 
 
 class BranchConfig:

@@ -124,7 +124,7 @@ class GatedDeltaConfig(LatentAttentionConfig):
         return {
             **super().shrink(small),
             "delta_key_dim": small.size(self.delta_key_dim, min(self.delta_key_dim, _SMALL_KEY)),
-            "delta_value_dim": min(self.delta_value_dim, _SMALL_VALUE),  # unlike the keys'
+            "delta_value_dim": small.width(self.delta_value_dim, _SMALL_VALUE),  # unlike the keys'
         }
 
 

@@ -128,14 +128,15 @@ class LatentAttentionConfig(AttentionConfig):
         """See `BranchConfig`."""
         if not self.kv_rank:
             return super().shrink(small)
-        rope, nope = (min(width, _SMALL_WIDTH) for width in (self.rope_head_dim, self.head_dim - self.rope_head_dim))
+        rope, nope = (small.width(w, _SMALL_WIDTH) for w in (self.rope_head_dim, self.head_dim - self.rope_head_dim))
+        rank = smallest_congruent(0, small.shards, _SMALL_RANK)
         return {
             **super().shrink(small),
-            "kv_rank": smallest_congruent(0, small.shards, _SMALL_RANK),
-            "query_rank": self.query_rank and smallest_congruent(0, small.shards, _SMALL_RANK),
+            "kv_rank": rank,
+            "query_rank": self.query_rank and rank,
             "rope_head_dim": rope,
             "head_dim": rope + nope,
-            "value_head_dim": min(self.value_head_dim, _SMALL_WIDTH + 2),  # unlike the other widths
+            "value_head_dim": small.width(self.value_head_dim, _SMALL_WIDTH + 1 + small.block),  # unlike the others
             "rope_scaling": self.rope_scaling.shrink(rope, small.positions(self.rope_scaling.original_length)),
         }
 

@@ -256,11 +256,9 @@ def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | No
 
 def mx_obstacle(layer: ColumnParallelLinear | RowParallelLinear, tp: int) -> str | None:
     """Returns why MXFP8 does not divide a device's part of such a layer into blocks, or None."""
-    if isinstance(layer, ColumnParallelLinear):
-        sizes = [(layer.in_features, features.local(tp)) for features in layer.features]
-    else:
-        sizes = [(layer.in_features.local(tp), layer.features)]
-    return next(filter(None, (mx_problem(*each) for each in sizes)), None)
+    if isinstance(layer, RowParallelLinear):
+        return mx_problem(layer.in_features.local(tp), layer.features)
+    return next(filter(None, (mx_problem(layer.in_features, each.local(tp)) for each in layer.features)), None)
 
 
 def enter_matmul(x: Operand, kernels: Sequence[Kernel], sequence: int | None, overlap: Overlap) -> tuple[Array, ...]:

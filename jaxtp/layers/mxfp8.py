@@ -8,8 +8,8 @@ E4M3 also for gradients: E5M2 trains worse with blocks (arXiv 2506.08027). Block
 device has whole ones.
 
 A scale s is the smallest power of two with `max |block| <= 448 s`, the largest number of E4M3, so nothing overflows and
-`s < max |block| / 224`: rounding up costs less than one of the 18 binades of E4M3. E4M3 has 3 bits of mantissa and
-2^-6 as smallest normal number, so an element a has an error of at most
+`s < max |block| / 224`. E4M3 has 3 bits of mantissa and 2^-6 as smallest normal number: an element a has an error of
+at most
 
     e(a) = max(2^-4 |a|, 2^-10 s)
 
@@ -42,11 +42,10 @@ def mx_problem(k: int, n: int, architecture: str = "cpu") -> str | None:
                 f"model.precision.matmul=mxfp8: {size} {kind} features on a device are not divisible by its blocks of "
                 f"{BLOCK}; nearest: {f'{below} or {above}' if below else above}"
             )
-    if problem := matmul_problem("mxfp8", architecture):
+    problem = matmul_problem("mxfp8", architecture)
+    if problem or not architecture.startswith("cuda") or (installed_cudnn() or _FIRST_CUDNN) >= _FIRST_CUDNN:
         return problem
-    if architecture.startswith("cuda") and (installed_cudnn() or _FIRST_CUDNN) < _FIRST_CUDNN:
-        return "model.precision.matmul=mxfp8 needs cuDNN 9.10 or newer: pip install --upgrade nvidia-cudnn-cu13"
-    return None
+    return "model.precision.matmul=mxfp8 needs cuDNN 9.10 or newer: pip install --upgrade nvidia-cudnn-cu13"
 
 
 def mx_matmul(x: Array, w: Array) -> Array:

@@ -6,7 +6,6 @@ settings, so YAML stays flat: `model.num_kv_heads`.
 """
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -382,7 +381,7 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     return dataclasses.replace(
         config,
         vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
-        d_model=smallest_congruent(0, math.lcm(small.shards, small.block), _MIN_D_MODEL),
+        d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
         num_layers=first + pattern * min(turns, _MAX_TURNS) + rest,
         loss_chunk=small.positions(config.loss_chunk),
         first_blocks=tuple(smaller[:first]),

@@ -7,6 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxtp
 from jaxtp.config.schema import (
     ConfigError,
     differences,
@@ -227,6 +228,9 @@ def test_a_model_that_is_there_keeps_its_sizes():
     assert "or d_model 575 or 580" in next(violations(SMOL, mesh_shape(fsdp=5)))
 
 
+MXFP8 = jaxtp.Precision(matmul="mxfp8", matmul_least=1)
+
+
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [
@@ -237,6 +241,8 @@ def test_a_model_that_is_there_keeps_its_sizes():
             {"overlap": "ring", "sequence_parallel": False},
             "model.overlap=ring overlaps what sequence parallelism",
         ),
+        ("model", {"overlap": "ring", "precision": MXFP8}, "matmul=mxfp8 has no rings; use model.overlap=none, or"),
+        ("model", {"d_ff": 80, "precision": MXFP8}, "80 input features on a device .* nearest: 64 or 96 .*mlp.down"),
         ("profile", {"start": 500}, "profile.start=500 is after the last step, train.steps=400"),
     ],
 )

@@ -237,7 +237,10 @@ EXACT["float8, some layers"] = dataclasses.replace(
 EXACT["float8, latent"] = dataclasses.replace(
     PLAIN, precision=FLOAT8, kv_rank=16, rope_head_dim=4, value_head_dim=8, query_rank=16
 )
-EXACT_FIRST = ["experts", "rings", "pieces", "large vocabulary, tied", "parallel", "float8"]
+EXACT["mxfp8"] = dataclasses.replace(
+    EXACT["float8"], d_ff=256, head_dim=32, precision=dataclasses.replace(FLOAT8, matmul="mxfp8")
+)
+EXACT_FIRST = ["experts", "rings", "pieces", "large vocabulary, tied", "parallel", "float8", "mxfp8"]
 """Together they have biases, shared kv heads, a padded vocabulary, both norms, and each way to move over tp."""
 
 BOUNDED = {

@@ -188,7 +188,7 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
     exact: parity.Numbers | None = None  # another run on one device
     for dtype in dtypes(small):
         config = small if dtype in COARSE else replace_nested(small, IN_FLOAT32)
-        if dtype == "float32":
+        if dtype != small.model.precision.matmul:
             config = replace_nested(config, {"model.precision.matmul": "compute"})
         tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config, subject)
         for case in (ONE_DEVICE, *cases):
@@ -200,7 +200,8 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
                     initial, expected, again = parity.on_one_device(config, initial, subject, replayed=exact)
                     exact = exact or again
                     continue
-                actual = parity.run(config, case, initial, audited=subject.is_audited, replayed=exact, subject=subject)
+                options = {"audited": subject.is_audited, "replayed": exact, "subject": subject}
+                actual = parity.run(config, case, initial, *expected.states, **options)
             except Exception as error:  # a broken layer may raise any exception
                 is_mistake = subject.is_own and isinstance(error, UserError)
                 if is_mistake and case == ONE_DEVICE:
@@ -214,8 +215,7 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
                 if case == ONE_DEVICE:
                     break
                 continue
-            in_16_bits = dtype in COARSE and config.model.precision.matmul == "compute"
-            errors = parity.compare(actual, expected, exact if in_16_bits else again)
+            errors = parity.compare(actual, expected, exact if dtype in COARSE else again)
             if errors.within(tolerance):
                 yield verdict(errors, actual.problems)
             elif case.accumulation is not None:

@@ -1,12 +1,12 @@
 """Runs three updates on a mesh, and compares losses, gradients and states with one device.
 
-Rounding decides between experts with almost equal scores, and all later numbers differ. So every mesh replays the
-expert choices of one device. Its own choices are compared separately: if they differ, the scores must be equal up to
-rounding.
+Rounding decides between experts with almost equal scores, and between neighbours in 8 bits, and all later numbers
+differ. So every mesh replays one device's expert choices, and with products in 8 bits its state before each update.
+Its own choices may differ where scores are equal up to rounding.
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,8 @@ TOLERANCES = {
     # operand differs by sqrt(eps) / 2 in norm: 2^-11.5 at eps = 2^-21, and 2^-6.75 in a product of such products. Wrong
     # scales move most elements, by 2^-5 in norm.
     "float8": Tolerance(scalar=2.0**-9, tensor=2.0**-6),
+    # Elements flip as in float8. A scale is a power of two: one that doubles changes only elements below 2^-5 of it, by
+    # 2^-9 of it, which is 2^-15 of a block's norm.
     "mxfp8": Tolerance(scalar=2.0**-9, tensor=2.0**-6),
     # 1 and 8 units in the last place: a row layer rounds partial sums to bfloat16 before the reduction.
     "bfloat16": Tolerance(scalar=2.0**-7, tensor=8 * 2.0**-7),
@@ -77,6 +79,7 @@ class Numbers:
     state: Arrays  # parameters and optimizer after the last update
     problems: tuple[str, ...] = ()  # from the audit
     choices: tuple[Choices, ...] = ()  # expert choices by update
+    states: tuple[Arrays, ...] = ()  # before each update but the first, with products in 8 bits
 
     @property
     def arrays(self) -> Arrays:
@@ -123,10 +126,7 @@ class Errors:
 
 
 def initial_arrays(config: TrainConfig, subject: Subject = Subject(), noise: float = NOISE) -> Arrays:
-    """Returns the unpadded initial state, with noise added to the weights; of a user's model only to parameters.
-
-    Kernels in 8 bits are made of kernels with noise.
-    """
+    """Returns the unpadded initial state, with noise added to the weights; of a user's model only to parameters."""
     if config.model.lora.base != "full":
         arrays = dict(initial_arrays(replace_nested(config, {"model.lora.base": "full"}), subject, noise))
         for kernel in float8_kernels(subject.blueprint(config, make_mesh()).abstract):
@@ -155,8 +155,8 @@ def on_one_device(
     once = program(config, ONE_DEVICE, replayed=replayed, subject=subject)
     numbers = once(initial)
     if not subject.is_own:
-        exact = config.model.precision.matmul == "compute"
-        return initial, numbers, numbers if exact else once(_in_other_digits(initial))
+        later = numbers.states
+        return initial, numbers, once(*_in_other_digits(initial, *later)) if later else numbers
     if not np.isfinite(numbers.losses).all():
         initial = initial_arrays(config, subject, noise=0)
         numbers = once(initial)
@@ -177,17 +177,18 @@ def on_one_device(
             state, batch = place(initial, blueprint.abstract, mesh), next(subject.on_mesh(config, mesh))
             if warning := require_sums(loss, blueprint, state, batch, config.train.accumulation):
                 print(warning)
-    return initial, numbers, again(_in_other_digits(initial))
+    return initial, numbers, again(*_in_other_digits(initial, *numbers.states))
 
 
-def _in_other_digits(initial: Arrays) -> Arrays:
+def _in_other_digits(*states: Arrays) -> Iterator[Arrays]:
     # Shows how errors of rounding grow.
-    return {n: _with_noise(n, a, 0, LAST_DIGITS) if n.startswith("model.") else a for n, a in initial.items()}
+    for state in states:
+        yield {n: _with_noise(n, a, 0, LAST_DIGITS) if n.startswith("model.") else a for n, a in state.items()}
 
 
-def run(config: TrainConfig, case: Case, initial: Arrays, **options: Any) -> Numbers:
+def run(config: TrainConfig, case: Case, *states: Arrays, **options: Any) -> Numbers:
     """Compiles and runs a `program`."""
-    return program(config, case, **options)(initial)
+    return program(config, case, **options)(*states)
 
 
 def program(
@@ -197,8 +198,8 @@ def program(
     audited: bool = False,
     replayed: Numbers | None = None,
     subject: Subject = Subject(),
-) -> Callable[[Arrays], Numbers]:
-    """Compiles three updates for the mesh of a case; they use the expert choices of `replayed`."""
+) -> Callable[..., Numbers]:
+    """Compiles three updates from one state, or one for each, with the expert choices of `replayed`."""
     config = replace_nested(on_case(config, case), {"metrics.norm_groups": ()})
     mesh, task = mesh_of(case.sizes), subject.task
     blueprint = subject.blueprint(config, mesh)
@@ -219,22 +220,25 @@ def program(
     else:
         with jax.set_mesh(mesh):
             step = step.lower(blueprint.sharded, placed[0]).compile(**options)
+    in_8_bits = config.model.precision.matmul != "compute"
     zigzag = blueprint.is_decoder and config.model.zigzag(share_of(config, case.sizes))
 
-    def three_updates(initial: Arrays) -> Numbers:
-        state = place(initial, blueprint.abstract, mesh)
-        scalars: list[list[float]] = []
+    def three_updates(*states: Arrays) -> Numbers:
+        metrics: list[Mapping[str, float]] = []
         all_choices: list[Choices] = []
+        reached: list[Arrays] = []
         gradients: Arrays = {}
-        for batch in placed:
+        for update, batch in enumerate(placed):
+            if update < len(states):
+                state = place(states[update], blueprint.abstract, mesh)
             state, values, choices, grads = step(state, batch)
             choices = jax.tree.map(np.asarray, choices or [])
             all_choices.append(jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices) if zigzag else choices)
-            metrics = fetch(values)
-            scalars.append([metrics["loss"], metrics["grad_norm"]])
+            metrics.append(fetch(values))
             gradients = gradients or on_host(grads, mesh)
-        losses, norms = np.array(scalars).T
-        return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems), tuple(all_choices))
+            reached += [on_host(state, mesh)] if in_8_bits or update + 1 == len(placed) else []
+        losses, norms = (np.array([each[name] for each in metrics]) for name in ("loss", "grad_norm"))
+        return Numbers(losses, norms, gradients, reached.pop(), tuple(problems), tuple(all_choices), tuple(reached))
 
     return three_updates
 

@@ -158,10 +158,7 @@ def on_case(config: TrainConfig, case: Case) -> TrainConfig:
 
 
 def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
-    """Returns a small configuration with the same architecture and parallel structure, for all cases.
-
-    With batches of the user's, vocabulary, length and rows stay.
-    """
+    """Returns a small configuration with the same architecture and parallel structure, for all cases."""
     same_batches = config.data.batches is not None
     meshes, length = [case.sizes for case in cases], config.data.sequence_length
     accumulation = min(config.train.accumulation, 2)
@@ -169,9 +166,9 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     chunks = math.lcm(*(parts(sizes, SEQUENCE) * (2 if sizes[CP] > 1 else 1) for sizes in meshes))
     rows = smallest_congruent(0, math.lcm(*map(batch_parts, meshes)) * accumulation, MIN_ROWS)
     sequence = length if same_batches else smallest_congruent(length, chunks, MIN_SEQUENCE)
-    shards = math.lcm(*(parts(sizes, STORAGE) for sizes in meshes))
-    tps = frozenset(sizes[TP] for sizes in meshes)
     block = BLOCK if config.model.precision.matmul == "mxfp8" else 1
+    shards = math.lcm(block, *(parts(sizes, STORAGE) for sizes in meshes))
+    tps = frozenset(sizes[TP] for sizes in meshes)
     small = ShrinkSpec(tps=tps, shards=shards, length=sequence, before=length, block=block)
     model = shrink_model(config.model, small)
     if same_batches:

@@ -29,6 +29,7 @@ ONE = MeshConfig(dp=1, fsdp=1, tp=1)
 ROOT = Path(__file__).parent.parent.parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 ONE_MESH = ("--config", str(ROOT / "configs/tiny.yaml"), "--mesh", "fsdp=2,tp=4", "--model.mlp-bias")
+IN_FLOAT8 = "--model.precision.matmul float8 --model.precision.matmul-least 16"
 
 
 @pytest.mark.parametrize(
@@ -80,12 +81,20 @@ def test_a_config_passes_on_all_default_meshes(name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("part", ["param", "reduce"])
-def test_every_part_of_the_precision_is_checked(part, capsys):
-    assert main([*ONE_MESH, f"--model.precision.{part}", "bfloat16", "--model.num-layers", "1"]) == 0
+@pytest.mark.parametrize(
+    ("flags", "dtypes", "cases"),
+    [
+        ("--model.precision.param bfloat16", "float32 and bfloat16", 4),
+        ("--model.precision.reduce bfloat16", "float32 and bfloat16", 4),
+        (f"--model.precision.compute bfloat16 {IN_FLOAT8}", "float32 and float8 and bfloat16", 6),
+    ],
+    ids=["param", "reduce", "compute and float8"],
+)
+def test_every_part_of_the_precision_is_checked(flags, dtypes, cases, capsys):
+    assert main([*ONE_MESH, *flags.split(), "--model.num-layers", "2"]) == 0
     out = capsys.readouterr().out
-    assert "float32 and bfloat16" in out
-    assert "all 4 equal one device" in out
+    assert f"{dtypes};" in out
+    assert f"all {cases} equal one device" in out
 
 
 @pytest.mark.wide
@@ -112,10 +121,19 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
     assert "a reduction (leave_parallel, all_reduce) is missing" in out
 
 
-@pytest.mark.parametrize("matmul", ["float8", "mxfp8"])
-def test_the_small_model_has_the_same_layers_in_8_bits(matmul):
-    changes = {"model.precision.matmul": matmul, "model.precision.matmul_layers": "*.mlp.*|*.qkv"}
-    config = replace_nested(from_yaml(CheckConfig, ROOT / "configs/llama3_8b.yaml"), changes)
+@pytest.mark.parametrize(
+    ("matmul", "name", "layers"),
+    [
+        ("float8", "llama3_8b", "*.mlp.*|*.qkv"),
+        ("mxfp8", "llama3_8b", "*.mlp.*|*.qkv"),
+        ("mxfp8", "glm47_flash", "*.attention.*"),
+        ("mxfp8", "qwen35_27b", "*.mlp.*|*.out"),
+    ],
+)
+def test_the_small_model_has_the_same_layers_in_8_bits(matmul, name, layers):
+    changes = {f"model.precision.matmul{part}": each for part, each in (("", matmul), ("_layers", layers))}
+    config = from_yaml(CheckConfig, ROOT / f"configs/{name}.yaml")
+    config = replace_nested(config, changes | {"model.precision.matmul_least": 512})
     small, cases = plan(config)
     assert models.matmul_layers(small.model) == models.matmul_layers(config.model)
     assert not [problem for case in cases for problem in models.violations(small.model, case.sizes)]
@@ -126,8 +144,7 @@ def test_a_scale_of_one_devices_features_is_named(monkeypatch, capsys):
     """It only rounds otherwise, which no loss shows."""
     quantised = linear.tokens_in_float8
     monkeypatch.setattr(linear, "tokens_in_float8", lambda x, *axes: quantised(x))
-    file = ("--model.precision.matmul", "float8", "--model.precision.matmul-least", "16", "--model.num-layers", "1")
-    out = run_broken(capsys, *file)
+    out = run_broken(capsys, *IN_FLOAT8.split(), "--model.num-layers", "1")
     assert out.count("first difference: blocks.0.attention.out: its output is off by") == 2
     assert "2 of 4 differ" in out, "in float32 products nothing differs"
 

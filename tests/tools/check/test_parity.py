@@ -96,11 +96,26 @@ FLOAT8 = {
     "delta": IN_FLOAT8(
         delta_value_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=8, norm="rms_plus_one", norm_eps=1e-2
     ),
-    "latent": IN_FLOAT8(kv_rank=8, rope_head_dim=2, value_head_dim=6, query_rank=12),
+    "latent": IN_FLOAT8(kv_rank=8, rope_head_dim=2, value_head_dim=6, query_rank=24),
     "parallel blocks": IN_FLOAT8(norm_placement="parallel", remat="save_reduced"),
     "experts": IN_FLOAT8(num_experts=4, shared_experts=16),
 }
 CONFIGS |= {f"float8 {name}".rstrip(): config for name, config in FLOAT8.items()}
+IN_MXFP8 = partial(
+    variant, d_model=32, head_dim=32, d_ff=256, precision=jaxtp.Precision(matmul="mxfp8", matmul_least=1)
+)
+DELTA = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 6, "delta_value_dim": 32, "norm_eps": 1e-2}
+MXFP8 = {
+    "": IN_MXFP8(num_kv_heads=2),
+    "adapters": IN_MXFP8(
+        num_kv_heads=2, lora=LoraConfig(rank=3, base="float8"), train=LoopConfig(steps=10, accumulation=2)
+    ),
+    "latent": IN_MXFP8(head_dim=64, kv_rank=64, rope_head_dim=32, value_head_dim=32, query_rank=32),
+    "delta": IN_MXFP8(
+        **DELTA, precision=jaxtp.Precision(matmul="mxfp8", matmul_least=1, matmul_layers="*.mlp.*|*.attention.out")
+    ),
+}
+CONFIGS |= {f"mxfp8 {name}".rstrip(): config for name, config in MXFP8.items()}
 BATCH_MESHES = [(2, 1, 1), (8, 1, 1), (1, 2, 1), (1, 8, 1), (2, 4, 1), (4, 2, 1)]
 TP_MESHES = [
     *((1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 2), (1, 2, 4)),
@@ -118,7 +133,15 @@ SPLIT = [(1, 1, 8), (2, 2, 2)]
 """Meshes on which the sequence is divided, for every model but the plain one, which is tried on all, divided or not."""
 SOME = [case(mesh, mesh in SPLIT) for mesh in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 2)]]
 """Cases of every model: each axis alone, and together."""
-ALL_MESHES = "llama", "float8"
+OVER_CP = [
+    Case(sizes_of(mesh), mesh[-1] > 1, method)
+    for mesh, method in (
+        *(((2, 2, 2, 2), "gather"), ((1, 1, 2, 4), "ulysses")),
+        *(((1, 2, 4, 1), "gather"), ((1, 1, 4, 2), "ulysses")),
+    )
+]
+"""Cases of float8 over cp; test_context.py has those of float32."""
+ALL_MESHES = "llama", "float8", "mxfp8"
 TRIED = [(name, tried) for name in CONFIGS for tried in CASES if name in ALL_MESHES or tried in SOME]
 TRIED += [
     (name, case(mesh, False))
@@ -145,7 +168,9 @@ def one_device(request, interpreted):
 
 
 TRIED += [(name, case((1, 2, 4), True)) for name in ("rings", "rings of adapters")]
-FIRST = {"llama": case((2, 2, 2), True), "float8": case((2, 2, 2), True)}
+IN_8_BITS = [name for name, config in CONFIGS.items() if config.model.precision.matmul != "compute"]
+TRIED += [(name, tried) for name in IN_8_BITS for tried in (OVER_CP if name in ALL_MESHES else OVER_CP[:1])]
+FIRST = {"llama": case((2, 2, 2), True), "float8": OVER_CP[0], "mxfp8": OVER_CP[0]}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +181,7 @@ FIRST = {"llama": case((2, 2, 2), True), "float8": case((2, 2, 2), True)}
 )
 def test_any_mesh_equals_one_device(one_device, case):
     config, initial, expected = one_device
-    errors = parity.compare(parity.run(config, case, initial, replayed=expected), expected)
+    errors = parity.compare(parity.run(config, case, initial, *expected.states, replayed=expected), expected)
     matmul = config.model.precision.matmul
     assert errors.within(parity.TOLERANCES["float32" if matmul == "compute" else matmul]), errors
 
