@@ -8,13 +8,13 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, message_bytes, runs, turns
+from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, kernel_product, message_bytes, runs, turns
 from jaxtp.analysis.collective import PERMUTE, Collective
 from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import parts
@@ -35,6 +35,9 @@ _INSTRUCTION = re.compile(
 )
 _CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_LIBRARY = re.compile("gemm|matmul|ScaledDot|fmha")
+_IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
+"""Products in the code of a kernel: of Triton, and of Mosaic for GPUs."""
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _WRITTEN_OUT = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
@@ -181,22 +184,29 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counte
 def count_flops_in_hlo(text: str) -> int:
     """Returns the FLOPs of one device's matrix products: 2 per multiply-add.
 
+    Kernels of causal attention count as half, also with windows and documents; those of experts with all their rows.
+
     Raises:
-      HloError: unknown spelling of a product, or a data-dependent trip count.
+      HloError: unknown spelling of a product, unknown kernel with a product, or a data-dependent trip count.
     """
     module, entry = parse_module(text)
     flops = 0
     for computation, instruction, _, times, counted in walk(module, entry):
-        if instruction.opcode == "dot":
+        if is_product(instruction):
             check_counted(instruction, counted)
-            flops += times * _dot_flops(module[computation], instruction)
+            flops += times * product_flops(module[computation], instruction)
     return flops
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Returns whether it is a matrix product, by the compiler or a library."""
-    library = re.search("gemm|matmul|ScaledDot", instruction.attribute("custom_call_target") or "")
-    return instruction.opcode == "dot" or library is not None
+    """Returns whether it is a matrix product, or a library's or custom kernel that computes some."""
+    if instruction.opcode != "custom-call":
+        return instruction.opcode == "dot"
+    return bool(_LIBRARY.search(_target(instruction)) or _IN_BYTECODE.search(instruction.rest))
+
+
+def _target(custom_call: Instruction) -> str:
+    return custom_call.attribute("custom_call_target") or ""
 
 
 def read_float8(text: str) -> tuple[int, Counter[str]]:
@@ -297,15 +307,44 @@ def check_counted(instruction: Instruction, counted: Counted) -> None:
         raise HloError(f"cannot tell how often the loop turns that has {instruction.name}: its data decide")
 
 
-def _dot_flops(computation: Sequence[Instruction], dot: Instruction) -> int:
-    operand = re.search(r"%?([\w.\-]+)(?:#(\d+))?[,)]", dot.rest)  # #n is part n of a tuple
-    types = [_SHAPE.findall(i.type) for i in computation if operand and i.name == operand[1]]
-    contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.rest)
-    if not operand or not types or not contracting:
-        raise HloError(f"cannot tell what a product multiplies: {dot.rest[:200]}")
-    _, lhs = types[0][int(operand[2] or 0)]
-    contracted = math.prod(_integers(lhs)[dim] for dim in _integers(contracting[1]))
-    return 2 * math.prod(_integers(_SHAPE.findall(dot.type)[0][1])) * contracted
+def array_bytes(dtype: str, dims: Iterable[int]) -> float:
+    """Returns the bytes of an array; 0 for tokens."""
+    bits = re.search(r"\d+", dtype)
+    return math.prod(dims) * (int(bits[0]) / 8 if bits else dtype == "pred")
+
+
+def type_bytes(type_: str) -> float:
+    """Returns the bytes of all arrays of a type."""
+    return sum(array_bytes(dtype, _integers(dims)) for dtype, dims in _SHAPE.findall(type_))
+
+
+def operand_shapes(computation: Sequence[Instruction], reader: Instruction) -> list[tuple[str, list[int]]]:
+    """Returns dtype, as XLA spells it, and shape of each array that an instruction reads."""
+    types = {made.name: made.type for made in computation}
+    found = [(_SHAPE.findall(types.get(name, "")), part) for name, part in reader.operands]
+    arrays = (each if part is None else [each[part]] for each, part in found)
+    return [(dtype, _integers(dims)) for each in arrays for dtype, dims in each]
+
+
+def product_flops(computation: Sequence[Instruction], product: Instruction) -> int:
+    """Returns the FLOPs of an instruction for which `is_product` holds.
+
+    Raises:
+      HloError: neither shapes nor name tell them.
+    """
+    operands = [shape for _, shape in operand_shapes(computation, product)]
+    result = _integers(_SHAPE.findall(product.type)[0][1])
+    contracting = re.search(r'lhs_contracting_dim\w+"?[=:] ?[{[]([\d,"]*)[}\]]', product.rest)
+    target, named_kernel = _target(product), re.search(r'\bname = "(\w+)"', product.rest)
+    if "fmha" not in target and operands and (contracting or "ScaledDot" in target):
+        dims = _integers(contracting[1].replace('"', "")) if contracting else [-1]
+        return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in dims)
+    name = f"fmha{'Backward' * ('Backward' in target)}" if "fmha" in target else named_kernel and named_kernel[1]
+    known = kernel_product(name or "", operands, result)
+    if known is None:
+        raise HloError(f"cannot tell what a product multiplies: {name or target} {product.rest[:200]}")
+    shape, count = known
+    return 2 * math.prod(shape) * count * (2 if "fmha" in target and "CAUSAL" not in product.rest else 1)
 
 
 def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:

@@ -202,7 +202,6 @@ class Product:
     bytes: float  # bytes of operands and result of each, through memory
     attention: bool = False  # it is a product of attention, without weights
     counted: float = 1.0  # fraction of it that counts as model FLOPs: about half in causal attention
-    in_kernel: bool = False  # a custom kernel computes it: it is no product of the compiled program
     dtype: str = ""  # float8 or mxfp8; empty: the compute dtype
 
     @classmethod
@@ -536,8 +535,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
         ("weighted values", n, values, 2),
     ):
         count = work.num_evals(recomputed, num_backward) * runs
-        in_kernel = not kernel.streams_scores
-        yield Product(name, m, k, columns, count, through, attention=True, counted=counted, in_kernel=in_kernel)
+        yield Product(name, m, k, columns, count, through, attention=True, counted=counted)
     scores = runs * m * n if kernel.stores_scores else 0
     if kernel.streams_scores:
         yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
@@ -768,8 +766,7 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
     for name, inner, outer, recomputed, backward in products:
         count, multiplied = work.num_evals(recomputed, backward), local * choices if all_rows else rows
         moved = (multiplied * inner + choices * outer + local * inner * outer) * compute
-        in_kernel = not all_rows and method == "pallas"
-        yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied, in_kernel=in_kernel)
+        yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied)
     if config.experts_bias:
         count = work.num_evals(reduced, work.num_gradients)
         yield Product.of("experts' biases", (work.tokens, local, d_model), compute, count)

@@ -1,24 +1,58 @@
-"""Collectives of a compiled program, and the computation scheduled during each.
+"""Collectives of a compiled program with the computation scheduled during each, and the kernels of each part of a step.
 
 Text compiled for GPUs lists operations in issue order, and splits collectives into start and done; operations in
-between overlap.
+between overlap. Each operation outside of fusions is a kernel, which reads its operands and writes its results once.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from jaxtp.analysis.collective import Axes, Collective
-from jaxtp.analysis.hlo import KINDS, Instruction, Module, check_counted, collectives_of, is_product, parse_module, walk
+from jaxtp.analysis.hardware import Hardware
+from jaxtp.analysis.hlo import (
+    KINDS,
+    HloError,
+    Instruction,
+    Module,
+    array_bytes,
+    check_counted,
+    collectives_of,
+    is_product,
+    named,
+    operand_shapes,
+    parse_module,
+    product_flops,
+    root_of,
+    type_bytes,
+    walk,
+)
 
 START = "-start"
 _NUMBERS = ("count", "bytes", "overlapped", "computing", "hidden_bytes")
-_COMPUTES = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "sort", "reduce"}
+_CALLS = {"fusion", "while", "call", "conditional"}
+_COMPUTES = _CALLS | {"dot", "convolution", "custom-call", "sort", "reduce"}
+_VALUES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
+_NO_KERNELS = _CALLS - {"fusion"} | _VALUES | {"after-all", "opt-barrier", "partition-id", "replica-id"}
+_SLICES = {"slice", "dynamic-slice", "gather"}
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations in place, and which operand is the update."""
+_MOVES = {"copy", "transpose", "reshape", "convert", "concatenate", "pad", "reverse", "slice", "dynamic-slice"}
+COLLECTIVES, OTHER = "collectives", "other"
+PARTS = {
+    "optimizer": "optimizer|adam|(grad|param)_norm",
+    "embedding, loss": r"embed|cross_entropy|logits|\bloss|head\b",
+    "norms": "norm",
+    "attention": "attend|dot_product|fmha|flash|attention_(forward|queries|keys)|delta",
+    "MLP": r"\bmlp|experts|moe|feed_forward|ffn",
+    "projections": "attention|linear|proj|dense",
+}
+"""Parts of a step, by the first pattern that is in the name of a kernel's operation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled(Collective):
-    """Collectives of one kind over the same axes, with all their bytes of a step, and the overlapping computation."""
+    """Collectives of one kind in equal groups of the same axes, with all bytes of a step, and what overlaps them."""
 
     count: int  # operations in a step; one may move several arrays
     overlapped: int  # operations that have something computed between their start and their done
@@ -26,16 +60,16 @@ class Scheduled(Collective):
     hidden_bytes: float = 0.0  # bytes of messages with a matrix product between start and done
 
     def __add__(self, other: "Scheduled") -> "Scheduled":
-        """Returns the total; kind and axes must match."""
+        """Returns the total; kind, axes and group must match."""
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS})
 
     def record(self) -> dict[str, object]:
         """Returns the numbers as plain values."""
-        return {name: getattr(self, name) for name in ("kind", "axes", *_NUMBERS)}
+        return {name: getattr(self, name) for name in ("kind", "axes", "group", *_NUMBERS)}
 
 
 def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
-    """Returns the collectives of a compiled program by kind and axes, most bytes first.
+    """Returns the collectives of a compiled program by kind, axes and size of the group, most bytes first.
 
     Args:
       text: from `jax.stages.Compiled.as_text()`.
@@ -45,7 +79,7 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
       HloError: unknown spelling, or a data-dependent trip count.
     """
     module, entry = parse_module(text)
-    totals: dict[tuple[str, Axes], Scheduled] = {}
+    totals: dict[tuple[str, Axes, int], Scheduled] = {}
     for computation, instruction, _, times, counted in walk(module, entry):
         operation = _operation(instruction, module)
         messages = [] if operation is None else [c for c in collectives_of(operation, "", sizes) if c.group > 1]
@@ -62,7 +96,7 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
             computing=computing,
             hidden_bytes=size if any(_multiplies(other, module) for other in beside) else 0,
         )
-        place = one.kind, one.axes
+        place = one.kind, one.axes, one.group
         totals[place] = totals[place] + one if place in totals else one
     return tuple(sorted(totals.values(), key=lambda one: -one.bytes))
 
@@ -99,6 +133,120 @@ def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[
 
 
 def _multiplies(instruction: Instruction, module: Module) -> bool:
+    if instruction.opcode not in _CALLS:
+        return is_product(instruction)
+    callees = [*instruction.callees, instruction.attribute("body") or ""]
+    return any(_multiplies(inner, module) for name in callees for inner in module.get(name, ()))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Kernels of a part of a step on one device, in all their runs; bytes through memory."""
+
+    kernels: int = 0
+    flops: float = 0.0
+    flops_16: float = 0.0  # in time of 16-bit products: half for 8 bits, twice for 32
+    product_bytes: float = 0.0  # of kernels with products
+    other_bytes: float = 0.0  # of all others
+    copied_bytes: float = 0.0  # the part of these of kernels that only copy, transpose or convert
+    unknown: int = 0  # kernels with products that do not tell their FLOPs
+
+    def __add__(self, other: "Part") -> "Part":
+        """Returns the total."""
+        return Part(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    def seconds(self, hardware: Hardware) -> tuple[float, float, float]:
+        """Returns seconds at the hardware's peaks: kernels with products, all others, and those that only copy."""
+        product = max(self.flops_16 / hardware.flops, self.product_bytes / hardware.bandwidth)
+        return product, self.other_bytes / hardware.bandwidth, self.copied_bytes / hardware.bandwidth
+
+
+def read_parts(text: str) -> dict[str, Part]:
+    """Returns the kernels of a compiled program by part of the step: `PARTS`, `COLLECTIVES` and `OTHER`.
+
+    Raises:
+      HloError: a data-dependent trip count.
+    """
+    module, entry = parse_module(text)
+    totals = dict.fromkeys((*PARTS, OTHER, COLLECTIVES), Part())
+    fused = {name for one in module.values() for i in one if i.opcode == "fusion" for name in i.callees}
+    for computation, kernel, scope, times, counted in walk(module, entry):
+        if computation in fused or kernel.opcode in _NO_KERNELS or kernel.opcode.endswith("-done"):
+            continue
+        check_counted(kernel, counted)
+        name, one = _kernel(kernel, computation, scope, module)
+        totals[name] += Part(*(times * number for number in astuple(one)))
+    return totals
+
+
+def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -> tuple[str, Part]:
+    if operation := _operation(kernel, module):
+        arrays = operand_shapes(module[computation], kernel)
+        return COLLECTIVES, Part(1, other_bytes=sum(array_bytes(*one) for one in arrays) + type_bytes(operation.type))
+    inside = [(computation, kernel)]
+    for callee in kernel.callees if kernel.opcode == "fusion" else ():
+        inside += [(name, inner) for name, inner, *_ in walk(module, callee)]
+    products = [(module[name], inner) for name, inner in inside if is_product(inner)]
+    names = [inner.op_name for _, inner in (*products, *inside) if inner.op_name]
+    path = re.sub(r"\bjit\([^()]*\)", "", (names or [scope])[0])
+    part = next((part for part, pattern in PARTS.items() if re.search(pattern, path)), OTHER)
+    size = _traffic(kernel, module[computation], module)
+    if not products:
+        return part, Part(1, other_bytes=size, copied_bytes=size * _only_moves(kernel, module))
+    total = Part(1, product_bytes=size)
+    for around, product in products:
+        try:
+            flops = product_flops(around, product)
+        except HloError:
+            total += Part(unknown=1)
+        else:
+            itemsize = max(array_bytes(dtype, ()) for dtype, _ in operand_shapes(around, product)[:2])
+            total += Part(flops=flops, flops_16=flops * itemsize / 2)
+    return part, total
+
+
+def _only_moves(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode == "fusion":
-        return any(_multiplies(inner, module) for callee in instruction.callees for inner in module[callee])
-    return is_product(instruction)
+        return all(_only_moves(inner, module) for name in instruction.callees for inner in module[name])
+    return instruction.opcode in {*_MOVES, *_VALUES, "dynamic-update-slice"} or "[]" in instruction.type
+
+
+def _traffic(kernel: Instruction, computation: Sequence[Instruction], module: Module) -> float:
+    # Bytes read and written; of what is sliced or updated in place, the slice.
+    sizes = [array_bytes(*one) for one in operand_shapes(computation, kernel)]
+    if kernel.opcode == "fusion":
+        inner = module[kernel.callees[0]]
+        read = sum(_read(inner, i, size, module) for i, size in enumerate(sizes))
+        return read + _written(inner, root_of(inner))
+    if kernel.opcode in _UPDATES:
+        return 2 * sizes[_UPDATES[kernel.opcode]]
+    return type_bytes(kernel.type) + (type_bytes(kernel.type) if kernel.opcode in _SLICES else sum(sizes))
+
+
+def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Module) -> float:
+    # Bytes that a fusion reads of a parameter of that size.
+    mark, total = f"{parameter})", 0.0
+    names = {one.name for one in fused if one.opcode == "parameter" and one.rest.startswith(mark)}
+    for user in fused:
+        at = [i for i, (name, _) in enumerate(user.operands) if name in names]
+        if at and user.opcode == "bitcast":
+            names.add(user.name)
+        elif at and user.opcode == "fusion":
+            total += sum(_read(module[user.callees[0]], i, size, module) for i in at)
+        elif at == [0] and user.opcode in _SLICES:
+            total += type_bytes(user.type)
+        elif at and not (at == [0] and user.opcode in _UPDATES):
+            return size
+    return min(total, size)
+
+
+def _written(fused: Sequence[Instruction], result: Instruction | None) -> float:
+    if result is None or result.opcode == "parameter":
+        return 0.0
+    made = [named(fused, name) for name, _ in result.operands]
+    if result.opcode == "tuple":
+        return sum(_written(fused, one) for one in made)
+    if result.opcode == "bitcast":
+        return _written(fused, made[0])
+    update = made[_UPDATES[result.opcode]] if result.opcode in _UPDATES else None
+    return type_bytes(update.type if update else result.type)

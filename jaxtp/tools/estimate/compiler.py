@@ -30,14 +30,15 @@ from jaxtp.analysis.collective import Axes, Traffic, sums
 from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
-from jaxtp.analysis.schedule import Scheduled, read_schedule
+from jaxtp.analysis.schedule import COLLECTIVES, Part, Scheduled, read_parts, read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.data.loader import split
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.distributed.environment import child_environment
-from jaxtp.mesh import describe_mesh, mesh_of, parts
+from jaxtp.mesh import describe_mesh, mesh_of
+from jaxtp.tools.estimate.roofline import link_speed
 from jaxtp.tools.estimate.search import Setting, is_plain
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -66,6 +67,7 @@ GPU_EXTRA, CUDNN_EXTRA, TPU_EXTRA = "estimate-gpu", "estimate-cudnn", "estimate-
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
+SECONDS = ("seconds_of_products", "seconds_of_others", "seconds_of_copies", "seconds_of_links")
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
 Bytes = Mapping[tuple[str, Axes], float]
@@ -311,9 +313,10 @@ class Compiled:
     temp_bytes: int  # the block that holds everything else
     alive_bytes: int  # most bytes alive at once; gaps between them make the block larger
     peak_bytes: int  # bytes to allocate: arguments, temporaries, results that replace no argument
-    collectives: tuple[Scheduled, ...]  # by kind and axes, with the compute that overlaps them
+    parts: Mapping[str, Part]  # the kernels, by part of the step; empty where they cannot be read
+    collectives: tuple[Scheduled, ...]  # by kind, axes and group, with the compute that overlaps them
     seconds: float  # to compile
-    flops: float | None  # FLOPs of the program's products, without custom kernels; None where libraries compute them
+    flops: float | None  # FLOPs of the program's products; None if a kernel does not tell its own
     in_float8: int  # products in float8, of those that the configuration asks for
     not_in_float8: Mapping[str, int]  # the others, by layer and dtypes
     notes: tuple[str, ...]  # differences from the program on real devices, and the compiler's warnings
@@ -333,8 +336,8 @@ class Compiled:
             f"tier 1: {estimated / GB:,.2f}, {estimated / peak - 1:+.0%} of the peak"
         )
         if setting.config.model.most_experts and self.flops is not None:
-            expected = f"{setting.costs.flops_of_xla / 1e12:,.1f}"
-            yield f"products outside of kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: {expected}"
+            expected = f"{setting.costs.flops / 1e12:,.1f}"
+            yield f"products: {self.flops / 1e12:,.1f} TFLOP with empty rows of experts, tier 1: {expected} without"
         if setting.config.model.precision.matmul != "compute":
             asked = self.in_float8 + sum(self.not_in_float8.values())
             none = "" if self.in_float8 else "; WARNING: none"
@@ -345,13 +348,34 @@ class Compiled:
             for m in self.collectives
         ]
         yield columns(("collective", "over", "times", "GB of messages", "overlapped", "operations that overlap"), rows)
+        parts = []
+        for name, row in self.roofline(setting).items():
+            amounts = f"{row['kernels']:,}", f"{row['flops'] / 1e12:,.2f}", f"{row['bytes'] / GB:,.2f}"
+            parts.append((name, *amounts, *(f"{1e3 * row[key]:,.2f}" for key in SECONDS)))
+        if parts:
+            yield "of each part of the step, and its milliseconds at the peaks of the hardware:"
+            yield columns(("part", "kernels", "TFLOP", "GB", "products", "others", "copies", "links"), parts)
+        if unknown := sum(part.unknown for part in self.parts.values()):
+            yield f"  (products counted as 0, because their kernels do not tell their FLOPs: {unknown:,})"
         yield from (f"  ({note})" for note in self.notes)
+
+    def roofline(self, setting: Setting) -> dict[str, dict[str, float]]:
+        """Returns what each part of the step does, and seconds at the hardware's peaks; the last row has all."""
+        hardware, sizes, rows = setting.target.hardware, setting.sizes, dict[str, dict[str, float]]()
+        links = {m.axes: link_speed(hardware, sizes, m.axes) / hardware.link_efficiency for m in self.collectives}
+        sending = sum(m.bytes_sent / links[m.axes] for m in self.collectives)
+        for name, part in (*self.parts.items(), ("all", sum(self.parts.values(), Part()))) if self.parts else ():
+            seconds = (*part.seconds(hardware), sending if name in (COLLECTIVES, "all") else 0.0)
+            rows[name] = {"kernels": part.kernels, "flops": part.flops, "bytes": part.product_bytes + part.other_bytes}
+            rows[name] |= zip(SECONDS, seconds, strict=True)
+        return rows
 
     def record(self, setting: Setting) -> dict[str, object]:
         """Returns tier 3 for JSON."""
         return {
             "provenance": "compiled",
             **dataclasses.asdict(self),
+            "parts": self.roofline(setting),
             "collectives": [one.record() for one in self.collectives],
             "fits": self.fits(setting),
             "tier_1_to_peak": setting.memory.total / self.peak_bytes,
@@ -424,10 +448,10 @@ def ask(
         raise TargetError(f"the compiler for the target gave no answer: {done.stdout[-200:]!r}") from None
     if error := answer.get("error"):
         raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
-    moved = [{**one, "axes": tuple(one["axes"])} for one in answer.pop("collectives")]
-    collectives = tuple(Scheduled(**one, group=parts(sizes, one["axes"])) for one in moved)
+    collectives = tuple(Scheduled(**{**one, "axes": tuple(one["axes"])}) for one in answer.pop("collectives"))
+    parts = {name: Part(**one) for name, one in answer.pop("parts").items()}
     notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(done.stderr))))
-    return Compiled(**answer, collectives=collectives, notes=notes)
+    return Compiled(**answer, parts=parts, collectives=collectives, notes=notes)
 
 
 def main() -> None:
@@ -467,12 +491,13 @@ def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
 
 
 def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, int]) -> dict[str, object]:
-    text, flops = compiled.as_text() or "", None
+    text, flops, kernels = compiled.as_text() or "", None, dict[str, Part]()
     stats: Any = compiled.memory_analysis()
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     block = arguments + temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if platform == "cuda":
         with suppress(HloError):
+            kernels = read_parts(text)
             flops = count_flops_in_hlo(text)
     in_float8, not_in_float8 = read_float8(text)
     return {
@@ -480,6 +505,7 @@ def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, i
         "temp_bytes": temporaries,
         "alive_bytes": stats.peak_memory_in_bytes,
         "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,  # GPUs: temporaries are one block
+        "parts": {name: dataclasses.asdict(part) for name, part in kernels.items()},
         "collectives": [one.record() for one in read_schedule(text, sizes)],
         "flops": flops,
         "in_float8": in_float8,
