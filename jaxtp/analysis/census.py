@@ -103,28 +103,21 @@ def message_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
-Dims = tuple[int, int, int]
-"""m, k and n of a matrix product."""
+Products = tuple[int, int, int, int]
+"""m, k and n of matrix products, and their number."""
 
 
-def kernel_product(name: str, operands: Sequence[Sequence[int]], result: Sequence[int]) -> tuple[Dims, int] | None:
-    """Returns a kernel's products and their number; None for unknown kernels.
-
-    Args:
-      name: of the Pallas kernel, or fmha of cuDNN.
-      operands: shapes.
-      result: shape of the first one.
-    """
+def kernel_products(name: str, operands: Sequence[Sequence[int]], result: Sequence[int]) -> Products | None:
+    """Returns the products of a Pallas kernel or of cuDNN's attention (fmha), by its shapes; None if unknown."""
     if name.startswith("grouped_"):  # each row with the matrix of its group, or its part of the matrix's gradient
-        rows, width = operands[-2]
-        return (rows, width, result[-1]), 1
+        return operands[-2][0], operands[-2][1], result[-1], 1
     if name.startswith("delta_"):  # each token reads the state, then changes it
         *tokens, width = operands[0]
-        return (math.prod(tokens), width, result[-1]), 2
+        return math.prod(tokens), width, result[-1], 2
     if name not in _ATTENTION:
         return None
     rows, length, heads, width = operands[0]
-    return (rows * heads * length, width, operands[1][1] // 2), _ATTENTION[name]  # half: it is causal
+    return rows * heads * length, width, operands[1][1] // 2, _ATTENTION[name]  # half: it is causal
 
 
 _ATTENTION = {"attention_forward": 2, "attention_queries": 2, "attention_keys": 3, "fmha": 2, "fmhaBackward": 5}

@@ -8,13 +8,13 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, kernel_product, message_bytes, runs, turns
+from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, kernel_products, message_bytes, runs, turns
 from jaxtp.analysis.collective import PERMUTE, Collective
 from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import parts
@@ -202,11 +202,8 @@ def is_product(instruction: Instruction) -> bool:
     """Returns whether it is a matrix product, or a library's or custom kernel that computes some."""
     if instruction.opcode != "custom-call":
         return instruction.opcode == "dot"
-    return bool(_LIBRARY.search(_target(instruction)) or _IN_BYTECODE.search(instruction.rest))
-
-
-def _target(custom_call: Instruction) -> str:
-    return custom_call.attribute("custom_call_target") or ""
+    target = instruction.attribute("custom_call_target") or ""
+    return bool(_LIBRARY.search(target) or _IN_BYTECODE.search(instruction.rest))
 
 
 def read_float8(text: str) -> tuple[int, Counter[str]]:
@@ -307,23 +304,17 @@ def check_counted(instruction: Instruction, counted: Counted) -> None:
         raise HloError(f"cannot tell how often the loop turns that has {instruction.name}: its data decide")
 
 
-def array_bytes(dtype: str, dims: Iterable[int]) -> float:
-    """Returns the bytes of an array; 0 for tokens."""
-    bits = re.search(r"\d+", dtype)
-    return math.prod(dims) * (int(bits[0]) / 8 if bits else dtype == "pred")
-
-
 def type_bytes(type_: str) -> float:
     """Returns the bytes of all arrays of a type."""
-    return sum(array_bytes(dtype, _integers(dims)) for dtype, dims in _SHAPE.findall(type_))
+    bits = {dtype: int((re.findall(r"\d+", dtype) or [8 * (dtype == "pred")])[0]) for dtype, _ in _SHAPE.findall(type_)}
+    return sum(math.prod(_integers(dims)) * bits[dtype] / 8 for dtype, dims in _SHAPE.findall(type_))
 
 
-def operand_shapes(computation: Sequence[Instruction], reader: Instruction) -> list[tuple[str, list[int]]]:
-    """Returns dtype, as XLA spells it, and shape of each array that an instruction reads."""
-    types = {made.name: made.type for made in computation}
-    found = [(_SHAPE.findall(types.get(name, "")), part) for name, part in reader.operands]
-    arrays = (each if part is None else [each[part]] for each, part in found)
-    return [(dtype, _integers(dims)) for each in arrays for dtype, dims in each]
+def operand_types(computation: Sequence[Instruction], reader: Instruction) -> list[str]:
+    """Returns the type of each array that an instruction reads, as in `bf16[8,4]`."""
+    types = {made.name: [found[0] for found in _SHAPE.finditer(made.type)] for made in computation}
+    every = [(types.get(name, []), part) for name, part in reader.operands]
+    return [one for arrays, part in every for one in (arrays if part is None else [arrays[part]])]
 
 
 def product_flops(computation: Sequence[Instruction], product: Instruction) -> int:
@@ -332,19 +323,17 @@ def product_flops(computation: Sequence[Instruction], product: Instruction) -> i
     Raises:
       HloError: neither shapes nor name tell them.
     """
-    operands = [shape for _, shape in operand_shapes(computation, product)]
-    result = _integers(_SHAPE.findall(product.type)[0][1])
+    types = [*operand_types(computation, product), product.type]
+    *operands, result = [_integers(_SHAPE.findall(one)[0][1]) for one in types]
     contracting = re.search(r'lhs_contracting_dim\w+"?[=:] ?[{[]([\d,"]*)[}\]]', product.rest)
-    target, named_kernel = _target(product), re.search(r'\bname = "(\w+)"', product.rest)
+    target, code = product.attribute("custom_call_target") or "", re.search(r'\bname = "(\w+)"', product.rest)
     if "fmha" not in target and operands and (contracting or "ScaledDot" in target):
         dims = _integers(contracting[1].replace('"', "")) if contracting else [-1]
         return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in dims)
-    name = f"fmha{'Backward' * ('Backward' in target)}" if "fmha" in target else named_kernel and named_kernel[1]
-    known = kernel_product(name or "", operands, result)
-    if known is None:
+    name = f"fmha{'Backward' * ('Backward' in target)}" if "fmha" in target else code[1] if code else ""
+    if (known := kernel_products(name, operands, result)) is None:
         raise HloError(f"cannot tell what a product multiplies: {name or target} {product.rest[:200]}")
-    shape, count = known
-    return 2 * math.prod(shape) * count * (2 if "fmha" in target and "CAUSAL" not in product.rest else 1)
+    return 2 * math.prod(known) * (2 if "fmha" in target and "CAUSAL" not in product.rest else 1)
 
 
 def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:

@@ -5,24 +5,9 @@ sums them. The formulas derive from a layer's sizes and one device's workload, n
 `tests/models/test_budget.py` and `test_work.py`, which compare them with jaxprs and compiled programs, find mistakes in
 both. `branch_costs` dispatches on the class of a branch: register a function for a new class, or it is traced.
 
-Bytes that a device sends over tp for activations, in units of (t-1)/t * batch * sequence * d_model * itemsize:
-
-| layer            | all-reduce: forward, recomputed, backward | sequence-parallel: forward, recomputed, backward |
-|------------------|-------------------------------------------|--------------------------------------------------|
-| column           | 0, 0, 2                                   | 1, 1, 1                                          |
-| column, ring     |                                           | 1, 1, 2                                          |
-| row              | 2, 2, 0                                   | 1, 1, 1                                          |
-| row, ring        |                                           | 1, 1, 1                                          |
-| embedding        | 2, never, 0                               | 1, never, 1                                      |
-| head             | 0, never, 2                               | 1, never, 1                                      |
-
-The middle number applies if the backward pass reads values that the remat policy does not save (`layers/remat.py`); it
-never reads a block's last sum. Weights are gathered over fsdp in the compute dtype, for the forward pass and, in a
-block, again for the backward pass. Gradients are reduced in the reduction dtype: over fsdp per micro-batch, over dp
-once per step. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO stage 3 (arXiv 1910.02054).
-
-Layers in float8 gather kernels, and tokens in the forward pass, in 8 bits with float32 scales. Each scale is an
-all-reduced maximum over the devices that split its token or input features.
+`tools/estimate/README.md` has the bytes that a device sends for each layer. Layers in float8 gather kernels, and tokens
+in the forward pass, in 8 bits with float32 scales. Each scale is an all-reduced maximum over the devices that split its
+token or input features.
 """
 
 import math

@@ -6,27 +6,11 @@ between overlap. Each operation outside of fusions is a kernel, which reads its 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
+from jaxtp.analysis import hlo
 from jaxtp.analysis.collective import Axes, Collective
-from jaxtp.analysis.hardware import Hardware
-from jaxtp.analysis.hlo import (
-    KINDS,
-    HloError,
-    Instruction,
-    Module,
-    array_bytes,
-    check_counted,
-    collectives_of,
-    is_product,
-    named,
-    operand_shapes,
-    parse_module,
-    product_flops,
-    root_of,
-    type_bytes,
-    walk,
-)
+from jaxtp.analysis.hlo import KINDS, Instruction, Module, walk
 
 START = "-start"
 _NUMBERS = ("count", "bytes", "overlapped", "computing", "hidden_bytes")
@@ -34,10 +18,15 @@ _CALLS = {"fusion", "while", "call", "conditional"}
 _COMPUTES = _CALLS | {"dot", "convolution", "custom-call", "sort", "reduce"}
 _VALUES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 _NO_KERNELS = _CALLS - {"fusion"} | _VALUES | {"after-all", "opt-barrier", "partition-id", "replica-id"}
-_SLICES = {"slice", "dynamic-slice", "gather"}
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations in place, and which operand is the update."""
-_MOVES = {"copy", "transpose", "reshape", "convert", "concatenate", "pad", "reverse", "slice", "dynamic-slice"}
+_SLICES, _UPDATES = {"slice", "dynamic-slice", "gather"}, {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations that read a part of their first operand or update it in place, with the operand that is the update."""
+_MOVES = _VALUES | {"copy", "transpose", "reshape", "convert", "concatenate", "pad", "reverse"} | _SLICES - {"gather"}
+_MOVES |= {"dynamic-update-slice"}
+AMOUNTS = ("kernels", "flops", "flops_16", "product_bytes", "other_bytes", "copied_bytes", "unknown")
+"""Of a part of a step on one device: kernels that run; FLOPs of products, and the same in time of 16-bit ones (half for
+8 bits, twice for 32); bytes of operands and results of kernels with products, of all others, and of those of them that
+only copy, transpose or convert; products in kernels that do not tell their FLOPs."""
+Part = dict[str, float]
 COLLECTIVES, OTHER = "collectives", "other"
 PARTS = {
     "optimizer": "optimizer|adam|(grad|param)_norm",
@@ -78,14 +67,14 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
     Raises:
       HloError: unknown spelling, or a data-dependent trip count.
     """
-    module, entry = parse_module(text)
+    module, entry = hlo.parse_module(text)
     totals: dict[tuple[str, Axes, int], Scheduled] = {}
     for computation, instruction, _, times, counted in walk(module, entry):
         operation = _operation(instruction, module)
-        messages = [] if operation is None else [c for c in collectives_of(operation, "", sizes) if c.group > 1]
+        messages = [] if operation is None else [c for c in hlo.collectives_of(operation, "", sizes) if c.group > 1]
         if not messages:
             continue
-        check_counted(instruction, counted)
+        hlo.check_counted(instruction, counted)
         beside = _beside(instruction, module[computation])
         computing = times * sum(other.opcode in _COMPUTES for other in beside)
         first, size = messages[0], times * sum(one.bytes for one in messages)
@@ -134,99 +123,79 @@ def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[
 
 def _multiplies(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode not in _CALLS:
-        return is_product(instruction)
+        return hlo.is_product(instruction)
     callees = [*instruction.callees, instruction.attribute("body") or ""]
     return any(_multiplies(inner, module) for name in callees for inner in module.get(name, ()))
 
 
-@dataclass(frozen=True)
-class Part:
-    """Kernels of a part of a step on one device, in all their runs; bytes through memory."""
-
-    kernels: int = 0
-    flops: float = 0.0
-    flops_16: float = 0.0  # in time of 16-bit products: half for 8 bits, twice for 32
-    product_bytes: float = 0.0  # of kernels with products
-    other_bytes: float = 0.0  # of all others
-    copied_bytes: float = 0.0  # the part of these of kernels that only copy, transpose or convert
-    unknown: int = 0  # kernels with products that do not tell their FLOPs
-
-    def __add__(self, other: "Part") -> "Part":
-        """Returns the total."""
-        return Part(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
-
-    def seconds(self, hardware: Hardware) -> tuple[float, float, float]:
-        """Returns seconds at the hardware's peaks: kernels with products, all others, and those that only copy."""
-        product = max(self.flops_16 / hardware.flops, self.product_bytes / hardware.bandwidth)
-        return product, self.other_bytes / hardware.bandwidth, self.copied_bytes / hardware.bandwidth
-
-
 def read_parts(text: str) -> dict[str, Part]:
-    """Returns the kernels of a compiled program by part of the step: `PARTS`, `COLLECTIVES` and `OTHER`.
+    """Returns the kernels of a compiled program by part of the step: `PARTS`, `OTHER` and `COLLECTIVES`.
 
     Raises:
       HloError: a data-dependent trip count.
     """
-    module, entry = parse_module(text)
-    totals = dict.fromkeys((*PARTS, OTHER, COLLECTIVES), Part())
+    module, entry = hlo.parse_module(text)
+    totals = {name: dict.fromkeys(AMOUNTS, 0.0) for name in (*PARTS, OTHER, COLLECTIVES)}
     fused = {name for one in module.values() for i in one if i.opcode == "fusion" for name in i.callees}
     for computation, kernel, scope, times, counted in walk(module, entry):
         if computation in fused or kernel.opcode in _NO_KERNELS or kernel.opcode.endswith("-done"):
             continue
-        check_counted(kernel, counted)
-        name, one = _kernel(kernel, computation, scope, module)
-        totals[name] += Part(*(times * number for number in astuple(one)))
+        hlo.check_counted(kernel, counted)
+        name, amounts = _kernel(kernel, computation, scope, module)
+        for key, amount in amounts.items():
+            totals[name][key] += times * amount
     return totals
 
 
 def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -> tuple[str, Part]:
+    around = module[computation]
     if operation := _operation(kernel, module):
-        arrays = operand_shapes(module[computation], kernel)
-        return COLLECTIVES, Part(1, other_bytes=sum(array_bytes(*one) for one in arrays) + type_bytes(operation.type))
-    inside = [(computation, kernel)]
+        size = sum(map(hlo.type_bytes, hlo.operand_types(around, kernel))) + hlo.type_bytes(operation.type)
+        return COLLECTIVES, {"kernels": 1, "other_bytes": size}
+    inside = [(around, kernel)]
     for callee in kernel.callees if kernel.opcode == "fusion" else ():
-        inside += [(name, inner) for name, inner, *_ in walk(module, callee)]
-    products = [(module[name], inner) for name, inner in inside if is_product(inner)]
+        inside += [(module[name], inner) for name, inner, *_ in walk(module, callee)]
+    products = [(whole, inner) for whole, inner in inside if hlo.is_product(inner)]
     names = [inner.op_name for _, inner in (*products, *inside) if inner.op_name]
     path = re.sub(r"\bjit\([^()]*\)", "", (names or [scope])[0])
     part = next((part for part, pattern in PARTS.items() if re.search(pattern, path)), OTHER)
-    size = _traffic(kernel, module[computation], module)
+    size = _traffic(kernel, around, module)
     if not products:
-        return part, Part(1, other_bytes=size, copied_bytes=size * _only_moves(kernel, module))
-    total = Part(1, product_bytes=size)
-    for around, product in products:
+        return part, {"kernels": 1, "other_bytes": size, "copied_bytes": size * _only_moves(kernel, module)}
+    amounts = dict.fromkeys(AMOUNTS, 0.0) | {"kernels": 1, "product_bytes": size}
+    for whole, product in products:
         try:
-            flops = product_flops(around, product)
-        except HloError:
-            total += Part(unknown=1)
+            flops = hlo.product_flops(whole, product)
+        except hlo.HloError:
+            amounts["unknown"] += 1
         else:
-            itemsize = max(array_bytes(dtype, ()) for dtype, _ in operand_shapes(around, product)[:2])
-            total += Part(flops=flops, flops_16=flops * itemsize / 2)
-    return part, total
+            bits = max(hlo.type_bytes(re.sub(r"\[.*", "[8]", one)) for one in hlo.operand_types(whole, product)[:2])
+            amounts["flops"] += flops
+            amounts["flops_16"] += flops * bits / 16
+    return part, amounts
 
 
 def _only_moves(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode == "fusion":
         return all(_only_moves(inner, module) for name in instruction.callees for inner in module[name])
-    return instruction.opcode in {*_MOVES, *_VALUES, "dynamic-update-slice"} or "[]" in instruction.type
+    return instruction.opcode in _MOVES or "[]" in instruction.type
 
 
-def _traffic(kernel: Instruction, computation: Sequence[Instruction], module: Module) -> float:
+def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module) -> float:
     # Bytes read and written; of what is sliced or updated in place, the slice.
-    sizes = [array_bytes(*one) for one in operand_shapes(computation, kernel)]
+    sizes = list(map(hlo.type_bytes, hlo.operand_types(around, kernel)))
     if kernel.opcode == "fusion":
-        inner = module[kernel.callees[0]]
-        read = sum(_read(inner, i, size, module) for i, size in enumerate(sizes))
-        return read + _written(inner, root_of(inner))
+        fused = module[kernel.callees[0]]
+        return sum(_read(fused, i, size, module) for i, size in enumerate(sizes)) + _written(fused, hlo.root_of(fused))
     if kernel.opcode in _UPDATES:
         return 2 * sizes[_UPDATES[kernel.opcode]]
-    return type_bytes(kernel.type) + (type_bytes(kernel.type) if kernel.opcode in _SLICES else sum(sizes))
+    return hlo.type_bytes(kernel.type) + (hlo.type_bytes(kernel.type) if kernel.opcode in _SLICES else sum(sizes))
 
 
 def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Module) -> float:
     # Bytes that a fusion reads of a parameter of that size.
-    mark, total = f"{parameter})", 0.0
-    names = {one.name for one in fused if one.opcode == "parameter" and one.rest.startswith(mark)}
+    names = {one.name for one in fused if one.opcode == "parameter" and one.rest.startswith(f"{parameter})")}
+    total = 0.0
     for user in fused:
         at = [i for i, (name, _) in enumerate(user.operands) if name in names]
         if at and user.opcode == "bitcast":
@@ -234,7 +203,7 @@ def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Mod
         elif at and user.opcode == "fusion":
             total += sum(_read(module[user.callees[0]], i, size, module) for i in at)
         elif at == [0] and user.opcode in _SLICES:
-            total += type_bytes(user.type)
+            total += hlo.type_bytes(user.type)
         elif at and not (at == [0] and user.opcode in _UPDATES):
             return size
     return min(total, size)
@@ -243,10 +212,8 @@ def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Mod
 def _written(fused: Sequence[Instruction], result: Instruction | None) -> float:
     if result is None or result.opcode == "parameter":
         return 0.0
-    made = [named(fused, name) for name, _ in result.operands]
-    if result.opcode == "tuple":
+    made = [hlo.named(fused, name) for name, _ in result.operands]
+    if result.opcode in ("tuple", "bitcast"):
         return sum(_written(fused, one) for one in made)
-    if result.opcode == "bitcast":
-        return _written(fused, made[0])
     update = made[_UPDATES[result.opcode]] if result.opcode in _UPDATES else None
-    return type_bytes(update.type if update else result.type)
+    return hlo.type_bytes((update or result).type)

@@ -18,7 +18,7 @@ from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxtp.analysis.census import Dims, arrays, count_collectives, equations, kernel_product
+from jaxtp.analysis.census import Products, arrays, count_collectives, equations, kernel_products
 from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place
 from jaxtp.analysis.layer_costs import (
     FLOAT32,
@@ -478,41 +478,35 @@ def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
 def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
     for equation, times, *_ in equations(jaxpr):
         if rule := _RULES.get(equation.primitive.name):
-            shape, each = rule(equation)
+            m, k, n, each = rule(equation)
             moved = sum(a.size * itemsize(str(a.dtype)) for a in arrays(*equation.invars, *equation.outvars))
-            yield Product("products", *shape, times * each, moved)
+            yield Product("products", m, k, n, times * each, moved)
 
 
-Rule = Callable[[JaxprEqn], tuple[Dims, int]]
-"""Returns `(m, k, n)` of an equation's products, and their number."""
-
-
-def _dot(equation: JaxprEqn) -> tuple[Dims, int]:
+def _dot(equation: JaxprEqn) -> Products:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left, result = arrays(equation.invars[0], equation.outvars[0])
     k = math.prod(left.shape[dim] for dim in contracted)
     m = left.size // k  # batch dims count as rows
-    return (m, k, result.size // m), 1
+    return m, k, result.size // m, 1
 
 
-def _ragged_dot(equation: JaxprEqn) -> tuple[Dims, int]:
+def _ragged_dot(equation: JaxprEqn) -> Products:
     # XLA multiplies every row with the matrix of every group, except on TPUs.
     left, right, sizes = arrays(*equation.invars)
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     k = math.prod(left.shape[dim] for dim in contracted)
     matrices = math.prod(right.shape[dim] for dim in numbers.rhs_group_dimensions)
-    return (sizes.size * left.size // k, k, right.size // (k * matrices)), 1
+    return sizes.size * left.size // k, k, right.size // (k * matrices), 1
 
 
-def _kernel(equation: JaxprEqn) -> tuple[Dims, int]:
+def _kernel(equation: JaxprEqn) -> Products:
     name = equation.params["name"]
     *operands, result = arrays(*equation.invars, equation.outvars[0])
-    if (known := kernel_product(name, [one.shape for one in operands], result.shape)) is None:
-        raise ValueError(
-            f"the products of the kernel {name!r} are not known; add a rule to {kernel_product.__module__}"
-        )
+    if (known := kernel_products(name, [one.shape for one in operands], result.shape)) is None:
+        raise ValueError(f"the products of the kernel {name!r} are not known; add a rule to jaxtp.analysis.census")
     return known
 
 
-_RULES: Mapping[str, Rule] = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "pallas_call": _kernel}
+_RULES = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "pallas_call": _kernel}

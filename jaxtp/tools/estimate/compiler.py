@@ -30,7 +30,7 @@ from jaxtp.analysis.collective import Axes, Traffic, sums
 from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
-from jaxtp.analysis.schedule import COLLECTIVES, Part, Scheduled, read_parts, read_schedule
+from jaxtp.analysis.schedule import AMOUNTS, COLLECTIVES, Part, Scheduled, read_parts, read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
@@ -344,31 +344,35 @@ class Compiled:
             yield f"products asked for in float8: {asked:,}; compiled in float8: {self.in_float8:,}{none}"
             yield from (f"  not in float8: {layer}, {times:,} times" for layer, times in self.not_in_float8.items())
         rows = [
-            (m.kind, "+".join(m.axes), f"{m.count:,}", f"{m.bytes / GB:,.3f}", f"{m.overlapped:,}", f"{m.computing:,}")
+            (m.kind, f"{'+'.join(m.axes)} {m.group}", f"{m.count:,}", f"{m.bytes / GB:,.3f}", *overlap)
             for m in self.collectives
+            for overlap in [(f"{m.overlapped:,}", f"{m.computing:,}")]
         ]
         yield columns(("collective", "over", "times", "GB of messages", "overlapped", "operations that overlap"), rows)
-        parts = []
-        for name, row in self.roofline(setting).items():
-            amounts = f"{row['kernels']:,}", f"{row['flops'] / 1e12:,.2f}", f"{row['bytes'] / GB:,.2f}"
-            parts.append((name, *amounts, *(f"{1e3 * row[key]:,.2f}" for key in SECONDS)))
-        if parts:
+        if parts := self.roofline(setting):
             yield "of each part of the step, and its milliseconds at the peaks of the hardware:"
-            yield columns(("part", "kernels", "TFLOP", "GB", "products", "others", "copies", "links"), parts)
-        if unknown := sum(part.unknown for part in self.parts.values()):
-            yield f"  (products counted as 0, because their kernels do not tell their FLOPs: {unknown:,})"
+            lines = []
+            for name, one in parts.items():
+                size = (one["product_bytes"] + one["other_bytes"]) / GB
+                numbers = one["flops"] / 1e12, size, *(1e3 * one[key] for key in SECONDS)
+                lines.append((name, f"{one['kernels']:,.0f}", *(f"{number:,.2f}" for number in numbers)))
+            yield columns(("part", "kernels", "TFLOP", "GB", "products", "others", "copies", "links"), lines)
+            if unknown := parts["all"]["unknown"]:
+                yield f"  (products counted as 0, because their kernels do not tell their FLOPs: {unknown:,.0f})"
         yield from (f"  ({note})" for note in self.notes)
 
-    def roofline(self, setting: Setting) -> dict[str, dict[str, float]]:
+    def roofline(self, setting: Setting) -> dict[str, Part]:
         """Returns what each part of the step does, and seconds at the hardware's peaks; the last row has all."""
-        hardware, sizes, rows = setting.target.hardware, setting.sizes, dict[str, dict[str, float]]()
-        links = {m.axes: link_speed(hardware, sizes, m.axes) / hardware.link_efficiency for m in self.collectives}
-        sending = sum(m.bytes_sent / links[m.axes] for m in self.collectives)
-        for name, part in (*self.parts.items(), ("all", sum(self.parts.values(), Part()))) if self.parts else ():
-            seconds = (*part.seconds(hardware), sending if name in (COLLECTIVES, "all") else 0.0)
-            rows[name] = {"kernels": part.kernels, "flops": part.flops, "bytes": part.product_bytes + part.other_bytes}
-            rows[name] |= zip(SECONDS, seconds, strict=True)
-        return rows
+        hardware, parts = setting.target.hardware, {name: {**part} for name, part in self.parts.items()}
+        for part in parts.values():
+            products = max(part["flops_16"] / hardware.flops, part["product_bytes"] / hardware.bandwidth)
+            others, copies = (part[key] / hardware.bandwidth for key in ("other_bytes", "copied_bytes"))
+            part |= zip(SECONDS, (products, others, copies, 0.0), strict=True)
+        if parts:
+            sending = (m.bytes_sent / link_speed(hardware, setting.sizes, m.axes) for m in self.collectives)
+            parts[COLLECTIVES][SECONDS[-1]] = sum(sending) * hardware.link_efficiency
+            parts["all"] = {key: sum(part[key] for part in parts.values()) for key in (*AMOUNTS, *SECONDS)}
+        return parts
 
     def record(self, setting: Setting) -> dict[str, object]:
         """Returns tier 3 for JSON."""
@@ -449,9 +453,8 @@ def ask(
     if error := answer.get("error"):
         raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
     collectives = tuple(Scheduled(**{**one, "axes": tuple(one["axes"])}) for one in answer.pop("collectives"))
-    parts = {name: Part(**one) for name, one in answer.pop("parts").items()}
     notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(done.stderr))))
-    return Compiled(**answer, parts=parts, collectives=collectives, notes=notes)
+    return Compiled(**answer, collectives=collectives, notes=notes)
 
 
 def main() -> None:
@@ -505,7 +508,7 @@ def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, i
         "temp_bytes": temporaries,
         "alive_bytes": stats.peak_memory_in_bytes,
         "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,  # GPUs: temporaries are one block
-        "parts": {name: dataclasses.asdict(part) for name, part in kernels.items()},
+        "parts": kernels,
         "collectives": [one.record() for one in read_schedule(text, sizes)],
         "flops": flops,
         "in_float8": in_float8,

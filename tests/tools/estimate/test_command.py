@@ -13,7 +13,7 @@ import pytest
 import yaml
 from support import sweep
 
-from jaxtp.analysis.schedule import Part, Scheduled
+from jaxtp.analysis.schedule import AMOUNTS, Scheduled
 from jaxtp.config.schema import from_yaml
 from jaxtp.mesh import AXES, mesh_shape
 from jaxtp.tools.estimate import __main__ as command
@@ -242,10 +242,8 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
         sizes = {"argument_bytes": 1, "temp_bytes": 2, "alive_bytes": 2, "peak_bytes": int(peak)}
         moved = Scheduled("all-gather", ("tp",), 4, 4 * 10**9, count=3, overlapped=2, computing=7)
         read = {"flops": 2e12, "in_float8": 0, "not_in_float8": {}}
-        parts = {
-            "MLP": Part(2, 2e12, 1e12, product_bytes=1e9, other_bytes=6.7e9, copied_bytes=3.35e9),
-            "collectives": Part(3, unknown=1),
-        }
+        amounts = {"MLP": (2, 2e12, 1e12, 1e9, 6.7e9, 3.35e9, 0), "collectives": (3, 0, 0, 0, 0, 0, 1)}
+        parts = {name: dict(zip(AMOUNTS, values, strict=True)) for name, values in amounts.items()}
         return Compiled(**sizes, **read, parts=parts, collectives=(moved,), seconds=5.0, notes=("a note",))
 
     monkeypatch.setattr(command, "compile_for", compiled)
