@@ -184,7 +184,7 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counte
 def count_flops_in_hlo(text: str) -> int:
     """Returns the FLOPs of one device's matrix products: 2 per multiply-add.
 
-    Kernels of causal attention count as half, also with windows and documents; those of experts with all their rows.
+    Causal attention counts as half, also with windows and documents; experts in kernels count with all rows.
 
     Raises:
       HloError: unknown spelling of a product, unknown kernel with a product, or a data-dependent trip count.
@@ -194,7 +194,9 @@ def count_flops_in_hlo(text: str) -> int:
     for computation, instruction, _, times, counted in walk(module, entry):
         if is_product(instruction):
             check_counted(instruction, counted)
-            flops += times * product_flops(module[computation], instruction)
+            if (one := product_flops(module[computation], instruction)) is None:
+                raise HloError(f"cannot tell what a product multiplies: {instruction.name} {instruction.rest[:200]}")
+            flops += times * one
     return flops
 
 
@@ -317,12 +319,8 @@ def operand_types(computation: Sequence[Instruction], reader: Instruction) -> li
     return [one for arrays, part in every for one in (arrays if part is None else [arrays[part]])]
 
 
-def product_flops(computation: Sequence[Instruction], product: Instruction) -> int:
-    """Returns the FLOPs of an instruction for which `is_product` holds.
-
-    Raises:
-      HloError: neither shapes nor name tell them.
-    """
+def product_flops(computation: Sequence[Instruction], product: Instruction) -> int | None:
+    """Returns the FLOPs of an instruction for which `is_product` holds; None if neither shapes nor name tell them."""
     types = [*operand_types(computation, product), product.type]
     *operands, result = [_integers(_SHAPE.findall(one)[0][1]) for one in types]
     contracting = re.search(r'lhs_contracting_dim\w+"?[=:] ?[{[]([\d,"]*)[}\]]', product.rest)
@@ -331,9 +329,8 @@ def product_flops(computation: Sequence[Instruction], product: Instruction) -> i
         dims = _integers(contracting[1].replace('"', "")) if contracting else [-1]
         return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in dims)
     name = f"fmha{'Backward' * ('Backward' in target)}" if "fmha" in target else code[1] if code else ""
-    if (known := kernel_products(name, operands, result)) is None:
-        raise HloError(f"cannot tell what a product multiplies: {name or target} {product.rest[:200]}")
-    return 2 * math.prod(known) * (2 if "fmha" in target and "CAUSAL" not in product.rest else 1)
+    known = kernel_products(name, operands, result)
+    return known and 2 * math.prod(known) * (2 if "fmha" in target and "CAUSAL" not in product.rest else 1)
 
 
 def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:

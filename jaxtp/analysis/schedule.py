@@ -23,9 +23,9 @@ _SLICES, _UPDATES = {"slice", "dynamic-slice", "gather"}, {"dynamic-update-slice
 _MOVES = _VALUES | {"copy", "transpose", "reshape", "convert", "concatenate", "pad", "reverse"} | _SLICES - {"gather"}
 _MOVES |= {"dynamic-update-slice"}
 AMOUNTS = ("kernels", "flops", "flops_16", "product_bytes", "other_bytes", "copied_bytes", "unknown")
-"""Of a part of a step on one device: kernels that run; FLOPs of products, and the same in time of 16-bit ones (half for
-8 bits, twice for 32); bytes of operands and results of kernels with products, of all others, and of those of them that
-only copy, transpose or convert; products in kernels that do not tell their FLOPs."""
+"""On one device: kernels that run; FLOPs of products, and the same in time of 16-bit ones (half for 8 bits, twice for
+32); bytes of operands and results of kernels with products, of all others, and of the others that only copy, transpose
+or convert; products in kernels that do not tell their FLOPs."""
 Part = dict[str, float]
 COLLECTIVES, OTHER = "collectives", "other"
 PARTS = {
@@ -164,14 +164,12 @@ def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -
         return part, {"kernels": 1, "other_bytes": size, "copied_bytes": size * _only_moves(kernel, module)}
     amounts = dict.fromkeys(AMOUNTS, 0.0) | {"kernels": 1, "product_bytes": size}
     for whole, product in products:
-        try:
-            flops = hlo.product_flops(whole, product)
-        except hlo.HloError:
-            amounts["unknown"] += 1
-        else:
-            bits = max(hlo.type_bytes(re.sub(r"\[.*", "[8]", one)) for one in hlo.operand_types(whole, product)[:2])
-            amounts["flops"] += flops
-            amounts["flops_16"] += flops * bits / 16
+        types = hlo.operand_types(whole, product)[:2]
+        bits = max((hlo.type_bytes(re.sub(r"\[.*", "[8]", one)) for one in types), default=16.0)
+        flops = hlo.product_flops(whole, product)
+        amounts["unknown"] += flops is None
+        amounts["flops"] += flops or 0
+        amounts["flops_16"] += (flops or 0) * bits / 16
     return part, amounts
 
 
