@@ -1,7 +1,7 @@
 """Counts collectives and products in HLO text: of compiled programs, and as XLA dumps it after SPMD partitioning.
 
 The latter precedes backend-specific passes, which merge, split and schedule collectives. It begins with tables of file
-names, locations, and stack frames; older XLA writes file and line into each instruction.
+names, locations, and stack frames.
 """
 
 import dataclasses
@@ -39,7 +39,6 @@ _LIBRARY = re.compile("gemm|matmul|ScaledDot|fmha")
 _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
 """Products in the code of a kernel: of Triton, and of Mosaic for GPUs."""
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-_WRITTEN_OUT = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
 _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
 """Scopes of products that `layers/float8.py` and `layers/mxfp8.py` ask for."""
@@ -150,14 +149,6 @@ def _table(text: str, name: str, pattern: str) -> dict[int, tuple[str, str]]:
     return {int(i): (first, second) for i, first, second in rows}
 
 
-def source_line(metadata: str, frames: Mapping[int, str]) -> str:
-    """Returns the `file:line` in an instruction's metadata; empty if missing."""
-    if found := _FRAME.search(metadata):
-        return frames.get(int(found[1]), "")
-    written = _WRITTEN_OUT.search(metadata)
-    return f"{written[1]}:{written[2]}" if written else ""
-
-
 def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
     """Counts the collectives of an HLO module, except in groups of one device.
 
@@ -229,8 +220,8 @@ def _source(instruction: Instruction, computation: Sequence[Instruction], frames
     # Where the partitioner left no line: the line of a reader of the result.
     name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
     readers = (other.rest for other in computation if name.search(other.rest))
-    lines = (source_line(metadata, frames) for metadata in (instruction.rest, *readers))
-    return next(filter(None, lines), "")
+    found = (_FRAME.search(metadata) for metadata in (instruction.rest, *readers))
+    return next(filter(None, (frames.get(int(frame[1])) for frame in found if frame)), "")
 
 
 def walk(

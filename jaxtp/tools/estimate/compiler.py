@@ -311,7 +311,6 @@ class Compiled:
 
     argument_bytes: int  # state and batch
     temp_bytes: int  # the block that holds everything else
-    alive_bytes: int  # most bytes alive at once; gaps between them make the block larger
     peak_bytes: int  # bytes to allocate: arguments, temporaries, results that replace no argument
     parts: Mapping[str, Part]  # the kernels, by part of the step; empty where they cannot be read
     collectives: tuple[Scheduled, ...]  # by kind, axes and group, with the compute that overlaps them
@@ -506,7 +505,6 @@ def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, i
     return {
         "argument_bytes": arguments,
         "temp_bytes": temporaries,
-        "alive_bytes": stats.peak_memory_in_bytes,
         "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,  # GPUs: temporaries are one block
         "parts": kernels,
         "collectives": [one.record() for one in read_schedule(text, sizes)],

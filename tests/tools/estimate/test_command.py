@@ -239,7 +239,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
 
     def compiled(*args, **kwargs):
         asked.append((*args[1:], kwargs))
-        sizes = {"argument_bytes": 1, "temp_bytes": 2, "alive_bytes": 2, "peak_bytes": int(peak)}
+        sizes = {"argument_bytes": 1, "temp_bytes": 2, "peak_bytes": int(peak)}
         moved = Scheduled("all-gather", ("tp",), 4, 4 * 10**9, count=3, overlapped=2, computing=7)
         read = {"flops": 2e12, "in_float8": 0, "not_in_float8": {}}
         amounts = {"MLP": (2, 2e12, 1e12, 1e9, 6.7e9, 3.35e9, 0), "collectives": (3, 0, 0, 0, 0, 0, 1)}

@@ -40,7 +40,6 @@ NOWHERE = Topology(platform="cuda", name="1x1x8", target_config="", compiler="no
 ANSWER = {
     "argument_bytes": 3,
     "temp_bytes": 4,
-    "alive_bytes": 6,
     "peak_bytes": 7,
     "seconds": 1.5,
     "flops": 10,
