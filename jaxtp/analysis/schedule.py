@@ -176,7 +176,8 @@ def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -
 def _only_moves(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode == "fusion":
         return all(_only_moves(inner, module) for name in instruction.callees for inner in module[name])
-    return instruction.opcode in _MOVES or "[]" in instruction.type
+    scalar = "[]" in instruction.type and instruction.opcode != "reduce"  # such as the index of a slice
+    return instruction.opcode in _MOVES or scalar
 
 
 def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module) -> float:
