@@ -93,11 +93,11 @@ def compiled(config: TrainConfig, sizes: dict[str, int], folder: Path) -> Step:
 
 
 def others(text: str) -> Counter[str]:
-    """Counts products that are not in float8, by the dtypes of their operands."""
+    """Counts products that are not in float8, but for attention's, by the dtypes of their operands."""
     module, entry = parse_module(text)
     found: Counter[str] = Counter()
-    for computation, instruction, _, times, _ in walk(module, entry):
-        if is_product(instruction):
+    for computation, instruction, scope, times, _ in walk(module, entry):
+        if is_product(instruction) and "/attend/" not in scope:
             made = (named(module[computation], name) for name, _ in instruction.operands[:2])
             dtypes = [one.type.partition("[")[0] for one in made if one]
             if not all(dtype.startswith("f8") for dtype in dtypes):

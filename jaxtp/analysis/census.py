@@ -7,7 +7,7 @@ by the same rules (`hlo.py`).
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import jax.numpy as jnp
@@ -100,6 +100,27 @@ def arrays(*variables: Any) -> list[ShapedArray]:
 def message_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Returns the bytes of an array."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+Products = tuple[int, int, int, int]
+"""m, k and n of matrix products, and their number."""
+
+
+def kernel_products(name: str, operands: Sequence[Sequence[int]], result: Sequence[int]) -> Products | None:
+    """Returns the products of a Pallas kernel or of cuDNN's attention (fmha), by its shapes; None if unknown."""
+    if name.startswith("grouped_"):  # each row with the matrix of its group, or its part of the matrix's gradient
+        return operands[-2][0], operands[-2][1], result[-1], 1
+    if name.startswith("delta_"):  # each token reads the state, then changes it
+        *tokens, width = operands[0]
+        return math.prod(tokens), width, result[-1], 2
+    if name not in _ATTENTION:
+        return None
+    rows, length, heads, width = operands[0]
+    return rows * heads * length, width, operands[1][1] // 2, _ATTENTION[name]  # half: it is causal
+
+
+_ATTENTION = {"attention_forward": 2, "attention_queries": 2, "attention_keys": 3, "fmha": 2, "fmhaBackward": 5}
+"""Products in attention kernels; those in both backward kernels (scores, weights' gradients) count once."""
 
 
 def turns(first: int | None, limit: int | None, step: int | None) -> int | None:

@@ -1,7 +1,7 @@
 """Counts collectives and products in HLO text: of compiled programs, and as XLA dumps it after SPMD partitioning.
 
 The latter precedes backend-specific passes, which merge, split and schedule collectives. It begins with tables of file
-names, locations, and stack frames; older XLA writes file and line into each instruction.
+names, locations, and stack frames.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, message_bytes, runs, turns
+from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, kernel_products, message_bytes, runs, turns
 from jaxtp.analysis.collective import PERMUTE, Collective
 from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import parts
@@ -35,8 +35,10 @@ _INSTRUCTION = re.compile(
 )
 _CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_LIBRARY = re.compile("gemm|matmul|ScaledDot|fmha")
+_IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
+"""Products in the code of a kernel: of Triton, and of Mosaic for GPUs."""
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-_WRITTEN_OUT = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
 _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
 """Scopes of products that `layers/float8.py` and `layers/mxfp8.py` ask for."""
@@ -147,14 +149,6 @@ def _table(text: str, name: str, pattern: str) -> dict[int, tuple[str, str]]:
     return {int(i): (first, second) for i, first, second in rows}
 
 
-def source_line(metadata: str, frames: Mapping[int, str]) -> str:
-    """Returns the `file:line` in an instruction's metadata; empty if missing."""
-    if found := _FRAME.search(metadata):
-        return frames.get(int(found[1]), "")
-    written = _WRITTEN_OUT.search(metadata)
-    return f"{written[1]}:{written[2]}" if written else ""
-
-
 def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
     """Counts the collectives of an HLO module, except in groups of one device.
 
@@ -181,22 +175,28 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counte
 def count_flops_in_hlo(text: str) -> int:
     """Returns the FLOPs of one device's matrix products: 2 per multiply-add.
 
+    Causal attention counts as half, also with windows and documents; experts in kernels count with all rows.
+
     Raises:
-      HloError: unknown spelling of a product, or a data-dependent trip count.
+      HloError: unknown spelling of a product, unknown kernel with a product, or a data-dependent trip count.
     """
     module, entry = parse_module(text)
     flops = 0
     for computation, instruction, _, times, counted in walk(module, entry):
-        if instruction.opcode == "dot":
+        if is_product(instruction):
             check_counted(instruction, counted)
-            flops += times * _dot_flops(module[computation], instruction)
+            if (one := product_flops(module[computation], instruction)) is None:
+                raise HloError(f"cannot tell what a product multiplies: {instruction.name} {instruction.rest[:200]}")
+            flops += times * one
     return flops
 
 
 def is_product(instruction: Instruction) -> bool:
-    """Returns whether it is a matrix product, by the compiler or a library."""
-    library = re.search("gemm|matmul|ScaledDot", instruction.attribute("custom_call_target") or "")
-    return instruction.opcode == "dot" or library is not None
+    """Returns whether it is a matrix product, or a library's or custom kernel that computes some."""
+    if instruction.opcode != "custom-call":
+        return instruction.opcode == "dot"
+    target = instruction.attribute("custom_call_target") or ""
+    return bool(_LIBRARY.search(target) or _IN_BYTECODE.search(instruction.rest))
 
 
 def read_float8(text: str) -> tuple[int, Counter[str]]:
@@ -220,8 +220,8 @@ def _source(instruction: Instruction, computation: Sequence[Instruction], frames
     # Where the partitioner left no line: the line of a reader of the result.
     name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
     readers = (other.rest for other in computation if name.search(other.rest))
-    lines = (source_line(metadata, frames) for metadata in (instruction.rest, *readers))
-    return next(filter(None, lines), "")
+    found = (_FRAME.search(metadata) for metadata in (instruction.rest, *readers))
+    return next(filter(None, (frames.get(int(frame[1])) for frame in found if frame)), "")
 
 
 def walk(
@@ -297,15 +297,31 @@ def check_counted(instruction: Instruction, counted: Counted) -> None:
         raise HloError(f"cannot tell how often the loop turns that has {instruction.name}: its data decide")
 
 
-def _dot_flops(computation: Sequence[Instruction], dot: Instruction) -> int:
-    operand = re.search(r"%?([\w.\-]+)(?:#(\d+))?[,)]", dot.rest)  # #n is part n of a tuple
-    types = [_SHAPE.findall(i.type) for i in computation if operand and i.name == operand[1]]
-    contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.rest)
-    if not operand or not types or not contracting:
-        raise HloError(f"cannot tell what a product multiplies: {dot.rest[:200]}")
-    _, lhs = types[0][int(operand[2] or 0)]
-    contracted = math.prod(_integers(lhs)[dim] for dim in _integers(contracting[1]))
-    return 2 * math.prod(_integers(_SHAPE.findall(dot.type)[0][1])) * contracted
+def type_bytes(type_: str) -> float:
+    """Returns the bytes of all arrays of a type."""
+    bits = {dtype: int((re.findall(r"\d+", dtype) or [8 * (dtype == "pred")])[0]) for dtype, _ in _SHAPE.findall(type_)}
+    return sum(math.prod(_integers(dims)) * bits[dtype] / 8 for dtype, dims in _SHAPE.findall(type_))
+
+
+def operand_types(computation: Sequence[Instruction], reader: Instruction) -> list[str]:
+    """Returns the type of each array that an instruction reads, as in `bf16[8,4]`."""
+    types = {made.name: [found[0] for found in _SHAPE.finditer(made.type)] for made in computation}
+    every = [(types.get(name, []), part) for name, part in reader.operands]
+    return [one for arrays, part in every for one in (arrays if part is None else [arrays[part]])]
+
+
+def product_flops(computation: Sequence[Instruction], product: Instruction) -> int | None:
+    """Returns the FLOPs of an instruction for which `is_product` holds; None if neither shapes nor name tell them."""
+    types = [*operand_types(computation, product), product.type]
+    *operands, result = [_integers(_SHAPE.findall(one)[0][1]) for one in types]
+    contracting = re.search(r'lhs_contracting_dim\w+"?[=:] ?[{[]([\d,"]*)[}\]]', product.rest)
+    target, code = product.attribute("custom_call_target") or "", re.search(r'\bname = "(\w+)"', product.rest)
+    if "fmha" not in target and operands and (contracting or "ScaledDot" in target):
+        dims = _integers(contracting[1].replace('"', "")) if contracting else [-1]
+        return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in dims)
+    name = f"fmha{'Backward' * ('Backward' in target)}" if "fmha" in target else code[1] if code else ""
+    known = kernel_products(name, operands, result)
+    return known and 2 * math.prod(known) * (2 if "fmha" in target and "CAUSAL" not in product.rest else 1)
 
 
 def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:

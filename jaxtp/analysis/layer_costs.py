@@ -5,24 +5,9 @@ sums them. The formulas derive from a layer's sizes and one device's workload, n
 `tests/models/test_budget.py` and `test_work.py`, which compare them with jaxprs and compiled programs, find mistakes in
 both. `branch_costs` dispatches on the class of a branch: register a function for a new class, or it is traced.
 
-Bytes that a device sends over tp for activations, in units of (t-1)/t * batch * sequence * d_model * itemsize:
-
-| layer            | all-reduce: forward, recomputed, backward | sequence-parallel: forward, recomputed, backward |
-|------------------|-------------------------------------------|--------------------------------------------------|
-| column           | 0, 0, 2                                   | 1, 1, 1                                          |
-| column, ring     |                                           | 1, 1, 2                                          |
-| row              | 2, 2, 0                                   | 1, 1, 1                                          |
-| row, ring        |                                           | 1, 1, 1                                          |
-| embedding        | 2, never, 0                               | 1, never, 1                                      |
-| head             | 0, never, 2                               | 1, never, 1                                      |
-
-The middle number applies if the backward pass reads values that the remat policy does not save (`layers/remat.py`); it
-never reads a block's last sum. Weights are gathered over fsdp in the compute dtype, for the forward pass and, in a
-block, again for the backward pass. Gradients are reduced in the reduction dtype: over fsdp per micro-batch, over dp
-once per step. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO stage 3 (arXiv 1910.02054).
-
-Layers in float8 gather kernels, and tokens in the forward pass, in 8 bits with float32 scales. Each scale is an
-all-reduced maximum over the devices that split its token or input features.
+`tools/estimate/README.md` has the bytes that a device sends for each layer. Layers in float8 gather kernels, and tokens
+in the forward pass, in 8 bits with float32 scales. Each scale is an all-reduced maximum over the devices that split its
+token or input features.
 """
 
 import math
@@ -201,7 +186,6 @@ class Product:
     bytes: float  # bytes of operands and result of each, through memory
     attention: bool = False  # it is a product of attention, without weights
     counted: float = 1.0  # fraction of it that counts as model FLOPs: about half in causal attention
-    in_kernel: bool = False  # a custom kernel computes it: it is no product of the compiled program
     dtype: str = ""  # float8 or mxfp8; empty: the compute dtype
 
     @classmethod
@@ -535,8 +519,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
         ("weighted values", n, values, 2),
     ):
         count = work.num_evals(recomputed, num_backward) * runs
-        in_kernel = not kernel.streams_scores
-        yield Product(name, m, k, columns, count, through, attention=True, counted=counted, in_kernel=in_kernel)
+        yield Product(name, m, k, columns, count, through, attention=True, counted=counted)
     scores = runs * m * n if kernel.stores_scores else 0
     if kernel.streams_scores:
         yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
@@ -767,8 +750,7 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
     for name, inner, outer, recomputed, backward in products:
         count, multiplied = work.num_evals(recomputed, backward), local * choices if all_rows else rows
         moved = (multiplied * inner + choices * outer + local * inner * outer) * compute
-        in_kernel = not all_rows and method == "pallas"
-        yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied, in_kernel=in_kernel)
+        yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied)
     if config.experts_bias:
         count = work.num_evals(reduced, work.num_gradients)
         yield Product.of("experts' biases", (work.tokens, local, d_model), compute, count)

@@ -1,24 +1,47 @@
-"""Collectives of a compiled program, and the computation scheduled during each.
+"""Collectives of a compiled program with the computation scheduled during each, and the kernels of each part of a step.
 
 Text compiled for GPUs lists operations in issue order, and splits collectives into start and done; operations in
-between overlap.
+between overlap. Each operation outside of fusions is a kernel, which reads its operands and writes its results once.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jaxtp.analysis import hlo
 from jaxtp.analysis.collective import Axes, Collective
-from jaxtp.analysis.hlo import KINDS, Instruction, Module, check_counted, collectives_of, is_product, parse_module, walk
+from jaxtp.analysis.hlo import KINDS, Instruction, Module, walk
 
 START = "-start"
 _NUMBERS = ("count", "bytes", "overlapped", "computing", "hidden_bytes")
-_COMPUTES = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "sort", "reduce"}
+_CALLS = {"fusion", "while", "call", "conditional"}
+_COMPUTES = _CALLS | {"dot", "convolution", "custom-call", "sort", "reduce"}
+_VALUES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
+_NO_KERNELS = _CALLS - {"fusion"} | _VALUES | {"after-all", "opt-barrier", "partition-id", "replica-id"}
+_SLICES, _UPDATES = {"slice", "dynamic-slice", "gather"}, {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations that read a part of their first operand or update it in place, with the operand that is the update."""
+_MOVES = _VALUES | {"copy", "transpose", "reshape", "convert", "concatenate", "pad", "reverse"} | _SLICES - {"gather"}
+_MOVES |= {"dynamic-update-slice"}
+AMOUNTS = ("kernels", "flops", "flops_16", "product_bytes", "other_bytes", "copied_bytes", "unknown")
+"""On one device: kernels that run; FLOPs of products, and the same in time of 16-bit ones (half for 8 bits, twice for
+32); bytes of operands and results of kernels with products, of all others, and of the others that only copy, transpose
+or convert; products in kernels that do not tell their FLOPs."""
+Part = dict[str, float]
+COLLECTIVES, OTHER = "collectives", "other"
+PARTS = {
+    "optimizer": "optimizer|adam|(grad|param)_norm",
+    "embedding, loss": r"embed|cross_entropy|logits|\bloss|head\b",
+    "norms": "norm",
+    "attention": "attend|dot_product|fmha|flash|attention_(forward|queries|keys)|delta",
+    "MLP": r"\bmlp|experts|moe|feed_forward|ffn",
+    "projections": "attention|linear|proj|dense",
+}
+"""Parts of a step, by the first pattern that is in the name of a kernel's operation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled(Collective):
-    """Collectives of one kind over the same axes, with all their bytes of a step, and the overlapping computation."""
+    """Collectives of one kind in equal groups of the same axes, with all bytes of a step, and what overlaps them."""
 
     count: int  # operations in a step; one may move several arrays
     overlapped: int  # operations that have something computed between their start and their done
@@ -26,16 +49,16 @@ class Scheduled(Collective):
     hidden_bytes: float = 0.0  # bytes of messages with a matrix product between start and done
 
     def __add__(self, other: "Scheduled") -> "Scheduled":
-        """Returns the total; kind and axes must match."""
+        """Returns the total; kind, axes and group must match."""
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS})
 
     def record(self) -> dict[str, object]:
         """Returns the numbers as plain values."""
-        return {name: getattr(self, name) for name in ("kind", "axes", *_NUMBERS)}
+        return {name: getattr(self, name) for name in ("kind", "axes", "group", *_NUMBERS)}
 
 
 def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
-    """Returns the collectives of a compiled program by kind and axes, most bytes first.
+    """Returns the collectives of a compiled program by kind, axes and size of the group, most bytes first.
 
     Args:
       text: from `jax.stages.Compiled.as_text()`.
@@ -44,14 +67,14 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
     Raises:
       HloError: unknown spelling, or a data-dependent trip count.
     """
-    module, entry = parse_module(text)
-    totals: dict[tuple[str, Axes], Scheduled] = {}
+    module, entry = hlo.parse_module(text)
+    totals: dict[tuple[str, Axes, int], Scheduled] = {}
     for computation, instruction, _, times, counted in walk(module, entry):
         operation = _operation(instruction, module)
-        messages = [] if operation is None else [c for c in collectives_of(operation, "", sizes) if c.group > 1]
+        messages = [] if operation is None else [c for c in hlo.collectives_of(operation, "", sizes) if c.group > 1]
         if not messages:
             continue
-        check_counted(instruction, counted)
+        hlo.check_counted(instruction, counted)
         beside = _beside(instruction, module[computation])
         computing = times * sum(other.opcode in _COMPUTES for other in beside)
         first, size = messages[0], times * sum(one.bytes for one in messages)
@@ -62,7 +85,7 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
             computing=computing,
             hidden_bytes=size if any(_multiplies(other, module) for other in beside) else 0,
         )
-        place = one.kind, one.axes
+        place = one.kind, one.axes, one.group
         totals[place] = totals[place] + one if place in totals else one
     return tuple(sorted(totals.values(), key=lambda one: -one.bytes))
 
@@ -99,6 +122,97 @@ def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[
 
 
 def _multiplies(instruction: Instruction, module: Module) -> bool:
+    if instruction.opcode not in _CALLS:
+        return hlo.is_product(instruction)
+    callees = [*instruction.callees, instruction.attribute("body") or ""]
+    return any(_multiplies(inner, module) for name in callees for inner in module.get(name, ()))
+
+
+def read_parts(text: str) -> dict[str, Part]:
+    """Returns the kernels of a compiled program by part of the step: `PARTS`, `OTHER` and `COLLECTIVES`.
+
+    Raises:
+      HloError: a data-dependent trip count.
+    """
+    module, entry = hlo.parse_module(text)
+    totals = {name: dict.fromkeys(AMOUNTS, 0.0) for name in (*PARTS, OTHER, COLLECTIVES)}
+    fused = {name for one in module.values() for i in one if i.opcode == "fusion" for name in i.callees}
+    for computation, kernel, scope, times, counted in walk(module, entry):
+        if computation in fused or kernel.opcode in _NO_KERNELS or kernel.opcode.endswith("-done"):
+            continue
+        hlo.check_counted(kernel, counted)
+        name, amounts = _kernel(kernel, computation, scope, module)
+        for key, amount in amounts.items():
+            totals[name][key] += times * amount
+    return totals
+
+
+def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -> tuple[str, Part]:
+    around = module[computation]
+    if operation := _operation(kernel, module):
+        size = sum(map(hlo.type_bytes, hlo.operand_types(around, kernel))) + hlo.type_bytes(operation.type)
+        return COLLECTIVES, {"kernels": 1, "other_bytes": size}
+    inside = [(around, kernel)]
+    for callee in kernel.callees if kernel.opcode == "fusion" else ():
+        inside += [(module[name], inner) for name, inner, *_ in walk(module, callee)]
+    products = [(whole, inner) for whole, inner in inside if hlo.is_product(inner)]
+    names = [inner.op_name for _, inner in (*products, *inside) if inner.op_name]
+    path = re.sub(r"\bjit\([^()]*\)", "", (names or [scope])[0])
+    part = next((part for part, pattern in PARTS.items() if re.search(pattern, path)), OTHER)
+    size = _traffic(kernel, around, module)
+    if not products:
+        return part, {"kernels": 1, "other_bytes": size, "copied_bytes": size * _only_moves(kernel, module)}
+    amounts = dict.fromkeys(AMOUNTS, 0.0) | {"kernels": 1, "product_bytes": size}
+    for whole, product in products:
+        types = hlo.operand_types(whole, product)[:2]
+        bits = max((hlo.type_bytes(re.sub(r"\[.*", "[8]", one)) for one in types), default=16.0)
+        flops = hlo.product_flops(whole, product)
+        amounts["unknown"] += flops is None
+        amounts["flops"] += flops or 0
+        amounts["flops_16"] += (flops or 0) * bits / 16
+    return part, amounts
+
+
+def _only_moves(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode == "fusion":
-        return any(_multiplies(inner, module) for callee in instruction.callees for inner in module[callee])
-    return is_product(instruction)
+        return all(_only_moves(inner, module) for name in instruction.callees for inner in module[name])
+    scalar = "[]" in instruction.type and instruction.opcode != "reduce"  # such as the index of a slice
+    return instruction.opcode in _MOVES or scalar
+
+
+def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module) -> float:
+    # Bytes read and written; of what is sliced or updated in place, the slice.
+    sizes = list(map(hlo.type_bytes, hlo.operand_types(around, kernel)))
+    if kernel.opcode == "fusion":
+        fused = module[kernel.callees[0]]
+        return sum(_read(fused, i, size, module) for i, size in enumerate(sizes)) + _written(fused, hlo.root_of(fused))
+    if kernel.opcode in _UPDATES:
+        return 2 * sizes[_UPDATES[kernel.opcode]]
+    return hlo.type_bytes(kernel.type) + (hlo.type_bytes(kernel.type) if kernel.opcode in _SLICES else sum(sizes))
+
+
+def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Module) -> float:
+    # Bytes that a fusion reads of a parameter of that size.
+    names = {one.name for one in fused if one.opcode == "parameter" and one.rest.startswith(f"{parameter})")}
+    total = 0.0
+    for user in fused:
+        at = [i for i, (name, _) in enumerate(user.operands) if name in names]
+        if at and user.opcode == "bitcast":
+            names.add(user.name)
+        elif at and user.opcode == "fusion":
+            total += sum(_read(module[user.callees[0]], i, size, module) for i in at)
+        elif at == [0] and user.opcode in _SLICES:
+            total += hlo.type_bytes(user.type)
+        elif at and not (at == [0] and user.opcode in _UPDATES):
+            return size
+    return min(total, size)
+
+
+def _written(fused: Sequence[Instruction], result: Instruction | None) -> float:
+    if result is None or result.opcode == "parameter":
+        return 0.0
+    made = [hlo.named(fused, name) for name, _ in result.operands]
+    if result.opcode in ("tuple", "bitcast"):
+        return sum(_written(fused, one) for one in made)
+    update = made[_UPDATES[result.opcode]] if result.opcode in _UPDATES else None
+    return hlo.type_bytes((update or result).type)

@@ -18,7 +18,7 @@ from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxtp.analysis.census import arrays, count_collectives, equations
+from jaxtp.analysis.census import Products, arrays, count_collectives, equations, kernel_products
 from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place
 from jaxtp.analysis.layer_costs import (
     FLOAT32,
@@ -97,12 +97,6 @@ class StepCosts:
     def flops(self) -> float:
         """FLOPs of all products."""
         return sum(product.flops for product in (*self.products, *self.attention, *self.update))
-
-    @property
-    def flops_of_xla(self) -> float:
-        """FLOPs outside of custom kernels."""
-        every = (*self.products, *self.attention, *self.update)
-        return sum(product.flops for product in every if not product.in_kernel)
 
     @property
     def budget(self) -> dict[Place, float]:
@@ -484,48 +478,35 @@ def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
 def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
     for equation, times, *_ in equations(jaxpr):
         if rule := _RULES.get(equation.primitive.name):
-            shape, each, in_kernel = rule(equation)
+            m, k, n, each = rule(equation)
             moved = sum(a.size * itemsize(str(a.dtype)) for a in arrays(*equation.invars, *equation.outvars))
-            yield Product("products", *shape, times * each, moved, in_kernel=in_kernel)
+            yield Product("products", m, k, n, times * each, moved)
 
 
-Rule = Callable[[JaxprEqn], tuple[tuple[int, int, int], int, bool]]
-"""Returns `(m, k, n)` of an equation's products, their number, and whether a kernel of its own computes them."""
-
-
-def _dot(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+def _dot(equation: JaxprEqn) -> Products:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left, result = arrays(equation.invars[0], equation.outvars[0])
     k = math.prod(left.shape[dim] for dim in contracted)
     m = left.size // k  # batch dims count as rows
-    return (m, k, result.size // m), 1, False
+    return m, k, result.size // m, 1
 
 
-def _ragged_dot(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+def _ragged_dot(equation: JaxprEqn) -> Products:
     # XLA multiplies every row with the matrix of every group, except on TPUs.
     left, right, sizes = arrays(*equation.invars)
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     k = math.prod(left.shape[dim] for dim in contracted)
     matrices = math.prod(right.shape[dim] for dim in numbers.rhs_group_dimensions)
-    return (sizes.size * left.size // k, k, right.size // (k * matrices)), 1, False
+    return sizes.size * left.size // k, k, right.size // (k * matrices), 1
 
 
-def _kernel(equation: JaxprEqn) -> tuple[tuple[int, int, int], int, bool]:
+def _kernel(equation: JaxprEqn) -> Products:
     name = equation.params["name"]
     *operands, result = arrays(*equation.invars, equation.outvars[0])
-    if name.startswith("grouped_"):  # each row with the matrix of its group, or its part of the matrix's gradient
-        return (*operands[-2].shape, result.shape[-1]), 1, True
-    if name.startswith("delta_"):  # each token reads the state, then changes it
-        width = operands[0].shape[-1]
-        return (operands[0].size // width, width, result.shape[-1]), 2, True
-    if name not in _ATTENTION:
-        raise ValueError(f"the products of the kernel {name!r} are not known; add a rule to {__name__}")
-    rows, length, heads, width = operands[0].shape
-    return (rows * heads * length, width, operands[1].shape[1] // 2), _ATTENTION[name], True  # half: it is causal
+    if (known := kernel_products(name, [one.shape for one in operands], result.shape)) is None:
+        raise ValueError(f"the products of the kernel {name!r} are not known; add a rule to jaxtp.analysis.census")
+    return known
 
 
-_ATTENTION = {"attention_forward": 2, "attention_queries": 2, "attention_keys": 3}
-"""Matrix products in attention kernels; those in both backward kernels (scores, weights' gradients) count once."""
-
-_RULES: Mapping[str, Rule] = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "pallas_call": _kernel}
+_RULES = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "pallas_call": _kernel}

@@ -218,6 +218,7 @@ def test_unknown_spellings_are_refused(text, message):
 
 
 LAYER = "jit(step)/jvp()/while/body/closed_call/mlp/row_parallel_linear/shard_map"
+GEMM = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
 COMPILED = f"""HloModule jit_step
 
 %gemm (a: f8e4m3fn[8,4], b: f8e4m3fn[4,2]) -> bf16[8,2] {{
@@ -232,13 +233,13 @@ ENTRY %main (x: f8e4m3fn[8,4], w: f8e4m3fn[4,2], h: f16[8,4], v: f16[4,2]) -> bf
   %w = f8e4m3fn[4,2]{{0,1}} parameter(1)
   %h = f16[8,4]{{1,0}} parameter(2)
   %v = f16[4,2]{{1,0}} parameter(3)
-  %lt = (bf16[8,2]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul$f8", \
+  %lt = (bf16[8,2]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul$f8", {GEMM}, \
 metadata={{op_name="{LAYER}/float8/dot_general"}}
   %mx = (bf16[8,2]{{1,0}}, u8[0]{{0}}) custom-call(%x, %w), custom_call_target="__cudnn$blockScaledDot", \
 metadata={{op_name="{LAYER}/jit(_scaled_matmul)/scaled_matmul"}}
-  %16 = f16[8,2]{{1,0}} custom-call(%h, %v), custom_call_target="__cublas$lt$matmul", \
+  %16 = f16[8,2]{{1,0}} custom-call(%h, %v), custom_call_target="__cublas$lt$matmul", {GEMM}, \
 metadata={{op_name="{LAYER.replace("jvp()", "transpose(jvp())")}/float8/dot_general"}}
-  %weight = f16[8,2]{{1,0}} custom-call(%h, %v), custom_call_target="__cublas$lt$matmul", \
+  %weight = f16[8,2]{{1,0}} custom-call(%h, %v), custom_call_target="__cublas$lt$matmul", {GEMM}, \
 metadata={{op_name="{LAYER}/dot_general"}}
   ROOT %fused = bf16[8,2]{{1,0}} fusion(%x, %w), kind=kCustom, calls=%gemm
 }}
@@ -247,4 +248,35 @@ metadata={{op_name="{LAYER}/dot_general"}}
 
 def test_products_that_are_not_in_float8_as_asked_for_are_named_by_layer():
     assert read_float8(COMPILED) == (3, {"input gradient of mlp/row_parallel_linear (f16 x f16)": 1})
-    assert count_flops_in_hlo(COMPILED) == 2 * 8 * 2 * 4
+    assert count_flops_in_hlo(COMPILED) == 5 * 2 * 8 * 2 * 4
+
+
+TRITON = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "\\00dot\\00", name = "NAME", num_stages = 2}'
+MASKED = 'custom_call_target="__cudnn$NAME", backend_config={"cudnn_fmha_backend_config": {"mask_type": "CAUSAL"}}'
+ONE = 2 * (3 * 64 * 8) * 16 * 32
+"""FLOPs of a product of causal attention: half of the pairs."""
+
+
+@pytest.mark.parametrize(
+    ("call", "flops"),
+    [
+        (MASKED.replace("NAME", "fmhaSoftmax"), 2 * ONE),
+        (MASKED.replace("NAME", "fmhaSoftmax").replace("CAUSAL", "NO_MASK"), 4 * ONE),
+        (MASKED.replace("NAME", "fmhaSoftmaxBackward"), 5 * ONE),
+        (TRITON.replace("NAME", "attention_forward"), 2 * ONE),
+        (TRITON.replace("NAME", "attention_keys"), 3 * ONE),
+        (TRITON.replace("NAME", "grouped_product").replace("dot", "load"), 0),
+    ],
+)
+def test_flops_of_kernels_are_told_by_their_names_and_shapes(call, flops):
+    text = f"""HloModule jit_step
+
+ENTRY %main (q: bf16[3,64,8,16], k: bf16[3,64,2,16]) -> bf16[3,64,8,16] {{
+  %q = bf16[3,64,8,16]{{3,2,1,0}} parameter(0)
+  %k = bf16[3,64,2,16]{{3,2,1,0}} parameter(1)
+  ROOT %o = (bf16[3,64,8,16]{{3,2,1,0}}, f32[3,8,64]{{2,1,0}}) custom-call(%q, %k, /*index=2*/%k), {call}
+}}
+"""
+    assert count_flops_in_hlo(text) == flops
+    with pytest.raises(HloError, match="cannot tell what a product multiplies: o"):
+        count_flops_in_hlo(text.replace(call, TRITON.replace("NAME", "mine")))

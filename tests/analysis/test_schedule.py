@@ -1,13 +1,16 @@
 """Reading a compiled program's schedule: what moves, and what is computed meanwhile."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxtp.analysis.hlo import HloError
-from jaxtp.analysis.schedule import Scheduled, read_schedule
+from jaxtp.analysis.schedule import Scheduled, read_parts, read_schedule
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 TP, FSDP = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
 LOOP = 'condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}'
+KERNEL = 'custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "ML\\EFR\\00func\\00"}'
 BOTH = "(bf16[8,4]{1,0}, /*index=1*/bf16[8]{0})"
 TEXT = f"""HloModule jit_step, is_scheduled=true
 
@@ -67,6 +70,118 @@ def test_everything_that_moves_is_there_with_what_is_computed_beside_it():
         Scheduled("all-reduce", ("fsdp", "tp"), 8, 20, count=1, overlapped=0, computing=0),
         Scheduled("all-reduce", ("tp",), 4, 64, count=1, overlapped=0, computing=0),
     }
+
+
+def test_groups_of_different_sizes_along_an_axis_are_kept_apart():
+    """A ring of 2 sends half of a message, one of 4 three quarters."""
+    pairs = TEXT.replace(f"all-reduce(%r), {TP}", "all-reduce(%r), replica_groups={{0,1},{2,3},{4,5},{6,7}}")
+    more = pairs.replace("  ROOT %whole", f"  %four = f32[16]{{0}} all-reduce(%r), {TP}, to_apply=%sum\n  ROOT %whole")
+    found = [one for one in read_schedule(more, SIZES) if (one.kind, one.axes) == ("all-reduce", ("tp",))]
+    assert {one.group: (one.count, one.bytes, one.bytes_sent) for one in found} == {2: (1, 64, 64), 4: (1, 64, 96)}
+    assert {Scheduled(**one.record()) for one in found} == set(found)
+
+
+@pytest.mark.parametrize(
+    ("beside", "hides"),
+    [
+        (KERNEL, False),
+        (KERNEL.replace("func", "load\\00dot"), True),
+        (KERNEL.replace("func", "wgmma"), True),
+        (KERNEL.replace("func", "dot_product"), False),
+        ('custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"', True),
+        ('custom-call(%x), custom_call_target="__cublas$lt$matmul"', True),
+        ("while(%carry), condition=%condition, body=%product", True),
+        ("while(%carry), condition=%condition, body=%work", False),
+    ],
+)
+def test_kernels_with_products_hide_what_moves(beside, hides):
+    text = TEXT.replace("f32[8]{0} fusion(%p), kind=kLoop, calls=%work", f"f32[8]{{0}} {beside}")
+    (scatter,) = (one for one in read_schedule(text, SIZES) if one.kind == "reduce-scatter")
+    assert scatter.hidden_bytes == (scatter.bytes if hides else 0)
+
+
+PARTS_TEXT = """HloModule jit_step, is_scheduled=true
+
+%dot (p0: bf16[2,4], p1: bf16[3,4,8], p2: s32[]) -> bf16[2,8] {
+  %p0 = bf16[2,4]{1,0} parameter(0)
+  %p1 = bf16[3,4,8]{2,1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %layer = bf16[1,4,8]{2,1,0} dynamic-slice(%p1, %p2, %p2, %p2), dynamic_slice_sizes={1,4,8}
+  %w = bf16[4,8]{1,0} bitcast(%layer)
+  ROOT %y = bf16[2,8]{1,0} dot(%p0, %w), lhs_contracting_dims={1}, metadata={op_name="jit(step)/jvp(mlp)/dot_general"}
+}
+
+%swap (p0: bf16[2,8]) -> f32[8,2] {
+  %p0 = bf16[2,8]{1,0} parameter(0)
+  %swapped = bf16[8,2]{1,0} transpose(%p0), dimensions={1,0}
+  ROOT %wide = f32[8,2]{1,0} convert(%swapped)
+}
+
+%stack (p0: f32[3,8,2], p1: f32[8,2], p2: s32[]) -> f32[3,8,2] {
+  %p0 = f32[3,8,2]{2,1,0} parameter(0)
+  %p1 = f32[8,2]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %squares = f32[8,2]{1,0} multiply(%p1, %p1)
+  %one = f32[1,8,2]{2,1,0} bitcast(%squares)
+  ROOT %stacked = f32[3,8,2]{2,1,0} dynamic-update-slice(%p0, %one, %p2, %p2, %p2)
+}
+
+%body (carry: (s32[], bf16[2,4], bf16[3,4,8], f32[3,8,2])) -> (s32[], bf16[2,4], bf16[3,4,8], f32[3,8,2]) {
+  %carry = (s32[], bf16[2,4]{1,0}, bf16[3,4,8]{2,1,0}, f32[3,8,2]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %x = bf16[2,4]{1,0} get-tuple-element(%carry), index=1
+  %kernels = bf16[3,4,8]{2,1,0} get-tuple-element(%carry), index=2
+  %saved = f32[3,8,2]{2,1,0} get-tuple-element(%carry), index=3
+  %product = bf16[2,8]{1,0} fusion(%x, %kernels, %i), kind=kCustom, calls=%dot
+  %copied = f32[8,2]{1,0} fusion(%product), kind=kInput, calls=%swap, metadata={op_name="jit(step)/mlp/norm/convert"}
+  %more = f32[3,8,2]{2,1,0} fusion(%saved, %copied, %i), kind=kLoop, calls=%stack
+  ROOT %out = (s32[], bf16[2,4]{1,0}, bf16[3,4,8]{2,1,0}, f32[3,8,2]{2,1,0}) tuple(%i, %x, %kernels, %more)
+}
+
+%condition (carry: (s32[])) -> pred[] {
+  ROOT %less = pred[] parameter(0)
+}
+
+ENTRY %main (p: f32[8]) -> f32[16] {
+  %p = f32[8]{0} parameter(0)
+  %loop = (s32[]) while(%carry), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %gather-start = (f32[8]{0}, f32[16]{0}) all-gather-start(%p), replica_groups={{0,1}}, dimensions={0}
+  ROOT %gather-done = f32[16]{0} all-gather-done(%gather-start)
+}
+"""
+
+
+def test_kernels_are_counted_by_the_part_of_the_step():
+    """A layer of a stack is read and written alone; a fusion's products name its part."""
+    product, copied, stacked = (2 * 4 + 4 * 8 + 2 * 8) * 2 + 4, (2 + 4) * 16, 2 * 4 * 16 + 4
+    flops = 3 * 2 * 2 * 8 * 4
+    expected = {
+        "MLP": {"kernels": 3, "flops": flops, "flops_16": flops, "product_bytes": 3 * product},
+        "norms": {"kernels": 3, "other_bytes": 3 * copied, "copied_bytes": 3 * copied},
+        "other": {"kernels": 3, "other_bytes": 3 * stacked},
+        "collectives": {"kernels": 1, "other_bytes": 4 * (8 + 16)},
+    }
+    parts = read_parts(PARTS_TEXT)
+    found = {name: {key: amount for key, amount in part.items() if amount} for name, part in parts.items()}
+    assert {name: part for name, part in found.items() if part} == expected
+    in_float8 = read_parts(PARTS_TEXT.replace("bf16", "f8e5m2"))["MLP"]
+    assert (in_float8["flops"], in_float8["flops_16"]) == (flops, flops / 2)
+    mine = f"f32[8]{{0}} {KERNEL.replace('func', 'dot')}"
+    planted = PARTS_TEXT.replace("  ROOT %gather-done", f"  %mine = {mine}\n  ROOT %gather-done")
+    assert read_parts(planted)["other"]["unknown"] == 1
+
+
+def test_the_flops_and_bytes_of_a_compiled_program():
+    def layer(x, w):
+        with jax.named_scope("mlp"):
+            return jnp.tanh(x @ w), None
+
+    x, w = jnp.ones((8, 16)), jnp.ones((3, 16, 16))
+    parts = read_parts(jax.jit(lambda x, w: jax.lax.scan(layer, x, w)[0]).lower(x, w).compile().as_text())
+    assert parts["MLP"]["flops"] == 3 * 2 * 8 * 16 * 16
+    moved = parts["MLP"]["product_bytes"] + parts["MLP"]["other_bytes"]
+    assert moved >= 3 * 4 * (2 * 8 * 16 + 16 * 16)
+    assert sum(part["flops"] for part in parts.values()) == parts["MLP"]["flops"]
 
 
 def test_the_most_bytes_come_first():

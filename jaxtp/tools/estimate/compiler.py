@@ -30,14 +30,15 @@ from jaxtp.analysis.collective import Axes, Traffic, sums
 from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
-from jaxtp.analysis.schedule import Scheduled, read_schedule
+from jaxtp.analysis.schedule import AMOUNTS, COLLECTIVES, Part, Scheduled, read_parts, read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.data.loader import split
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.distributed.environment import child_environment
-from jaxtp.mesh import describe_mesh, mesh_of, parts
+from jaxtp.mesh import describe_mesh, mesh_of
+from jaxtp.tools.estimate.roofline import link_speed
 from jaxtp.tools.estimate.search import Setting, is_plain
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -66,6 +67,7 @@ GPU_EXTRA, CUDNN_EXTRA, TPU_EXTRA = "estimate-gpu", "estimate-cudnn", "estimate-
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
+SECONDS = ("seconds_of_products", "seconds_of_others", "seconds_of_copies", "seconds_of_links")
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
 Bytes = Mapping[tuple[str, Axes], float]  # Bytes that each device sends, by kind and mesh axes
@@ -308,11 +310,11 @@ class Compiled:
 
     argument_bytes: int  # state and batch
     temp_bytes: int  # the block that holds everything else
-    alive_bytes: int  # most bytes alive at once; gaps between them make the block larger
     peak_bytes: int  # bytes to allocate: arguments, temporaries, results that replace no argument
-    collectives: tuple[Scheduled, ...]  # by kind and axes, with the compute that overlaps them
+    parts: Mapping[str, Part]  # the kernels, by part of the step; empty where they cannot be read
+    collectives: tuple[Scheduled, ...]  # by kind, axes and group, with the compute that overlaps them
     seconds: float  # to compile
-    flops: float | None  # FLOPs of the program's products, without custom kernels; None where libraries compute them
+    flops: float | None  # FLOPs of the program's products; None if a kernel does not tell its own
     in_float8: int  # products that `precision.matmul` takes and the compiler made in 8 bits
     not_in_float8: Mapping[str, int]  # the others that it takes, by layer and dtypes
     notes: tuple[str, ...]  # differences from the program on real devices, and the compiler's warnings
@@ -332,25 +334,50 @@ class Compiled:
             f"tier 1: {estimated / GB:,.2f}, {estimated / peak - 1:+.0%} of the peak"
         )
         if setting.config.model.most_experts and self.flops is not None:
-            expected = f"{setting.costs.flops_of_xla / 1e12:,.1f}"
-            yield f"products outside of kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: {expected}"
+            expected = f"{setting.costs.flops / 1e12:,.1f}"
+            yield f"products: {self.flops / 1e12:,.1f} TFLOP with empty rows of experts, tier 1: {expected} without"
         if setting.config.model.precision.matmul != "compute":
             asked = self.in_float8 + sum(self.not_in_float8.values())
             none = "" if self.in_float8 else "; WARNING: none"
             yield f"products asked for in float8: {asked:,}; compiled in float8: {self.in_float8:,}{none}"
             yield from (f"  not in float8: {layer}, {times:,} times" for layer, times in self.not_in_float8.items())
         rows = [
-            (m.kind, "+".join(m.axes), f"{m.count:,}", f"{m.bytes / GB:,.3f}", f"{m.overlapped:,}", f"{m.computing:,}")
+            (m.kind, f"{'+'.join(m.axes)} {m.group}", f"{m.count:,}", f"{m.bytes / GB:,.3f}", *overlap)
             for m in self.collectives
+            for overlap in [(f"{m.overlapped:,}", f"{m.computing:,}")]
         ]
         yield columns(("collective", "over", "times", "GB of messages", "overlapped", "operations that overlap"), rows)
+        if parts := self.roofline(setting):
+            yield "of each part of the step, and its milliseconds at the peaks of the hardware:"
+            lines = []
+            for name, one in parts.items():
+                size = (one["product_bytes"] + one["other_bytes"]) / GB
+                numbers = one["flops"] / 1e12, size, *(1e3 * one[key] for key in SECONDS)
+                lines.append((name, f"{one['kernels']:,.0f}", *(f"{number:,.2f}" for number in numbers)))
+            yield columns(("part", "kernels", "TFLOP", "GB", "products", "others", "copies", "links"), lines)
+            if unknown := parts["all"]["unknown"]:
+                yield f"  (products counted as 0, because their kernels do not tell their FLOPs: {unknown:,.0f})"
         yield from (f"  ({note})" for note in self.notes)
+
+    def roofline(self, setting: Setting) -> dict[str, Part]:
+        """Returns what each part of the step does, and seconds at the hardware's peaks; the last row has all."""
+        hardware, parts = setting.target.hardware, {name: {**part} for name, part in self.parts.items()}
+        for part in parts.values():
+            products = max(part["flops_16"] / hardware.flops, part["product_bytes"] / hardware.bandwidth)
+            others, copies = (part[key] / hardware.bandwidth for key in ("other_bytes", "copied_bytes"))
+            part |= zip(SECONDS, (products, others, copies, 0.0), strict=True)
+        if parts:
+            sending = (m.bytes_sent / link_speed(hardware, setting.sizes, m.axes) for m in self.collectives)
+            parts[COLLECTIVES][SECONDS[-1]] = sum(sending) * hardware.link_efficiency
+            parts["all"] = {key: sum(part[key] for part in parts.values()) for key in (*AMOUNTS, *SECONDS)}
+        return parts
 
     def record(self, setting: Setting) -> dict[str, object]:
         """Returns tier 3 for JSON."""
         return {
             "provenance": "compiled",
             **dataclasses.asdict(self),
+            "parts": self.roofline(setting),
             "collectives": [one.record() for one in self.collectives],
             "fits": self.fits(setting),
             "tier_1_to_peak": setting.memory.total / self.peak_bytes,
@@ -423,8 +450,7 @@ def ask(
         raise TargetError(f"the compiler for the target gave no answer: {done.stdout[-200:]!r}") from None
     if error := answer.get("error"):
         raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
-    moved = [{**one, "axes": tuple(one["axes"])} for one in answer.pop("collectives")]
-    collectives = tuple(Scheduled(**one, group=parts(sizes, one["axes"])) for one in moved)
+    collectives = tuple(Scheduled(**{**one, "axes": tuple(one["axes"])}) for one in answer.pop("collectives"))
     notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(done.stderr))))
     return Compiled(**answer, collectives=collectives, notes=notes)
 
@@ -466,19 +492,20 @@ def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
 
 
 def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, int]) -> dict[str, object]:
-    text, flops = compiled.as_text() or "", None
+    text, flops, kernels = compiled.as_text() or "", None, dict[str, Part]()
     stats: Any = compiled.memory_analysis()
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     block = arguments + temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if platform == "cuda":
         with suppress(HloError):
+            kernels = read_parts(text)
             flops = count_flops_in_hlo(text)
     in_float8, not_in_float8 = read_float8(text)
     return {
         "argument_bytes": arguments,
         "temp_bytes": temporaries,
-        "alive_bytes": stats.peak_memory_in_bytes,
         "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,  # GPUs: temporaries are one block
+        "parts": kernels,
         "collectives": [one.record() for one in read_schedule(text, sizes)],
         "flops": flops,
         "in_float8": in_float8,

@@ -4,32 +4,8 @@ A matrix product takes the longer of computing and moving its operands; everythi
 et al., "Roofline", CACM 2009).
 
 A collective takes a start, its sequential steps, and its bytes at the speed of the slowest link. The fastest algorithm
-and protocol counts. For n devices on h hosts, n/h on each:
-
-| algorithm | collective             | steps                                            |
-|-----------|------------------------|--------------------------------------------------|
-| ring      | gather, scatter        | (n - h) hop + (h - 1) network hop                |
-| ring      | all-reduce             | twice the above                                  |
-| tree      | all-reduce             | 2 ((n/h - 1) hop + log2(h) network hop)          |
-| PAT       | gather, scatter, n = h | log2(h) network hop / 3.5 + n 2.8 us             |
-| none      | permute                | hop, or network hop between hosts                |
-
-An all-to-all takes a gather's steps; (n - n/h) / (n - 1) of its bytes cross the network. LL and LL128 send flags with
-the data instead of waiting, and so less data. NCCL's microseconds for NVLink:
-
-| protocol | start    | hop: ring, tree | network hop: ring, tree | share of the speed: ring, tree             |
-|----------|----------|-----------------|-------------------------|--------------------------------------------|
-| Simple   | 8.4      | 3.4, 4.0        | 14, 14                  | 1, 0.92; PAT 0.75                          |
-| LL128    | 14       | 1.9, 1.25       | 4.0, 8.5                | 0.92, 0.72; across hosts 0.86 for trees    |
-| LL       | 6.6, 6.8 | 0.6, 0.6        | 2.7, 5.0                | 0.38, 0.24; across 0.5, 0.24, 20 GB/s at most |
-
-`Hardware` has Simple rings' numbers; the constants below are shares of these. LL128 needs NVLink. AMD's LL is RCCL's
-(tuning model 5); TPUs have rings and no protocols. If `hop` or `network_hop` is 0, the measured latency includes the
-protocols.
-
-Formulas and constants: NCCL (src/graph/tuning.cc, 2.28). Rings: Patarasso and Yuan, JPDC 2009; trees: Sanders, Speck
-and Traeff, Parallel Computing 2009. Left out: reductions in NVLink's switches (NVLS), NCCL's corrections for middling
-messages, and compilers' merging of small collectives.
+and protocol counts; README.md has the formulas. `Hardware` has the numbers of Simple rings, and the constants below are
+shares of these. If `hop` or `network_hop` is 0, the measured latency includes the protocols.
 """
 
 import math

@@ -11,6 +11,7 @@ import pytest
 from support import sweep, sweep_of
 
 import jaxtp
+from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate import compiler as tiers
@@ -39,14 +40,14 @@ NOWHERE = Topology(platform="cuda", name="1x1x8", target_config="", compiler="no
 ANSWER = {
     "argument_bytes": 3,
     "temp_bytes": 4,
-    "alive_bytes": 6,
     "peak_bytes": 7,
     "seconds": 1.5,
     "flops": 10,
     "in_float8": 0,
     "not_in_float8": {},
+    "parts": {},
     "collectives": [
-        {"kind": "all-gather", "axes": ["tp"], "count": 2, "bytes": 8, "overlapped": 1, "computing": 3},
+        {"kind": "all-gather", "axes": ["tp"], "group": 4, "count": 2, "bytes": 8, "overlapped": 1, "computing": 3},
     ],
 }
 
@@ -214,6 +215,8 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there(monkeypatch):
     memory = memory_per_device(CONFIG, SIZES)
     assert first.argument_bytes == memory.state + memory.batch
     assert first.argument_bytes + first.temp_bytes <= first.peak_bytes < 2**30
+    assert sum(part["flops"] for part in first.parts.values()) == first.flops
+    assert min(first.parts[name]["product_bytes"] for name in ("attention", "MLP", "projections")) > 0
     moved = {(m.kind, m.axes): m for m in first.collectives}
     layers = CONFIG.model.num_layers
     gathered, scattered = moved["all-gather", ("fsdp",)], moved["reduce-scatter", ("fsdp",)]
@@ -234,6 +237,8 @@ def test_the_attention_of_cudnn_is_compiled_without_a_gpu(monkeypatch):
         for name in ("cudnn", "fused", "xla")
     }
     assert by_kernel["cudnn"].notes[-1] == "the workspace of cuDNN's kernels is not counted"
+    costs = step_costs(long.model, SIZES, batch_size=4, sequence_length=8192, platform="cuda 9.0")
+    assert by_kernel["cudnn"].flops == by_kernel["fused"].flops == costs.flops
     assert by_kernel["cudnn"].peak_bytes <= 1.05 * by_kernel["fused"].peak_bytes
     assert by_kernel["cudnn"].peak_bytes < 0.5 * by_kernel["xla"].peak_bytes
 
@@ -270,6 +275,7 @@ def compiled(step, *shapes, hardware="h100"):
 """A kernel that spills registers fails to compile."""
 
 GROUPED = f"""{COMPILED}
+from jaxtp.analysis.hlo import count_flops_in_hlo
 from jaxtp.layers.kernels.grouped import grouped_matmul
 
 def step(method, rows, kernels, sizes, grad):
@@ -286,6 +292,7 @@ for method in ("pallas", "xla"):
     print(json.dumps({{
         "temporaries": program.memory_analysis().temp_size_in_bytes,
         "kernels": text.count('custom_call_target="__gpu$xla.gpu.triton"'),
+        "flops": count_flops_in_hlo(text),
         "products": len(re.findall(r" dot\\(", text)),
         "largest": max(sizes),
     }}))
@@ -306,6 +313,7 @@ def test_each_row_is_multiplied_with_its_own_expert_alone(monkeypatch):
     rows, width, columns, groups = shape = 4096 * 8, 2048, 768, 128
     pallas, xla = answers(GROUPED, shape)
     assert (pallas["kernels"], pallas["products"]) == (3, 0)
+    assert pallas["flops"] == 3 * 2 * rows * width * columns
     assert pallas["largest"] == groups * width * columns
     assert pallas["temporaries"] < 2**20
     assert (xla["kernels"], xla["products"]) == (0, 3)
