@@ -6,10 +6,11 @@ invertible, so a change of one element is always detected; a change of several i
 in `device_checksums`, which has one seed).
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxtp.collectives import axis_index, axis_size, device_view, vary_everywhere
+from jaxtp.collectives import axis_index, axis_size, constrain, device_view, vary_everywhere
 from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
@@ -45,14 +46,36 @@ class NonFiniteError(NumericsError):
     """A state is not finite. It is never saved: training cannot recover."""
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Sums of arrays from one pass over each device's data."""
+_GROUP = 16
+"""Maximum number of arrays of one shape that one program sums."""
 
-    rows: Sequence[np.ndarray]
-    """uint32 `[3, devices]` for each array: two checksums, and the number of elements that are not finite (in a scalar,
-    NaN)."""
-    replicas: dict[str, ReplicaGroups]
+
+class Sums:
+    """Sums of arrays from one pass over each device's data, which the devices may still compute.
+
+    Args:
+      groups: names of arrays, and their sums, uint32 `[arrays, 3, devices]`: two checksums, and the number of elements
+        that are not finite (in a scalar, NaN).
+    """
+
+    def __init__(self, groups: Sequence[tuple[Sequence[str], Array]], arrays: Mapping[str, Array]):
+        self._groups = groups
+        self._layouts = {name: (array.sharding, array.shape) for name, array in arrays.items()}
+
+    @cached_property
+    def replicas(self) -> dict[str, ReplicaGroups]:
+        """The `replica_groups` of each array."""
+        return {name: replica_groups(*layout) for name, layout in self._layouts.items()}
+
+    @cached_property
+    def rows(self) -> list[np.ndarray]:
+        """The sums of each array, uint32 `[3, devices]`; waits for them."""
+        found = {name: row for names, rows in self._groups for name, row in zip(names, np.asarray(rows), strict=True)}
+        return [found[name] for name in self._layouts]
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Returns the shape of each array."""
+        return {name: list(shape) for name, (_, shape) in self._layouts.items()}
 
     def _one_replica(self) -> dict[str, np.ndarray]:
         firsts = [[group[0] for group in groups] for groups in self.replicas.values()]
@@ -74,14 +97,12 @@ class Sums:
 
 
 def sums(arrays: Mapping[str, Array]) -> Sums:
-    """Computes sums of arrays of at most 4-byte elements, one at a time to save memory; every process must call it."""
-    columns = [_columns(array) for array in arrays.values()]
-    replicas = replica_groups_by_name(arrays)
-    meshes = {_mesh_of(each) for each in columns}
-    if len(meshes) != 1 or (mesh := meshes.pop()) is None:
-        return Sums([np.asarray(each) for each in columns], replicas)
-    replicated = NamedSharding(mesh, PartitionSpec())  # one transfer for all arrays
-    return Sums(list(np.asarray(jax.jit(_stack, out_shardings=replicated)(*columns))), replicas)
+    """Starts to sum arrays of at most 4-byte elements; every process must call it."""
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, array in arrays.items():
+        alike.setdefault((array.shape, array.dtype, array.sharding), []).append(name)
+    parts = [names[at : at + _GROUP] for names in alike.values() for at in range(0, len(names), _GROUP)]
+    return Sums([(names, _columns([arrays[name] for name in names])) for names in parts], arrays)
 
 
 def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
@@ -94,7 +115,7 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
 
     def on_device(*shards: Array) -> Array:
         # Not layer by layer: a loop would make XLA write out gradients that it otherwise fuses with the update.
-        sums = [vary_everywhere(_checksum(shard, jnp.asarray(_SEEDS[0]))) for shard in shards]
+        sums = [vary_everywhere(jnp.sum(_mixed(shard, jnp.asarray(_SEEDS[0]), [0] * shard.ndim), dtype=jnp.uint32)) for shard in shards]
         return jnp.stack(sums)[:, None]
 
     out = PartitionSpec(None, AXES)
@@ -158,35 +179,33 @@ def describe_not_finite(counts: Mapping[str, int]) -> str:
     return f"{name} has {count:,} element{'s that are' if count > 1 else ' that is'} not finite{others}"
 
 
-def _columns(array: Array) -> Array:
-    """Returns the sums of an array, uint32 `[3, devices]`; each device has its column."""
-    mesh = _mesh_of(array)
-    if mesh is None:
-        return _sum_array(array)
-    with jax.set_mesh(mesh):
-        return _sum_parts(array, array.sharding.spec)  # type: ignore[attr-defined]
-
-
-def _mesh_of(array: Array) -> Mesh | None:
-    mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    return mesh if isinstance(mesh, Mesh) else None
+def _columns(arrays: Sequence[Array]) -> Array:
+    """Returns the sums of arrays of one shape and sharding, uint32 `[arrays, 3, devices]`."""
+    sharding = arrays[0].sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return _sum_arrays(*arrays)
+    with jax.set_mesh(sharding.mesh):
+        return _sum_parts(sharding.spec, *arrays)
 
 
 @jax.jit
-def _sum_array(array: Array) -> Array:
-    return _sums_at(array, [jnp.asarray(seed) for seed in _SEEDS], [0] * array.ndim)[:, None]
+def _sum_arrays(*arrays: Array) -> Array:
+    seeds = [jnp.asarray(seed) for seed in _SEEDS]
+    return jnp.stack([_sums_at(array, seeds, [0] * array.ndim) for array in arrays])[:, :, None]
 
 
-@partial(jax.jit, static_argnums=1)
-def _sum_parts(array: Array, spec: PartitionSpec) -> Array:
-    split = [axes_of(entry) for entry in spec] + [()] * (array.ndim - len(spec))
+@partial(jax.jit, static_argnums=0)
+def _sum_parts(spec: PartitionSpec, *arrays: Array) -> Array:
+    split = [axes_of(entry) for entry in spec] + [()] * (arrays[0].ndim - len(spec))
 
-    def on_device(part: Array) -> Array:
-        starts = [_part_index(axes) * size for axes, size in zip(split, part.shape, strict=True)]
-        return vary_everywhere(_sums_at(part, [jnp.asarray(seed) for seed in _SEEDS], starts))[:, None]
+    def on_device(*parts: Array) -> Array:
+        starts = [_part_index(axes) * size for axes, size in zip(split, parts[0].shape, strict=True)]
+        seeds = [jnp.asarray(seed) for seed in _SEEDS]
+        return jnp.stack([vary_everywhere(_sums_at(part, seeds, starts)) for part in parts])[:, :, None]
 
-    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=(spec,), out_specs=PartitionSpec(None, AXES))(array)
-    return columns
+    out = PartitionSpec(None, None, AXES)
+    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=(spec,) * len(arrays), out_specs=out)(*arrays)
+    return constrain(columns, PartitionSpec())  # each process reads all
 
 
 def _part_index(axes: tuple[str, ...]) -> int | Array:
@@ -196,32 +215,28 @@ def _part_index(axes: tuple[str, ...]) -> int | Array:
     return index
 
 
-def _stack(*columns: Array) -> Array:
-    return jnp.stack(columns)
-
-
 def _sums_at(part: Array, seeds: Sequence[Array], starts: Sequence[int | Array]) -> Array:
     """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
-    if part.ndim > 2:  # one layer at a time needs less temporary memory
-        layers = jnp.arange(part.shape[0], dtype=jnp.uint32) + jnp.uint32(starts[0])
-
-        def layer_sums(layer: tuple[Array, Array]) -> Array:
-            return _sums_at(layer[0], [_mix(seed + layer[1]) for seed in seeds], starts[1:])
-
-        return jnp.sum(lax.map(layer_sums, (part, layers)), axis=0, dtype=jnp.uint32)
     # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.
     is_wrong = jnp.isnan if part.ndim == 0 else lambda part: ~jnp.isfinite(part)
     wrong = is_wrong(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)
-    return jnp.stack([*(_checksum(part, seed, starts) for seed in seeds), jnp.sum(wrong, dtype=jnp.uint32)])
+    return _total(*(_mixed(part, seed, starts) for seed in seeds), wrong.astype(jnp.uint32))
 
 
-def _checksum(array: Array, seed: Array, starts: Sequence[int | Array] = ()) -> Array:
+def _total(*terms: Array) -> Array:
+    # One reduction of several operands reads the array once, and needs no temporary memory.
+    zeros = (jnp.uint32(0),) * len(terms)
+    add = lambda sums, more: tuple(map(operator.add, sums, more))  # noqa: E731
+    return jnp.stack(lax.reduce(terms, zeros, add, tuple(range(terms[0].ndim))))
+
+
+def _mixed(array: Array, seed: Array, starts: Sequence[int | Array]) -> Array:
     bits = array.astype(jnp.uint8) if array.dtype == bool else array
     bits = lax.bitcast_convert_type(bits, _UNSIGNED[bits.dtype.itemsize]).astype(jnp.uint32)
     position = jnp.broadcast_to(seed, array.shape)
-    for dim, start in zip(range(array.ndim), starts or [0] * array.ndim, strict=True):
+    for dim, start in enumerate(starts):
         position = _mix(position + (lax.broadcasted_iota(jnp.uint32, array.shape, dim) + jnp.uint32(start)))
-    return jnp.sum(_mix(bits ^ position), dtype=jnp.uint32)
+    return _mix(bits ^ position)
 
 
 def _mix(x: Array) -> Array:

@@ -11,6 +11,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +40,7 @@ from jaxtp.checkpoint.logical import (
     named_variables,
     to_logical,
 )
+from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import all_gather_json, host_names, is_multiprocess, raise_everywhere
 from jaxtp.layers.parameter import spec_of
 
@@ -121,8 +123,8 @@ class Checkpoints:
     """The checkpoints of one run: a folder with a subfolder for each step.
 
     A save returns when the arrays are copied to host memory; a folder appears when it is complete. Arrays are stored
-    without padding, with checksums that a restore verifies. All processes call the constructor and each
-    method together, and fail together.
+    without padding, with checksums that a restore verifies; the devices compute them while they are written. All
+    processes call the constructor and each method together, and fail together.
 
     Args:
       keep: number of newest checkpoints to keep.
@@ -133,6 +135,8 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False):
         self.folder = folder
         self._losses: dict[int, float] = {}
+        self._unconfirmed: Callable[[], Sums] | None = None
+        host_names()  # the first call is collective, and a save may need them in the background
         self._barriers = SaveBarriers()
         rules = [policies.LatestN(keep)]
         rules += [policies.EveryNSteps(keep_every)] if keep_every else []
@@ -154,7 +158,7 @@ class Checkpoints:
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
         handlers.add("state", ocp.args.PyTreeSave, storage.BoundedHandler())
-        handlers.add("info", ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+        handlers.add("info", ocp.args.JsonSave, storage.DeferredInfoHandler())
 
         def open_folder() -> ocp.CheckpointManager:
             if jax.process_index() == 0:
@@ -187,33 +191,61 @@ class Checkpoints:
     ) -> None:
         """Starts to save `state` and `info` (JSON values), after the previous save.
 
+        The devices sum the arrays meanwhile; a corrupt state becomes no checkpoint (`confirm`).
+
         Raises:
           UnwritableError: this or the previous save failed, or the step is not after the newest.
-          NonFiniteError, UnequalCopiesError: the state is corrupt; nothing is saved.
+          NonFiniteError, UnequalCopiesError: as `confirm`, of the previous save.
         """
-        arrays = to_logical(state, mesh)
-        exempt = [name for name, variable in named_variables(state).items() if may_be_infinite(variable)]
-        summed = self.require_sound(arrays, mesh, f"step {step} is not saved", exempt=exempt)
-        specs = {name: str(spec_of(variable)) for name, variable in named_variables(state).items()}
-        sealed = storage.seal(
-            {**info, "eval_loss": eval_loss, "specs": specs, **storage.describe_arrays(arrays, summed)}
-        )
+        self.wait()
         with raise_everywhere(kinds=(UnwritableError,)):
             self._require_writable()
-        self.wait()
+        arrays, variables = to_logical(state, mesh), named_variables(state)
+        exempt = [name for name, variable in variables.items() if may_be_infinite(variable)]
+        specs = {name: str(spec_of(variable)) for name, variable in variables.items()}
+        summed: Future[Sums] = Future()
+
+        def sound_sums() -> Sums:
+            found = summed.result()
+            self._require_sound(found, mesh, f"step {step} is not saved", self.describe_disk, exempt=exempt)
+            return found
+
+        def describe() -> storage.Info:
+            described = storage.describe_arrays(sound_sums())
+            return storage.seal({**info, "eval_loss": eval_loss, "specs": specs, **described})
+
         self._barriers.start(step)
         if eval_loss is not None:
             self._losses[step] = eval_loss
         try:
-            args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(sealed))
+            args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(describe))
             saved = self._manager.save(step, args=args)
+            self._unconfirmed = sound_sums
         except Exception as error:  # the others may wait in a barrier, so do not exchange errors here
             raise self._unwritable(error) from error
+        finally:
+            summed.set_result(sums(arrays))  # after the copies to the host, which it would delay
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
+    def confirm(self) -> None:
+        """Waits until the devices have summed the last saved state.
+
+        Raises:
+          NonFiniteError, UnequalCopiesError: it is corrupt, in all processes; it is not saved.
+        """
+        confirm, self._unconfirmed = self._unconfirmed, None
+        if confirm is not None:
+            try:
+                confirm()
+            except NumericsError:
+                with contextlib.suppress(Exception):  # the same error
+                    self._manager.wait_until_finished()
+                raise
+
     def wait(self) -> None:
         """Waits until the last save is on disk; if it failed, all processes raise the failed process's error."""
+        self.confirm()
         with raise_everywhere(kinds=(UnwritableError, PeerUnwritableError)):
             try:
                 self._manager.wait_until_finished()
@@ -291,26 +323,31 @@ class Checkpoints:
         closing.start()
         closing.join(_CLOSE_SECONDS if is_multiprocess() else None)
 
-    def require_sound(
-        self, arrays: Arrays, mesh: Mesh, what: str, advice: str = "", exempt: Sequence[str] = ()
-    ) -> Sums:
-        """Returns the sums of arrays; all processes raise if elements are not finite or replicas differ.
+    def require_sound(self, arrays: Arrays, mesh: Mesh, what: str, advice: str = "") -> None:
+        """Raises in all processes if elements of arrays are not finite or replicas differ.
 
-        `what` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need not be finite.
+        `what` begins a message; `advice` ends it if elements are not finite.
         """
-        summed = sums(arrays)
+        self._require_sound(sums(arrays), mesh, what, self.describe_newest, advice)
+
+    def _require_sound(
+        self,
+        summed: Sums,
+        mesh: Mesh,
+        what: str,
+        newest: Callable[[], str],
+        advice: str = "",
+        exempt: Sequence[str] = (),  # need not be finite
+    ) -> None:
         if counts := {name: count for name, count in summed.not_finite().items() if name not in exempt}:
-            raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or self.describe_newest()}")
+            raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or newest()}")
         if positions := summed.unequal_replicas():
             where = describe_devices(positions, list(mesh.devices.flat), host_names())
-            raise UnequalCopiesError(
-                f"{what}: silent corruption: copies differ: {where}. {DIAGNOSE}; {self.describe_newest()}"
-            )
-        return summed
+            raise UnequalCopiesError(f"{what}: silent corruption: copies differ: {where}. {DIAGNOSE}; {newest()}")
 
     def describe_newest(self) -> str:
         """Waits for the current save, then describes the newest checkpoint."""
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, NumericsError):
             self.wait()
         return self.describe_disk()
 

@@ -407,6 +407,7 @@ class Trainer:
             return
         (step, batch, scalars, checksums), self._in_flight = self._in_flight, None
         values = fetch(scalars)
+        self._run.checkpoints.confirm()
         self._stopping.read(values)
         self._timing.tick()
         if self._verifier is not None:

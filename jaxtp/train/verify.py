@@ -176,7 +176,7 @@ class Verifier:
         return CorruptionError(f"{message}. {note}{saved}. {DIAGNOSE}. {self._recovery_hint()}")
 
     def _recovery_hint(self) -> str:
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, NumericsError):
             self._checkpoints.wait()
         saved, last = self._checkpoints.steps(), -1 if self.verified is None else self.verified
         if not saved:

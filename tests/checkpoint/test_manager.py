@@ -281,6 +281,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
                 NonFiniteError, match=rf"step {step} is not saved: {name} has 1 element that is not fin"
             ):
                 checkpoints.save(step, bad, plan.mesh, {})
+                checkpoints.wait()
         assert checkpoints.steps() == [1]
 
 
@@ -296,6 +297,7 @@ def test_a_copy_that_differs_is_found_by_the_save(tmp_path, sizes):
             which = rf".*device.* {position}" if count > 2 else " on devices 0, 1"
             with pytest.raises(UnequalCopiesError, match=f"step 2 is not saved: .*model.blocks.mlp.down.kernel{which}"):
                 checkpoints.save(2, bad, plan.mesh, {})
+                checkpoints.wait()
         assert checkpoints.steps() == [1]
 
 
