@@ -9,7 +9,6 @@ in `device_checksums`, which has one seed).
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import jax
@@ -115,7 +114,10 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
 
     def on_device(*shards: Array) -> Array:
         # Not layer by layer: a loop would make XLA write out gradients that it otherwise fuses with the update.
-        sums = [vary_everywhere(jnp.sum(_mixed(shard, jnp.asarray(_SEEDS[0]), [0] * shard.ndim), dtype=jnp.uint32)) for shard in shards]
+        sums = [
+            vary_everywhere(jnp.sum(_mixed(shard, jnp.asarray(_SEEDS[0]), [0] * shard.ndim), dtype=jnp.uint32))
+            for shard in shards
+        ]
         return jnp.stack(sums)[:, None]
 
     out = PartitionSpec(None, AXES)
