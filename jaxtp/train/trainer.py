@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.config.entry import STANDARD_OUTPUT, UserError
@@ -289,7 +290,7 @@ class Trainer:
             verifying = self._verifier is not None and self._verifier.due(run.step + 1)
             if verifying:
                 self._begin_verification(train_step, batch, inputs)
-            run.state, scalars, *checksums = train_step(run.state, inputs)
+            run.leaves, (scalars, *checksums) = train_step(run.leaves, inputs)
             run.step += 1
             run.position = position
             self._finish_step()
@@ -363,7 +364,7 @@ class Trainer:
             platform = platform_of(self.mesh.devices.flat[0])
             options = compiler_options(self.config, platform)
             try:
-                traced = trace_step(self.config, run.blueprint, run.train_step, run.state, batch)
+                traced = trace_step(self.config, run.blueprint, run.train_step, run.leaves, batch)
                 compiled: TrainStep = traced.lower().compile(compiler_options=options)
             except (UserError, jax.errors.JaxRuntimeError):
                 raise
@@ -379,8 +380,13 @@ class Trainer:
         self._finish_step()
         run, step = self._run, self._run.step + 1
         assert self._verifier is not None
+
+        def compute(state: nnx.State) -> tuple[nnx.State, Scalars, jax.Array]:
+            leaves, (scalars, checksums) = train_step(jax.tree.leaves(state), inputs)
+            return jax.tree.unflatten(run.tree, leaves), scalars, checksums
+
         with self._phase(f"the verification of step {step}", "verify"):
-            run.state = self._verifier.begin(step, run.state, batch, lambda state: train_step(state, inputs))
+            run.state = self._verifier.begin(step, run.state, batch, compute)
 
     def _verify(self, verifier: "Verifier", step: int, checksums: jax.Array) -> None:
         verifier.record(step, checksums)
