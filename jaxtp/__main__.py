@@ -73,31 +73,28 @@ def _run(argv: Sequence[str]) -> int:
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Imports stand-ins for libraries that take a second to import: the settings that help lists do not need them."""
+    """Imports stand-ins for libraries that take a second to import; help does not need them."""
 
     LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "numpy", "tensorboardX")
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Finds each module of the libraries."""
-        if fullname.partition(".")[0] in self.LIBRARIES:
-            return ModuleSpec(fullname, self, is_package=True)
-        return None
+        is_one = fullname.partition(".")[0] in self.LIBRARIES
+        return ModuleSpec(fullname, self, is_package=True) if is_one else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Returns a module that has every name."""
         module = ModuleType(spec.name)
         module.__getattr__ = _StandIn().__getattr__  # type: ignore[method-assign]
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Does nothing."""
+        pass
 
 
 class _StandIn:
-    """Takes the place of a class, a function, a decorator or a type in the definitions of a module."""
+    """A class, function, decorator or type where a module is defined; false and 0."""
 
     def __getattr__(self, name: str) -> "_StandIn":
-        if name.startswith("__") and name.endswith("__"):
+        if name.startswith("__"):
             raise AttributeError(name)
         return self
 
@@ -111,12 +108,7 @@ class _StandIn:
         return self
 
     __or__ = __ror__ = __getitem__
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __float__(self) -> float:
-        return 0.0
+    __bool__, __float__ = (lambda _: False), (lambda _: 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ in `device_checksums`, which has one seed).
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -50,31 +50,26 @@ _GROUP = 16
 
 
 class Sums:
-    """Sums of arrays from one pass over each device's data, which the devices may still compute.
+    """Sums of arrays, which the devices may still compute; every process must make it.
 
-    Args:
-      groups: names of arrays, and their sums, uint32 `[arrays, 3, devices]`: two checksums, and the number of elements
-        that are not finite (in a scalar, NaN).
+    Elements have at most 4 bytes. Each device reads its data once.
     """
 
-    def __init__(self, groups: Sequence[tuple[Sequence[str], Array]], arrays: Mapping[str, Array]):
-        self._groups = groups
-        self._layouts = {name: (array.sharding, array.shape) for name, array in arrays.items()}
-
-    @cached_property
-    def replicas(self) -> dict[str, ReplicaGroups]:
-        """The `replica_groups` of each array."""
-        return {name: replica_groups(*layout) for name, layout in self._layouts.items()}
+    def __init__(self, arrays: Mapping[str, Array]):
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for name, array in arrays.items():
+            alike.setdefault((array.shape, array.dtype, array.sharding), []).append(name)
+        parts = [names[at : at + _GROUP] for names in alike.values() for at in range(0, len(names), _GROUP)]
+        self._groups = [(names, _columns([arrays[name] for name in names])) for names in parts]
+        self.shapes = {name: list(array.shape) for name, array in arrays.items()}
+        self.replicas = replica_groups_by_name(arrays)
 
     @cached_property
     def rows(self) -> list[np.ndarray]:
-        """The sums of each array, uint32 `[3, devices]`; waits for them."""
+        """Sums of each array, uint32 `[3, devices]`: two checksums, and the count of elements that are not finite (in a
+        scalar, NaN)."""
         found = {name: row for names, rows in self._groups for name, row in zip(names, np.asarray(rows), strict=True)}
-        return [found[name] for name in self._layouts]
-
-    def shapes(self) -> dict[str, list[int]]:
-        """Returns the shape of each array."""
-        return {name: list(shape) for name, (_, shape) in self._layouts.items()}
+        return [found[name] for name in self.shapes]
 
     def _one_replica(self) -> dict[str, np.ndarray]:
         firsts = [[group[0] for group in groups] for groups in self.replicas.values()]
@@ -95,18 +90,9 @@ class Sums:
         return {name: int(words[2]) for name, words in self._one_replica().items() if words[2]}
 
 
-def sums(arrays: Mapping[str, Array]) -> Sums:
-    """Starts to sum arrays of at most 4-byte elements; every process must call it."""
-    alike: dict[tuple[object, ...], list[str]] = {}
-    for name, array in arrays.items():
-        alike.setdefault((array.shape, array.dtype, array.sharding), []).append(name)
-    parts = [names[at : at + _GROUP] for names in alike.values() for at in range(0, len(names), _GROUP)]
-    return Sums([(names, _columns([arrays[name] for name in names])) for names in parts], arrays)
-
-
 def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
     """Returns `Sums.checksums` of arrays."""
-    return sums(arrays).checksums()
+    return Sums(arrays).checksums()
 
 
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
@@ -125,6 +111,7 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
     return columns
 
 
+@cache
 def replica_groups(sharding: Sharding, shape: tuple[int, ...]) -> ReplicaGroups:
     """Returns groups of devices with the same part of an array."""
     if not isinstance(sharding, NamedSharding):

@@ -29,11 +29,9 @@ from jaxtp.checkpoint.checksum import (
     UnequalCopiesError,
     describe_devices,
     describe_not_finite,
-    sums,
 )
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, UnwritableError, read_on_all, require_shared
 from jaxtp.checkpoint.logical import (
-    Arrays,
     abstract_logical,
     from_logical,
     may_be_infinite,
@@ -207,7 +205,8 @@ class Checkpoints:
 
         def sound_sums() -> Sums:
             found = summed.result()
-            self._require_sound(found, mesh, f"step {step} is not saved", self.describe_disk, exempt=exempt)
+            what = f"step {step} is not saved"
+            self.require_sound(found, mesh, what, exempt=exempt, newest=self.describe_disk)
             return found
 
         def describe() -> storage.Info:
@@ -224,7 +223,7 @@ class Checkpoints:
         except Exception as error:  # the others may wait in a barrier, so do not exchange errors here
             raise self._unwritable(error) from error
         finally:
-            summed.set_result(sums(arrays))  # after the copies to the host, which it would delay
+            summed.set_result(Sums(arrays))  # after the copies to the host, which it would delay
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
@@ -323,22 +322,21 @@ class Checkpoints:
         closing.start()
         closing.join(_CLOSE_SECONDS if is_multiprocess() else None)
 
-    def require_sound(self, arrays: Arrays, mesh: Mesh, what: str, advice: str = "") -> None:
-        """Raises in all processes if elements of arrays are not finite or replicas differ.
-
-        `what` begins a message; `advice` ends it if elements are not finite.
-        """
-        self._require_sound(sums(arrays), mesh, what, self.describe_newest, advice)
-
-    def _require_sound(
+    def require_sound(
         self,
         summed: Sums,
         mesh: Mesh,
         what: str,
-        newest: Callable[[], str],
         advice: str = "",
-        exempt: Sequence[str] = (),  # need not be finite
+        exempt: Sequence[str] = (),
+        newest: Callable[[], str] | None = None,
     ) -> None:
+        """Raises in all processes if elements of arrays are not finite or replicas differ.
+
+        `what` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need not be finite;
+        `newest` replaces `describe_newest`, which waits for a save.
+        """
+        newest = newest or self.describe_newest
         if counts := {name: count for name, count in summed.not_finite().items() if name not in exempt}:
             raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or newest()}")
         if positions := summed.unequal_replicas():

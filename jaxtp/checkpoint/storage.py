@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import future
 
 from jaxtp.checkpoint import io_errors
-from jaxtp.checkpoint.checksum import Sums, checksums, sums
+from jaxtp.checkpoint.checksum import Sums, checksums
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, read_on_all, read_or_explain
 from jaxtp.checkpoint.logical import Arrays
 from jaxtp.config.files import fingerprint
@@ -103,7 +103,7 @@ def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct) -> int:
 
 def describe_arrays(summed: Sums) -> Info:
     """Returns the info entries that a restore compares with its arrays."""
-    return {_SHAPES: summed.shapes(), _CHECKSUMS: summed.checksums()}
+    return {_SHAPES: summed.shapes, _CHECKSUMS: summed.checksums()}
 
 
 def seal(info: Mapping[str, Any]) -> Info:
@@ -242,7 +242,7 @@ class StoredCheckpoint:
             array = self.read(name)
         except DamagedError as error:
             return str(error)
-        summed = sums({name: array})
+        summed = Sums({name: array})
         if summed.checksums()[name] != expected:
             return "does not match its saved checksum"
         return "has elements that are not finite" if summed.not_finite() else None

@@ -24,7 +24,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from jaxtp.checkpoint.checksum import NonFiniteError, describe_not_finite, sums
+from jaxtp.checkpoint.checksum import NonFiniteError, Sums, describe_not_finite
 from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config.files import sync_file, sync_folder
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
@@ -212,7 +212,7 @@ def _data(tensors: Tensors, arrays: Iterator[Block], name: str) -> Block:
 
 
 def _require_finite(variables: Mapping[str, Variable]) -> None:
-    if counts := sums({name: variable[...] for name, variable in variables.items()}).not_finite():
+    if counts := Sums({name: variable[...] for name, variable in variables.items()}).not_finite():
         raise NonFiniteError(
             f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or allow it: "
             "allow_non_finite=True, --allow-non-finite"

@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxtp.checkpoint.checksum import Sums
 from jaxtp.config.entry import STANDARD_OUTPUT, UserError
 from jaxtp.config.python_object import user_code_error
 from jaxtp.config.reading import truncate
@@ -354,7 +355,7 @@ class Trainer:
             advice = f"{saved} has them: move it away, and the same command resumes from the checkpoint before it"
         what = f"step {run.step}: the run cannot start from this state"
         with self._timing.lost_to("start"):
-            run.checkpoints.require_sound(finite_arrays(run.state), self.mesh, what, advice)
+            run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what, advice)
 
     def _compile(self) -> TrainStep:
         started = time.perf_counter()
@@ -466,7 +467,7 @@ class Trainer:
         run, allowed = self._run, self.config.train.skips_allowed
         what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
         if skipped == 1:  # a bad state makes every step fail
-            run.checkpoints.require_sound(finite_arrays(run.state), self.mesh, what)
+            run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what)
         if skipped > allowed:
             from jaxtp.train.verify import nonfinite_gradient
 
