@@ -45,8 +45,8 @@ class NonFiniteError(NumericsError):
     """A state is not finite. It is never saved: training cannot recover."""
 
 
-_GROUP = 16
-"""Maximum number of arrays of one shape that one program sums."""
+_GROUP = 64
+"""Maximum number of arrays that one program sums."""
 
 
 class Sums:
@@ -58,7 +58,8 @@ class Sums:
     def __init__(self, arrays: Mapping[str, Array]):
         alike: dict[tuple[object, ...], list[str]] = {}
         for name, array in arrays.items():
-            alike.setdefault((array.shape, array.dtype, array.sharding), []).append(name)
+            layout = (array.shape, array.dtype, array.sharding)  # of many arrays, a program sums only equal ones
+            alike.setdefault(layout if len(arrays) > _GROUP else (_mesh_of(array),), []).append(name)
         parts = [names[at : at + _GROUP] for names in alike.values() for at in range(0, len(names), _GROUP)]
         self._groups = [(names, _columns([arrays[name] for name in names])) for names in parts]
         self.shapes = {name: list(array.shape) for name, array in arrays.items()}
@@ -101,8 +102,7 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
     def on_device(*shards: Array) -> Array:
         # Not layer by layer: a loop would make XLA write out gradients that it otherwise fuses with the update.
         sums = [
-            vary_everywhere(jnp.sum(_mixed(shard, jnp.asarray(_SEEDS[0]), [0] * shard.ndim), dtype=jnp.uint32))
-            for shard in shards
+            vary_everywhere(jnp.sum(_mixed(shard, _SEEDS[0], [0] * shard.ndim), dtype=jnp.uint32)) for shard in shards
         ]
         return jnp.stack(sums)[:, None]
 
@@ -169,32 +169,35 @@ def describe_not_finite(counts: Mapping[str, int]) -> str:
 
 
 def _columns(arrays: Sequence[Array]) -> Array:
-    """Returns the sums of arrays of one shape and sharding, uint32 `[arrays, 3, devices]`."""
-    sharding = arrays[0].sharding
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+    """Returns the sums of arrays on one mesh, uint32 `[arrays, 3, devices]`."""
+    if (mesh := _mesh_of(arrays[0])) is None:
         return _sum_arrays(*arrays)
-    with jax.set_mesh(sharding.mesh):
-        return _sum_parts(sharding.spec, *arrays)
+    with jax.set_mesh(mesh):
+        return _sum_parts(tuple(array.sharding.spec for array in arrays), *arrays)  # type: ignore[attr-defined]
+
+
+def _mesh_of(array: Array) -> Mesh | None:
+    mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 @jax.jit
 def _sum_arrays(*arrays: Array) -> Array:
-    seeds = [jnp.asarray(seed) for seed in _SEEDS]
-    return jnp.stack([_sums_at(array, seeds, [0] * array.ndim) for array in arrays])[:, :, None]
+    return jnp.stack([_sums_at(array, [0] * array.ndim) for array in arrays])[:, :, None]
 
 
 @partial(jax.jit, static_argnums=0)
-def _sum_parts(spec: PartitionSpec, *arrays: Array) -> Array:
-    split = [axes_of(entry) for entry in spec] + [()] * (arrays[0].ndim - len(spec))
+def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
+    def sum_part(part: Array, spec: PartitionSpec) -> Array:
+        split = [axes_of(entry) for entry in spec] + [()] * (part.ndim - len(spec))
+        return vary_everywhere(_sums_at(part, [_part_index(a) * n for a, n in zip(split, part.shape, strict=True)]))
 
     def on_device(*parts: Array) -> Array:
-        starts = [_part_index(axes) * size for axes, size in zip(split, parts[0].shape, strict=True)]
-        seeds = [jnp.asarray(seed) for seed in _SEEDS]
-        return jnp.stack([vary_everywhere(_sums_at(part, seeds, starts)) for part in parts])[:, :, None]
+        return jnp.stack([sum_part(part, spec) for part, spec in zip(parts, specs, strict=True)])[:, :, None]
 
     out = PartitionSpec(None, None, AXES)
-    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=(spec,) * len(arrays), out_specs=out)(*arrays)
-    return constrain(columns, PartitionSpec())  # each process reads all
+    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
+    return columns
 
 
 def _part_index(axes: tuple[str, ...]) -> int | Array:
@@ -204,25 +207,21 @@ def _part_index(axes: tuple[str, ...]) -> int | Array:
     return index
 
 
-def _sums_at(part: Array, seeds: Sequence[Array], starts: Sequence[int | Array]) -> Array:
+def _sums_at(part: Array, starts: Sequence[int | Array]) -> Array:
     """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
     # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.
     is_wrong = jnp.isnan if part.ndim == 0 else lambda part: ~jnp.isfinite(part)
     wrong = is_wrong(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)
-    return _total(*(_mixed(part, seed, starts) for seed in seeds), wrong.astype(jnp.uint32))
-
-
-def _total(*terms: Array) -> Array:
+    terms = *(_mixed(part, seed, starts) for seed in _SEEDS), wrong.astype(jnp.uint32)
     # One reduction of several operands reads the array once, and needs no temporary memory.
-    zeros = (jnp.uint32(0),) * len(terms)
     add = lambda sums, more: tuple(map(operator.add, sums, more))  # noqa: E731
-    return jnp.stack(lax.reduce(terms, zeros, add, tuple(range(terms[0].ndim))))
+    return jnp.stack(lax.reduce(terms, (jnp.uint32(0),) * 3, add, tuple(range(part.ndim))))
 
 
-def _mixed(array: Array, seed: Array, starts: Sequence[int | Array]) -> Array:
+def _mixed(array: Array, seed: np.uint32, starts: Sequence[int | Array]) -> Array:
     bits = array.astype(jnp.uint8) if array.dtype == bool else array
     bits = lax.bitcast_convert_type(bits, _UNSIGNED[bits.dtype.itemsize]).astype(jnp.uint32)
-    position = jnp.broadcast_to(seed, array.shape)
+    position = jnp.full(array.shape, seed)
     for dim, start in enumerate(starts):
         position = _mix(position + (lax.broadcasted_iota(jnp.uint32, array.shape, dim) + jnp.uint32(start)))
     return _mix(bits ^ position)

@@ -204,7 +204,7 @@ class Checkpoints:
         summed: Future[Sums] = Future()
 
         def sound_sums() -> Sums:
-            found = summed.result()
+            found = summed.result(BARRIER_SECONDS)
             what = f"step {step} is not saved"
             self.require_sound(found, mesh, what, exempt=exempt, newest=self.describe_disk)
             return found
