@@ -28,14 +28,17 @@ from jaxtp.train import optimizer
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import Blueprint, plan_state
 
+MESH = {"fsdp": 2, "tp": 4}
+"""The virtual CPU devices of the state; `--one-device` empties it."""
+
 
 def plan(megabytes: int) -> Blueprint:
-    """Returns the plan of a decoder's state of about this size, on mesh (1, 2, 4)."""
+    """Returns the plan of a decoder's state of about this size."""
     width = 256 * max(1, round((megabytes / 12) ** 0.5 / 3))
     model = jaxtp.ModelConfig(
         vocab_size=8192, d_model=width, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=width // 8, d_ff=4 * width
     )
-    return plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(fsdp=2, tp=4))
+    return plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(**MESH))
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -99,6 +102,7 @@ def measure(megabytes: int, repeats: int, folder: Path) -> tuple[int, dict[str, 
 def restore_memory(megabytes: int, folder: Path) -> float:
     """Returns the peak growth in bytes, arrays included, of a separate process that restores."""
     command = [sys.executable, __file__, "--megabytes", str(megabytes), "--restore-from", str(folder / "checkpoints")]
+    command += [] if MESH else ["--one-device"]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -129,9 +133,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1000, help="approximate size of the state (default 1000)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--one-device", action="store_true", help="a process that has one, as on a cluster")
     parser.add_argument("--restore-from", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     silence_orbax()
+    if arguments.one_device:
+        MESH.clear()
     if arguments.restore_from is not None:
         restore_here(arguments.megabytes, arguments.restore_from)
         return
@@ -139,9 +146,9 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(name)
         size, found = measure(arguments.megabytes, arguments.repeats, folder)
         peak = restore_memory(arguments.megabytes, folder)
+    where = "x".join(map(str, plan(arguments.megabytes).mesh.devices.shape))
     print(
-        f"jax {jax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, state of {size / 1e6:,.0f} MB on "
-        "fsdp 2 x tp 4 (CPU devices)"
+        f"jax {jax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {size / 1e6:,.0f} MB on {where} CPU devices"
     )
     for action, seconds_of in found.items():
         median = statistics.median(seconds_of)
