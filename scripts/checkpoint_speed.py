@@ -80,21 +80,28 @@ def measure(megabytes: int, repeats: int, folder: Path) -> tuple[int, dict[str, 
     arrays, target = to_logical(state, blueprint.mesh), abstract_logical(blueprint.abstract, blueprint.mesh)
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
     with ocp.CheckpointManager(folder / "orbax", options=options) as orbax:
-        for step in range(1, repeats + 2):
-            note("plain write", lambda: write_plain(plain, data))
-            note("save, blocking", lambda step=step: checkpoints.save(step, state, blueprint.mesh, {}))
+
+        def ours(step: int) -> None:
+            note("save, blocking", lambda: checkpoints.save(step, state, blueprint.mesh, {}))
             note("save, the rest", checkpoints.wait)
-            note("Orbax, blocking", lambda step=step: orbax.save(step, args=ocp.args.StandardSave(arrays)))
+            forget(folder)
+            restore = lambda: checkpoints.restore(step, blueprint.abstract, blueprint.mesh)  # noqa: E731
+            note("restore", lambda: jax.block_until_ready(restore()))
+
+        def plainly(step: int) -> None:
+            note("Orbax, blocking", lambda: orbax.save(step, args=ocp.args.StandardSave(arrays)))
             note("Orbax, the rest", orbax.wait_until_finished)
             forget(folder)
-            note("plain read", plain.read_bytes)
-            note(
-                "restore",
-                lambda step=step: jax.block_until_ready(checkpoints.restore(step, blueprint.abstract, blueprint.mesh)),
-            )
+            restore = lambda: orbax.restore(step, args=ocp.args.StandardRestore(target))  # noqa: E731
+            note("Orbax, restore", lambda: jax.block_until_ready(restore()))
+
+        for step in range(1, repeats + 2):
+            for save_and_restore in (ours, plainly) if step % 2 else (plainly, ours):
+                save_and_restore(step)
+            note("plain write", lambda: write_plain(plain, data))
             forget(folder)
-            restore = ocp.args.StandardRestore(target)
-            note("Orbax, restore", lambda step=step: jax.block_until_ready(orbax.restore(step, args=restore)))  # noqa: B023
+            note("plain read", plain.read_bytes)
+            os.sync()
     checkpoints.close()
     return size, {name: found[1:] for name, found in times.items()}
 
@@ -147,9 +154,8 @@ def main(argv: list[str] | None = None) -> None:
         size, found = measure(arguments.megabytes, arguments.repeats, folder)
         peak = restore_memory(arguments.megabytes, folder)
     where = "x".join(map(str, plan(arguments.megabytes).mesh.devices.shape))
-    print(
-        f"jax {jax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {size / 1e6:,.0f} MB on {where} CPU devices"
-    )
+    print(f"jax {jax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"state of {size / 1e6:,.0f} MB on {where} CPU devices")
     for action, seconds_of in found.items():
         median = statistics.median(seconds_of)
         print(f"{action:<16}{median:>8.3f} s{size / 1e6 / median:>10,.0f} MB/s   {min(seconds_of):.3f} at least")

@@ -172,7 +172,9 @@ def child(checkout: Path, words: list[str], **variables: str) -> tuple[float, st
     """Runs Python in a checkout; returns its start and its output."""
     environment = os.environ | {"PYTHONPATH": str(checkout)} | variables
     started = time.time()
-    done = subprocess.run([sys.executable, *words], env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, cwd=checkout, check=True, capture_output=True, text=True
+    )
     return started, done.stdout
 
 
@@ -216,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
                 with tempfile.TemporaryDirectory() as name:
                     for cache in ("cold", "warm"):
                         folder = Path(name) / cache
-                        words = [__file__, "--inner", kind, "--folder", str(folder)]
+                        words = [str(Path(__file__).resolve()), "--inner", kind, "--folder", str(folder)]
                         variables = {"JAX_COMPILATION_CACHE_DIR": f"{name}/cache"}
                         variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
                         started, said = child(checkout, words, **variables)
@@ -233,7 +235,15 @@ def main(argv: list[str] | None = None) -> None:
 
     for suffix, checkout in checkouts.items():
         with tempfile.TemporaryDirectory() as folder:
-            words = [__file__, "--inner", "tiny", "--folder", f"{folder}/run", "--repeats", str(4 * arguments.repeats)]
+            words = [
+                str(Path(__file__).resolve()),
+                "--inner",
+                "tiny",
+                "--folder",
+                f"{folder}/run",
+                "--repeats",
+                str(4 * arguments.repeats),
+            ]
             _, said = child(checkout, words)
         show(f"a tiny step on one device{suffix}; ratios to the first", json.loads(said), "ms", "the step on leaves")
 
