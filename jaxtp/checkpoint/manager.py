@@ -121,8 +121,8 @@ class Checkpoints:
     """The checkpoints of one run: a folder with a subfolder for each step.
 
     A save returns when the arrays are copied to host memory; a folder appears when it is complete. Arrays are stored
-    without padding, with checksums that a restore verifies; the devices compute them while they are written. All
-    processes call the constructor and each method together, and fail together.
+    without padding, with checksums that a restore verifies. All processes call the constructor and each
+    method together, and fail together.
 
     Args:
       keep: number of newest checkpoints to keep.
@@ -189,11 +189,11 @@ class Checkpoints:
     ) -> None:
         """Starts to save `state` and `info` (JSON values), after the previous save.
 
-        The devices sum the arrays meanwhile; a corrupt state becomes no checkpoint (`confirm`).
+        The devices sum the arrays meanwhile.
 
         Raises:
           UnwritableError: this or the previous save failed, or the step is not after the newest.
-          NonFiniteError, UnequalCopiesError: as `confirm`, of the previous save.
+          NonFiniteError, UnequalCopiesError: the previous state is corrupt (`confirm`).
         """
         self.wait()
         with raise_everywhere(kinds=(UnwritableError,)):
@@ -228,11 +228,7 @@ class Checkpoints:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
     def confirm(self) -> None:
-        """Waits until the devices have summed the last saved state.
-
-        Raises:
-          NonFiniteError, UnequalCopiesError: it is corrupt, in all processes; it is not saved.
-        """
+        """Waits for the sums of the last saved state; raises in all processes if it is corrupt, and not saved."""
         confirm, self._unconfirmed = self._unconfirmed, None
         if confirm is not None:
             try:

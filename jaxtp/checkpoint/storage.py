@@ -63,7 +63,7 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
     """Orbax's handler; the saved item is a function that returns the info, or raises, in the background."""
 
-    async def async_save(self, directory: Path, *_: object, args: Any) -> object:
+    async def async_save(self, directory: Path, *_: object, args: ocp.args.JsonSave) -> object:
         """Starts to save."""
 
         async def write() -> None:

@@ -146,7 +146,7 @@ def make_train_step(
 def on_leaves(step: JittedTrainStep, blueprint: Blueprint, tree: PyTreeDef) -> JittedTrainStep:
     """Returns a training step from and to the leaves of a state: to flatten a state takes as long as a tiny step."""
 
-    def flat(leaves: Sequence[Array], batch: Batch) -> tuple[Any, ...]:
+    def flat(leaves: Sequence[Array], batch: Batch) -> tuple[object, object]:
         new, *others = step.__wrapped__(jax.tree.unflatten(tree, leaves), batch)
         return jax.tree.leaves(new), others
 
