@@ -420,6 +420,16 @@ def test_checksums_do_not_depend_on_the_mesh_and_see_every_bit():
         assert len(checksums({"a": jax.numpy.ones(3, dtype)})["a"]) == 16
 
 
+def test_sums_of_many_arrays_are_those_of_each(monkeypatch):
+    """Programs sum groups of equal arrays, and give the order of the names."""
+    monkeypatch.setattr("jaxtp.checkpoint.checksum._GROUP", 2)
+    many = {f"{i}": jax.numpy.full((i % 2 + 1, 3), i, np.float32) for i in range(6)}
+    together = checksums(many)
+    assert list(together) == list(many)
+    assert together == {name: checksums({name: array})[name] for name, array in many.items()}
+    assert len({*together.values()}) == len(many)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_alone(written, dtype):
     folder, expected = written
