@@ -58,8 +58,9 @@ class Sums:
     def __init__(self, arrays: Mapping[str, Array]):
         alike: dict[tuple[object, ...], list[str]] = {}
         for name, array in arrays.items():
+            place = (_mesh_of(array) or array.sharding,)
             layout = (array.shape, array.dtype, array.sharding)  # of many arrays, a program sums only equal ones
-            alike.setdefault(layout if len(arrays) > _GROUP else (_mesh_of(array),), []).append(name)
+            alike.setdefault(layout if len(arrays) > _GROUP else place, []).append(name)
         parts = [names[at : at + _GROUP] for names in alike.values() for at in range(0, len(names), _GROUP)]
         self._groups = [(names, _columns([arrays[name] for name in names])) for names in parts]
         self.shapes = {name: list(array.shape) for name, array in arrays.items()}
