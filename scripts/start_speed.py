@@ -5,8 +5,8 @@
 1. Imports, help and an estimate, each in a fresh process.
 2. From the start of a process to the end of step 1 of the default run, without and with a compilation cache; "plain"
    plans the same state and compiles the same initialisation and step, and does nothing else.
-3. The programs that are compiled before step 1: `init` makes the state, `_sum_parts` checks that it is finite and equal on
-   all replicas (a save uses it too), `step` is the evaluation before step 1, `flat` the training step.
+3. The programs that are compiled before step 1: `init` makes the state, `_sum_parts` checks that it is finite and that
+   replicas are equal (a save uses it too), `step` is the evaluation before step 1, `flat` the training step.
 4. A tiny step on one device: the jitted step called on the leaves of the state, on the state, and by the trainer.
 
 With `--beside` the same is measured with another checkout of this repository. All take turns in one run, so that other
