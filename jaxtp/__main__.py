@@ -2,16 +2,21 @@
 
 import ast
 import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal, NoReturn
 
 import tyro
 
 import jaxtp
 from jaxtp.config import entry
-from jaxtp.config.command_line import Command, choose_name, completion
+from jaxtp.config.command_line import Command, asks_for_help, choose_name, completion
+from jaxtp.distributed.environment import is_launched
 
 PROGRAM = "jaxtp"
 COMPLETION = "completion"
@@ -62,7 +67,48 @@ def _run(argv: Sequence[str]) -> int:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
     name, rest = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
+    if asks_for_help(rest) and "jax" not in sys.modules and not is_launched():
+        sys.meta_path.insert(0, _StandIns())
     return _complete(rest) if name == COMPLETION else importlib.import_module(f"{COMMANDS[name]}.__main__").main(rest)
+
+
+class _StandIns(MetaPathFinder, Loader):
+    """Imports stand-ins for libraries that take a second to import; help does not need them."""
+
+    LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "numpy", "tensorboardX")
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        is_one = fullname.partition(".")[0] in self.LIBRARIES
+        return ModuleSpec(fullname, self, is_package=True) if is_one else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        module.__getattr__ = _StandIn().__getattr__  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class _StandIn:
+    """A class, function, decorator or type where a module is defined; false and 0."""
+
+    def __getattr__(self, name: str) -> "_StandIn":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *arguments: object, **_: object) -> object:
+        return arguments[0] if arguments and isinstance(arguments[0], type) else self  # decorates a class
+
+    def __mro_entries__(self, bases: object) -> tuple[type, ...]:
+        return (type("StandIn", (), {"__init_subclass__": lambda *_, **__: None}),)
+
+    def __getitem__(self, _: object) -> "_StandIn":
+        return self
+
+    __or__ = __ror__ = __getitem__
+    __bool__, __float__ = (lambda _: False), (lambda _: 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

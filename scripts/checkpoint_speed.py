@@ -1,9 +1,10 @@
-"""Measures checkpoints: time that training waits, throughput relative to the disk, and host memory of a restore.
+"""Measures checkpoints beside plain Orbax: time that training waits, throughput, and host memory of a restore.
 
     python scripts/checkpoint_speed.py
 
 The same run measures the disk: it writes a plain file of the state's size with fsync, drops it from the page cache if
-the system allows that, and reads it. Numbers are medians of `--repeats`.
+the system allows that, and reads it. Plain Orbax saves and restores the same arrays without checksums, by turns with
+jaxtp. Numbers are medians of `--repeats`; a ratio to Orbax is the median of the ratios of turns.
 """
 
 import argparse
@@ -17,21 +18,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import orbax.checkpoint as ocp
 
 import jaxtp
+from jaxtp.checkpoint import silence_orbax
+from jaxtp.checkpoint.logical import abstract_logical, to_logical
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.train import optimizer
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import Blueprint, plan_state
 
+MESH = {"fsdp": 2, "tp": 4}
+"""The virtual CPU devices of the state; `--one-device` empties it."""
+
 
 def plan(megabytes: int) -> Blueprint:
-    """Returns the plan of a decoder's state of about this size, on mesh (1, 2, 4)."""
+    """Returns the plan of a decoder's state of about this size."""
     width = 256 * max(1, round((megabytes / 12) ** 0.5 / 3))
     model = jaxtp.ModelConfig(
         vocab_size=8192, d_model=width, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=width // 8, d_ff=4 * width
     )
-    return plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(fsdp=2, tp=4))
+    return plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(**MESH))
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -58,8 +65,8 @@ def forget(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(megabytes: int, repeats: int, folder: Path) -> dict[str, float]:
-    """Returns median seconds of each action, and the bytes of the state."""
+def measure(megabytes: int, repeats: int, folder: Path) -> tuple[int, dict[str, list[float]]]:
+    """Returns the bytes of the state, and the seconds of each action in each turn but the first."""
     blueprint = plan(megabytes)
     state = jax.block_until_ready(blueprint.create(seed=0))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -70,23 +77,39 @@ def measure(megabytes: int, repeats: int, folder: Path) -> dict[str, float]:
         times.setdefault(name, []).append(seconds(action))
 
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
-    for step in range(1, repeats + 2):
-        note("plain write", lambda: write_plain(plain, data))
-        note("save, blocking", lambda step=step: checkpoints.save(step, state, blueprint.mesh, {}))
-        note("save, the rest", checkpoints.wait)
-        forget(folder)
-        note("plain read", plain.read_bytes)
-        note(
-            "restore",
-            lambda step=step: jax.block_until_ready(checkpoints.restore(step, blueprint.abstract, blueprint.mesh)),
-        )
+    arrays, target = to_logical(state, blueprint.mesh), abstract_logical(blueprint.abstract, blueprint.mesh)
+    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    with ocp.CheckpointManager(folder / "orbax", options=options) as orbax:
+
+        def ours(step: int) -> None:
+            note("save, blocking", lambda: checkpoints.save(step, state, blueprint.mesh, {}))
+            note("save, the rest", checkpoints.wait)
+            forget(folder)
+            restore = lambda: checkpoints.restore(step, blueprint.abstract, blueprint.mesh)  # noqa: E731
+            note("restore", lambda: jax.block_until_ready(restore()))
+
+        def plainly(step: int) -> None:
+            note("Orbax, blocking", lambda: orbax.save(step, args=ocp.args.StandardSave(arrays)))
+            note("Orbax, the rest", orbax.wait_until_finished)
+            forget(folder)
+            restore = lambda: orbax.restore(step, args=ocp.args.StandardRestore(target))  # noqa: E731
+            note("Orbax, restore", lambda: jax.block_until_ready(restore()))
+
+        for step in range(1, repeats + 2):
+            for save_and_restore in (ours, plainly) if step % 2 else (plainly, ours):
+                save_and_restore(step)
+            note("plain write", lambda: write_plain(plain, data))
+            forget(folder)
+            note("plain read", plain.read_bytes)
+            os.sync()
     checkpoints.close()
-    return {"bytes": size} | {name: statistics.median(found[1:]) for name, found in times.items()}
+    return size, {name: found[1:] for name, found in times.items()}
 
 
 def restore_memory(megabytes: int, folder: Path) -> float:
     """Returns the peak growth in bytes, arrays included, of a separate process that restores."""
     command = [sys.executable, __file__, "--megabytes", str(megabytes), "--restore-from", str(folder / "checkpoints")]
+    command += [] if MESH else ["--one-device"]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -117,24 +140,34 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1000, help="approximate size of the state (default 1000)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--one-device", action="store_true", help="a process that has one, as on a cluster")
     parser.add_argument("--restore-from", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    silence_orbax()
+    if arguments.one_device:
+        MESH.clear()
     if arguments.restore_from is not None:
         restore_here(arguments.megabytes, arguments.restore_from)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        found = measure(arguments.megabytes, arguments.repeats, folder)
+        size, found = measure(arguments.megabytes, arguments.repeats, folder)
         peak = restore_memory(arguments.megabytes, folder)
-    size = found.pop("bytes")
-    print(
-        f"jax {jax.__version__}, {os.cpu_count()} cores, state of {size / 1e6:,.0f} MB on fsdp 2 x tp 4 (CPU devices)"
-    )
-    for action, median in found.items():
-        print(f"{action:<16}{median:>8.2f} s{size / 1e6 / median:>10,.0f} MB/s")
-    save = found["save, blocking"] + found["save, the rest"]
-    print(f"save / plain write    {save / found['plain write']:.2f}")
-    print(f"restore / plain read  {found['restore'] / found['plain read']:.2f}")
+    where = "x".join(map(str, plan(arguments.megabytes).mesh.devices.shape))
+    print(f"jax {jax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"state of {size / 1e6:,.0f} MB on {where} CPU devices")
+    for action, seconds_of in found.items():
+        median = statistics.median(seconds_of)
+        print(f"{action:<16}{median:>8.3f} s{size / 1e6 / median:>10,.0f} MB/s   {min(seconds_of):.3f} at least")
+
+    def ratio(one: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
+
+    found["save"] = [sum(both) for both in zip(found["save, blocking"], found["save, the rest"], strict=True)]
+    print(f"save / plain write         {ratio('save', 'plain write'):.2f}")
+    print(f"restore / plain read       {ratio('restore', 'plain read'):.2f}")
+    print(f"blocking / Orbax, blocking {ratio('save, blocking', 'Orbax, blocking'):.2f}")
+    print(f"restore / Orbax, restore   {ratio('restore', 'Orbax, restore'):.2f}")
     print(f"host memory at the peak of a restore, above the arrays themselves: {(peak - size) / size:.2f} x the state")
 
 

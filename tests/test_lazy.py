@@ -1,6 +1,7 @@
 """`import jaxtp` imports no library; names are imported at their first use."""
 
 import ast
+import importlib
 import importlib.metadata
 import inspect
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxtp
+from jaxtp.__main__ import COMMANDS, main
 from jaxtp.config.schema import ConfigError, validate
 
 HEAVY = ("jax", "flax", "optax", "orbax", "grain", "pydantic", "tyro", "numpy")
@@ -22,6 +24,27 @@ def test_a_fresh_import_loads_no_library():
     loaded = f"import sys, jaxtp; print(*sys.modules.keys() & set({HEAVY}))"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "\n"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "train" else pytest.mark.wide) for n in COMMANDS])
+def test_help_needs_no_library(name, capsys, monkeypatch):
+    """It is printed with stand-ins for the libraries, and is the same."""
+    monkeypatch.setenv("COLUMNS", "100")
+    module = importlib.import_module(f"{COMMANDS[name]}.__main__")
+    for inner in getattr(module, "COMMANDS", {None: None}):
+        words = [name, *([inner] if inner else []), "--help-all"]
+        with pytest.raises(SystemExit):
+            main(words)
+        code = f"""
+import sys
+from jaxtp.__main__ import main
+try:
+    main({words})
+finally:
+    print("libraries:", *(name for name in {HEAVY[:5]} if hasattr(sys.modules.get(name), "__version__")))
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == f"{capsys.readouterr().out}libraries:\n"
 
 
 @pytest.mark.parametrize("name", jaxtp.__all__)

@@ -6,10 +6,10 @@ invertible, so a change of one element is always detected; a change of several i
 in `device_checksums`, which has one seed).
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxtp.collectives import axis_index, axis_size, device_view, vary_everywhere
+from jaxtp.collectives import axis_index, axis_size, constrain, device_view, vary_everywhere
 from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
@@ -42,14 +42,33 @@ class NonFiniteError(NumericsError):
     """A state is not finite. It is never saved: training cannot recover."""
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Sums of arrays from one pass over each device's data."""
+_GROUP = 64
+"""Maximum number of arrays that one program sums."""
 
-    rows: Sequence[np.ndarray]
-    """uint32 `[3, devices]` for each array: two checksums, and the number of elements that are not finite (in a scalar,
-    NaN)."""
-    replicas: dict[str, ReplicaGroups]
+
+class Sums:
+    """Sums of arrays, which the devices may still compute; every process must make it.
+
+    Elements have at most 4 bytes. Each device reads its data once.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array]):
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for name, array in arrays.items():
+            place = (_mesh_of(array) or array.sharding,)
+            layout = (array.shape, array.dtype, array.sharding)  # of many arrays, a program sums only equal ones
+            alike.setdefault(layout if len(arrays) > _GROUP else place, []).append(name)
+        parts = [names[at : at + _GROUP] for names in alike.values() for at in range(0, len(names), _GROUP)]
+        self._groups = [(names, _columns([arrays[name] for name in names])) for names in parts]
+        self.shapes = {name: list(array.shape) for name, array in arrays.items()}
+        self.replicas = replica_groups_by_name(arrays)
+
+    @cached_property
+    def rows(self) -> list[np.ndarray]:
+        """Sums of each array, uint32 `[3, devices]`: two checksums, and the count of elements that are not finite (in a
+        scalar, NaN)."""
+        found = {name: row for names, rows in self._groups for name, row in zip(names, np.asarray(rows), strict=True)}
+        return [found[name] for name in self.shapes]
 
     def _one_replica(self) -> dict[str, np.ndarray]:
         firsts = [[group[0] for group in groups] for groups in self.replicas.values()]
@@ -70,20 +89,9 @@ class Sums:
         return {name: int(words[2]) for name, words in self._one_replica().items() if words[2]}
 
 
-def sums(arrays: Mapping[str, Array]) -> Sums:
-    """Computes sums of arrays of at most 4-byte elements, one at a time to save memory; every process must call it."""
-    columns = [_columns(array) for array in arrays.values()]
-    replicas = replica_groups_by_name(arrays)
-    meshes = {_mesh_of(each) for each in columns}
-    if len(meshes) != 1 or (mesh := meshes.pop()) is None:
-        return Sums([np.asarray(each) for each in columns], replicas)
-    replicated = NamedSharding(mesh, PartitionSpec())  # one transfer for all arrays
-    return Sums(list(np.asarray(jax.jit(jnp.stack, out_shardings=replicated)(columns))), replicas)
-
-
 def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
     """Returns `Sums.checksums` of arrays."""
-    return sums(arrays).checksums()
+    return Sums(arrays).checksums()
 
 
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
@@ -91,7 +99,9 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
 
     def on_device(*shards: Array) -> Array:
         # Not layer by layer: a loop would make XLA write out gradients that it otherwise fuses with the update.
-        sums = [vary_everywhere(_checksum(shard, jnp.asarray(_SEEDS[0]))) for shard in shards]
+        sums = [
+            vary_everywhere(jnp.sum(_mixed(shard, _SEEDS[0], [0] * shard.ndim), dtype=jnp.uint32)) for shard in shards
+        ]
         return jnp.stack(sums)[:, None]
 
     out = PartitionSpec(None, AXES)
@@ -99,6 +109,7 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
     return columns
 
 
+@cache
 def replica_groups(sharding: Sharding, shape: tuple[int, ...]) -> ReplicaGroups:
     """Returns groups of devices with the same part of an array."""
     if not isinstance(sharding, NamedSharding):
@@ -155,13 +166,12 @@ def describe_not_finite(counts: Mapping[str, int]) -> str:
     return f"{name} has {count:,} element{'s that are' if count > 1 else ' that is'} not finite{others}"
 
 
-def _columns(array: Array) -> Array:
-    """Returns the sums of an array, uint32 `[3, devices]`; each device has its column."""
-    mesh = _mesh_of(array)
-    if mesh is None:
-        return _sum_array(array)
+def _columns(arrays: Sequence[Array]) -> Array:
+    """Returns the sums of arrays on one mesh, uint32 `[arrays, 3, devices]`."""
+    if (mesh := _mesh_of(arrays[0])) is None:
+        return _sum_arrays(*arrays)
     with jax.set_mesh(mesh):
-        return _sum_parts(array, array.sharding.spec)  # type: ignore[attr-defined]
+        return _sum_parts(tuple(array.sharding.spec for array in arrays), *arrays)  # type: ignore[attr-defined]
 
 
 def _mesh_of(array: Array) -> Mesh | None:
@@ -170,20 +180,22 @@ def _mesh_of(array: Array) -> Mesh | None:
 
 
 @jax.jit
-def _sum_array(array: Array) -> Array:
-    return _sums_at(array, [jnp.asarray(seed) for seed in _SEEDS], [0] * array.ndim)[:, None]
+def _sum_arrays(*arrays: Array) -> Array:
+    return jnp.stack([_sums_at(array, [0] * array.ndim) for array in arrays])[:, :, None]
 
 
-@partial(jax.jit, static_argnums=1)
-def _sum_parts(array: Array, spec: PartitionSpec) -> Array:
-    split = [axes_of(entry) for entry in spec] + [()] * (array.ndim - len(spec))
+@partial(jax.jit, static_argnums=0)
+def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
+    def sum_part(part: Array, spec: PartitionSpec) -> Array:
+        split = [axes_of(entry) for entry in spec] + [()] * (part.ndim - len(spec))
+        return vary_everywhere(_sums_at(part, [_part_index(a) * n for a, n in zip(split, part.shape, strict=True)]))
 
-    def on_device(part: Array) -> Array:
-        starts = [_part_index(axes) * size for axes, size in zip(split, part.shape, strict=True)]
-        return vary_everywhere(_sums_at(part, [jnp.asarray(seed) for seed in _SEEDS], starts))[:, None]
+    def on_device(*parts: Array) -> Array:
+        return jnp.stack([sum_part(part, spec) for part, spec in zip(parts, specs, strict=True)])[:, :, None]
 
-    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=(spec,), out_specs=PartitionSpec(None, AXES))(array)
-    return columns
+    out = PartitionSpec(None, None, AXES)
+    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
+    return constrain(columns, PartitionSpec())  # each process reads all
 
 
 def _part_index(axes: tuple[str, ...]) -> int | Array:
@@ -193,25 +205,24 @@ def _part_index(axes: tuple[str, ...]) -> int | Array:
     return index
 
 
-def _sums_at(part: Array, seeds: Sequence[Array], starts: Sequence[int | Array]) -> Array:
+def _sums_at(part: Array, starts: Sequence[int | Array]) -> Array:
     """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
-    if part.ndim > 2:  # one layer at a time needs less temporary memory
-        layers = jnp.arange(part.shape[0], dtype=jnp.uint32) + jnp.uint32(starts[0])
-        each = lax.map(lambda at: _sums_at(at[0], [_mix(seed + at[1]) for seed in seeds], starts[1:]), (part, layers))
-        return jnp.sum(each, axis=0, dtype=jnp.uint32)
     # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.
     is_wrong = jnp.isnan if part.ndim == 0 else lambda part: ~jnp.isfinite(part)
     wrong = is_wrong(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)
-    return jnp.stack([*(_checksum(part, seed, starts) for seed in seeds), jnp.sum(wrong, dtype=jnp.uint32)])
+    terms = *(_mixed(part, seed, starts) for seed in _SEEDS), wrong.astype(jnp.uint32)
+    # One reduction of several operands reads the array once, and needs no temporary memory.
+    add = lambda sums, more: tuple(map(operator.add, sums, more))  # noqa: E731
+    return jnp.stack(lax.reduce(terms, (jnp.uint32(0),) * 3, add, tuple(range(part.ndim))))
 
 
-def _checksum(array: Array, seed: Array, starts: Sequence[int | Array] = ()) -> Array:
+def _mixed(array: Array, seed: np.uint32, starts: Sequence[int | Array]) -> Array:
     bits = array.astype(jnp.uint8) if array.dtype == bool else array
     bits = lax.bitcast_convert_type(bits, _UNSIGNED[bits.dtype.itemsize]).astype(jnp.uint32)
-    position = jnp.broadcast_to(seed, array.shape)
-    for dim, start in zip(range(array.ndim), starts or [0] * array.ndim, strict=True):
+    position = jnp.full(array.shape, seed)
+    for dim, start in enumerate(starts):
         position = _mix(position + (lax.broadcasted_iota(jnp.uint32, array.shape, dim) + jnp.uint32(start)))
-    return jnp.sum(_mix(bits ^ position), dtype=jnp.uint32)
+    return _mix(bits ^ position)
 
 
 def _mix(x: Array) -> Array:

@@ -49,18 +49,20 @@ def logical_size(state: nnx.State) -> int:
 
 def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
     """Returns arrays without padding, sharded as in `abstract_logical`."""
-    targets = abstract_logical(state, mesh)
-    return {name: _remove_padding(variable, targets[name]) for name, variable in named_variables(state).items()}
+    return {name: _remove_padding(variable, mesh) for name, variable in named_variables(state).items()}
 
 
 def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the logical shape, dtype and sharding of each array."""
+    variables = named_variables(state).items()
+    return {
+        name: jax.ShapeDtypeStruct(logical_shape(variable), variable.dtype, sharding=_logical_sharding(variable, mesh))
+        for name, variable in variables
+    }
 
-    def abstract(variable: Variable) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, logical_spec(variable, mesh_sizes(mesh)))
-        return jax.ShapeDtypeStruct(logical_shape(variable), variable.dtype, sharding=sharding)
 
-    return {name: abstract(variable) for name, variable in named_variables(state).items()}
+def _logical_sharding(variable: Variable, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, logical_spec(variable, mesh_sizes(mesh)))
 
 
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
@@ -96,12 +98,12 @@ def logical_spec(variable: Variable, sizes: Mapping[str, int]) -> PartitionSpec:
 
 
 # JAX caches programs by function: a lambda or `partial` here would recompile at each call.
-def _remove_padding(variable: Variable, target: jax.ShapeDtypeStruct) -> Array:
+def _remove_padding(variable: Variable, mesh: Mesh) -> Array:
     array: Array = variable[...]
-    if array.shape == target.shape:
+    if array.shape == logical_shape(variable):
         return array
-    without_padding = jax.jit(unpad, static_argnums=(1, 2), out_shardings=target.sharding)
-    logical: Array = without_padding(array, padding_of(variable), mesh_sizes(target.sharding.mesh)[TP])
+    without_padding = jax.jit(unpad, static_argnums=(1, 2), out_shardings=_logical_sharding(variable, mesh))
+    logical: Array = without_padding(array, padding_of(variable), mesh_sizes(mesh)[TP])
     return logical
 
 

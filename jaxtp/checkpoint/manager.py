@@ -11,6 +11,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,17 +29,16 @@ from jaxtp.checkpoint.checksum import (
     UnequalCopiesError,
     describe_devices,
     describe_not_finite,
-    sums,
 )
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, UnwritableError, read_on_all, require_shared
 from jaxtp.checkpoint.logical import (
-    Arrays,
     abstract_logical,
     from_logical,
     may_be_infinite,
     named_variables,
     to_logical,
 )
+from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import all_gather_json, host_names, is_multiprocess, raise_everywhere
 from jaxtp.layers.parameter import spec_of
 
@@ -131,6 +131,8 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False):
         self.folder = folder
         self._losses: dict[int, float] = {}
+        self._unconfirmed: Callable[[], Sums] | None = None
+        host_names()  # the first call is collective, and a save may need them in the background
         self._barriers = SaveBarriers()
         rules = [policies.LatestN(keep)]
         rules += [policies.EveryNSteps(keep_every)] if keep_every else []
@@ -152,7 +154,7 @@ class Checkpoints:
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
         handlers.add("state", ocp.args.PyTreeSave, storage.BoundedHandler())
-        handlers.add("info", ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+        handlers.add("info", ocp.args.JsonSave, storage.DeferredInfoHandler())
 
         def open_folder() -> ocp.CheckpointManager:
             if jax.process_index() == 0:
@@ -185,33 +187,58 @@ class Checkpoints:
     ) -> None:
         """Starts to save `state` and `info` (JSON values), after the previous save.
 
+        The devices sum the arrays meanwhile.
+
         Raises:
           UnwritableError: this or the previous save failed, or the step is not after the newest.
-          NonFiniteError, UnequalCopiesError: the state is corrupt; nothing is saved.
+          NonFiniteError, UnequalCopiesError: the previous state is corrupt (`confirm`).
         """
-        arrays = to_logical(state, mesh)
-        exempt = [name for name, variable in named_variables(state).items() if may_be_infinite(variable)]
-        summed = self.require_sound(arrays, mesh, f"step {step} is not saved", exempt=exempt)
-        specs = {name: str(spec_of(variable)) for name, variable in named_variables(state).items()}
-        sealed = storage.seal(
-            {**info, "eval_loss": eval_loss, "specs": specs, **storage.describe_arrays(arrays, summed)}
-        )
+        self.wait()
         with raise_everywhere(kinds=(UnwritableError,)):
             self._require_writable()
-        self.wait()
+        arrays, variables = to_logical(state, mesh), named_variables(state)
+        exempt = [name for name, variable in variables.items() if may_be_infinite(variable)]
+        specs = {name: str(spec_of(variable)) for name, variable in variables.items()}
+        summed: Future[Sums] = Future()
+
+        def sound_sums() -> Sums:
+            found = summed.result(BARRIER_SECONDS)
+            what = f"step {step} is not saved"
+            self.require_sound(found, mesh, what, exempt=exempt, newest=self.describe_disk)
+            return found
+
+        def describe() -> storage.Info:
+            described = storage.describe_arrays(sound_sums())
+            return storage.seal({**info, "eval_loss": eval_loss, "specs": specs, **described})
+
         self._barriers.start(step)
         if eval_loss is not None:
             self._losses[step] = eval_loss
         try:
-            args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(sealed))
+            args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(describe))
             saved = self._manager.save(step, args=args)
+            self._unconfirmed = sound_sums
         except Exception as error:  # the others may wait in a barrier, so do not exchange errors here
             raise self._unwritable(error) from error
+        finally:
+            summed.set_result(Sums(arrays))  # after the copies to the host, which it would delay
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
+    def confirm(self) -> None:
+        """Waits for the sums of the last saved state; raises in all processes if it is corrupt, and not saved."""
+        confirm, self._unconfirmed = self._unconfirmed, None
+        if confirm is not None:
+            try:
+                confirm()
+            except NumericsError:
+                with contextlib.suppress(Exception):  # the same error
+                    self._manager.wait_until_finished()
+                raise
+
     def wait(self) -> None:
         """Waits until the last save is on disk; if it failed, all processes raise the failed process's error."""
+        self.confirm()
         with raise_everywhere(kinds=(UnwritableError, PeerUnwritableError)):
             try:
                 self._manager.wait_until_finished()
@@ -290,25 +317,29 @@ class Checkpoints:
         closing.join(_CLOSE_SECONDS if is_multiprocess() else None)
 
     def require_sound(
-        self, arrays: Arrays, mesh: Mesh, what: str, advice: str = "", exempt: Sequence[str] = ()
-    ) -> Sums:
-        """Returns the sums of arrays; all processes raise if elements are not finite or replicas differ.
+        self,
+        summed: Sums,
+        mesh: Mesh,
+        what: str,
+        advice: str = "",
+        exempt: Sequence[str] = (),
+        newest: Callable[[], str] | None = None,
+    ) -> None:
+        """Raises in all processes if elements of arrays are not finite or replicas differ.
 
-        `what` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need not be finite.
+        `what` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need not be finite;
+        `newest` replaces `describe_newest`, which waits for a save.
         """
-        summed = sums(arrays)
+        newest = newest or self.describe_newest
         if counts := {name: count for name, count in summed.not_finite().items() if name not in exempt}:
-            raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or self.describe_newest()}")
+            raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or newest()}")
         if positions := summed.unequal_replicas():
             where = describe_devices(positions, list(mesh.devices.flat), host_names())
-            raise UnequalCopiesError(
-                f"{what}: silent corruption: copies differ: {where}. {DIAGNOSE}; {self.describe_newest()}"
-            )
-        return summed
+            raise UnequalCopiesError(f"{what}: silent corruption: copies differ: {where}. {DIAGNOSE}; {newest()}")
 
     def describe_newest(self) -> str:
         """Waits for the current save, then describes the newest checkpoint."""
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, NumericsError):
             self.wait()
         return self.describe_disk()
 

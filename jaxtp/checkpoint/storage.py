@@ -6,6 +6,7 @@ process. `StandardCheckpointHandler` cannot change it, and on GPUs it stages a s
 users have reported (orbax issue 2090). `PyTreeCheckpointHandler` writes the same files and has both settings.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
 from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import future
 
 from jaxtp.checkpoint import io_errors
-from jaxtp.checkpoint.checksum import Sums, checksums, sums
+from jaxtp.checkpoint.checksum import Sums, checksums
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, read_on_all, read_or_explain
 from jaxtp.checkpoint.logical import Arrays
 from jaxtp.config.files import fingerprint
@@ -56,6 +58,26 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
         return name
 
 
+class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
+    """Orbax's handler; the saved item is a function that returns the info, or raises, in the background."""
+
+    async def async_save(self, directory: Path, *_: object, args: ocp.args.JsonSave) -> object:
+        """Starts to save."""
+
+        async def write() -> None:
+            info = args.item()
+            if jax.process_index() == 0:
+                (directory / "metadata").write_text(json.dumps(info))
+
+        return [future.CommitFutureAwaitingContractedSignals(write(), name="info")]
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Returns the name of Orbax's handler."""
+        name: str = ocp.JsonCheckpointHandler.typestr()
+        return name
+
+
 def _limit_gb(largest: int) -> float:
     return max(MAX_BYTES_IN_FLIGHT, largest + 1) / 10**9  # Orbax requires each part to be smaller than the limit
 
@@ -77,9 +99,9 @@ def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct) -> int:
     return math.prod(map(min, stored.shape, counts)) * stored.dtype.itemsize
 
 
-def describe_arrays(arrays: Arrays, summed: Sums) -> Info:
+def describe_arrays(summed: Sums) -> Info:
     """Returns the info entries that a restore compares with its arrays."""
-    return {_SHAPES: {name: list(array.shape) for name, array in arrays.items()}, _CHECKSUMS: summed.checksums()}
+    return {_SHAPES: summed.shapes, _CHECKSUMS: summed.checksums()}
 
 
 def seal(info: Mapping[str, Any]) -> Info:
@@ -218,7 +240,7 @@ class StoredCheckpoint:
             array = self.read(name)
         except DamagedError as error:
             return str(error)
-        summed = sums({name: array})
+        summed = Sums({name: array})
         if summed.checksums()[name] != expected:
             return "does not match its saved checksum"
         return "has elements that are not finite" if summed.not_finite() else None

@@ -5,10 +5,12 @@ Every command takes `--config FILE` (YAML), dotted flags that override it (`--me
 parsed here and validated by pydantic, as in files, so an error is one line that names the flag.
 """
 
+import ast
 import contextlib
 import copy
 import dataclasses
 import difflib
+import inspect
 import io
 import math
 import os
@@ -18,12 +20,12 @@ import textwrap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
-from docstring_parser import parse_from_object
 
 from jaxtp.config.affects import Setting, find_setting, settings_of
 from jaxtp.config.reading import parse_yaml, truncate
@@ -117,9 +119,8 @@ class Command(Generic[T]):
           ConfigError: unreadable YAML, unknown key or flag, wrong type, or value out of range.
           SystemExit: after help or `--print-config` (0).
         """
-        end = argv.index("--") if "--" in argv else len(argv)
-        if at := next((i for i, word in enumerate(argv[:end], 1) if word in _HELP_WORDS), 0):
-            self._print_help(argv[at - 1], "".join(argv[at : min(at + 1, end)]))
+        if at := asks_for_help(argv):
+            self._print_help(argv[at - 1], next((word for word in argv[at : at + 1] if word != "--"), ""))
             raise SystemExit(0)
         values = self._parse(argv)
         path, mesh, printing = (values.pop(own, None) for own in (_CONFIG, _MESH, _PRINT))
@@ -263,6 +264,12 @@ class Command(Generic[T]):
     def _describe(self, keys: Sequence[object], value: object) -> str:
         setting = find_setting(self.schema, ".".join(map(str, keys)))
         return f"{_name_in_errors(setting) if setting else keys[0]} {truncate(value, 300) or repr(value)}"
+
+
+def asks_for_help(argv: Sequence[str]) -> int:
+    """Returns the place of the first word that asks for help, from 1; 0 if there is none before `--`."""
+    words = takewhile(lambda word: word != "--", argv)
+    return next((place for place, word in enumerate(words, 1) if word in _HELP_WORDS), 0)
 
 
 def leaf_settings(schema: object) -> list[Setting]:
@@ -415,9 +422,20 @@ def _metavar(kind: object) -> str | None:
 
 
 def _docstrings(schema: type) -> dict[str, str]:
-    classes = (kind for kind in reversed(schema.__mro__) if dataclasses.is_dataclass(kind))
-    found = (text for kind in classes for text in parse_from_object(kind).params)
-    return {text.arg_name: " ".join((text.description or "").split()) for text in found}
+    # The strings below the fields of a dataclass and its bases.
+    found = {}
+    for kind in filter(dataclasses.is_dataclass, reversed(schema.__mro__)):
+        for field, text in pairwise(_classes(inspect.getsourcefile(kind) or "").get(kind.__name__, ())):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    found[name] = " ".join(words.split())
+    return found
+
+
+@cache
+def _classes(path: str) -> dict[str, list[ast.stmt]]:
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 def _first_clause(text: str) -> str:

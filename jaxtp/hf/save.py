@@ -24,7 +24,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from jaxtp.checkpoint.checksum import NonFiniteError, describe_not_finite, sums
+from jaxtp.checkpoint.checksum import NonFiniteError, Sums, describe_not_finite
 from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config.files import sync_file, sync_folder
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
@@ -183,7 +183,7 @@ def write_folder(
 ) -> None:
     """Writes safetensors `files`, the `others` and the tokenizer files; every process must call it."""
     values = {name: variable[...] for name, variable in variables.items()}
-    if not options.get("allow_non_finite") and (counts := sums(values).not_finite()):
+    if not options.get("allow_non_finite") and (counts := Sums(values).not_finite()):
         raise NonFiniteError(
             f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or allow it: "
             "allow_non_finite=True, --allow-non-finite"

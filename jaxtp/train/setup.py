@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
+from jax.tree_util import PyTreeDef
 
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import newest_with_info
@@ -34,7 +35,7 @@ from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
 from jaxtp.train.run_data import RunData, check_scored_model, open_data
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
-from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
+from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step, on_leaves
 from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
 from jaxtp.train.user_loss import Traits, attribute, example_batch, inspect_loss
 from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse
@@ -48,19 +49,30 @@ class Run:
     task: Task
     data: RunData
     blueprint: Blueprint
-    train_step: JittedTrainStep  # not compiled yet
+    train_step: JittedTrainStep  # on leaves, not compiled yet
     eval_step: EvalStep
     checkpoints: Checkpoints
     report: Report
     interrupt: Interrupt
     timing: Timing
-    state: nnx.State
+    leaves: list[Array]  # of the state
+    tree: PyTreeDef
     step: int  # number of updates so far
     position: Position  # of the next batch
     base: dict[str, str] | None  # identity of the frozen model under adapters, if there are any
     verified: int | None  # the last verified step, if the checkpoint records one
     row_flops: float  # FLOPs of a row, for `mfu`; NaN on CPUs
     mean_loss: MeanLoss  # mean since the last record, also of steps before the checkpoint
+
+    @property
+    def state(self) -> nnx.State:
+        """The current state."""
+        state: nnx.State = jax.tree.unflatten(self.tree, self.leaves)
+        return state
+
+    @state.setter
+    def state(self, state: nnx.State) -> None:
+        self.leaves = jax.tree.leaves(state)
 
 
 def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[str] = (), task: Task = Task()) -> Run:
@@ -112,6 +124,7 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
         if step < config.train.steps:
             run_folder.write_config(config)
 
+    leaves, tree = jax.tree.flatten(initial.state)
     train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0, task=task)
     timing.end_startup()
     return Run(
@@ -119,13 +132,14 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
         task=task,
         data=data,
         blueprint=blueprint,
-        train_step=train_step,
+        train_step=on_leaves(train_step, blueprint, tree),
         eval_step=make_eval_step(config, blueprint, task.loss),
         checkpoints=checkpoints,
         report=report,
         interrupt=interrupt,
         timing=timing,
-        state=initial.state,
+        leaves=leaves,
+        tree=tree,
         step=step,
         position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
         base=initial.base,

@@ -18,6 +18,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Traced
+from jax.tree_util import PyTreeDef
 
 from jaxtp.checkpoint.checksum import device_checksums
 from jaxtp.checkpoint.logical import Variable, named_variables
@@ -51,9 +52,9 @@ class Scalars:
         return cls(tuple(named), jnp.stack([scalar.astype(jnp.float32) for scalar in named.values()]))
 
 
-TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]  # See `make_train_step`
-EvalStep = Callable[..., LossTerms]  # See `make_eval_step`
-JittedTrainStep = Any  # A `TrainStep` from `jax.jit`, which can also be traced and lowered
+TrainStep = Callable[..., tuple[Any, ...]]  # See `make_train_step` and `on_leaves`.
+EvalStep = Callable[..., LossTerms]  # See `make_eval_step`.
+JittedTrainStep = Any  # A `TrainStep` from `jax.jit`, which can also be traced and lowered.
 
 Norm = Callable[[Sequence[Variable]], Array]
 NORM = "norm"  # Name in profiles of the sum of squares over devices
@@ -136,6 +137,17 @@ def make_train_step(
     shardings += [None] if with_choices else []
     shardings += [nnx.filter_state(blueprint.shardings["model"], nnx.Param)] if with_grads else []
     return jax.jit(step, donate_argnums=0, out_shardings=tuple(shardings))
+
+
+def on_leaves(step: JittedTrainStep, blueprint: Blueprint, tree: PyTreeDef) -> JittedTrainStep:
+    """Returns a training step from and to the leaves of a state: to flatten a state takes as long as a tiny step."""
+
+    def flat(leaves: Sequence[Array], batch: Batch) -> tuple[object, object]:
+        new, *others = step.__wrapped__(jax.tree.unflatten(tree, leaves), batch)
+        return jax.tree.leaves(new), others
+
+    shardings = jax.tree.leaves(blueprint.shardings), _replicated(blueprint)
+    return jax.jit(flat, donate_argnums=0, out_shardings=shardings)
 
 
 def loss_and_grads(
@@ -317,7 +329,7 @@ def trace_step(
     config: TrainConfig,
     blueprint: Blueprint,
     step: JittedTrainStep | None = None,
-    state: nnx.State | None = None,
+    state: nnx.State | list[Array] | None = None,
     batch: Mapping[str, jax.ShapeDtypeStruct] | None = None,
 ) -> Traced:
     """Traces the training step on its mesh, which may be abstract.
@@ -325,7 +337,7 @@ def trace_step(
     Args:
       batch: the abstract batch, by default rows of tokens.
       step: from `make_train_step`, if already made.
-      state: the abstract state if None.
+      state: what the step takes; the abstract state if None.
     """
     data, mesh = config.data, blueprint.mesh
     if batch is None:

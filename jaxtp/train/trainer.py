@@ -12,8 +12,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
+from jaxtp.checkpoint.checksum import Sums
 from jaxtp.config.entry import STANDARD_OUTPUT, UserError
 from jaxtp.config.python_object import user_code_error
 from jaxtp.config.reading import truncate
@@ -289,7 +291,7 @@ class Trainer:
             verifying = self._verifier is not None and self._verifier.due(run.step + 1)
             if verifying:
                 self._begin_verification(train_step, batch, inputs)
-            run.state, scalars, *checksums = train_step(run.state, inputs)
+            run.leaves, (scalars, *checksums) = train_step(run.leaves, inputs)
             run.step += 1
             run.position = position
             self._finish_step()
@@ -353,7 +355,7 @@ class Trainer:
             advice = f"{saved} has them: move it away, and the same command resumes from the checkpoint before it"
         what = f"step {run.step}: the run cannot start from this state"
         with self._timing.lost_to("start"):
-            run.checkpoints.require_sound(finite_arrays(run.state), self.mesh, what, advice)
+            run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what, advice)
 
     def _compile(self) -> TrainStep:
         started = time.perf_counter()
@@ -363,7 +365,7 @@ class Trainer:
             platform = platform_of(self.mesh.devices.flat[0])
             options = compiler_options(self.config, platform)
             try:
-                traced = trace_step(self.config, run.blueprint, run.train_step, run.state, batch)
+                traced = trace_step(self.config, run.blueprint, run.train_step, run.leaves, batch)
                 compiled: TrainStep = traced.lower().compile(compiler_options=options)
             except (UserError, jax.errors.JaxRuntimeError):
                 raise
@@ -379,8 +381,13 @@ class Trainer:
         self._finish_step()
         run, step = self._run, self._run.step + 1
         assert self._verifier is not None
+
+        def compute(state: nnx.State) -> tuple[nnx.State, Scalars, jax.Array]:
+            leaves, (scalars, checksums) = train_step(jax.tree.leaves(state), inputs)
+            return jax.tree.unflatten(run.tree, leaves), scalars, checksums
+
         with self._phase(f"the verification of step {step}", "verify"):
-            run.state = self._verifier.begin(step, run.state, batch, lambda state: train_step(state, inputs))
+            run.state = self._verifier.begin(step, run.state, batch, compute)
 
     def _verify(self, verifier: "Verifier", step: int, checksums: jax.Array) -> None:
         verifier.record(step, checksums)
@@ -407,6 +414,7 @@ class Trainer:
             return
         (step, batch, scalars, checksums), self._in_flight = self._in_flight, None
         values = fetch(scalars)
+        self._run.checkpoints.confirm()
         self._stopping.read(values)
         self._timing.tick()
         if self._verifier is not None:
@@ -459,7 +467,7 @@ class Trainer:
         run, allowed = self._run, self.config.train.skips_allowed
         what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
         if skipped == 1:  # a bad state makes every step fail
-            run.checkpoints.require_sound(finite_arrays(run.state), self.mesh, what)
+            run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what)
         if skipped > allowed:
             from jaxtp.train.verify import nonfinite_gradient
 

@@ -28,13 +28,13 @@ from jaxtp.checkpoint.checksum import (
     DIAGNOSE,
     MeshPositions,
     NonFiniteError,
+    Sums,
     describe_devices,
     describe_not_finite,
     device_checksums,
     minority_devices,
     replica_groups,
     replica_groups_by_name,
-    sums,
 )
 from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.logical import replace_arrays
@@ -176,7 +176,7 @@ class Verifier:
         return CorruptionError(f"{message}. {note}{saved}. {DIAGNOSE}. {self._recovery_hint()}")
 
     def _recovery_hint(self) -> str:
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, NumericsError):
             self._checkpoints.wait()
         saved, last = self._checkpoints.steps(), -1 if self.verified is None else self.verified
         if not saved:
@@ -271,7 +271,7 @@ def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFinite
     """Returns the error for a non-finite update, whose weights are not saved."""
     loss, gradient, weights = (values[name] for name in ("loss", "grad_norm", "param_norm"))
     rate = f", which was {values['learning_rate']:g}" if "learning_rate" in values else ""
-    counts = sums(named_arrays(run.state)).not_finite()
+    counts = Sums(named_arrays(run.state)).not_finite()
     where = f": {describe_not_finite(counts)}" if counts else ""
     return NonFiniteError(
         f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the weights after it {weights:g}: the "

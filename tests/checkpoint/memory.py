@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtp
 from jaxtp.checkpoint import storage
-from jaxtp.checkpoint.checksum import sums
+from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.manager import Checkpoints
 
 ARRAYS, ELEMENTS = 24, 2**22
@@ -33,7 +33,7 @@ def save(folder, mesh, sharding):
 
 
 def restore(folder, sharding):
-    sums({"x": jax.device_put(jnp.ones(ELEMENTS), sharding)})  # compiles
+    Sums({"x": jax.device_put(jnp.ones(ELEMENTS), sharding)})  # compiles
     there = storage.read_metadata(folder / "1")
     target = {name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for name, each in there.items()}
     before = resident("VmRSS")

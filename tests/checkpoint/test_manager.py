@@ -1,5 +1,6 @@
 import dataclasses
 import shutil
+import threading
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from flips import with_flip
 from support import by_name, compilations, sweep
 
 import jaxtp
-from jaxtp.checkpoint.checksum import NonFiniteError, UnequalCopiesError, checksums
+from jaxtp.checkpoint.checksum import NonFiniteError, Sums, UnequalCopiesError, checksums
 from jaxtp.checkpoint.io_errors import UnwritableError
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, replace_arrays, to_logical
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints, load_weights, restore_newest
@@ -267,6 +268,34 @@ def test_a_step_that_is_not_after_the_newest_is_refused_aloud(tmp_path, step):
     checkpoints.close()
 
 
+def save_and_wait(checkpoints, step, state, mesh):
+    checkpoints.save(step, state, mesh, {})
+    checkpoints.wait()
+
+
+def test_a_save_does_not_wait_for_its_sums(tmp_path, monkeypatch):
+    """Nothing is committed before them, and `confirm` raises what `wait` would."""
+    plan = blueprint((1, 1, 1), TINY)
+    state, summed = plan.create(seed=0), threading.Event()
+    rows = Sums.rows.func
+    monkeypatch.setattr(Sums, "rows", property(lambda self: summed.wait(60) and rows(self)))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, plan.mesh, {})
+        assert checkpoints.steps() == []
+        summed.set()
+        checkpoints.confirm()
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]
+        arrays = named_arrays(state)
+        bad = replace_arrays(state, arrays | {name: array * np.nan for name, array in arrays.items() if array.ndim})
+        checkpoints.save(2, bad, plan.mesh, {})
+        with pytest.raises(NonFiniteError, match=r"step 2 is not saved: .* not finite.*step 1 is complete"):
+            checkpoints.confirm()
+        checkpoints.save(3, state, plan.mesh, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 3]
+
+
 def test_what_is_not_finite_is_not_saved(tmp_path):
     """It would take the place of those that are finite, and no step can mend it."""
     plan = blueprint((1, 1, 1), TINY)
@@ -280,7 +309,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
             with pytest.raises(
                 NonFiniteError, match=rf"step {step} is not saved: {name} has 1 element that is not fin"
             ):
-                checkpoints.save(step, bad, plan.mesh, {})
+                save_and_wait(checkpoints, step, bad, plan.mesh)
         assert checkpoints.steps() == [1]
 
 
@@ -295,7 +324,7 @@ def test_a_copy_that_differs_is_found_by_the_save(tmp_path, sizes):
             bad = with_flip(state, "model.blocks.mlp.down.kernel", position, bit=29)
             which = rf".*device.* {position}" if count > 2 else " on devices 0, 1"
             with pytest.raises(UnequalCopiesError, match=f"step 2 is not saved: .*model.blocks.mlp.down.kernel{which}"):
-                checkpoints.save(2, bad, plan.mesh, {})
+                save_and_wait(checkpoints, 2, bad, plan.mesh)
         assert checkpoints.steps() == [1]
 
 
@@ -389,6 +418,16 @@ def test_checksums_do_not_depend_on_the_mesh_and_see_every_bit():
     assert checksums({"a": jax.numpy.asarray(values[::-1])}) != plain, "order counts"
     for dtype in (jax.numpy.bfloat16, np.int32, np.uint32, np.bool_, np.int8):
         assert len(checksums({"a": jax.numpy.ones(3, dtype)})["a"]) == 16
+
+
+def test_sums_of_many_arrays_are_those_of_each(monkeypatch):
+    """Programs sum groups of equal arrays, and give the order of the names."""
+    monkeypatch.setattr("jaxtp.checkpoint.checksum._GROUP", 2)
+    many = {f"{i}": jax.numpy.full((i % 2 + 1, 3), i, np.float32) for i in range(6)}
+    together = checksums(many)
+    assert list(together) == list(many)
+    assert together == {name: checksums({name: array})[name] for name, array in many.items()}
+    assert len({*together.values()}) == len(many)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

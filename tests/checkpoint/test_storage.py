@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtp
 from jaxtp.checkpoint import storage
-from jaxtp.checkpoint.checksum import sums
+from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.logical import to_logical
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import describe_arrays, seal
@@ -87,7 +87,7 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path):
 
     arrays = to_logical(state, plan.mesh)
     with ocp.CheckpointManager(tmp_path, item_names=("state", "info")) as written:
-        info = ocp.args.JsonSave(seal(describe_arrays(arrays, sums(arrays))))
+        info = ocp.args.JsonSave(seal(describe_arrays(Sums(arrays))))
         written.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), info=info))
     assert "StandardCheckpointHandler" in (tmp_path / "1/_CHECKPOINT_METADATA").read_text()
     with Checkpoints(tmp_path) as checkpoints:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from support import assert_close, by_name, sweep_of
 
 import jaxtp
-from jaxtp.checkpoint.checksum import sums
+from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.logical import logical_spec, named_variables
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config.schema import ConfigError
@@ -327,7 +327,7 @@ def test_the_learning_rate_of_the_last_update(transformation, expected):
 def test_an_infinite_scalar_is_sound_and_nan_is_not():
     """The lowest loss so far starts at infinity."""
     arrays = {"best": jnp.inf, "nan": jnp.nan, "vector": [jnp.inf]}
-    assert sums({name: jnp.asarray(value) for name, value in arrays.items()}).not_finite() == {"nan": 1, "vector": 1}
+    assert Sums({name: jnp.asarray(value) for name, value in arrays.items()}).not_finite() == {"nan": 1, "vector": 1}
 
 
 def test_the_training_step_passes_its_mean_loss_and_gradient():
