@@ -21,11 +21,13 @@ from jaxtp.collectives import (
     all_reduce,
     all_reduce_max,
     axis_index,
+    axis_size,
     device_view,
     enter_parallel,
     token_spec,
 )
 from jaxtp.layers.embedding import HeadConfig
+from jaxtp.layers.parameter import DType
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import TOKENS, TP
 
@@ -121,7 +123,8 @@ def _on_devices(
         # floats per token, which is less than the table only where a device has fewer than about D/(2*fsdp) tokens.
         table = precision.load(shard, 1, accumulate="float32")  # chunks accumulate gradients in float32
         bias = None if bias is None else precision.load(bias, None, accumulate="float32")
-        lead, of_logits = x.shape[:2], lambda x, *labels: of_chunk(_logits(head, table, bias, x), *labels)
+        tables = jax.lax.stop_gradient(table.astype(precision.compute)), table  # cast once, not in each chunk
+        lead, of_logits = x.shape[:2], lambda x, *labels: of_chunk(_logits(head, tables, bias, x), *labels)
         tokens = [each.reshape(-1, *each.shape[2:]) for each in (x, *labels)]  # nothing is copied
         numbers = _map_chunks(of_logits, tokens, head.chunk_size)
         return finish(jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), numbers), *labels)
@@ -132,12 +135,36 @@ def _on_devices(
     return result
 
 
-def _logits(head: HeadConfig, table: Array, bias: Array | None, x: Array) -> Array:
-    precision = head.context.precision
-    logits = jnp.einsum("td,vd->tv", x, table.astype(precision.compute), preferred_element_type=precision.logits)
-    logits = logits.astype(jnp.float32)
+def _logits(head: HeadConfig, tables: tuple[Array, Array], bias: Array | None, x: Array) -> Array:
+    logits = _project(head.context.precision.logits, x, *tables).astype(jnp.float32)
     logits = head.finish(logits if bias is None else logits + bias)
-    return jnp.where(_first_id(logits) + jnp.arange(table.shape[0]) < head.vocab_size, logits, -jnp.inf)
+    if logits.shape[-1] * axis_size(TP) == head.vocab_size:
+        return logits
+    return jnp.where(_first_id(logits) + jnp.arange(logits.shape[-1]) < head.vocab_size, logits, -jnp.inf)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _project(dtype: DType, x: Array, table: Array, carrier: Array) -> Array:
+    """Returns `x @ table.T` in `dtype`; `carrier`, which is not read, has the table's gradient in its own dtype.
+
+    Gradients of the logits are rounded to the compute dtype: automatic ones would multiply float32 operands, which took
+    2.5 times as long on an H200.
+    """
+    return jnp.einsum("td,vd->tv", x, table, preferred_element_type=dtype)
+
+
+def _project_forward(dtype: DType, x: Array, table: Array, carrier: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _project(dtype, x, table, carrier), (x, table)
+
+
+def _project_backward(dtype: DType, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array]:
+    x, table = residuals
+    grad = grad.astype(x.dtype)
+    table_grad = jnp.einsum("tv,td->vd", grad, x, preferred_element_type=jnp.float32)
+    return jnp.einsum("tv,vd->td", grad, table), None, table_grad
+
+
+_project.defvjp(_project_forward, _project_backward)
 
 
 def _first_id(logits: Array) -> Array | int:
