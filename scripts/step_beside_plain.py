@@ -5,8 +5,8 @@
 
 The plain step is `jit` with `NamedSharding`: constraints on products and on the norm before the gather, `scan` over
 layers, `jax.checkpoint`, a loss in chunks, Optax. Both start from the same weights and read the same tokens; the script
-stops if their first losses differ. Blocks of steps of each take turns in one process, and ratios are medians over
-neighbouring blocks. `--absent` compiles both for H100s that are not there. `--profile` also writes the compiled
+stops if their first or last losses differ. Blocks of steps of each take turns in one process, and ratios are medians
+over neighbouring blocks. `--absent` compiles both for H100s that are not there. `--profile` also writes the compiled
 programs and a profile of each.
 """
 
@@ -186,6 +186,10 @@ class Runner:
         jax.block_until_ready((self.state, self.loss))
         return (time.perf_counter() - started) / steps
 
+    def last_loss(self) -> float:
+        loss = self.loss if self.name == "plain" else self.loss.values[self.loss.names.index("loss")]
+        return float(loss)
+
     def peak(self) -> float:
         """Returns the GiB of the compiled program's arguments, results and temporaries."""
         memory = self.compiled.memory_analysis()
@@ -227,6 +231,16 @@ def runners(
         ours = plan_state(changed.model, plan.optimizer, mesh)
         found.append(Runner(variant, trace_step(changed, ours).lower(), functools.partial(ours.create, 0), options))
     return found
+
+
+def agree(found: list[Runner], *, low: bool) -> list[float]:
+    """Returns the last losses; ends the script if they differ by more than rounding."""
+    losses = [runner.last_loss() for runner in found]
+    if max(losses) - min(losses) > (2e-2 if low else 1e-3):
+        sys.exit(
+            f"losses differ: {', '.join(f'{runner.name} {loss}' for runner, loss in zip(found, losses, strict=True))}"
+        )
+    return losses
 
 
 def mesh_of(text: str, devices: Any = None) -> Mesh:
@@ -303,16 +317,14 @@ def main() -> None:
     ids = random.integers(0, model.vocab_size, (given.rows, length + 1)).astype(np.int32)
     shardings = jax.tree.map(lambda a: a.sharding, abstract_batch(mesh, given.rows, length))
     batch = jax.device_put({"inputs": ids[:, :-1], "labels": ids[:, 1:]}, shardings)
-    first = []
     for runner in found:
         runner.start()
         runner.seconds(batch, 1)
-        loss = runner.loss if runner.name == "plain" else runner.loss.values[runner.loss.names.index("loss")]
-        first.append(float(loss))
+    agree(found, low=given.compute == "bfloat16" or gpu)
+    for runner in found:
         runner.seconds(batch, 2)
-    if max(first) - min(first) > 2e-2:
-        sys.exit(f"first losses differ: {dict(zip(given.variants, first, strict=True))}")
     times = [[runner.seconds(batch, given.steps) for runner in found] for _ in range(given.blocks)]
+    losses = agree(found, low=given.compute == "bfloat16" or gpu)
     for i, runner in enumerate(found):
         each = [row[i] for row in times]
         ratios = [row[i] / row[0] for row in times]
@@ -320,7 +332,7 @@ def main() -> None:
         table.append(
             (
                 runner.name,
-                f"{first[i]:.4f}",
+                f"{losses[i]:.4f}",
                 f"{1e3 * middle:.2f}",
                 f"{1e3 * low:.2f} to {1e3 * high:.2f}",
                 f"{given.rows * length / middle:,.0f}",
@@ -329,7 +341,7 @@ def main() -> None:
                 f"{runner.compile_seconds:.1f}",
             )
         )
-    header = ("step", "first loss", "ms", "quartiles", "tokens/s", f"time / {found[0].name}", "GiB", "compile s")
+    header = ("step", "loss", "ms", "quartiles", "tokens/s", f"time / {found[0].name}", "GiB", "compile s")
     print(columns(header, table), flush=True)
     if given.profile:
         for i, runner in enumerate(found):

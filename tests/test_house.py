@@ -89,16 +89,16 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "lines": 46_230,
+    "lines": 46_190,
     "files": 239,
-    "files under 80 lines, families aside": 6,
+    "files under 80 lines, families aside": 3,
     "rooms": 14,
     "arrows between rooms": 71,
     "files that training imports": 84,
-    "lines that training imports": 17_619,
-    "words of docstrings": 43_465,
+    "lines that training imports": 17_660,
+    "words of docstrings": 43_345,
     "functions of more than 6 parameters": 4,
-    "Any": 603,
+    "Any": 528,
     "file names used more than twice": 0,
 }
 PHRASES = "of which|(that|those) of|so many|(is|are) told|(goes|go) on|as of|beside|what (it|is)|of those"

@@ -58,6 +58,16 @@ def test_tokens_are_listed_without_a_copy():
     assert on_activations == {"name", "scan", "reshape"}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_all_products_are_in_the_compute_dtype(dtype):
+    precision = jaxtp.Precision(compute=dtype)
+    gradient = jax.grad(lambda *args: total(*args, CHUNK, precision), argnums=(0, 1))
+    equations = accounts.equations(jax.make_jaxpr(gradient)(*given(4, 4)).jaxpr)
+    products = [[v.aval.dtype for v in e.invars] for e in equations if e.primitive.name == "dot_general"]
+    assert len(products) >= 4
+    assert all(dtypes == [dtype, dtype] for dtypes in products)
+
+
 def test_chunks_add_up_their_gradients_in_float32():
     """In bfloat16 a sum of 512 would have lost what the later ones add."""
     x, table, labels = given(4, 128)

@@ -1,7 +1,10 @@
 """The training step: the textbook's update, accumulation, memory; `tests/tools/check` has its parity over meshes."""
 
 import dataclasses
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -310,3 +313,13 @@ def test_settings_of_another_model_are_checked(tmp_path, setting, message):
     trainer = jaxtp.Trainer(TASK, settings=settings_of_bigram(tmp_path, **setting))
     with pytest.raises(ConfigError, match=message), trainer:
         pass
+
+
+@pytest.mark.wide
+def test_a_step_in_plain_jax_has_the_same_losses():
+    """The script ends with 1 if the losses of the first or of the last step differ."""
+    script = Path(__file__).parent.parent.parent / "scripts/step_beside_plain.py"
+    sizes = "--layers 1 --rows 4 --length 32 --devices 4 --mesh fsdp=2,tp=2 --blocks 2 --steps 2"
+    done = subprocess.run([sys.executable, script, *sizes.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "time / plain" in done.stdout
