@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
 
 def script() -> NoReturn:
     """Runs the installed script `jaxtp`."""
+    if asks_for_help(sys.argv[2:]) and not is_launched():
+        sys.meta_path.insert(0, _StandIns())  # the process ends after the help
     entry.run(PROGRAM, main)
 
 
@@ -67,8 +69,6 @@ def _run(argv: Sequence[str]) -> int:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
     name, rest = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
-    if asks_for_help(rest) and "jax" not in sys.modules and not is_launched():
-        sys.meta_path.insert(0, _StandIns())
     return _complete(rest) if name == COMPLETION else importlib.import_module(f"{COMMANDS[name]}.__main__").main(rest)
 
 

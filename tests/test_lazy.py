@@ -37,9 +37,10 @@ def test_help_needs_no_library(name, capsys, monkeypatch):
             main(words)
         code = f"""
 import sys
-from jaxtp.__main__ import main
+from jaxtp.__main__ import script
+sys.argv = ["jaxtp", *{words}]
 try:
-    main({words})
+    script()
 finally:
     print("libraries:", *(name for name in {HEAVY[:5]} if hasattr(sys.modules.get(name), "__version__")))
 """

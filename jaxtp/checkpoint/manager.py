@@ -5,6 +5,7 @@ be written, and for process 0 to commit the checkpoint. If a process fails, `Sav
 """
 
 import contextlib
+import copy
 import itertools
 import os
 import re
@@ -194,6 +195,7 @@ class Checkpoints:
           NonFiniteError, UnequalCopiesError: the previous state is corrupt (`confirm`).
         """
         self.wait()
+        info = copy.deepcopy(info)  # written in the background
         with raise_everywhere(kinds=(UnwritableError,)):
             self._require_writable()
         arrays, variables = to_logical(state, mesh), named_variables(state)
@@ -221,7 +223,11 @@ class Checkpoints:
         except Exception as error:  # the others may wait in a barrier, so do not exchange errors here
             raise self._unwritable(error) from error
         finally:
-            summed.set_result(Sums(arrays))  # after the copies to the host, which it would delay
+            try:
+                summed.set_result(Sums(arrays))  # after the copies to the host, which it would delay
+            except BaseException as error:
+                summed.set_exception(error)  # `describe` waits for it
+                raise
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 

@@ -61,7 +61,7 @@ class Precision:
     """Dtype in which weight gradients are summed over devices, and over micro-batches if param is not wider."""
 
     logits: DType = "float32"
-    """Dtype of the head's output; the softmax over it is float32."""
+    """Dtype of the head's output; the softmax over it is float32, its gradient in `compute`."""
 
     matmul: Matmul = "compute"
     """Dtype of products in the projections of blocks, forward and for the gradients of inputs. float8 is E4M3 with a
