@@ -1,6 +1,6 @@
 """Compares the training step with a Llama's step that an expert writes in plain JAX, by time or by compiled program.
 
-    python scripts/step_beside_plain.py --devices 2 --mesh tp=2
+    python scripts/step_beside_plain.py --mesh tp=2
     python scripts/step_beside_plain.py --model 8b --rows 8 --mesh fsdp=8 --absent
 
 The plain step is `jit` with `NamedSharding`: constraints on products and on the norm before the gather, `scan` over
@@ -31,9 +31,10 @@ from jax.sharding import PartitionSpec as P
 import jaxtp
 from jaxtp.analysis.schedule import read_schedule
 from jaxtp.analysis.tables import columns
+from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import replace_nested
 from jaxtp.data.loader import abstract_batch
-from jaxtp.mesh import describe_mesh, mesh_sizes
+from jaxtp.mesh import AXES, describe_mesh, mesh_of
 from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
@@ -243,11 +244,6 @@ def agree(found: list[Runner], *, low: bool) -> list[float]:
     return losses
 
 
-def mesh_of(text: str, devices: Any = None) -> Mesh:
-    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
-    return jaxtp.make_mesh(**({"dp": 1, "fsdp": 1, "tp": 1} | sizes), devices=devices)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="25m")
@@ -257,7 +253,6 @@ def main() -> None:
     parser.add_argument("--length", type=int)
     parser.add_argument("--compute", help="default: float32 on CPUs, bfloat16 on GPUs")
     parser.add_argument("--mesh", default="tp=1")
-    parser.add_argument("--devices", type=int, default=1, help="virtual CPU devices")
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -269,21 +264,20 @@ def main() -> None:
     parser.add_argument("--absent", action="store_true", help="compile for 8 absent H100s, and run nothing")
     parser.add_argument("--profile", type=Path, help="folder of compiled programs and profiles")
     given = parser.parse_args()
-    options: dict[str, int | bool] = {}
+    sizes, options = parse_mesh(given.mesh, AXES), dict[str, int | bool]()
     if given.absent:
         jax.config.update("jax_platforms", "cpu")
         options = {"xla_gpu_autotune_level": 0}
         target = topologies.get_topology_desc("1x1x8", "cuda", topology="1x1x8", target_config=TARGET_CONFIGS["h100"])
-        mesh = mesh_of(given.mesh, target.devices)
+        mesh = mesh_of(sizes, target.devices)
     else:
-        jax.config.update("jax_num_cpu_devices", given.devices)
-        mesh = mesh_of(given.mesh)
+        mesh = mesh_of(sizes)
     gpu = is_gpu(mesh)
-    sizes: dict[str, Any] = dict(MODELS[given.model])
+    shape: dict[str, Any] = dict(MODELS[given.model])
     length = given.length or (4096 if gpu else 256)
     model = jaxtp.ModelConfig(
-        **sizes | {"num_layers": given.layers or sizes["num_layers"]},
-        head_dim=sizes["d_model"] // sizes["num_heads"],
+        **shape | {"num_layers": given.layers or shape["num_layers"]},
+        head_dim=shape["d_model"] // shape["num_heads"],
         rope_theta=500000.0,
         remat=given.remat,
         loss_chunk=CHUNK // mesh.shape["tp"] if gpu else CHUNK,
@@ -294,7 +288,7 @@ def main() -> None:
     found = runners(model, mesh, given.rows, length, given.variants, options)
     device = mesh.devices.flat[0]
     print(
-        f"jax {jax.__version__}, {mesh.size} x {device.device_kind}, {describe_mesh(mesh_sizes(mesh))}; {given.model} "
+        f"jax {jax.__version__}, {mesh.size} x {device.device_kind}, {describe_mesh(sizes)}; {given.model} "
         f"with {model.num_layers} layers, {given.rows} x {length} tokens, remat {given.remat}",
         flush=True,
     )
@@ -305,10 +299,7 @@ def main() -> None:
             (given.profile / f"{i}.hlo.txt").write_text(runner.compiled.as_text())
     if given.absent:
         for runner in found:
-            moved = [
-                (m.bytes_sent, m.hidden_bytes / m.bytes)
-                for m in read_schedule(runner.compiled.as_text(), mesh_sizes(mesh))
-            ]
+            moved = [(m.bytes_sent, m.hidden_bytes / m.bytes) for m in read_schedule(runner.compiled.as_text(), sizes)]
             sent, exposed = sum(size for size, _ in moved), sum(size * (1 - hidden) for size, hidden in moved)
             table.append((runner.name, f"{sent / 1e9:.1f}", f"{exposed / 1e9:.1f}", f"{runner.peak():.2f}"))
         print(columns(("step", "GB sent", "exposed", "peak GiB"), table))

@@ -319,7 +319,7 @@ def test_settings_of_another_model_are_checked(tmp_path, setting, message):
 def test_a_step_in_plain_jax_has_the_same_losses():
     """The script ends with 1 if the losses of the first or of the last step differ."""
     script = Path(__file__).parent.parent.parent / "scripts/step_beside_plain.py"
-    sizes = "--layers 1 --rows 4 --length 32 --devices 4 --mesh fsdp=2,tp=2 --blocks 2 --steps 2"
+    sizes = "--layers 1 --rows 4 --length 32 --mesh fsdp=2,tp=2 --blocks 2 --steps 2"
     done = subprocess.run([sys.executable, script, *sizes.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "time / plain" in done.stdout
