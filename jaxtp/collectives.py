@@ -324,10 +324,12 @@ class WeightLayout:
 
     def whole(self, shard: Array, *, split: bool = True) -> Array:
         """Gathers a shard; `split`: fsdp splits it too."""
-        dim, group = self.tp_gather
+        shard, (dim, group) = by_rows(shard), self.tp_gather
         if group > 1:
             shard = lax.all_gather(shard, TP, axis=dim, axis_index_groups=_groups_over_tp(group), tiled=True)
-        return _gather_shards(shard, self.fsdp_dim) if split and self.gathered and self.fsdp_dim is not None else shard
+        if not split or not self.gathered or self.fsdp_dim is None:
+            return shard
+        return all_gather(shard, *STORAGE, dim=self.fsdp_dim)
 
     def whole_bits(self, shard: Float8) -> Float8:
         """Gathers a kernel in 8 bits; its scale is split like the kernel, except along `in`, where its size is 1."""
@@ -337,12 +339,12 @@ class WeightLayout:
         """Returns the gradient of `shard`, summed in `dtype`: `whole` transposed, and a sum over `replicas`."""
         grad = grad.astype(dtype)
         if current_mesh() is not None and self.fsdp_dim is not None and self.gathered:
-            grad = _reduce_scatter_shards(grad, self.fsdp_dim)
+            grad = lax.psum_scatter(grad, STORAGE, scatter_dimension=self.fsdp_dim, tiled=True)
         dim, group = self.tp_gather
         if group > 1:
             groups = _groups_over_tp(group)
             grad = lax.psum_scatter(grad, TP, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
-        return all_reduce(grad, *self.replicas(shard)).astype(shard.dtype)
+        return by_rows(all_reduce(grad, *self.replicas(shard)).astype(shard.dtype))
 
     def replicas(self, shard: Array) -> tuple[str, ...]:
         """Returns the axes over which the shard's gradient is summed, but for those over which it varies already."""
@@ -384,10 +386,10 @@ def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
 def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]) -> Quantised:
     """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits; `axes` split its input features."""
     if isinstance(shard, Float8):
-        return Quantised.of(layout.whole_bits(by_rows(shard)), dtypes.compute)
+        return Quantised.of(layout.whole_bits(shard), dtypes.compute)
 
     def gather(shard: Array) -> Quantised:
-        array, carrier = Quantised.of(layout.whole_bits(by_rows(Float8.of(shard, axes=axes))), dtypes.compute)
+        array, carrier = Quantised.of(layout.whole_bits(Float8.of(shard, axes=axes)), dtypes.compute)
         return Quantised(array, vary(carrier, *layout.replicas(shard)))
 
     load = jax.custom_vjp(gather)
@@ -397,13 +399,13 @@ def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
     return load(shard)
 
 
-def by_rows(kernel: Float8) -> Float8:
-    """Fixes the layout of a kernel's bits.
+def by_rows(shard: Array) -> Array:
+    """Fixes the layout of a stored shard, or of its gradient.
 
-    Hopper reads float8 by columns. Without this, XLA copies the float32 kernels of all layers, transposed.
+    XLA gathers along the first dim, and Hopper reads float8 by columns: without this it would transpose the shards of
+    all layers at once, before their loop, and keep the copies.
     """
-    rows = Layout(major_to_minor=tuple(range(kernel.bits.ndim)))
-    return kernel._replace(bits=with_layout_constraint(kernel.bits, rows))
+    return with_layout_constraint(shard, Layout(major_to_minor=tuple(range(shard.ndim))))
 
 
 def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
@@ -442,28 +444,6 @@ def average_gradient(y: Array, group: int) -> Array:
 
 def _groups_over_tp(size: int) -> list[list[int]]:
     return [list(range(first, first + size)) for first in range(0, axis_size(TP), size)]
-
-
-# XLA gathers along the first dim. To gather along another dim it would first transpose the shards of all layers at
-# once, which takes as much memory as all expert kernels. These two functions transpose each stacked kernel alone.
-
-
-def _gather_shards(w: Array, dim: int) -> Array:
-    if axis_size(*STORAGE) == 1 or not _is_inside_stack(w, dim):
-        return all_gather(w, *STORAGE, dim=dim)
-    whole = jnp.moveaxis(lax.all_gather(w, STORAGE), 0, dim)
-    return whole.reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
-
-
-def _reduce_scatter_shards(grad: Array, dim: int) -> Array:
-    if not _is_inside_stack(grad, dim):
-        return lax.psum_scatter(grad, STORAGE, scatter_dimension=dim, tiled=True)
-    parted = grad.reshape(*grad.shape[:dim], axis_size(*STORAGE), -1, *grad.shape[dim + 1 :])
-    return lax.psum_scatter(jnp.moveaxis(parted, dim, 0), STORAGE)
-
-
-def _is_inside_stack(w: Array, dim: int) -> bool:
-    return w.ndim > 2 and dim > 0
 
 
 def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:

@@ -205,7 +205,7 @@ def _top_k(k: int, logits: Array) -> tuple[Array, Array]:
 
 def _map_chunks(fn: Callable[..., _PerToken], tokens: list[Array], chunk_size: int) -> _PerToken:
     """Maps over chunks; the backward pass needs only a few floats per token."""
-    fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED))
+    fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED), prevent_cse=False)
     num_chunks, rest = divmod(len(tokens[0]), chunk_size)
 
     def chunked(a: Array) -> Array:  # [tokens, ...] -> [num_chunks, chunk_size, ...]
