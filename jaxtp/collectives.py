@@ -176,9 +176,10 @@ def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
 
     With `sequence_dim`, `x` is this device's part and is all-gathered: `[B, T/tp, D] -> [B, T, D]`.
     """
-    if sequence_dim is not None and current_mesh() is not None:
-        return checkpoint_name(all_gather(x, TP, dim=sequence_dim), GATHERED)
-    return vary(checkpoint_name(x, GATHERED), TP)
+    if sequence_dim is None or current_mesh() is None:
+        return vary(checkpoint_name(x, GATHERED), TP)
+    whole = checkpoint_name(all_gather(jnp.moveaxis(x, sequence_dim, 0), TP), GATHERED)
+    return jnp.moveaxis(whole, 0, sequence_dim)
 
 
 def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
@@ -186,11 +187,10 @@ def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
 
     With `sequence_dim`, each device gets its part along that dim (reduce-scatter): `[B, T, D] -> [B, T/tp, D]`.
     """
-    if current_mesh() is not None and sequence_dim is None:
-        x = lax.psum(x, TP)
-    elif current_mesh() is not None:
-        x = lax.psum_scatter(x, TP, scatter_dimension=sequence_dim, tiled=True)
-    return checkpoint_name(x, REDUCED)
+    if sequence_dim is None:
+        return checkpoint_name(all_reduce(x, TP), REDUCED)
+    part = checkpoint_name(reduce_scatter(jnp.moveaxis(x, sequence_dim, 0), TP), REDUCED)
+    return jnp.moveaxis(part, 0, sequence_dim)
 
 
 def all_reduce(x: Array, *axes: str) -> Array:
@@ -410,15 +410,10 @@ def by_rows(shard: Array) -> Array:
 
 def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
     """Like `enter_parallel`, of tokens in 8 bits: gathers the bits and scales."""
-    gathers = sequence_dim is not None and current_mesh() is not None
     dtype = x.dtype
 
     def gather(x: Quantised) -> Quantised:
-        def each(part: Array) -> Array:
-            part = all_gather(part, TP, dim=sequence_dim or 0) if gathers else vary(part, TP)
-            return checkpoint_name(part, GATHERED)
-
-        return Quantised.of(Float8(*map(each, x.array)), dtype)
+        return Quantised.of(Float8(*(enter_parallel(each, sequence_dim) for each in x.array)), dtype)
 
     def backward(_: None, grad: Quantised) -> tuple[Quantised | None]:
         return (Quantised.gradient(leave_parallel(grad.carrier, sequence_dim)),)

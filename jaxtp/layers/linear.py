@@ -9,9 +9,10 @@ section 3):
 `x_BTD` has shape `[B, T, D]`, with more dims allowed between B and D.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ from jaxtp.collectives import (
 from jaxtp.layers.float8 import BlockScaled, Kernel, Operand, multiply, tokens_in_float8
 from jaxtp.layers.lora import Lora, LoraConfig, Target
 from jaxtp.layers.mxfp8 import mx_problem
-from jaxtp.layers.overlap import Overlap, gather_matmul, is_ring, matmul_scatter, sum_of_products
+from jaxtp.layers.overlap import Overlap, gather_matmul, is_ring, matmul_scatter
 from jaxtp.layers.parameter import (
     ExactDim,
     Matmul,
@@ -50,7 +51,7 @@ from jaxtp.layers.parameter import (
     parameter,
     params_and_specs,
 )
-from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim
+from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim, sequence_first
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
@@ -150,7 +151,7 @@ class ColumnParallelLinear(nnx.Module):
         x = x.astype(self.precision.compute)
         tokens: Operand = tokens_in_float8(x) if self.matmul == "float8" else x
         if self.joined:
-            products = _multiply_each(tokens, kernels)
+            products = _multiply_each(tokens, kernels, sequence)
         else:
             products = enter_matmul(tokens, kernels, sequence, self.overlap)
         outputs, inner = list(products[: len(self.features)]), products[len(self.features) :]
@@ -225,7 +226,8 @@ class RowParallelLinear(nnx.Module):
             inputs.append(checkpoint_name(inner, PROJECTED))
             kernels.append(self.precision.load(b, 1, used_by_all_tp=True))
         summand = self.joined
-        y = sum_of_products(inputs, kernels) if summand else leave_matmul(inputs, kernels, sequence, self.overlap)
+        leave = _sum_of_products if summand else partial(leave_matmul, overlap=self.overlap)
+        y = leave(inputs, kernels, sequence)
         if self.bias is not None:
             bias = self.precision.load(weights["bias"], 0, used_by_all_tp=summand or sequence is not None)
             y += jnp.where(axis_index(TP) == 0, bias, 0) if summand else bias
@@ -269,19 +271,26 @@ def enter_matmul(x: Operand, kernels: Sequence[Kernel], sequence: int | None, ov
     if is_ring(overlap, axis_size(TP), split=sequence is not None):
         return gather_matmul(jax.tree.map(lambda each: checkpoint_name(each, GATHERED), x), tuple(kernels))
     x = enter_float8(x, sequence) if isinstance(x, Quantised) else enter_parallel(x, sequence)  # [b, T, D]
-    return _multiply_each(x, kernels)  # each [b, T, F_i/tp]
+    return _multiply_each(x, kernels, sequence)  # each [b, T, F_i/tp]
 
 
-def _multiply_each(x: Operand, kernels: Sequence[Kernel]) -> tuple[Array, ...]:
+def _multiply_each(x: Operand, kernels: Sequence[Kernel], sequence: int | None) -> tuple[Array, ...]:
+    x = sequence_first(x, sequence)
     plain = x.astype(x.dtype)  # once for all adapters
-    return tuple(multiply(x if isinstance(w, Quantised) else plain, w, TP) for w in kernels)
+    products = (multiply(x if isinstance(w, Quantised) else plain, w, TP) for w in kernels)
+    return tuple(sequence_first(y, sequence) for y in products)
+
+
+def _sum_of_products(inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence: int | None) -> Array:
+    pairs = zip(sequence_first(inputs, sequence), kernels, strict=True)
+    return sequence_first(reduce(operator.add, (multiply(*pair) for pair in pairs)), sequence)
 
 
 def leave_matmul(inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence: int | None, overlap: Overlap) -> Array:
     """Returns the sum of `inputs[i] @ kernels[i]` over i and tp; see `enter_matmul`."""
     if is_ring(overlap, axis_size(TP), split=sequence is not None):
         return checkpoint_name(matmul_scatter(tuple(inputs), tuple(kernels)), REDUCED)
-    return leave_parallel(sum_of_products(inputs, kernels), sequence)  # [b, T, D], or [b, T/tp, D]
+    return leave_parallel(_sum_of_products(inputs, kernels, sequence), sequence)  # [b, T, D], or [b, T/tp, D]
 
 
 def _as_dim(layer: str, features: int | PaddedDim, **others: int) -> PaddedDim:

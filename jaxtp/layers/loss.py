@@ -28,7 +28,7 @@ from jaxtp.collectives import (
 )
 from jaxtp.layers.embedding import HeadConfig
 from jaxtp.layers.parameter import DType
-from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
+from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim, sequence_first
 from jaxtp.mesh import TOKENS, TP
 
 LOSS = "vocab_parallel_cross_entropy"
@@ -124,10 +124,12 @@ def _on_devices(
         table = precision.load(shard, 1, accumulate="float32")  # chunks accumulate gradients in float32
         bias = None if bias is None else precision.load(bias, None, accumulate="float32")
         tables = jax.lax.stop_gradient(table.astype(precision.compute)), table  # cast once, not in each chunk
-        lead, of_logits = x.shape[:2], lambda x, *labels: of_chunk(_logits(head, tables, bias, x), *labels)
-        tokens = [each.reshape(-1, *each.shape[2:]) for each in (x, *labels)]  # nothing is copied
+        first = sequence_first((x, *labels), sequence)
+        lead, of_logits = first[0].shape[:2], lambda x, *labels: of_chunk(_logits(head, tables, bias, x), *labels)
+        tokens = [each.reshape(-1, *each.shape[2:]) for each in first]  # nothing is copied
         numbers = _map_chunks(of_logits, tokens, head.chunk_size)
-        return finish(jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), numbers), *labels)
+        numbers = jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), numbers)
+        return finish(sequence_first(numbers, sequence), *labels)
 
     bias_spec = None if bias_V is None else head.bias_spec
     in_specs = (activation_spec(sequence), head.table_spec, bias_spec, *(token_spec() for _ in labels))

@@ -30,7 +30,6 @@ from jaxtp.layers.float8 import (
     Value,
     gradient_of,
     input_gradient,
-    multiply,
     perturbed,
     product,
     unwrapped,
@@ -176,11 +175,6 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Any, ...], tup
 
 gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
-
-
-def sum_of_products(inputs: Iterable[Operand], kernels: Sequence[Kernel]) -> Array:
-    """Returns the sum of `inputs[i] @ kernels[i]`."""
-    return reduce(operator.add, (multiply(*pair) for pair in zip(inputs, kernels, strict=True)))
 
 
 def _part(x: V, at: Array, size: int) -> V:
