@@ -327,7 +327,9 @@ class WeightLayout:
         dim, group = self.tp_gather
         if group > 1:
             shard = lax.all_gather(shard, TP, axis=dim, axis_index_groups=_groups_over_tp(group), tiled=True)
-        return _gather_shards(shard, self.fsdp_dim) if split and self.gathered and self.fsdp_dim is not None else shard
+        if not split or not self.gathered or self.fsdp_dim is None:
+            return shard
+        return _gather_shards(_by_rows(shard), self.fsdp_dim)
 
     def whole_bits(self, shard: Float8) -> Float8:
         """Gathers a kernel in 8 bits; its scale is split like the kernel, except along `in`, where its size is 1."""
@@ -337,7 +339,7 @@ class WeightLayout:
         """Returns the gradient of `shard`, summed in `dtype`: `whole` transposed, and a sum over `replicas`."""
         grad = grad.astype(dtype)
         if current_mesh() is not None and self.fsdp_dim is not None and self.gathered:
-            grad = _reduce_scatter_shards(grad, self.fsdp_dim)
+            grad = _by_rows(_reduce_scatter_shards(grad, self.fsdp_dim))
         dim, group = self.tp_gather
         if group > 1:
             groups = _groups_over_tp(group)
@@ -384,10 +386,10 @@ def load_weight(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
 def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]) -> Quantised:
     """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits; `axes` split its input features."""
     if isinstance(shard, Float8):
-        return Quantised.of(layout.whole_bits(by_rows(shard)), dtypes.compute)
+        return Quantised.of(layout.whole_bits(shard), dtypes.compute)
 
     def gather(shard: Array) -> Quantised:
-        array, carrier = Quantised.of(layout.whole_bits(by_rows(Float8.of(shard, axes=axes))), dtypes.compute)
+        array, carrier = Quantised.of(layout.whole_bits(Float8.of(shard, axes=axes)), dtypes.compute)
         return Quantised(array, vary(carrier, *layout.replicas(shard)))
 
     load = jax.custom_vjp(gather)
@@ -395,15 +397,6 @@ def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
         lambda shard: (load(shard), None), lambda _, grad: (layout.summed(grad.carrier, shard, dtypes.reduce),)
     )
     return load(shard)
-
-
-def by_rows(kernel: Float8) -> Float8:
-    """Fixes the layout of a kernel's bits.
-
-    Hopper reads float8 by columns. Without this, XLA copies the float32 kernels of all layers, transposed.
-    """
-    rows = Layout(major_to_minor=tuple(range(kernel.bits.ndim)))
-    return kernel._replace(bits=with_layout_constraint(kernel.bits, rows))
 
 
 def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
@@ -453,6 +446,12 @@ def _gather_shards(w: Array, dim: int) -> Array:
         return all_gather(w, *STORAGE, dim=dim)
     whole = jnp.moveaxis(lax.all_gather(w, STORAGE), 0, dim)
     return whole.reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
+
+
+def _by_rows(shard: Array) -> Array:
+    # XLA's layouts have the gathered dim first, and Hopper reads float8 by columns. Without this, XLA copies float32
+    # weights of all layers, transposed: 1.1 of 21.1 GiB for Llama 3 8B over fsdp 8.
+    return with_layout_constraint(shard, Layout(major_to_minor=tuple(range(shard.ndim))))
 
 
 def _reduce_scatter_shards(grad: Array, dim: int) -> Array:
