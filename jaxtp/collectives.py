@@ -400,11 +400,8 @@ def load_float8(shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayou
 
 
 def by_rows(shard: Array) -> Array:
-    """Fixes the layout of a stored shard, or of its gradient.
-
-    XLA gathers along the first dim, and Hopper reads float8 by columns: without this it would transpose the shards of
-    all layers at once, before their loop, and keep the copies.
-    """
+    """Fixes the layout of a shard or its gradient, which XLA would copy for all layers, transposed."""
+    # XLA gathers along the first dim, and Hopper reads float8 by columns.
     return with_layout_constraint(shard, Layout(major_to_minor=tuple(range(shard.ndim))))
 
 
