@@ -6,8 +6,8 @@
 The plain step is `jit` with `NamedSharding`: constraints on products and on the norm before the gather, `scan` over
 layers, `jax.checkpoint`, a loss in chunks, Optax. Both start from the same weights and read the same tokens; the script
 stops if their first or last losses differ. Blocks of steps of each take turns in one process, and ratios are medians
-over neighbouring blocks. `--absent` compiles both for H100s that are not there, and shows a roofline by part. `--profile` also
-writes the compiled programs and a profile of each.
+over neighbouring blocks. `--absent` compiles both for H100s that are not there, and shows a roofline by part.
+`--profile` also writes the compiled programs and a profile of each.
 """
 
 import argparse
