@@ -6,16 +6,17 @@
 The plain step is `jit` with `NamedSharding`: constraints on products and on the norm before the gather, `scan` over
 layers, `jax.checkpoint`, a loss in chunks, Optax. Both start from the same weights and read the same tokens; the script
 stops if their first or last losses differ. Blocks of steps of each take turns in one process, and ratios are medians
-over neighbouring blocks. `--absent` compiles both for H100s that are not there. `--profile` also writes the compiled
-programs and a profile of each.
+over neighbouring blocks. `--absent` compiles both for H100s that are not there, and shows a roofline by part.
+`--profile` also writes the compiled programs and a profile of each.
 """
 
 import argparse
 import functools
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.analysis.schedule import read_schedule
+from jaxtp.analysis.schedule import AMOUNTS, read_parts, read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import replace_nested
@@ -47,6 +48,7 @@ MODELS = {
     "8b": {"vocab_size": 128256, "d_model": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "d_ff": 14336},
 }
 RATE, DECAY, CHUNK = 1e-4, 0.1, 4096  # CHUNK: tokens of a device whose logits exist at a time
+MEMORY = 3.35e9  # bytes that an H100 reads or writes in a millisecond
 SPECS = {
     "embedding": P("tp", "fsdp"),
     "head": P("fsdp", "tp"),
@@ -90,6 +92,7 @@ class Plain:
     def constrain(self, x: jax.Array, *spec: str | None) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
 
+    @jax.named_scope("norm")
     def norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.model.norm_eps) * scale
@@ -117,8 +120,9 @@ class Plain:
         o = self.constrain(attend(self.rotate(q), self.rotate(k), v).reshape(*x.shape[:2], -1), "fsdp", None, "tp")
         x = x + self.constrain(o @ row("wo"), "fsdp", "tp", None)
         h = self.norm(x, w["n2"])
-        gate, up = (self.constrain(h @ column(name), "fsdp", None, "tp") for name in ("wg", "wu"))
-        return x + self.constrain((jax.nn.silu(gate) * up) @ row("wd"), "fsdp", "tp", None)
+        with jax.named_scope("mlp"):
+            gate, up = (self.constrain(h @ column(name), "fsdp", None, "tp") for name in ("wg", "wu"))
+            return x + self.constrain((jax.nn.silu(gate) * up) @ row("wd"), "fsdp", "tp", None)
 
     def loss(self, params: Params, inputs: jax.Array, labels: jax.Array) -> jax.Array:
         x = self.constrain(params["embedding"].astype(self.dtype)[inputs], "fsdp", "tp", None)
@@ -141,8 +145,9 @@ class Plain:
     def step(self, state: tuple[Params, Any], batch: dict[str, jax.Array]) -> tuple[tuple[Params, Any], jax.Array]:
         params, optimizer = state
         loss, grads = jax.value_and_grad(self.loss)(params, batch["inputs"], batch["labels"])
-        updates, optimizer = self.optimizer.update(grads, optimizer, params)
-        return (optax.apply_updates(params, updates), optimizer), loss
+        with jax.named_scope("optimizer"):
+            updates, optimizer = self.optimizer.update(grads, optimizer, params)
+            return (optax.apply_updates(params, updates), optimizer), loss
 
     def jitted(self, params: Params) -> tuple[Any, Any]:
         """Returns the step, and the abstract state for these parameters."""
@@ -234,6 +239,47 @@ def runners(
     return found
 
 
+def least_bytes(model: jaxtp.ModelConfig, sizes: Mapping[str, int], tokens: int) -> dict[str, float]:
+    """Returns the least bytes through memory of a part's kernels without products, remat full, on one device.
+
+    Each elementwise pass is fused, and reads and writes its arrays once, activations in bfloat16. The forward pass runs
+    twice. Weights are cast in each pass (4 + 2 bytes), their gradients once; AdamW and the norm for the clip read and
+    write 32 bytes. Logits are read in float32 twice, and their gradient is written in bfloat16.
+    """
+    tp, devices, n = sizes["tp"], math.prod(sizes.values()), tokens / sizes["fsdp"]
+    heads = (model.num_heads + model.num_kv_heads) * model.head_dim
+    x, qk, hidden = (2 * n * width / tp for width in (model.d_model, heads, model.d_ff))
+    attention = model.d_model * (2 * heads) / devices
+    mlp, table = (3 * model.d_model * model.d_ff / devices, model.vocab_size * model.d_model / devices)
+    each_layer = {
+        "norms": 2 * 3 * 4 * x,  # forward: residual, block's output, their sum, normed; backward: as many
+        "attention": 3 * 2 * qk,  # rotations
+        "MLP": (2 * 3 + 5) * hidden + (2 * 6 + 6) * mlp,
+        "projections": (2 * 6 + 6) * attention,
+        "other": 2 * x,  # the saved input of the layer
+    }
+    whole = {name: model.num_layers * size for name, size in each_layer.items()}
+    rows = 3 * x  # looked up; the scatter of their gradients reads and adds
+    return whole | {
+        "embedding, loss": 10 * n * model.vocab_size / tp + (6 + 2 * 6) * table + rows,
+        "optimizer": 32 * (model.num_layers * (attention + mlp) + 2 * table),
+    }
+
+
+def roofline(parts: Mapping[str, Mapping[str, float]], least: Mapping[str, float]) -> str:
+    """Returns a table of what each part of a compiled step computes and moves."""
+    rows = []
+    for name, part in parts.items():
+        flops, products, others, copies = (
+            part.get(key, 0.0) for key in ("flops", "product_bytes", "other_bytes", "copied_bytes")
+        )
+        bound = least.get(name, 0.0)
+        ratio = f"{others / bound:.2f}" if bound else ""
+        sizes = (f"{size / 1e9:.1f}" for size in (products, others, copies, bound))
+        rows.append((name, f"{part['kernels']:,.0f}", f"{flops / 1e12:.1f}", *sizes, ratio))
+    return columns(("part", "kernels", "TFLOP", "GB products", "GB others", "of copies", "least others", "ratio"), rows)
+
+
 def agree(found: list[Runner], *, low: bool) -> list[float]:
     """Returns the last losses; ends the script if they differ by more than rounding."""
     losses = [runner.last_loss() for runner in found]
@@ -280,7 +326,7 @@ def main() -> None:
         head_dim=shape["d_model"] // shape["num_heads"],
         rope_theta=500000.0,
         remat=given.remat,
-        loss_chunk=CHUNK // mesh.shape["tp"] if gpu else CHUNK,
+        loss_chunk=CHUNK,
         precision=jaxtp.Precision(
             compute=given.compute or ("bfloat16" if gpu else "float32"), reduce="bfloat16" if gpu else "float32"
         ),
@@ -292,17 +338,25 @@ def main() -> None:
         f"with {model.num_layers} layers, {given.rows} x {length} tokens, remat {given.remat}",
         flush=True,
     )
-    table = []
+    table: list[tuple[str, ...]] = []
     if given.profile:
         given.profile.mkdir(parents=True, exist_ok=True)
         for i, runner in enumerate(found):
             (given.profile / f"{i}.hlo.txt").write_text(runner.compiled.as_text())
     if given.absent:
+        least = least_bytes(model, sizes, given.rows * length)
         for runner in found:
-            moved = [(m.bytes_sent, m.hidden_bytes / m.bytes) for m in read_schedule(runner.compiled.as_text(), sizes)]
+            text = runner.compiled.as_text()
+            moved = [(m.bytes_sent, m.hidden_bytes / m.bytes) for m in read_schedule(text, sizes)]
             sent, exposed = sum(size for size, _ in moved), sum(size * (1 - hidden) for size, hidden in moved)
-            table.append((runner.name, f"{sent / 1e9:.1f}", f"{exposed / 1e9:.1f}", f"{runner.peak():.2f}"))
-        print(columns(("step", "GB sent", "exposed", "peak GiB"), table))
+            parts = read_parts(text)
+            all_ = {name: sum(part.get(name, 0.0) for part in parts.values()) for name in AMOUNTS}
+            through = all_["product_bytes"] + all_["other_bytes"]
+            traffic = f"{all_['kernels']:,.0f}", f"{through / 1e9:.1f}", f"{all_['copied_bytes'] / MEMORY:.1f}"
+            table.append((runner.name, f"{sent / 1e9:.1f}", f"{exposed / 1e9:.1f}", f"{runner.peak():.2f}", *traffic))
+            print(f"\n{runner.name}\n{roofline(parts, least)}")
+        header = ("step", "GB sent", "exposed", "peak GiB", "kernels", "GB through memory", "ms of copies")
+        print(f"\n{columns(header, table)}")
         return
     random = np.random.default_rng(0)
     ids = random.integers(0, model.vocab_size, (given.rows, length + 1)).astype(np.int32)

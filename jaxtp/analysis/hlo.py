@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -93,6 +93,7 @@ Module = Mapping[str, Sequence[Instruction]]
 """Instructions by computation; in the text of a compiled program, in the order of its schedule."""
 
 
+@lru_cache(maxsize=1)  # a program is read several times
 def parse_module(text: str) -> tuple[Module, str]:
     """Returns the computations, and the entry's name.
 

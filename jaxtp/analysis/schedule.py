@@ -36,7 +36,7 @@ PARTS = {
     "MLP": r"\bmlp|experts|moe|feed_forward|ffn",
     "projections": "attention|linear|proj|dense",
 }
-"""Parts of a step, by the first pattern that is in the name of a kernel's operation."""
+"""Parts of a step, by the first pattern that is in the name of one of a kernel's operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +157,8 @@ def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -
         inside += [(module[name], inner) for name, inner, *_ in walk(module, callee)]
     products = [(whole, inner) for whole, inner in inside if hlo.is_product(inner)]
     names = [inner.op_name for _, inner in (*products, *inside) if inner.op_name]
-    path = re.sub(r"\bjit\([^()]*\)", "", (names or [scope])[0])
-    part = next((part for part, pattern in PARTS.items() if re.search(pattern, path)), OTHER)
+    paths = (re.sub(r"\bjit\([^()]*\)", "", name) for name in names or [scope])
+    part = next((part for path in paths for part, pattern in PARTS.items() if re.search(pattern, path)), OTHER)
     size = _traffic(kernel, around, module)
     if not products:
         return part, {"kernels": 1, "other_bytes": size, "copied_bytes": size * _only_moves(kernel, module)}
