@@ -6,6 +6,7 @@ arbitrary, and rows may be replicated.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import jax
@@ -88,6 +89,7 @@ def _on_mesh(array: NDArray[Any], places: Sequence[int], mesh: Mesh, size: int) 
     return jax.make_array_from_callback((size, *array.shape[1:]), _sharding(mesh, array.ndim), part)
 
 
+@cache
 def _sharding(mesh: Mesh, ndim: int) -> NamedSharding:
     return NamedSharding(mesh, batch_spec(*[None] * (ndim - 1)))
 

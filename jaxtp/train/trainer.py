@@ -135,8 +135,8 @@ class Trainer:
         if config.profile.start:
             from jaxtp.train import performance
 
-            folder, profile = config.run.dir / run_folder.PROFILE, config.profile
-            self._profiler = performance.Profiler(folder, profile.start, profile.steps, run.timing)
+            folder = config.run.dir / run_folder.PROFILE
+            self._profiler = performance.Profiler(folder, config.profile.start, config.profile.steps, run.timing)
             exit_stack.callback(self._profiler.close)
         self._stragglers: Stragglers | None = None
         if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
@@ -164,7 +164,6 @@ class Trainer:
             if error is None:
                 with self._reporting():
                     if not self.done and self._run.step >= self._first:  # the loop was left early
-                        self._finish_step()
                         self._save_and_wait()
             else:
                 self._report_failure(error)
@@ -246,7 +245,6 @@ class Trainer:
 
     def save(self) -> Path:
         """Saves a checkpoint of the current step, if there is none; returns its folder, complete."""
-        self._finish_step()
         self._save_and_wait()
         return self._run.checkpoints.folder / str(self._run.step)
 
@@ -308,7 +306,6 @@ class Trainer:
             if run.step < total:
                 self._between_steps()
                 if (reason := self._stopping.reason) is not None:
-                    self._finish_step()
                     self._save_and_wait()
                     by_signal = reason != self._stop_reason
                     how = f"by {reason} at step {run.step}" if by_signal else f"at step {run.step}: {reason};"
@@ -328,7 +325,6 @@ class Trainer:
         except BatchError as error:
             # No step is lost to bad data. Processes may fail at different steps, unless the data ends for all.
             if self._run.step >= self._first and (isinstance(error, EndOfDataError) or not is_multiprocess()):
-                self._finish_step()
                 self._save_and_wait()
             raise
 
@@ -398,7 +394,6 @@ class Trainer:
 
     def _between_steps(self) -> None:
         if (every := self.config.checkpoint.every) and self._run.step % every == 0:
-            self._finish_step()
             self._save()
 
     def _evaluate_if_due(self, total: int) -> None:
@@ -436,7 +431,8 @@ class Trainer:
         run, total, unit = self._run, self.config.train.steps, self._run.data.unit
         per_step = run.data.global_batch_size * run.data.units_per_row
         rate = per_step / self._timing.step_seconds
-        self._report.step(step, values, f"{rate:,.0f} {unit}/s")
+        if self._report.has_bar:
+            self._report.step(step, values, f"{rate:,.0f} {unit}/s")
         if step in (1, total) or step % self.config.train.log_every == 0:
             record: dict[str, float | int] = {
                 "step": step,
@@ -504,6 +500,7 @@ class Trainer:
         return evaluation_metrics(results, own_loss=run.task.loss is not None) if results else {}
 
     def _save(self) -> None:
+        self._finish_step()
         run = self._run
         if self._saved_at == run.step:
             return
