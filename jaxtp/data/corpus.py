@@ -81,14 +81,13 @@ class Corpus:
 
     def describe(self) -> dict[str, object]:
         """Returns a run's data record, for `generate` and to detect changes on resume."""
-        prefix = list(self.tokenizer.prefix)
         return {
             "source": self.description,
             "train_tokens": self.train_tokens,
             "validation_tokens": self.validation_tokens,
             "tokenizer": self.tokenizer.name,
             "sha256": self.identity,
-            **({PREFIX: prefix} if prefix else {}),  # absent in older runs
+            **({PREFIX: [*self.tokenizer.prefix]} if self.tokenizer.prefix else {}),  # absent in older runs
         }
 
 

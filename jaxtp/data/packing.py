@@ -135,7 +135,8 @@ def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints, Ints]:
     widths, repeats = np.array([(len(pattern), count) for pattern, count in patterns], np.int64).reshape(-1, 2).T
     columns = np.fromiter(chain.from_iterable(pattern for pattern, _ in patterns), np.int64)
     # All pieces of a size are placed, column by column.
-    by_size, in_order = _sorted(sizes, room), _sorted(columns, room)
+    dtype = np.min_scalar_type(room)  # NumPy sorts 16 bits by radix
+    by_size, in_order = (np.argsort(each.astype(dtype), kind="stable") for each in (sizes, columns))
     placed = np.repeat(repeats, widths)[in_order]
     first_of_column = np.empty_like(columns)
     first_of_column[in_order] = histogram[0] + np.cumsum(placed) - placed
@@ -145,10 +146,6 @@ def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints, Ints]:
     row, column = np.divmod(np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many), width)
     chosen = by_size[first_of_column[first + column] + row]
     return pieces[chosen], sizes[chosen], np.repeat(widths, repeats)
-
-
-def _sorted(sizes: Ints, most: int) -> NDArray[np.intp]:
-    return np.argsort(sizes.astype(np.min_scalar_type(most)), kind="stable")  # NumPy sorts 16 bits by radix
 
 
 def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:

@@ -359,10 +359,9 @@ class Trainer:
             run = self._run
             batch = run.data.abstract(self.mesh)
             platform = platform_of(self.mesh.devices.flat[0])
-            options = compiler_options(self.config, platform)
             try:
                 traced = trace_step(self.config, run.blueprint, run.train_step, run.leaves, batch)
-                compiled: TrainStep = traced.lower().compile(compiler_options=options)
+                compiled: TrainStep = traced.lower().compile(compiler_options=compiler_options(self.config, platform))
             except (UserError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:
@@ -414,8 +413,7 @@ class Trainer:
         self._timing.tick()
         if self._verifier is not None:
             self._verify(self._verifier, step, *checksums)
-        skipped = int(values.pop("skipped"))
-        if skipped:
+        if skipped := int(values.pop("skipped")):
             self._handle_skip(step, skipped, values, batch)
         elif not math.isfinite(values["param_norm"]):
             from jaxtp.train.verify import nonfinite_update
@@ -431,8 +429,7 @@ class Trainer:
         run, total, unit = self._run, self.config.train.steps, self._run.data.unit
         per_step = run.data.global_batch_size * run.data.units_per_row
         rate = per_step / self._timing.step_seconds
-        if self._report.has_bar:
-            self._report.step(step, values, f"{rate:,.0f} {unit}/s")
+        self._report.step(step, values, f"{rate:,.0f} {unit}/s")
         if step in (1, total) or step % self.config.train.log_every == 0:
             record: dict[str, float | int] = {
                 "step": step,
@@ -504,8 +501,7 @@ class Trainer:
         run = self._run
         if self._saved_at == run.step:
             return
-        last, values = self._last
-        eval_loss = values.get("eval_loss", math.nan) if last == run.step else math.nan
+        eval_loss = self._last[1].get("eval_loss", math.nan) if self._last[0] == run.step else math.nan
         best = eval_loss if math.isfinite(eval_loss) else None
         with self._phase(f"the checkpoint at step {run.step}", "save"):
             stored = run.blueprint.stored(run.state)
