@@ -59,9 +59,14 @@ def main(argv: Sequence[str]) -> int:
 
 def script() -> NoReturn:
     """Runs the installed script `jaxtp`."""
-    if asks_for_help(sys.argv[2:]) and not is_launched():
-        sys.meta_path.insert(0, _StandIns())  # the process ends after the help
+    hasten_help()
     entry.run(PROGRAM, main)
+
+
+def hasten_help() -> None:
+    """Imports stand-ins for libraries from now on if the process only prints help."""
+    if asks_for_help(sys.argv[1:]) and not is_launched():
+        sys.meta_path.insert(0, _StandIns())
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -5,9 +5,9 @@
 1. Imports, help and an estimate, each in a fresh process.
 2. From the start of a process to the end of step 1 of the default run, without and with a compilation cache; "plain"
    plans the same state and compiles the same initialisation and step, and does nothing else.
-3. The programs that are compiled before step 1: `init` makes the state, `_sum_parts` checks that it is finite and that
-   replicas are equal (a save uses it too), `step` is the evaluation before step 1, `flat` the training step.
-4. A tiny step on one device: the jitted step called on the leaves of the state, on the state, and by the trainer.
+3. The programs that are compiled before step 1. jaxtp/train/README.md says why each is needed.
+4. A tiny step on one device: the jitted step called on the leaves of the state, on the state, on batches of the loader,
+   and by the trainer, which also logs.
 
 With `--beside` the same is measured with another checkout of this repository. All take turns in one run, so that other
 load affects all; the table has medians and quartiles.
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
@@ -35,11 +34,13 @@ COMMANDS = {
     "import jax": ["-c", "import jax"],
     "jaxtp --help": ["-m", "jaxtp", "--help"],
     "jaxtp train --help": ["-m", "jaxtp", "train", "--help"],
+    "python -m jaxtp.train --help": ["-m", "jaxtp.train", "--help"],
     "jaxtp train --help-all": ["-m", "jaxtp", "train", "--help-all"],
     "jaxtp estimate, 8B on 8 H100s": ESTIMATE,
 }
 TINY = {"d_model": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "d_ff": 16}
 SHORT = {"data.sequence_length": 16, "data.global_batch_size": 2, "eval.every": 0, "checkpoint.every": 0}
+LOOP = "the step on leaves, and the loader"
 BLOCK = 50
 """Steps of a block."""
 
@@ -135,7 +136,7 @@ def tiny_step(folder: Path, repeats: int) -> Times:
                 if way == "the trainer":
                     next(steps)
                     continue
-                inputs = next(batches)[0] if way.endswith("loader") else batch
+                inputs = next(batches)[0] if way == LOOP else batch
                 if way.startswith("the step on leaves"):
                     leaves, values = on_leaves(leaves, inputs)
                 else:
@@ -149,7 +150,7 @@ def tiny_step(folder: Path, repeats: int) -> Times:
             for way in (
                 "the step on leaves",
                 "the step on the state",
-                "the step on leaves, and the loader",
+                LOOP,
                 "the trainer",
             ):
                 started = time.perf_counter()
@@ -179,10 +180,6 @@ def child(checkout: Path, words: list[str], **variables: str) -> tuple[float, st
     return started, done.stdout
 
 
-def timed(found: Times, name: str, action: Callable[[], float]) -> None:
-    found.setdefault(name, []).append(action())
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--beside", type=Path, help="another checkout")
@@ -203,12 +200,8 @@ def main(argv: list[str] | None = None) -> None:
     for _ in range(arguments.repeats):
         for name, words in COMMANDS.items():
             for suffix, checkout in checkouts.items():
-
-                def run(checkout: Path = checkout, words: list[str] = words) -> float:
-                    started, _ = child(checkout, words)
-                    return time.time() - started
-
-                timed(commands, f"{name}{suffix}", run)
+                started, _ = child(checkout, words)
+                commands.setdefault(f"{name}{suffix}", []).append(time.time() - started)
     show("commands", commands, "s")
 
     starts: Times = {}
@@ -227,7 +220,11 @@ def main(argv: list[str] | None = None) -> None:
                         starts.setdefault(f"{cache}, {kind}{suffix}", []).append(result["ended"] - started)
                         if (kind, cache, suffix) == ("run", "cold", ""):
                             programs.append(result["compiled"])
-    show("from the process to the end of step 1", dict(sorted(starts.items())), "s")
+    for suffix in checkouts:
+        for cache in ("cold", "warm"):
+            found = {name: starts[name] for name in (f"{cache}, plain{suffix}", f"{cache}, run{suffix}")}
+            title = "from the process to the end of step 1; ratios to plain"
+            show(f"{title}, {cache} cache{suffix}", found, "s", f"{cache}, plain{suffix}")
 
     print("\nprograms compiled before the end of step 1, and their seconds in the last run")
     for name in dict.fromkeys(name for name, _ in programs[-1]):
@@ -246,7 +243,12 @@ def main(argv: list[str] | None = None) -> None:
                 str(4 * arguments.repeats),
             ]
             _, said = child(checkout, words)
-        show(f"a tiny step on one device{suffix}; ratios to the first", json.loads(said), "ms", "the step on leaves")
+        show(
+            f"a tiny step on one device{suffix}; ratios to the loop that only reads batches and steps",
+            json.loads(said),
+            "ms",
+            LOOP,
+        )
 
 
 if __name__ == "__main__":

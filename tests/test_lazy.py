@@ -48,6 +48,14 @@ finally:
         assert done.stdout == f"{capsys.readouterr().out}libraries:\n"
 
 
+def test_help_of_the_module_needs_no_library():
+    command = [sys.executable, "-X", "importtime", "-m", "jaxtp.train", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "--plot FILE.png" in done.stdout
+    assert "jaxtp.train.trainer" in done.stderr
+    assert "numpy._core" not in done.stderr
+
+
 @pytest.mark.parametrize("name", jaxtp.__all__)
 def test_every_name_resolves_to_what_type_checkers_see(name):
     source = ast.parse(Path(inspect.getfile(jaxtp)).read_text())

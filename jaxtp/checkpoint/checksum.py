@@ -205,6 +205,7 @@ def _part_index(axes: tuple[str, ...]) -> int | Array:
     return index
 
 
+@jax.jit  # traced once for alike arrays: parameter and moments
 def _sums_at(part: Array, starts: Sequence[int | Array]) -> Array:
     """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
     # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.

@@ -32,13 +32,7 @@ from jaxtp.checkpoint.checksum import (
     describe_not_finite,
 )
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, UnwritableError, read_on_all, require_shared
-from jaxtp.checkpoint.logical import (
-    abstract_logical,
-    from_logical,
-    may_be_infinite,
-    named_variables,
-    to_logical,
-)
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, may_be_infinite, named_variables, to_logical
 from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import all_gather_json, host_names, is_multiprocess, raise_everywhere
 from jaxtp.layers.parameter import spec_of

@@ -1,6 +1,7 @@
 """The data of a run: prepared datasets, a text file, or the standard library."""
 
 import hashlib
+import os
 import platform
 import sysconfig
 from collections.abc import Mapping
@@ -80,14 +81,13 @@ class Corpus:
 
     def describe(self) -> dict[str, object]:
         """Returns a run's data record, for `generate` and to detect changes on resume."""
-        prefix = list(self.tokenizer.prefix)
         return {
             "source": self.description,
             "train_tokens": self.train_tokens,
             "validation_tokens": self.validation_tokens,
             "tokenizer": self.tokenizer.name,
             "sha256": self.identity,
-            **({PREFIX: prefix} if prefix else {}),  # absent in older runs
+            **({PREFIX: [*self.tokenizer.prefix]} if self.tokenizer.prefix else {}),  # absent in older runs
         }
 
 
@@ -135,10 +135,12 @@ def standard_library(root: Path | None = None) -> Part:
     Skips tests, site-packages and `encodings` (tables). A hash of its path holds out about 1 in 20 files.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    paths = [path for path in paths if not _SKIPPED_FOLDERS.intersection(path.parts)]
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - _SKIPPED_FOLDERS  # it does not enter them
+        paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     files: dict[bool, list[bytes]] = {True: [], False: []}
-    for path in paths:
+    for path in sorted(paths):
         digest = hashlib.sha256(path.as_posix().encode()).digest()
         files[int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0].append(_read(root / path))
     if not any(files[False]) or not any(files[True]):

@@ -73,8 +73,8 @@ def split(shapes: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh) -> dict[str, j
 
 def local_rows(indices: Iterable[Index | None], global_batch_size: int) -> list[int]:
     """Returns the distinct rows in some devices' slices, ascending."""
-    bounds_of_devices = {_bounds(index, global_batch_size) for index in indices if index is not None}
-    return sorted({row for bounds in bounds_of_devices for row in range(*bounds)})
+    bounds = {_bounds(index, global_batch_size) for index in indices if index is not None}
+    return sorted({row for each in bounds for row in range(*each)})
 
 
 def _on_mesh(array: NDArray[Any], places: Sequence[int], mesh: Mesh, size: int) -> jax.Array:

@@ -8,6 +8,7 @@ documents. The plan gives random access by row index; Grain's packing is an iter
 import bisect
 import hashlib
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ class Packed(Rows):
 
     `long` handles documents longer than a row: "split" cuts them into full rows and a rest (each token is an input
     once), "drop" omits them, "stop" raises `LongDocumentError`. A pair is placed as one document, and is never cut.
-    Planning takes about half a second and 24 MB of memory for each million documents.
+    Planning takes a quarter of a second and 24 MB of memory for each million documents.
     """
 
     algorithm = f"best fit {VERSION}"
@@ -129,19 +130,22 @@ def _pieces(documents: Ints, lengths: Ints, room: int) -> tuple[Ints, Ints]:
 
 def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints, Ints]:
     """Returns pieces in row order, their sizes, and the pieces per row."""
-    by_size = np.argsort(sizes, kind="stable")
     histogram = np.bincount(sizes, minlength=room + 1)
-    next_of_size = np.cumsum(histogram) - histogram
-    order, counts = [], []
-    for pattern, repeats in best_fit(histogram, room):
-        columns = []
-        for size in pattern:
-            columns.append(by_size[next_of_size[size] : next_of_size[size] + repeats])
-            next_of_size[size] += repeats
-        order.append(np.stack(columns, axis=1).reshape(-1))
-        counts.append(np.full(repeats, len(pattern)))
-    chosen = np.concatenate([*order, np.zeros(0, np.int64)]).astype(np.int64)
-    return pieces[chosen], sizes[chosen], np.concatenate([*counts, np.zeros(0, np.int64)]).astype(np.int64)
+    patterns = best_fit(histogram, room)
+    widths, repeats = np.array([(len(pattern), count) for pattern, count in patterns], np.int64).reshape(-1, 2).T
+    columns = np.fromiter(chain.from_iterable(pattern for pattern, _ in patterns), np.int64)
+    # All pieces of a size are placed, column by column.
+    dtype = np.min_scalar_type(room)  # NumPy sorts 16 bits by radix
+    by_size, in_order = (np.argsort(each.astype(dtype), kind="stable") for each in (sizes, columns))
+    placed = np.repeat(repeats, widths)[in_order]
+    first_of_column = np.empty_like(columns)
+    first_of_column[in_order] = histogram[0] + np.cumsum(placed) - placed
+    # Row by row: of the pattern of each piece the width and the first column, and the piece's place in its rows.
+    many = widths * repeats
+    width, first = (np.repeat(each, many) for each in (widths, np.cumsum(widths) - widths))
+    row, column = np.divmod(np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many), width)
+    chosen = by_size[first_of_column[first + column] + row]
+    return pieces[chosen], sizes[chosen], np.repeat(widths, repeats)
 
 
 def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
@@ -153,25 +157,27 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
     rooms: list[int] = []  # the keys with rows, ascending
 
     def add_rows(pattern: Pattern, count: int, room: int) -> None:
-        if count:
-            if not by_room.setdefault(room, []):
-                bisect.insort(rooms, room)
-            by_room[room].append((pattern, count))
+        if not (rows := by_room.setdefault(room, [])):
+            bisect.insort(rooms, room)
+        rows.append((pattern, count))
 
-    for size in range(room, 0, -1):
-        remaining = int(histogram[size])
+    for size, remaining in reversed([*enumerate(histogram.tolist())][1:]):
         while remaining:
             pattern: Pattern = ()
             count, left = remaining, room
             if (fitting := bisect.bisect_left(rooms, size)) < len(rooms):
                 left = rooms[fitting]
-                pattern, count = by_room[left].pop()
-                if not by_room[left]:
+                rows = by_room[left]
+                pattern, count = rows.pop()
+                if not rows:
                     del rooms[fitting]
             each = left // size  # after the first, this is still the least room that fits
             full, rest = divmod(min(remaining, count * each), each)
-            add_rows((*pattern, *[size] * each), full, left - each * size)
-            add_rows((*pattern, *[size] * rest), min(rest, 1), left - rest * size)
-            add_rows(pattern, (count - full - min(rest, 1)) if pattern else 0, left)
             remaining -= full * each + rest
+            if full:
+                add_rows(pattern + (size,) * each, full, left - each * size)
+            if rest:
+                add_rows(pattern + (size,) * rest, 1, left - rest * size)
+            if pattern and (same := count - full - (rest > 0)):
+                add_rows(pattern, same, left)
     return [row for rows in by_room.values() for row in rows]

@@ -63,11 +63,6 @@ class Split(Documents):
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_maps": {}}
 
-    @property
-    def num_text_bytes(self) -> int:
-        """Bytes of the documents as UTF-8, for losses per byte."""
-        return sum(shard.text_bytes for shard in self._shards)
-
     @cached_property
     def identity(self) -> str:
         """The sha256 of the shards' checksums."""

@@ -122,6 +122,7 @@ def enable_compilation_cache(platform: str) -> None:
         print(f"the compilation cache is off: {error}", file=sys.stderr)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start compiles many small programs
     jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # they grow without limit, and damage is an error
 
 

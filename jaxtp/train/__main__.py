@@ -1,5 +1,10 @@
 """`jaxtp train`."""
 
+if __name__ == "__main__":
+    from jaxtp.__main__ import hasten_help
+
+    hasten_help()
+
 import io
 from collections.abc import Sequence, Set
 from contextlib import redirect_stdout, suppress

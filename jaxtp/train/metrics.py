@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import socket
 import time
 import uuid
@@ -18,8 +19,8 @@ from typing import Any, Protocol, TextIO
 import jax
 import numpy as np
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import scalar
 
 from jaxtp.config.files import write_atomically
 from jaxtp.config.schema import ConfigError, to_plain
@@ -91,11 +92,12 @@ class Timing:
         """
         steps, waited = np.array(self._steps), self._waited
         self._steps, self._waited = [], 0.0
+        p50, p90 = np.interp((0.5, 0.9), np.linspace(0, 1, len(steps)), np.sort(steps)).tolist()
         wall = time.perf_counter() - self._started
         return {
             "step_seconds": float(steps.mean()),
-            "step_seconds_p50": float(np.percentile(steps, 50)),
-            "step_seconds_p90": float(np.percentile(steps, 90)),
+            "step_seconds_p50": p50,
+            "step_seconds_p90": p90,
             "step_seconds_max": float(steps.max()),
             "data_wait_seconds": waited / len(steps),
             "goodput": self._useful / wall,
@@ -135,8 +137,8 @@ class _TensorBoard:
         self.close = self._writer.close
 
     def write(self, step: int, values: Mapping[str, float | int]) -> None:
-        for name, value in values.items():
-            self._add(step, summary=scalar(name, value))
+        named = {re.sub(r"[^-/\w.]", "_", name).lstrip("/"): value for name, value in values.items()}
+        self._add(step, summary=Summary(value=[Summary.Value(tag=n, simple_value=v) for n, v in named.items()]))
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._writer.flush()
             self._flushed = time.monotonic()
@@ -312,10 +314,7 @@ def read_metrics(run: Path) -> list[dict[str, float]]:
 
 def last_values(run: Path) -> dict[str, float]:
     """Returns the last value of each metric."""
-    values: dict[str, float] = {}
-    for record in read_metrics(run):
-        values |= record
-    return values
+    return {name: value for record in read_metrics(run) for name, value in record.items()}
 
 
 def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = CURVES, x: str = "step") -> None:

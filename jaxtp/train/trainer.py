@@ -135,8 +135,8 @@ class Trainer:
         if config.profile.start:
             from jaxtp.train import performance
 
-            folder, profile = config.run.dir / run_folder.PROFILE, config.profile
-            self._profiler = performance.Profiler(folder, profile.start, profile.steps, run.timing)
+            folder = config.run.dir / run_folder.PROFILE
+            self._profiler = performance.Profiler(folder, config.profile.start, config.profile.steps, run.timing)
             exit_stack.callback(self._profiler.close)
         self._stragglers: Stragglers | None = None
         if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
@@ -164,7 +164,6 @@ class Trainer:
             if error is None:
                 with self._reporting():
                     if not self.done and self._run.step >= self._first:  # the loop was left early
-                        self._finish_step()
                         self._save_and_wait()
             else:
                 self._report_failure(error)
@@ -246,7 +245,6 @@ class Trainer:
 
     def save(self) -> Path:
         """Saves a checkpoint of the current step, if there is none; returns its folder, complete."""
-        self._finish_step()
         self._save_and_wait()
         return self._run.checkpoints.folder / str(self._run.step)
 
@@ -308,7 +306,6 @@ class Trainer:
             if run.step < total:
                 self._between_steps()
                 if (reason := self._stopping.reason) is not None:
-                    self._finish_step()
                     self._save_and_wait()
                     by_signal = reason != self._stop_reason
                     how = f"by {reason} at step {run.step}" if by_signal else f"at step {run.step}: {reason};"
@@ -328,7 +325,6 @@ class Trainer:
         except BatchError as error:
             # No step is lost to bad data. Processes may fail at different steps, unless the data ends for all.
             if self._run.step >= self._first and (isinstance(error, EndOfDataError) or not is_multiprocess()):
-                self._finish_step()
                 self._save_and_wait()
             raise
 
@@ -363,10 +359,9 @@ class Trainer:
             run = self._run
             batch = run.data.abstract(self.mesh)
             platform = platform_of(self.mesh.devices.flat[0])
-            options = compiler_options(self.config, platform)
             try:
                 traced = trace_step(self.config, run.blueprint, run.train_step, run.leaves, batch)
-                compiled: TrainStep = traced.lower().compile(compiler_options=options)
+                compiled: TrainStep = traced.lower().compile(compiler_options=compiler_options(self.config, platform))
             except (UserError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:
@@ -398,7 +393,6 @@ class Trainer:
 
     def _between_steps(self) -> None:
         if (every := self.config.checkpoint.every) and self._run.step % every == 0:
-            self._finish_step()
             self._save()
 
     def _evaluate_if_due(self, total: int) -> None:
@@ -419,8 +413,7 @@ class Trainer:
         self._timing.tick()
         if self._verifier is not None:
             self._verify(self._verifier, step, *checksums)
-        skipped = int(values.pop("skipped"))
-        if skipped:
+        if skipped := int(values.pop("skipped")):
             self._handle_skip(step, skipped, values, batch)
         elif not math.isfinite(values["param_norm"]):
             from jaxtp.train.verify import nonfinite_update
@@ -504,11 +497,11 @@ class Trainer:
         return evaluation_metrics(results, own_loss=run.task.loss is not None) if results else {}
 
     def _save(self) -> None:
+        self._finish_step()
         run = self._run
         if self._saved_at == run.step:
             return
-        last, values = self._last
-        eval_loss = values.get("eval_loss", math.nan) if last == run.step else math.nan
+        eval_loss = self._last[1].get("eval_loss", math.nan) if self._last[0] == run.step else math.nan
         best = eval_loss if math.isfinite(eval_loss) else None
         with self._phase(f"the checkpoint at step {run.step}", "save"):
             stored = run.blueprint.stored(run.state)

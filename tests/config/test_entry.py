@@ -28,7 +28,7 @@ MAINS = sorted((Path(__file__).parent.parent.parent / "jaxtp").rglob("__main__.p
 
 @pytest.mark.parametrize("path", MAINS, ids=lambda path: path.parent.name)
 def test_every_command_ends_in_the_one_way(path):
-    ending = path.read_text().partition('if __name__ == "__main__":\n')[2].strip()
+    ending = path.read_text().rpartition('if __name__ == "__main__":\n')[2].strip()
     assert ending.startswith("entry.run(") or (path.parent.name == "jaxtp" and ending == "script()")
     assert "\n" not in ending
 

@@ -46,7 +46,12 @@ def test_gpus_that_may_be_used(listed, visible):
     assert len(launch.names_of_gpus(4, environment)) == visible
 
 
-CACHE = ("jax_compilation_cache_dir", "jax_enable_compilation_cache", "jax_persistent_cache_enable_xla_caches")
+CACHE = (
+    "jax_compilation_cache_dir",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_enable_xla_caches",
+    "jax_persistent_cache_min_compile_time_secs",
+)
 
 
 @pytest.fixture
