@@ -55,6 +55,7 @@ from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
 _GRANULE = 16  # features: tensor cores multiply float8 in multiples of it
+_FRAGMENT = 64  # columns: XLA's fused products read several kernels in multiples of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,8 +274,15 @@ def enter_matmul(x: Operand, kernels: Sequence[Kernel], sequence: int | None, ov
 
 
 def _multiply_each(x: Operand, kernels: Sequence[Kernel]) -> tuple[Array, ...]:
-    plain = x.astype(x.dtype)  # once for all adapters
-    return tuple(multiply(x if isinstance(w, Quantised) else plain, w, TP) for w in kernels)
+    plain = apart = x.astype(x.dtype)  # once for all adapters
+    odd = [isinstance(w, Array) and w.shape[-1] % _FRAGMENT > 0 for w in kernels]
+    if len({*odd}) == 2 and plain.size < plain.shape[-1] ** 2:
+        # XLA joins products of few tokens, and would copy all kernels into one if the columns of one fill no fragment.
+        apart = jax.lax.optimization_barrier(plain)
+    inputs = (
+        x if isinstance(w, Quantised) else apart if is_odd else plain for w, is_odd in zip(kernels, odd, strict=True)
+    )
+    return tuple(multiply(*pair, TP) for pair in zip(inputs, kernels, strict=True))
 
 
 def leave_matmul(inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence: int | None, overlap: Overlap) -> Array:
