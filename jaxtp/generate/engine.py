@@ -4,7 +4,7 @@ When a row's text ends, the next prompt takes the row while the others continue 
 are packed: several share a sequence, and the last may continue in the next call, so no prompt is padded to another's
 length. A finished row keeps its KV cache, and a prompt with the same first tokens (the next chat turn) reuses it. A
 recurrent state cannot be cut back: a prompt that begins with all tokens of a row reuses it, any other reads all again.
-A prompt that begins like one in another row copies what that row has of it: the samples of a prompt read it once.
+A prompt that begins like one in another row copies its cache: the samples of a prompt read it once.
 
 The attention kernels are those for packed documents. The cached tokens of a continued prompt come right before its new
 tokens, so each query attends to one range of keys. A few programs therefore serve prompts of any length.
@@ -210,7 +210,7 @@ class Generator:
     def generate(
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
     ) -> list[Result]:
-        """Returns the continuations, in the order of prompts and samples; see `stream`."""
+        """Returns the continuations in the order of prompts; see `stream`."""
         results = [piece.result for piece in self.stream(prompts, settings) if piece.result is not None]
         return sorted(results, key=lambda result: (result.index, result.sample))
 
@@ -337,13 +337,13 @@ class Scheduler:
             row = max(counts, key=counts.__getitem__)
             count = counts[row]
             other, shared = self._most_shared(row, request)
-            if shared > max(count, self._max_chunk // LEAST_SHARED):
-                count = shared
-                self._shared[row] = other, shared
+            copies = shared > max(count, self._max_chunk // LEAST_SHARED)
+            count = shared if copies else count
             if not alone and count < request.num_prompt / 2:  # a row with cached tokens must begin a sequence
                 count = 0
-                self._shared.pop(row, None)
-            del self._cached[row][0 if row in self._shared else count :]
+            if copies and count:
+                self._shared[row] = other, count
+            del self._cached[row][0 if copies else count :]
             self.timing.kept_tokens += count
             self._requests[row] = request
             if self._seen is not None:
@@ -359,34 +359,34 @@ class Scheduler:
         return 0 if self._programs.has_states and count < len(cached) else count
 
     def _most_shared(self, row: int, request: Request) -> tuple[int, int]:
-        """Returns the row of the same part that has, or reads before, most first tokens of a prompt; and their number.
+        """Returns the row of the part with most first tokens of a prompt, and their number.
 
-        It is the whole prompt if the other row's last logits serve both; a state has all tokens or none.
+        All tokens of an equal prompt that is not read yet: its last logits serve both.
         """
-        prompt, counts = np.asarray(request.tokens), {row: 0}
+        prompt, counts, least = request.tokens, {row: 0}, self._max_chunk // LEAST_SHARED
         for other, each in self._requests.items():
-            if other // self._rows_per_part != row // self._rows_per_part:
+            known = each.tokens if (unread := len(self._cached[other]) < each.num_prompt) else self._cached[other]
+            if other // self._rows_per_part != row // self._rows_per_part or known[:least] != prompt[:least]:
                 continue
-            unread = len(self._cached[other]) < each.num_prompt
-            tokens = np.asarray((each.tokens if unread else self._cached[other])[: len(prompt)])
-            differs = np.flatnonzero(tokens != prompt[: len(tokens)])
-            count = int(differs[0]) if differs.size else len(tokens)
-            whole = unread and count == each.num_prompt == len(prompt)
-            counts[other] = count if whole else 0 if self._programs.has_states else min(count, len(prompt) - 1)
+            if unread and known == prompt:
+                counts[other] = len(prompt)
+            elif not self._programs.has_states:  # a state has all tokens or none
+                most = min(len(known), len(prompt) - 1)
+                differs = np.flatnonzero(np.array(known[:most]) != np.array(prompt[:most]))
+                counts[other] = int(differs[0]) if differs.size else most
         return max(counts.items(), key=lambda item: item[1])
 
     def _copy_shared(self) -> None:
-        ready = [row for row, (other, count) in self._shared.items() if len(self._cached[other]) >= count]
-        if not ready:
-            return
         sources = np.full(len(self._cached), -1, np.int32)
-        for row in ready:
-            other, count = self._shared.pop(row)
-            sources[row] = other % self._rows_per_part
-            self._cached[row] += self._requests[row].tokens[:count]
-        caches, self._cache.arrays = self._cache.arrays, None
-        assert caches is not None, "an earlier call has failed"
-        self._cache.arrays = self._programs.copy(caches, sources)
+        for row, (other, count) in [*self._shared.items()]:
+            if len(self._cached[other]) >= count:
+                del self._shared[row]
+                sources[row] = other % self._rows_per_part
+                self._cached[row] += self._requests[row].tokens[:count]
+        if np.any(sources >= 0):
+            caches, self._cache.arrays = self._cache.arrays, None
+            assert caches is not None, "an earlier call has failed"
+            self._cache.arrays = self._programs.copy(caches, sources)
 
     def _prefill(self) -> Iterator[Piece]:
         total = sum(request.num_prompt - len(self._cached[row]) for row, request in self._unread())

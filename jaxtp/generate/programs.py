@@ -122,7 +122,7 @@ class Programs:
         return self._program("decode", self._decode, *arguments)(self.weights, *arguments)
 
     def copy(self, caches: KVCaches, sources: Ints) -> KVCaches:
-        """Copies rows; `sources` `[rows]` are the rows to copy from, numbered within the part, or -1."""
+        """Copies rows; `sources` `[rows]` counts within the part; -1 copies none."""
         copied = self._program("copy", self._copy, caches, sources)(self.weights, caches, sources)
         return jax.block_until_ready(copied)  # type: ignore[no-any-return]
 

@@ -138,7 +138,7 @@ class Request:
     """A prompt and its generated tokens.
 
     Args:
-      number: of the text: those of the first prompt, then of the next; its seed is `settings.seed + number`.
+      number: counts samples and prompts; the seed is `settings.seed + number`.
       context: maximum tokens of prompt and text together, if any.
     """
 

@@ -279,10 +279,8 @@ def _multiply_each(x: Operand, kernels: Sequence[Kernel]) -> tuple[Array, ...]:
     if len({*odd}) == 2 and plain.size < plain.shape[-1] ** 2:
         # XLA joins products of few tokens, and would copy all kernels into one if the columns of one fill no fragment.
         apart = jax.lax.optimization_barrier(plain)
-    inputs = (
-        x if isinstance(w, Quantised) else apart if is_odd else plain for w, is_odd in zip(kernels, odd, strict=True)
-    )
-    return tuple(multiply(*pair, TP) for pair in zip(inputs, kernels, strict=True))
+    inputs = (apart if each else plain for each in odd)
+    return tuple(multiply(x if isinstance(w, Quantised) else y, w, TP) for w, y in zip(kernels, inputs, strict=True))
 
 
 def leave_matmul(inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence: int | None, overlap: Overlap) -> Array:
