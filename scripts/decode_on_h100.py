@@ -2,9 +2,10 @@
 
     python scripts/decode_on_h100.py | tee scripts/results/decode_on_h100.txt
 
-The model is Llama 3 8B in bfloat16, sharded for decoding, with eight rows. Read: bytes that one iteration of the decode
-loop reads from arrays of at least 1 MiB, next to the bytes of a device's weights and KV cache. Rearranged: instructions
-that copy, convert, transpose, gather or concatenate such an array. Temporaries: memory besides weights and KV cache.
+The models are configurations of configs/ in bfloat16, sharded for decoding, with eight rows. Read: bytes that one
+iteration of the decode loop reads from arrays of at least 1 MiB, next to the bytes of a device's weights and KV cache.
+Rearranged: instructions that copy, convert, transpose, gather or concatenate such an array. Temporaries: memory besides
+weights and KV cache. Seconds: of the compilation.
 Needs the extra estimate-gpu, and tests/accounts.py, which parses the compiled program.
 """
 
@@ -36,8 +37,8 @@ sys.path.append(str(ROOT / "tests"))
 from accounts import bytes_of_a_turn  # noqa: E402
 
 ROWS, LEAST = 8, 2**20
-CASES = [(1, 1024), (8, 8192)]
-"""Sizes of tp, and slots of the KV cache."""
+CASES = [("llama3_8b", 1, 1024), ("llama3_8b", 8, 8192), ("qwen35_27b", 1, 1024), ("qwen35_27b", 8, 8192)]
+"""Configurations, sizes of tp, and slots of the KV cache."""
 
 
 def sharded(tree, mesh: jax.sharding.Mesh, spec):
@@ -81,26 +82,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, help="number of layers; fewer compile faster")
     arguments = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # the plugin for GPUs would look for one
     target = topologies.get_topology_desc("1x1x8", "cuda", topology="1x1x8", target_config=TARGET_CONFIGS["h100"])
-    config = from_yaml(TrainConfig, ROOT / "configs/llama3_8b.yaml").model
     precision = jaxtp.Precision(param="bfloat16", compute="bfloat16")
     changes = {"remat": "none", "sequence_parallel": None, "attention": "auto", "precision": precision}
-    layers = arguments.layers or config.num_layers
-    config = dataclasses.replace(config, num_layers=layers, **changes)
-    print(f"jax {jax.__version__}, Llama 3 8B, {layers} layers, {ROWS} rows; GB of each device")
-    print(
-        f"{'tp':>3}{'slots':>7}{'weights':>9}{'cache':>7}{'read / both':>13}{'rearranged':>12}{'temporaries, MiB':>18}",
-        end="",
-    )
-    print(f"{'compiled in, s':>16}")
-    for tp, slots in CASES:
-        weights, cache, read, rearranged, temporaries, seconds = measure(
-            config, make_mesh(tp=tp, devices=target.devices[:tp]), slots
-        )
-        print(
-            f"{tp:>3}{slots:>7,}{weights:>9}{cache:>7}{read:>13}{rearranged:>12}{temporaries:>18}{seconds:>16}",
-            flush=True,
-        )
+    print(f"jax {jax.__version__}, {ROWS} rows; GB of each device")
+    names = ("layers", "tp", "slots", "weights", "cache", "read / both", "rearranged", "temporaries, MiB", "seconds")
+    print(f"{'':<10}" + "".join(f"{name:>{len(name) + 2}}" for name in names))
+    for name, tp, slots in CASES:
+        config = from_yaml(TrainConfig, ROOT / f"configs/{name}.yaml").model
+        config = dataclasses.replace(config, num_layers=arguments.layers or config.num_layers, **changes)
+        found = measure(config, make_mesh(tp=tp, devices=target.devices[:tp]), slots)
+        row = zip(names, (str(config.num_layers), str(tp), f"{slots:,}", *found), strict=True)
+        print(f"{name:<10}" + "".join(f"{value:>{len(name) + 2}}" for name, value in row), flush=True)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,8 @@ def bytes_of_a_turn(text, least):
     """Returns what one iteration of a program's outermost loop does with arrays of at least `least` bytes: bytes that
     its instructions read, and the instructions that rearrange one such array into another.
 
-    An instruction that gathers from an array, or updates it in place, does not count as reading the array.
+    An instruction that gathers from an array, or updates it in place, does not count as reading the array; one that
+    adds does not rearrange.
     """
     module, entry = parse_module(text)
     (loop,) = [instruction for instruction in module[entry] if instruction.opcode == "while"]
@@ -111,7 +112,7 @@ def bytes_of_a_turn(text, least):
             continue
         inside = [module[callee] for callee in instruction.callees if instruction.opcode in ("fusion", "call")]
         opcodes = {i.opcode for computation in inside for i in computation} or {instruction.opcode}
-        if not opcodes & {"dot", *LOOKS_UP} and opcodes & {*REARRANGES} and _bytes(instruction.type) >= least:
+        if not opcodes & {"dot", "add", *LOOKS_UP} and opcodes & {*REARRANGES} and _bytes(instruction.type) >= least:
             rearranged.append(f"{instruction.opcode} {instruction.type} {sorted(opcodes)}")
         for index, (name, _) in enumerate(instruction.operands):
             size = _bytes(types[name].type)

@@ -105,7 +105,7 @@ class GenerateConfig(SourceConfig):
     mesh: InferenceMeshConfig = InferenceMeshConfig()
 
 
-_SAMPLING = ("max_tokens", "seed", "temperature", "top_p", "top_k", "stop")
+_SAMPLING = ("max_tokens", "samples", "seed", "temperature", "top_p", "top_k", "stop")
 SHOWN_FIRST = ("model", "prompt", "prompt_file", "chat", "adapters", "dtype", "batch_size", "json")
 COMMAND = Command(
     program=PROGRAM,
@@ -160,6 +160,8 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
         yield "give texts by --prompt TEXT or --prompt-file FILE, or chat with the model by --chat"
     if config.chat and (has_prompts or config.json is not None):
         yield "--chat reads standard input and prints text; leave --prompt, --prompt-file and --json out"
+    if config.chat and config.sampling.samples > 1:
+        yield f"--samples {config.sampling.samples}: a chat has one answer; leave it out"
     if not config.chat and (config.system is not None or config.template is not None):
         yield "--system and --template need --chat"
     if (cp := config.mesh.cp) != 1:
@@ -241,9 +243,10 @@ def _continue_prompts(
     generator: Generator, prompts: Sequence[str | None], encoded: Sequence[Ids | None], config: GenerateConfig
 ) -> None:
     to_stdout = config.json == STDOUT
-    streamed = len(prompts) == 1 and not to_stdout
-    remaining = deque(index for index, prompt in enumerate(prompts) if prompt is not None)
-    total, results, started, status = len(remaining), dict[int, Result](), time.monotonic(), Status()
+    samples = config.sampling.samples
+    streamed = len(prompts) * samples == 1 and not to_stdout
+    remaining = deque((i, sample) for i, text in enumerate(prompts) if text is not None for sample in range(samples))
+    total, results, started, status = len(remaining), dict[tuple[int, int], Result](), time.monotonic(), Status()
     with ExitStack() as stack:
         # The first Ctrl-C waits for the call to end: exiting during a call may crash.
         interrupt = stack.enter_context(Interrupt(signal.SIGINT))
@@ -261,14 +264,15 @@ def _continue_prompts(
             if streamed:
                 print(piece.text, end="" if piece.result is None else "\n", flush=True)
             if piece.result is not None:
-                results[piece.index] = piece.result
+                results[piece.index, piece.sample] = piece.result
             done = total - len(remaining) + len(results)
             while remaining and remaining[0] in results:
                 result = results.pop(remaining.popleft())
                 prompt = prompts[result.index]
                 if not streamed and not to_stdout:
                     quoted = json.dumps(prompt, ensure_ascii=False)
-                    _write_line(sys.stdout, f"--- {result.index}: {quoted}\n{result.text}")
+                    name = f"{result.index}, sample {result.sample}" if samples > 1 else f"{result.index}"
+                    _write_line(sys.stdout, f"--- {name}: {quoted}\n{result.text}")
                 if file is not None and config.json is not None:
                     with ExitStack() if to_stdout else writing("--json", config.json):
                         _write_line(file, json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))

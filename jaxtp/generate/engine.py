@@ -4,6 +4,7 @@ When a row's text ends, the next prompt takes the row while the others continue 
 are packed: several share a sequence, and the last may continue in the next call, so no prompt is padded to another's
 length. A finished row keeps its KV cache, and a prompt with the same first tokens (the next chat turn) reuses it. A
 recurrent state cannot be cut back: a prompt that begins with all tokens of a row reuses it, any other reads all again.
+A prompt that begins like one in another row copies its cache: the samples of a prompt read it once.
 
 The attention kernels are those for packed documents. The cached tokens of a continued prompt come right before its new
 tokens, so each query attends to one range of keys. A few programs therefore serve prompts of any length.
@@ -56,6 +57,9 @@ MIN_LENGTH = 16  # Length of the shortest sequence of packed prompts
 MAX_WASTE = 2
 """A compiled program is reused if its sequences are at most this many times longer than needed."""
 
+LEAST_SHARED = 8
+"""A prompt copies another row's tokens from one eighth of a chunk on; fewer are read again in less time."""
+
 SECONDS_PER_CALL = 0.1  # Target duration of a decode call; its tokens arrive when it ends
 
 _REPLACED = ("__call__", "embed", "hidden", "with_routing", "stacked", "logits_of_hidden", "logits_at", "projection")
@@ -74,7 +78,7 @@ class Timing:
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     kept_tokens: int = 0
-    """Prompt tokens served from the prefix cache."""
+    """Prompt tokens that were in the cache of their row, or copied from another row."""
     decode_tokens: int = 0
     decode_seconds: float = 0.0
 
@@ -206,9 +210,9 @@ class Generator:
     def generate(
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
     ) -> list[Result]:
-        """Returns the continuations in prompt order; see `stream`."""
+        """Returns the continuations in the order of prompts; see `stream`."""
         results = [piece.result for piece in self.stream(prompts, settings) if piece.result is not None]
-        return sorted(results, key=lambda result: result.index)
+        return sorted(results, key=lambda result: (result.index, result.sample))
 
     def stream(
         self,
@@ -235,9 +239,10 @@ class Generator:
             raise GenerationError(f"prompts is a string; for one prompt give [{prompts[:20]!r}]")
         prefix = getattr(self.tokenizer, "prefix", ())
         requests = [
-            Request(index, ids, self.tokenizer, settings, self.end_ids, self.limits.context)
+            Request(index * settings.samples + sample, ids, self.tokenizer, settings, self.end_ids, self.limits.context)
             for index, ids in enumerate(encode_prompts(prompts, self.tokenizer, prefix, self.limits))
             if ids is not None
+            for sample in range(settings.samples)
         ]
         self.speed = Speed()
         if not requests:
@@ -276,7 +281,7 @@ class Generator:
             "use a smaller --max-tokens or --batch-size, or shorter prompts",
         )
         self._cache = None  # frees a cache that is not reused
-        key = shape, replace(settings, max_tokens=1, seed=0, stop=())  # these do not affect the programs
+        key = shape, replace(settings, max_tokens=1, samples=1, seed=0, stop=())  # these do not affect the programs
         if key not in self._programs:
             self._programs[key] = Programs(self._model, self._mesh, shape, settings, self._num_ids, self.end_ids)
         programs, tokens = self._programs[key], [list[int]() for _ in range(rows)]
@@ -310,6 +315,7 @@ class Scheduler:
         self._rows_per_part = len(cache.tokens) // num_parts
         self._max_chunk, self._progress = max_chunk, progress
         self._requests: dict[int, Request] = {}  # by row; a row without one is free
+        self._shared: dict[int, tuple[int, int]] = {}  # by row: the row to copy the first tokens from, and their number
         self._steps = 1
         self._seen = np.zeros((len(cache.tokens), programs.vocab_size), np.bool_) if programs.penalises else None
 
@@ -330,9 +336,14 @@ class Scheduler:
             counts = {row: self._num_cached(row, request.tokens) for row in free}
             row = max(counts, key=counts.__getitem__)
             count = counts[row]
+            other, shared = self._most_shared(row, request)
+            copies = shared > max(count, self._max_chunk // LEAST_SHARED)
+            count = shared if copies else count
             if not alone and count < request.num_prompt / 2:  # a row with cached tokens must begin a sequence
                 count = 0
-            del self._cached[row][count:]
+            if copies and count:
+                self._shared[row] = other, count
+            del self._cached[row][0 if copies else count :]
             self.timing.kept_tokens += count
             self._requests[row] = request
             if self._seen is not None:
@@ -347,8 +358,40 @@ class Scheduler:
         count = next((index for index in range(most) if cached[index] != prompt[index]), most)
         return 0 if self._programs.has_states and count < len(cached) else count
 
+    def _most_shared(self, row: int, request: Request) -> tuple[int, int]:
+        """Returns the row of the part with most first tokens of a prompt, and their number.
+
+        All tokens of an equal prompt that is not read yet: its last logits serve both.
+        """
+        prompt, counts, least = request.tokens, {row: 0}, self._max_chunk // LEAST_SHARED
+        for other, each in self._requests.items():
+            known = each.tokens if (unread := len(self._cached[other]) < each.num_prompt) else self._cached[other]
+            if other // self._rows_per_part != row // self._rows_per_part or known[:least] != prompt[:least]:
+                continue
+            if unread and known == prompt:
+                counts[other] = len(prompt)
+            elif not self._programs.has_states:  # a state has all tokens or none
+                most = min(len(known), len(prompt) - 1)
+                differs = np.flatnonzero(np.array(known[:most]) != np.array(prompt[:most]))
+                counts[other] = int(differs[0]) if differs.size else most
+        return max(counts.items(), key=lambda item: item[1])
+
+    def _copy_shared(self) -> None:
+        sources = np.full(len(self._cached), -1, np.int32)
+        for row, (other, count) in [*self._shared.items()]:
+            if len(self._cached[other]) >= count:
+                del self._shared[row]
+                sources[row] = other % self._rows_per_part
+                self._cached[row] += self._requests[row].tokens[:count]
+        if np.any(sources >= 0):
+            caches, self._cache.arrays = self._cache.arrays, None
+            assert caches is not None, "an earlier call has failed"
+            self._cache.arrays = self._programs.copy(caches, sources)
+
     def _prefill(self) -> Iterator[Piece]:
-        total, done = sum(request.num_prompt - len(self._cached[row]) for row, request in self._unread()), 0
+        total = sum(request.num_prompt - len(self._cached[row]) for row, request in self._unread())
+        total, done = total - sum(count for _, count in self._shared.values()), 0
+        self._copy_shared()
         while unread := self._unread():
             parts = [self._next_chunks(unread, part) for part in range(self._num_parts)]
             sampled, seconds = self._call(partial(self._programs.read, packed=self._pack(parts)))
@@ -360,7 +403,8 @@ class Scheduler:
             self.timing.prefill_seconds += seconds
             self.timing.prefill_tokens += count
             self._progress(done, total)  # may raise
-            ended = [row for row, _, stop in chunks if stop == self._requests[row].num_prompt]
+            self._copy_shared()
+            ended = [row for row, request in unread if len(self._cached[row]) == request.num_prompt]
             yield from self._append_tokens(sampled, ended)
 
     def _unread(self) -> list[tuple[int, Request]]:
@@ -370,7 +414,7 @@ class Scheduler:
         chunks, room = list[Chunk](), self._max_chunk
         for row, request in unread:
             start = len(self._cached[row])
-            if row // self._rows_per_part != part:
+            if row // self._rows_per_part != part or row in self._shared:
                 continue
             if room == 0 or (start and chunks):  # a row with cached tokens must begin a sequence
                 break
@@ -448,7 +492,8 @@ class Scheduler:
                 ids[part, span], rows[part, span] = request.tokens[start:stop], local_row
                 positions[part, span] = np.arange(start, stop)
                 if stop == request.num_prompt:
-                    last[part, local_row] = offset - 1
+                    whole = [each for each, shared in self._shared.items() if shared == (row, stop)]
+                    last[part, [each % self._rows_per_part for each in (row, *whole)]] = offset - 1
         continued = any(start > 0 for chunks in parts for _, start, _ in chunks)
         return PackedTokens(ids, rows, positions, last, continued)
 

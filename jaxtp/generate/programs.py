@@ -21,10 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from jaxtp.collectives import batch_spec, constrain
+from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.generate.decode_model import DecodeModel, has_states
 from jaxtp.generate.sampling import GenerationSettings, sample
-from jaxtp.layers.cache import DROPPED, KVCaches, NewTokens
+from jaxtp.layers.cache import DROPPED, LAYER_SPEC, KVCaches, NewTokens
 
 Ints = NDArray[np.int32] | Array
 
@@ -121,6 +121,11 @@ class Programs:
         arguments = caches, rows, np.int32(steps), np.bool_(waiting)
         return self._program("decode", self._decode, *arguments)(self.weights, *arguments)
 
+    def copy(self, caches: KVCaches, sources: Ints) -> KVCaches:
+        """Copies rows; `sources` `[rows]` counts within the part; -1 copies none."""
+        copied = self._program("copy", self._copy, caches, sources)(self.weights, caches, sources)
+        return jax.block_until_ready(copied)  # type: ignore[no-any-return]
+
     def compiled_decode(self, caches: KVCaches) -> jax.stages.Compiled:
         """Returns the compiled decode program; `caches` may be abstract."""
         zeros = np.zeros(self.shape.rows, np.int32)
@@ -168,6 +173,18 @@ class Programs:
         carry = jnp.int32(0), caches, _seen(rows), tokens_B, lengths_B, left_B, tokens, tokens.astype(jnp.float32)
         steps, caches, *_, tokens, logprobs = lax.while_loop(unfinished, decode_step, carry)
         return caches, (tokens, logprobs, steps)
+
+    def _copy(self, model: DecodeModel, caches: KVCaches, sources: Array) -> KVCaches:
+        def copy(caches: KVCaches, sources: Array) -> KVCaches:
+            def copy_row(row: Array, caches: KVCaches) -> KVCaches:
+                source = jnp.where(sources[row] < 0, row, sources[row])
+                one = lambda x: lax.dynamic_index_in_dim(x, source, x.ndim - 4)  # noqa: E731
+                return jax.tree.map(lambda x: lax.dynamic_update_index_in_dim(x, one(x), row, x.ndim - 4), caches)
+
+            return lax.fori_loop(0, sources.size, copy_row, caches)  # row by row, so that no second cache is made
+
+        specs = jax.tree.map(lambda x: P(*(None,) * (x.ndim - 4), *LAYER_SPEC), caches)
+        return device_view(copy, "copy", (specs, batch_spec()), specs)(caches, sources)  # type: ignore[no-any-return]
 
     def _empty(self, model: DecodeModel) -> KVCaches:
         return model.empty(self.shape.rows, self.shape.slots)

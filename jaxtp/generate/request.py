@@ -120,6 +120,7 @@ class Result:
     finish: Finish
     """Why the text ended: an end token, a stop text, `max_tokens`, or the model's context (prompt and text)."""
     prompt_tokens: int
+    sample: int = 0  # index among the texts of the prompt
 
 
 @dataclass(frozen=True)
@@ -130,29 +131,30 @@ class Piece:
     token: int | None  # the token; None for an end token
     text: str  # whole characters; may be empty
     result: Result | None  # the whole result in the last piece, else None
+    sample: int = 0  # index among the texts of the prompt
 
 
 class Request:
     """A prompt and its generated tokens.
 
     Args:
-      index: of the prompt; its seed is `settings.seed + index`.
+      number: counts samples and prompts; the seed is `settings.seed + number`.
       context: maximum tokens of prompt and text together, if any.
     """
 
     def __init__(
         self,
-        index: int,
+        number: int,
         prompt: Ids,
         tokenizer: Tokenizer,
         settings: GenerationSettings,
         end_ids: frozenset[int],
         context: int | None = None,
     ):
-        self.index, self.num_prompt = index, len(prompt)
+        (self.index, self.sample), self.num_prompt = divmod(number, settings.samples), len(prompt)
         self.tokens: list[int] = prompt.tolist()
         """The prompt, then the generated tokens without an end token."""
-        self.seed = (settings.seed + index) % 2**32
+        self.seed = (settings.seed + number) % 2**32
         self.finish: Finish | None = None
         self._text, self._pending, self._logprobs = "", "", list[float]()
         self._detokenizer = Detokenizer(tokenizer, self.tokens)
@@ -183,8 +185,8 @@ class Request:
         result = None
         if self.finish is not None:
             ids, logprobs = tuple(self.tokens[self.num_prompt :]), tuple(self._logprobs)
-            result = Result(self.index, self._text, ids, logprobs, self.finish, self.num_prompt)
-        return Piece(self.index, None if ended else token, text, result)
+            result = Result(self.index, self._text, ids, logprobs, self.finish, self.num_prompt, self.sample)
+        return Piece(self.index, None if ended else token, text, result, self.sample)
 
 
 class Detokenizer:

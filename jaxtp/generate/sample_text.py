@@ -61,10 +61,10 @@ def sample_text(
                 raise GenerationError(f"sample_text needs a jaxtp.Decoder, and the model is a {type(model).__name__}")
             if generator is None or made_for != run:
                 opened = _tokenizer_of(trainer.config.data) if tokenizer is None else open_tokenizer(tokenizer)
-                generator, made_for = _InPlace(model, opened, batch_size=len(prompts)), run
+                generator, made_for = _InPlace(model, opened, batch_size=len(prompts) * settings.samples), run
             results = generator.sample(model, prompts, settings)
-        for text, result in zip(prompts, results, strict=True):
-            trainer.line(f"step {step.index}: {json.dumps(text + result.text, ensure_ascii=False)}")
+        for each in results:
+            trainer.line(f"step {step.index}: {json.dumps(prompts[each.index] + each.text, ensure_ascii=False)}")
 
     return callback
 

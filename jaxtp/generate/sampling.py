@@ -30,8 +30,12 @@ class GenerationSettings:
     max_tokens: Count = 128
     """Maximum number of tokens to generate."""
 
+    samples: Count = 1
+    """Texts for each prompt, which is read once for all that are generated together."""
+
     seed: CountOrZero = 0
-    """Seed of the first prompt; each further prompt uses the next seed. A prompt gives the same text in any batch."""
+    """Seed of the first text; each further sample or prompt uses the next seed. A seed gives a prompt the same text in
+    any batch."""
 
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100), allowed("from 0.01 to 100")] = 1.0
     """Divides positive and multiplies negative logits of tokens that are in the prompt or text (CTRL); 1 is off."""
@@ -70,6 +74,8 @@ def settings_problems(
     if settings.temperature == 0 and unused:
         values = f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'}"
         yield f"{values} no effect at temperature 0, which takes the most likely token; set a temperature"
+    if settings.temperature == 0 and settings.samples > 1:
+        yield f"{spell('samples', settings.samples)} would be equal texts at temperature 0; set a temperature"
     if "" in settings.stop:
         yield f"{spell('stop', repr(''))} would end every text at once; remove it"
 

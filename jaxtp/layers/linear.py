@@ -56,6 +56,7 @@ from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
 _GRANULE = 16  # features: tensor cores multiply float8 in multiples of it
+_FRAGMENT = 64  # columns: XLA's fused products read several kernels in multiples of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,8 +277,13 @@ def enter_matmul(x: Operand, kernels: Sequence[Kernel], sequence: int | None, ov
 
 def _multiply_each(x: Operand, kernels: Sequence[Kernel], sequence: int | None) -> tuple[Array, ...]:
     x = sequence_first(x, sequence)
-    plain = x.astype(x.dtype)  # once for all adapters
-    products = (multiply(x if isinstance(w, Quantised) else plain, w, TP) for w in kernels)
+    plain = apart = x.astype(x.dtype)  # once for all adapters
+    odd = [isinstance(w, Array) and w.shape[-1] % _FRAGMENT > 0 for w in kernels]
+    if len({*odd}) == 2 and plain.size < plain.shape[-1] ** 2:
+        # XLA joins products of few tokens, and would copy all kernels into one if the columns of one fill no fragment.
+        apart = jax.lax.optimization_barrier(plain)
+    inputs = (apart if each else plain for each in odd)
+    products = (multiply(x if isinstance(w, Quantised) else y, w, TP) for w, y in zip(kernels, inputs, strict=True))
     return tuple(sequence_first(y, sequence) for y in products)
 
 

@@ -36,17 +36,18 @@ def update(model: jaxtp.Decoder, optimizer: nnx.Optimizer, inputs: Array, labels
 
 def main(mesh: str = "fsdp=2,tp=2", steps: int = 20) -> list[float]:
     """Returns the mean reward of each step."""
-    means, prompts = [], [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
+    means, count = [], len(PROMPTS) * SAMPLES
     sizes = {axis: int(size) for axis, size in (each.split("=") for each in mesh.split(","))}
     with jax.set_mesh(jaxtp.make_mesh(**sizes)):
         model = nnx.jit(lambda: jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0)))()
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-        generator = jaxtp.Generator(model, jaxtp.ByteTokenizer(), batch_size=len(prompts))
+        generator = jaxtp.Generator(model, jaxtp.ByteTokenizer(), batch_size=count)
         for step in range(steps):
-            settings = jaxtp.GenerationSettings(max_tokens=TOKENS, temperature=1.0, seed=step * len(prompts))
-            texts = [result.ids for result in generator.generate(prompts, settings)]
+            settings = jaxtp.GenerationSettings(max_tokens=TOKENS, samples=SAMPLES, temperature=1.0, seed=step * count)
+            found = generator.generate(PROMPTS, settings)
+            texts = [each.ids for each in found]
             rewards = np.array([reward(ids) for ids in texts], np.float32).reshape(len(PROMPTS), SAMPLES)
-            rows = np.array([[*prompt.encode(), *ids] for prompt, ids in zip(prompts, texts, strict=True)], np.int32)
+            rows = np.array([[*PROMPTS[each.index].encode(), *each.ids] for each in found], np.int32)
             labels = np.where(np.arange(1, rows.shape[1]) < len(PROMPTS[0]), -100, rows[:, 1:])
             update(model, optimizer, rows[:, :-1], labels, (rewards - rewards.mean(1, keepdims=True)).ravel())
             generator.update(model)

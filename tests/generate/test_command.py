@@ -109,6 +109,10 @@ def test_files_of_prompts_and_objects(places, tmp_path, capsys):
     assert [record["index"] for record in with_a_gap] == [0, 1, 3], "a blank line is counted"
     assert [record["prompt"] for record in with_a_gap] == prompts
     assert as_text == "".join(f"--- {r['index']}: {json.dumps(r['prompt'])}\n{r['text']}\n" for r in with_a_gap)
+    sampled = generate(capsys, *flags, "--samples", 2, "--json", tmp_path / "s.jsonl", "--prompt", "x")
+    samples = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert [(record["index"], record["sample"]) for record in samples] == [(0, 0), (0, 1)]
+    assert sampled.out == "".join(f'--- 0, sample {i}: "x"\n{each["text"]}\n' for i, each in enumerate(samples))
     again = generate(capsys, *flags, "--json", "-", "--batch-size", 1, *(f for p in prompts for f in ("--prompt", p)))
     assert [json.loads(line)["ids"] for line in again.out.splitlines()] == [record["ids"] for record in records]
 
@@ -355,6 +359,7 @@ REFUSED = {
         "the limit of virtual CPU devices is 1024",
     ),
     "chat and prompt": (["--model", "{runs}/bytes", *PROMPT, "--chat"], "leave --prompt, --prompt-file and --json out"),
+    "chat and samples": (["--model", "{runs}/bytes", "--chat", "--samples", "2"], "--samples 2: a chat has one answer"),
     "system": (["--model", "{runs}/bytes", *PROMPT, "--system", "be brief"], "--system and --template need --chat"),
     "no template": (["--model", "{runs}/bytes", "--chat"], "has no chat template; give one by --template FILE"),
     "template": (["--model", "{runs}/bytes", "--chat", "--template", "{bad}"], "bad.jinja: not a chat template: "),

@@ -127,7 +127,7 @@ def test_each_program_is_compiled_once():
         assert len(generator.generate(prompts, SETTINGS)) == len(prompts)
         assert generator.speed.shape == Shape(rows=2, slots=64)
     (programs,) = generator._programs.values()
-    assert set(programs._compiled) == {("read", 16, False), ("read", 16, True), "decode", "empty"}
+    assert set(programs._compiled) == {("read", 16, False), ("read", 16, True), "copy", "decode", "empty"}
     assert generator.speed.compile_seconds == 0, "of the last call"
 
 
@@ -146,6 +146,37 @@ def test_rows_that_end_make_room_and_no_prompt_is_padded():
     assert [result.finish for result in found] == [result.finish for result in expected]
     timing = generator.speed.timing
     assert (timing.prefill_tokens, timing.kept_tokens) == (sum(map(len, prompts)), 0)
+
+
+@pytest.mark.parametrize("mesh", sweep([None, (2, 2, 2), (2, 1, 2)], None), ids=str)
+def test_samples_of_a_prompt_and_prompts_with_the_same_beginning_are_read_once(mesh, monkeypatch):
+    """By each part of the batch; the texts are those of reading each prompt again."""
+    prompts = [PROMPTS[2], PROMPTS[2][:30] + "another end", PROMPTS[0]]
+    settings = dataclasses.replace(SAMPLED, samples=4)
+    generator = generator_on(mesh, batch_size=16)
+    found, timing = generator.generate(prompts, settings), generator.speed.timing
+    assert [(each.index, each.sample) for each in found] == [(i, sample) for i in range(3) for sample in range(4)]
+    lengths = [len(prompt) for prompt in prompts]
+    assert timing.prefill_tokens + timing.kept_tokens == 4 * sum(lengths)
+    if mesh is None:
+        assert timing.prefill_tokens == lengths[0] + lengths[1] - 30 + 4 * lengths[2]
+    monkeypatch.setattr(engine.Scheduler, "_most_shared", lambda self, row, request: (row, 0))
+    again = [prompt for prompt in prompts for _ in range(4)]
+    expected = generator.generate(again, dataclasses.replace(settings, samples=1))
+    assert generator.speed.timing.prefill_tokens == 4 * sum(lengths)
+    assert [each.ids for each in found] == [each.ids for each in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+
+
+@pytest.mark.wide
+def test_a_copy_of_rows_is_in_place():
+    generator = generator_on(None)
+    generator.generate([PROMPTS[2]] * 8, SETTINGS)
+    (programs,) = generator._programs.values()
+    sizes = programs._compiled["copy"].memory_analysis()
+    assert sizes.alias_size_in_bytes == generator.speed.cache_bytes
+    assert sizes.temp_size_in_bytes < generator.speed.cache_bytes / 4
 
 
 @pytest.mark.wide
@@ -329,6 +360,7 @@ REFUSED = {
     "not text": (["\udcff"], {}, GenerationError, "prompt 0 is not UTF-8"),
     "temperature": (["a"], {"temperature": -1.0}, ConfigError, "temperature = -1.0: should be greater"),
     "without effect": (["a"], {"top_k": 5}, ConfigError, "top_k=5 has no effect at temperature 0"),
+    "equal samples": (["a"], {"samples": 2}, ConfigError, "samples=2 would be equal texts at temperature 0"),
     "empty stop": (["a"], {"stop": ("",)}, ConfigError, "would end every text at once; remove it"),
 }
 

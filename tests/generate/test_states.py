@@ -127,6 +127,12 @@ def test_a_turn_reads_on_from_a_state_that_is_its_beginning():
     assert (found.ids, counts) == (greedy(third), (0, len(third))), "the state has more than the prompt"
 
 
+def test_equal_prompts_share_the_state_after_them():
+    (prompt,), generator = prompts_of(1, 60), generator_on(None, batch_size=4)
+    assert [result.ids for result in generator.generate([prompt] * 4, SETTINGS)] == [greedy(prompt)] * 4
+    assert generator.speed.timing.prefill_tokens == len(prompt)
+
+
 @pytest.mark.wide
 def test_nothing_is_kept_of_a_state_past_a_stop_text_or_an_interrupt(monkeypatch):
     monkeypatch.setattr(engine, "SECONDS_PER_CALL", 1e6)  # calls of 1, 2 and 4 tokens

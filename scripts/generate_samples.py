@@ -1,0 +1,65 @@
+"""Compares reading a prompt once for all its samples with reading it for each.
+
+    python scripts/generate_samples.py | tee scripts/results/generate_samples.txt
+
+Both methods have the same programs and rows and take turns; without sharing each row reads its prompt. The model is a
+decoder with random weights. Seconds are medians of `--repeats` calls for one token of each text, after one that
+compiles; FLOPs are 2 for each parameter of the layers and each token read. If the texts differ, the script fails.
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import time
+
+import jax
+import numpy as np
+from flax import nnx
+
+import jaxtp
+from jaxtp.generate import engine
+
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=256, d_model=512, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=64, d_ff=2048, remat="none"
+)
+CASES = {"8 samples": (1, 8, 0), "4 samples of 2": (2, 4, 0), "8 prompts, half shared": (8, 1, 256)}
+"""Prompts, samples of each, and tokens with which all prompts begin."""
+SHARED = engine.Scheduler._most_shared
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a prompt (default 512)")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of each text that are compared (default 16)")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args(argv)
+    model = nnx.jit(lambda: jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0)))()
+    layers = sum(array.size for array in jax.tree.leaves(nnx.state(model))) - CONFIG.vocab_size * CONFIG.d_model
+    generator = jaxtp.Generator(model, jaxtp.ByteTokenizer(), end_ids=frozenset())
+    rng = np.random.default_rng(0)
+    print(f"jax {jax.__version__}, {os.cpu_count()} cores; prompts of {arguments.length} tokens, 8 rows")
+    print(f"{'':<24}{'sharing':>10}{'tokens read':>13}{'GFLOP':>8}{'seconds':>9}")
+    for case, (prompts, samples, same) in CASES.items():
+        ids = rng.integers(3, 256, (prompts, arguments.length))
+        ids[:, :same] = ids[0, :same]
+        settings = jaxtp.GenerationSettings(max_tokens=arguments.tokens, samples=samples, temperature=1.0)
+        texts, read = {}, {}
+        seconds: dict[str, list[float]] = {"yes": [], "no": []}
+        for turn in range(arguments.repeats + 1):
+            for name, times in seconds.items():
+                engine.Scheduler._most_shared = SHARED if name == "yes" else (lambda self, row, request: (row, 0))
+                if turn == 0:
+                    texts[name] = [each.ids for each in generator.generate(ids.tolist(), settings)]
+                started = time.perf_counter()
+                generator.generate(ids.tolist(), dataclasses.replace(settings, max_tokens=1))
+                times.append(time.perf_counter() - started)
+                read[name] = generator.speed.timing.prefill_tokens
+        assert texts["yes"] == texts["no"]
+        for name, times in seconds.items():
+            flops = 2 * layers * read[name] / 1e9
+            print(f"{case:<24}{name:>10}{read[name]:>13,}{flops:>8.0f}{statistics.median(times[1:]):>9.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
