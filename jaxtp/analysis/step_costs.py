@@ -189,7 +189,6 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
 
 
 def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
-    """Nests the costs' module names in `name`."""
     for cost in costs:
         if isinstance(cost, CollectiveCost):
             yield replace(cost, collective=replace(cost.collective, scope=f"{name}/{cost.collective.scope}"))

@@ -70,7 +70,6 @@ class Packed(Rows):
             yield first + start, min(first + start + self._length, last)
 
     def _place(self, row: Row, at: int, segment: int, document: int, start: int) -> int:
-        """Copies a document from token `start`; returns its number of inputs."""
         tokens = self._documents.document(document, start, start + self._length + 1)
         check_vocabulary(tokens, self._documents, document, self._vocab_size)
         used = min(len(tokens), self._length)

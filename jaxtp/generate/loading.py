@@ -131,7 +131,6 @@ def inference_mesh(config: InferenceMeshConfig, model: ModelConfig) -> Mesh:
 
 
 def _default_tp(config: InferenceMeshConfig, model: ModelConfig) -> int:
-    """Returns the largest tp without padding on the remaining GPUs."""
     others = [size for axis, size in asdict(config).items() if axis != TP]
     if -1 in others or jax.default_backend() == "cpu":
         return 1
@@ -329,7 +328,6 @@ def _inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
 
 
 def _tokenizer_of_run(folder: Path, recorded: str | None, location: Path | None, options: SourceConfig) -> Tokenizer:
-    """Returns the tokenizer; raises `SourceError` if its sha256 is not the checkpoint's."""
     if recorded == BYTES:
         if options.tokenizer is not None:
             raise SourceError(f"{folder} was trained on bytes; leave --tokenizer out")

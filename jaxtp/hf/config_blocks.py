@@ -188,7 +188,6 @@ def write_fields(attributes: Sequence[Attribute], fields: Settings) -> Iterator[
 
 
 def _read_overrides(attributes: Attributes, family: Family, fields: Settings) -> dict[int, Settings]:
-    """Returns the settings of single layers in `per_layer_config`."""
     if _OVERRIDES not in family.layer_attributes or (listed := attributes.get(_OVERRIDES)) is None:
         return {}
     count = fields["num_layers"]
@@ -311,7 +310,6 @@ def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, o
 
 
 def _read_rotated(attributes: Attributes, family: Family, windows: Sequence[bool]) -> list[bool]:
-    """Returns whether each layer rotates queries and keys."""
     names, count = family.layer_attributes, len(windows)
     if "position_embedding_type" in names:
         kinds = {"rope": True, "nope": False, None: False}

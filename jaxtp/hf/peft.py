@@ -106,7 +106,6 @@ def _in_memory(module: str, family: Family) -> str:
 
 
 def _is_stacked(part: TensorPart) -> bool:
-    """Returns whether a tensor holds all experts of a layer."""
     return part.expert is None and len(part.shape) == 3
 
 
@@ -341,7 +340,6 @@ def _check_attributes(attributes: Attributes) -> None:
 
 
 def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family: Family) -> PeftFolder:
-    """Compares the names and shapes in a folder with a model's; raises `HFError` if they differ."""
     base = attributes.get("base_model_name_or_path")
     made_for = f"; they were made for {truncate(base, 200)} (base_model_name_or_path)" if base else ""
     read, targets = _read_tensors(path), _names("target_parameters", attributes)

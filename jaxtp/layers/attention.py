@@ -419,7 +419,6 @@ class CausalSelfAttention(Branch):
     def _normalise_and_rotate(
         self, weights: Weights, qkv: Heads, positions: Array, length: int
     ) -> tuple[Array, Array, Array]:
-        """Returns this device's heads, q and k normalised and rotated to positions below `length`."""
         config, scaling = self.config, self.config.rope_scaling
         q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in qkv[:3])  # [B/(dp*fsdp), T/cp, N/tp, H]
         if not config.qk_norm_after_rope:

@@ -369,7 +369,6 @@ class MixtureOfExperts(PositionwiseBranch):
         return jnp.where(not_padding[..., None], experts, config.num_experts), shares, routing
 
     def _shares(self, experts: Array, scores: Array, log_scores: Array) -> Array:
-        """Returns the weights of each token's experts, `[b, t, k]`."""
         config, of_choices = self.config, partial(jnp.take_along_axis, indices=experts, axis=-1)
         # Scores over their sum are a softmax of their logarithms, so the gradient of the other logits is exactly zero.
         # Rounding noise there would become full steps in Adafactor, different on each mesh.
@@ -444,7 +443,6 @@ class MixtureOfExperts(PositionwiseBranch):
         return rows.collect(project(weighed, down))
 
     def _load(self, shard: Array, dims: str) -> Array:
-        """Loads an array with a dim E; other dims are D and F, or a rank."""
         at = dims.find("E" if self.config.stored_by_expert(axis_size(TP), axis_size(*STORAGE)) else "D")
         used_by_all_tp = "F" not in dims and not self.config.over_tp(axis_size(TP))
         return self.precision.load(shard, None if at < 0 else at, used_by_all_tp=used_by_all_tp)
@@ -558,5 +556,4 @@ _collect.defvjp(
 
 
 def _on_first_device(x: Array) -> Array:
-    """Returns `x` on the first device of a tp group, zero on the others."""
     return jnp.where(axis_index(TP) == 0, x, 0)

@@ -177,14 +177,12 @@ class GatedDeltaNet(Branch):
         return self.out(device_view(read, DELTA, in_specs, token_spec(TP))(weights, projected, segments_BT))
 
     def _inner(self) -> tuple[Weights, dict[str, P]]:
-        """Returns the parameters between both projections, and their specs."""
         weights, specs = params_and_specs(self)
         return {name: weights[name] for name in _INSIDE}, {name: specs[name] for name in _INSIDE}
 
     def _read(
         self, sequences: Sequences, weights: Weights, projected: tuple[Array, ...], segments: Array | None
     ) -> Array:
-        """Returns the gated results of this device's heads, `[b, T/cp, F]`."""
         *qkv, gate, write, decay = projected
         rows, length, _ = gate.shape
         chunks = sequences.num_chunks

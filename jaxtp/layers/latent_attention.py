@@ -249,7 +249,6 @@ class LatentAttention(CausalSelfAttention):
         return self._queries(q, positions, length), *self._keys_and_values(kv, shared)
 
     def _keys_and_values(self, kv: Array, shared: Array) -> tuple[Array, Array]:
-        """Returns each head's keys and values, from their projection and the shared key `[b, S, 1, rope]`."""
         nope = self.config.head_dim - self.config.rope_head_dim
         kv = kv.reshape(*kv.shape[:2], -1, nope + self.config.value_head_dim)
         shared = jnp.broadcast_to(shared, (*kv.shape[:3], shared.shape[-1]))

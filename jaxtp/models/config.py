@@ -537,7 +537,6 @@ def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
 
 @lru_cache(maxsize=32)
 def _branches(config: ModelConfig) -> Mapping[str, Branch]:
-    """Returns the branches of every kind of block by path, without arrays."""
     # Without the mesh in context, which may differ and not divide the sizes.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         create = {block: lambda block=block: config.branches(block, nnx.Rngs(0)) for block in config.block_kinds()}

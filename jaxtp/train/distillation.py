@@ -108,7 +108,6 @@ class Distillation:
 
 
 def _with_rest(log_probs_BTK: Array) -> Array:
-    """Appends the log-probability of all other tokens."""
     rest = 1 - jnp.sum(jnp.exp(log_probs_BTK), axis=-1, keepdims=True)
     below = math.log(LEAST) + rest / LEAST - 1  # has a gradient, so that a student does not stay there
     log_rest = jnp.where(rest > LEAST, jnp.log(jnp.maximum(rest, LEAST)), below)

@@ -135,7 +135,6 @@ def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, st
 
 
 def _messages(row: Row, fields: Fields) -> object:
-    """Returns a row's messages, from Alpaca's fields too."""
     texts = [name for name in fields.optional if name != "history"]
     for name in (*texts, *(fields.names if fields.prompt else ())):
         value = row.get(name)

@@ -225,7 +225,6 @@ def verdicts(small: TrainConfig, cases: list[Case], subject: Subject = Subject()
 
 
 def _remaining_cause(errors: Errors, tolerance: Tolerance) -> str:
-    """Returns the cause if all outputs and their gradients agree."""
     if not errors.margin <= tolerance.tensor:
         return f"a router: {errors.flips:,} of {errors.choices:,} expert choices differ, by up to {errors.margin:.1e}"
     gradient, update = errors.worst(tolerance)

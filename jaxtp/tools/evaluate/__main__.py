@@ -96,7 +96,6 @@ def _measure_models(config: EvaluateConfig) -> None:
 
 
 def _measure(config: EvaluateConfig, source: ModelSource, inputs: Sequence[Input], mesh: Mesh, length: int) -> Measured:
-    """Measures one model; its weights are freed on return."""
     scorer = Scorer(load_model(source, mesh), config.batch_size)
     total, started, status = sum(each.num_documents for each in inputs), time.monotonic(), Status()
     stride = f" that start {config.stride:,} apart" if config.stride not in (None, length) else ""

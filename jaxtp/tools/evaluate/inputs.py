@@ -115,7 +115,6 @@ def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[I
 
 
 def _read_texts(source: Source, fields: Fields, limit: int | None) -> Iterator[list[str]]:
-    """Yields texts, some MB at a time."""
     left = limit
     for batch in batches([source], fields, Position(0, 0), on_error="stop"):
         texts = [each.turns[0].text for each in batch.entries][:left]
