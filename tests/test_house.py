@@ -89,14 +89,14 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "lines": 46_195,
+    "lines": 46_243,
     "files": 239,
     "files under 80 lines, families aside": 3,
     "rooms": 14,
     "arrows between rooms": 71,
     "files that training imports": 84,
-    "lines that training imports": 17_665,
-    "words of docstrings": 43_345,
+    "lines that training imports": 17_651,
+    "words of docstrings": 43_202,
     "functions of more than 6 parameters": 4,
     "Any": 528,
     "file names used more than twice": 0,
