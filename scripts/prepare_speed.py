@@ -23,6 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxtp.data.prepare.__main__ import main as prepare
+from jaxtp.data.manifest import read_manifest
 from jaxtp.data.store import Split, open_dataset
 from jaxtp.data.tokenizer import load_tokenizer
 
@@ -55,10 +56,10 @@ def most_resident() -> float:
 def row(name: str, out: Path, repeats: int, *arguments: str) -> None:
     found = [command(out, *arguments) for _ in range(repeats)]
     took, memory = (statistics.median(values) for values in zip(*found, strict=True))
-    split = open_dataset(out).splits["train"]
-    size = split.num_text_bytes / 1e6
+    split = read_manifest(out).splits["train"]
+    size = split.text_bytes / 1e6
     print(
-        f"{name:<44}{size:>8.1f} MB{split.num_tokens / 1e6:>9.2f} M tokens{took:>8.2f} s{size / took:>8.1f} MB/s"
+        f"{name:<44}{size:>8.1f} MB{split.tokens / 1e6:>9.2f} M tokens{took:>8.2f} s{size / took:>8.1f} MB/s"
         f"{memory:>8,.0f} MB of memory",
         flush=True,
     )
