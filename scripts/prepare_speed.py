@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.data.manifest import read_manifest
+from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.data.store import Split, open_dataset
 from jaxtp.data.tokenizer import load_tokenizer
 
