@@ -244,8 +244,8 @@ def least_bytes(model: jaxtp.ModelConfig, sizes: Mapping[str, int], tokens: int)
 
     Each elementwise pass is fused, and reads and writes its arrays once, activations in bfloat16. The forward pass runs
     twice. Weights are cast in each pass (4 + 2 bytes), their gradients once; AdamW reads and writes a parameter and its
-    moments (24 bytes). Logits are read in float32 twice, and their gradient is written in bfloat16. A pass that is fused
-    into a product is not counted: a ratio may be below 1.
+    moments (24 bytes). Logits are read in float32 twice, and their gradient is written in bfloat16. Passes that XLA
+    fuses into products are not counted, so that a ratio may be below 1.
     """
     tp, devices, n = sizes["tp"], math.prod(sizes.values()), tokens / sizes["fsdp"]
     heads = (model.num_heads + model.num_kv_heads) * model.head_dim
