@@ -399,7 +399,6 @@ class MixtureOfExperts(PositionwiseBranch):
         return limited.reshape(scores.shape), best[..., taken - 1] - best[..., taken]
 
     def _shared(self, x: Array, gate: Array, weights: Weights) -> Array:
-        """Returns this device's summands of the dense MLP, times the gate `[b, T, 1]` if there is one."""
         config, load = self.config, self.precision.load
         name, columns = ("up", self.shared.up) if config.mlp == "plain" else ("gate_up", self.shared.gate_up)
         before = f"shared.{name}."

@@ -251,7 +251,6 @@ class GatedDeltaNet(Branch):
     def _read_on(
         self, weights: Weights, projected: tuple[Array, ...], cache: KVCache, new: NewTokens
     ) -> tuple[Array, KVCache]:
-        """Returns the gated results of this device's heads, and the updated cache."""
         *qkv, gate, write, decay = projected
         state, window, single = cache[0], cache[1][:, 0], new.rows is None and gate.shape[1] == 1
         new = new.by_row()

@@ -254,7 +254,6 @@ def mark_arrays_as_data(model: nnx.Module) -> None:
 
 
 def _tracers(node: object) -> Iterator[jax.core.Tracer]:
-    """Yields traced arrays in a node, a partial, or the closure of a function."""
     values: Any = [node]
     if isinstance(node, partial):
         values = jax.tree.leaves((node.args, node.keywords))

@@ -220,8 +220,10 @@ def _decoder_objective(
     return terms.objective(config.train.balance_loss, config.train.router_z_loss), terms, choices
 
 
-def _no_terms(micro_fn: Callable[[Any, Array], Any], inputs: object, count: int) -> LossTerms:
-    # Zeros for the terms of a user's loss.
+def _no_terms(micro_fn: Callable[[Any, Array], Any], inputs: object, count: int) -> LossTerms | None:
+    # Zeros for the terms of a user's loss. One micro-batch needs none, and is not traced twice.
+    if count == 1:
+        return None
     micro = jax.tree.map(lambda array: array[: len(array) // count], inputs)
     (terms, _), _ = jax.eval_shape(micro_fn, micro, jnp.zeros((), jnp.int32))
     zeros: LossTerms = jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), terms)
