@@ -98,15 +98,9 @@ class Weight:
     adapter: bool = False  # it is trained where there are adapters, and other weights are not
     tied: bool = False  # another layer has it too, which declares what is done once for both
     active: float = 1.0  # fraction of its elements that a token uses
-    transposed: bool = False  # gathered along its last dim, which XLA brings to the front, for all layers at once
     traced: bool = False  # its collectives are counted in a trace, except the last sum over dp
     float8: bool = False  # it is stored and gathered in 8 bits
     matmul: Matmul = "compute"  # float8: it is gathered and multiplied in 8 bits
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element as it is stored."""
-        return 1 if self.float8 else itemsize(self.precision.param)
 
     def is_frozen(self, work: Workload) -> bool:
         """Returns whether it has no gradient."""
@@ -318,7 +312,7 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     rows = layer.in_features
     local = rows.padded(work.tp) // work.tp
     weight = partial(Weight, module=ROW, precision=layer.precision)
-    kernel = weight(size=rows.size * layer.features, split=rows, transposed=True)
+    kernel = weight(size=rows.size * layer.features, split=rows)
     bias = weight(size=layer.features, tp=False, used_by_all_tp=split or layer.joined)
     yield from projection_weights(layer, layer.kernel, work, (kernel, bias), (TP,))
     if layer.matmul == "float8":  # each token's maximum
@@ -347,8 +341,7 @@ def projection_weights(
     """Yields the costs of loading a kernel; `weights` are it and its bias, `axes` split its input features."""
     weight, bias = weights
     quantised = layer.matmul == "float8" and not isinstance(kernel, Float8Kernel)
-    # XLA transposes the stored shards of all layers at once, but quantised ones layer by layer.
-    weight = replace(weight, matmul=layer.matmul, transposed=weight.transposed and not quantised)
+    weight = replace(weight, matmul=layer.matmul)
     yield from kernel_weights(kernel, weight, bias)
     if quantised:  # for each gather
         scales, times = _scales(bias), 1 + work.training
@@ -698,7 +691,7 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     bias, down_bias = weight(size=dim.size, fsdp=False), weight(size=d_model, split=None, tp=False, used_by_all_tp=True)
     down = layer.shared.down.kernel  # all three are in 8 bits, or none
     yield from [*kernel_weights(down, weight(), bias)] * columns
-    yield from kernel_weights(down, weight(transposed=True), down_bias)
+    yield from kernel_weights(down, weight(), down_bias)
     if config.mlp_bias:
         yield from [replace(bias, again=work.remat in REPROJECT_POLICIES)] * columns
         yield replace(down_bias, again=(read or config.shared_experts_gate) and work.remat != "none")

@@ -84,7 +84,6 @@ class StepCosts:
     kept: int  # bytes that all blocks keep for the backward pass
     working: int  # bytes of activations that the backward pass of the largest block works on
     weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
-    transposed: int  # bytes of stored weights that are gathered along their last dim, in all blocks
     loss: int  # bytes of the head, of the logits of a chunk, and of their gradients
     cached: int  # bytes that all blocks remember of the tokens of all rows
     adapters: int  # elements of all adapters
@@ -152,7 +151,6 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
             max(_bytes(kind, ((1, c) for c in costs)) for _, costs in blocks for kind in ("workspace", "alone"))
         ),
         weights=int(max(sum(c.loaded_bytes(work) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
-        transposed=int(sum(n * w.stored(work.sizes) * w.itemsize for n, w in weights if w.transposed)),
         loss=int(_bytes("workspace", outside)),
         cached=int(_bytes("cached", every)),
         adapters=sum(n * weight.size for n, weight in weights if weight.adapter),

@@ -62,7 +62,7 @@ class Memory:
     """Gradients in the parameters' dtype, and their sums over micro-batches, maybe in a wider dtype."""
     whole_matrices: int  # Whole matrices that muon orthogonalises, and their updates
     gathered_weights: int
-    """Weights as layers multiply with them (cast, gathered, transposed), and their gradients before reduction."""
+    """Weights as layers multiply with them (cast, gathered), and their gradients before reduction."""
     activations: int  # Activations saved for the backward pass, and the workspace of one block
     logits: int  # Logits of one chunk of the loss, with the head and its gradient
     batch: int  # Tokens, labels and segment ids
@@ -137,7 +137,7 @@ def memory_per_device(
         optimizer=sum(size for array, size in stored if not array.name.startswith(MODEL)),
         gradients=sum(size for array, size in trained if array.name.startswith(BLOCKS)) + summed,
         whole_matrices=0,
-        gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
+        gathered_weights=weights,
         activations=costs.kept + working,
         logits=logits,
         batch=inputs * tokens * _INT32,
