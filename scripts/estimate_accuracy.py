@@ -9,6 +9,8 @@ restarted. It needs the extra estimate-gpu. The stored results are from jax 0.10
 model's constants. When the optimizer update became in-place, 37 points were compiled again: all with dp or
 accumulation, and all whose peak was in the update. The others stayed, because a peak in the backward pass had changed
 by less than 3 kB (except at dp 2 x fsdp 2 x tp 2: 0.5 GB of 42).
+When weights got a fixed layout, 32 points were compiled again: all with fsdp 8, and those with adapters and fsdp. The
+others with fsdp stayed; they need less now.
 """
 
 import argparse

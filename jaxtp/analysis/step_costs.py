@@ -232,11 +232,11 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
     yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
-    # Two float32 arrays of the table's size: its summed gradient, and a chunk's contribution. A frozen table has no
-    # gradient, and exists in float32 only if it is gathered.
-    tables = int(parts(work.sizes, STORAGE) > 1) if work.frozen else 2
+    # Float32 arrays of the table's size: its summed gradient, and most of a chunk's contribution (fitted). A frozen
+    # table has no gradient, and exists in float32 only if it is gathered.
+    tables = int(parts(work.sizes, STORAGE) > 1) if work.frozen else 1.75
     logits = min(config.loss_chunk, tokens) * local  # and their gradient
-    yield Bytes("workspace", (tables * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
+    yield Bytes("workspace", int(tables * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
 
 
 def active_parameters(config: ModelConfig, parameters: int) -> int:
