@@ -30,7 +30,7 @@ sequence-parallel forms.
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,8 @@ from jax.typing import DTypeLike
 
 from jaxtp.config.entry import UserError
 from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, current_mesh, gradient_sum_axes, parts
+
+V = TypeVar("V")
 
 GATHERED = "gathered"
 """`checkpoint_name` of a column layer's all-gathered input; in a ring, of this device's shard."""
@@ -178,8 +180,7 @@ def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
     """
     if sequence_dim is None or current_mesh() is None:
         return vary(checkpoint_name(x, GATHERED), TP)
-    whole = checkpoint_name(all_gather(jnp.moveaxis(x, sequence_dim, 0), TP), GATHERED)
-    return jnp.moveaxis(whole, 0, sequence_dim)
+    return sequence_first(checkpoint_name(all_gather(sequence_first(x, sequence_dim), TP), GATHERED), sequence_dim)
 
 
 def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
@@ -189,8 +190,17 @@ def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
     """
     if sequence_dim is None:
         return checkpoint_name(all_reduce(x, TP), REDUCED)
-    part = checkpoint_name(reduce_scatter(jnp.moveaxis(x, sequence_dim, 0), TP), REDUCED)
-    return jnp.moveaxis(part, 0, sequence_dim)
+    return sequence_first(checkpoint_name(reduce_scatter(sequence_first(x, sequence_dim), TP), REDUCED), sequence_dim)
+
+
+def sequence_first(x: V, sequence_dim: int | None) -> V:
+    """Swaps the first dim and `sequence_dim` of arrays if tp splits the sequence; undoes it the second time.
+
+    XLA gathers and scatters along the first dim: around a product of `[B, T, D]` it would swap whole activations.
+    """
+    if sequence_dim is None or axis_size(TP) == 1:
+        return x
+    return jax.tree.map(lambda each: jnp.swapaxes(each, 0, sequence_dim), x)  # type: ignore[no-any-return]
 
 
 def all_reduce(x: Array, *axes: str) -> Array:
@@ -214,9 +224,9 @@ def all_gather(x: Array, *axes: str, dim: int = 0, to: Literal["varying", "invar
     return lax.all_gather(x, axes, axis=dim, tiled=True, to=to)
 
 
-def reduce_scatter(x: Array, axis: str) -> Array:
-    """Returns this device's part of the sum over the devices along `axis`: `[n * S, ...] -> [S, ...]`."""
-    return x if current_mesh() is None else lax.psum_scatter(x, axis, tiled=True)
+def reduce_scatter(x: Array, *axes: str, dim: int = 0) -> Array:
+    """Returns this device's part of the sum over the devices along `axes`: `[n * S, ...] -> [S, ...]`."""
+    return x if current_mesh() is None else lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
@@ -338,8 +348,8 @@ class WeightLayout:
     def summed(self, grad: Array, shard: Array, dtype: DTypeLike) -> Array:
         """Returns the gradient of `shard`, summed in `dtype`: `whole` transposed, and a sum over `replicas`."""
         grad = grad.astype(dtype)
-        if current_mesh() is not None and self.fsdp_dim is not None and self.gathered:
-            grad = lax.psum_scatter(grad, STORAGE, scatter_dimension=self.fsdp_dim, tiled=True)
+        if self.fsdp_dim is not None and self.gathered:
+            grad = reduce_scatter(grad, *STORAGE, dim=self.fsdp_dim)
         dim, group = self.tp_gather
         if group > 1:
             groups = _groups_over_tp(group)

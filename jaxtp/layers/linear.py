@@ -36,6 +36,7 @@ from jaxtp.collectives import (
     enter_float8,
     enter_parallel,
     leave_parallel,
+    sequence_first,
 )
 from jaxtp.layers.float8 import BlockScaled, Kernel, Operand, multiply, tokens_in_float8
 from jaxtp.layers.lora import Lora, LoraConfig, Target
@@ -51,7 +52,7 @@ from jaxtp.layers.parameter import (
     parameter,
     params_and_specs,
 )
-from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim, sequence_first
+from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"

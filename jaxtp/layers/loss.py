@@ -24,11 +24,12 @@ from jaxtp.collectives import (
     axis_size,
     device_view,
     enter_parallel,
+    sequence_first,
     token_spec,
 )
 from jaxtp.layers.embedding import HeadConfig
 from jaxtp.layers.parameter import DType
-from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim, sequence_first
+from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import TOKENS, TP
 
 LOSS = "vocab_parallel_cross_entropy"

@@ -8,7 +8,7 @@ within a document and different between neighbours, 0 for padding.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jaxtp.collectives import batch_spec, constrain
 from jaxtp.mesh import CONTEXT, SEQUENCE, TP, current_mesh, mesh_sizes, parts
 
 SEQUENCE_DIM = 1
-V = TypeVar("V")
 
 Method = Literal["ulysses", "gather"]
 """How attention reaches tokens on other devices along cp (`layers/context.py`)."""
@@ -42,17 +41,6 @@ def is_split(setting: SequenceParallel, length: int, sizes: Mapping[str, int]) -
 def activation_spec(sequence: int | None) -> PartitionSpec:
     """Returns the spec of `[B, T, D]` between layers."""
     return batch_spec(CONTEXT if sequence is None else SEQUENCE, None)
-
-
-def sequence_first(x: V, sequence: int | None) -> V:
-    """Swaps the first dims of arrays, `[B, T, ...]` and `[T, B, ...]`, if tp splits T.
-
-    XLA gathers and scatters along the first dim: around a product of `[B, T, D]` it would swap whole activations.
-    """
-    if sequence is None or mesh_sizes(current_mesh())[TP] == 1:
-        return x
-    swapped: V = jax.tree.map(lambda each: jnp.swapaxes(each, 0, SEQUENCE_DIM), x)
-    return swapped
 
 
 def segment_positions(segments_BT: Array) -> Array:
