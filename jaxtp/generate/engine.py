@@ -290,6 +290,11 @@ class Generator:
         return programs, cache if keep else replace(cache, tokens=tokens)
 
 
+def _num_equal(first: Sequence[int], second: Sequence[int], most: int) -> int:
+    # Counts equal first tokens, among the first `most`.
+    return next((index for index in range(most) if first[index] != second[index]), most)
+
+
 def _require_memory(mesh: Mesh, needed: int, what: str, remedy: str) -> None:
     memory = memory_per_device(mesh.local_devices)
     if memory is not None and needed > memory:
@@ -355,7 +360,7 @@ class Scheduler:
         """Counts cached prompt tokens, except the last, whose logits are needed; a state has all its tokens or none."""
         cached = self._cached[row]
         most = min(len(cached), len(prompt) - 1)
-        count = next((index for index in range(most) if cached[index] != prompt[index]), most)
+        count = _num_equal(cached, prompt, most)
         return 0 if self._programs.has_states and count < len(cached) else count
 
     def _most_shared(self, row: int, request: Request) -> tuple[int, int]:
@@ -371,9 +376,7 @@ class Scheduler:
             if unread and known == prompt:
                 counts[other] = len(prompt)
             elif not self._programs.has_states:  # a state has all tokens or none
-                most = min(len(known), len(prompt) - 1)
-                differs = np.flatnonzero(np.array(known[:most]) != np.array(prompt[:most]))
-                counts[other] = int(differs[0]) if differs.size else most
+                counts[other] = _num_equal(known, prompt, min(len(known), len(prompt) - 1))
         return max(counts.items(), key=lambda item: item[1])
 
     def _copy_shared(self) -> None:
