@@ -281,7 +281,31 @@ def roofline(parts: Mapping[str, Mapping[str, float]], least: Mapping[str, float
     return columns(("part", "kernels", "TFLOP", "GB products", "GB others", "of copies", "least others", "ratio"), rows)
 
 
-def agree(found: list[Runner], *, low: bool) -> list[float]:
+def random_ids(vocab_size: int, rows: int, length: int) -> np.ndarray:
+    """Returns the ids of inputs and labels, `[rows, length + 1]`."""
+    return np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1)).astype(np.int32)
+
+
+def make_batch(mesh: Mesh, vocab_size: int, rows: int, length: int) -> dict[str, jax.Array]:
+    ids = random_ids(vocab_size, rows, length)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract_batch(mesh, rows, length))
+    return jax.device_put({"inputs": ids[:, :-1], "labels": ids[:, 1:]}, shardings)
+
+
+def take_turns(
+    found: list[Any], batch: dict[str, jax.Array], blocks: int, steps: int, *, low: bool
+) -> tuple[list[list[float]], list[float]]:
+    """Returns the seconds per step of each runner in each block, and the last losses; three steps precede."""
+    for runner in found:
+        runner.seconds(batch, 1)
+    agree(found, low=low)
+    for runner in found:
+        runner.seconds(batch, 2)
+    times = [[runner.seconds(batch, steps) for runner in found] for _ in range(blocks)]
+    return times, agree(found, low=low)
+
+
+def agree(found: list[Any], *, low: bool) -> list[float]:
     """Returns the last losses; ends the script if they differ by more than rounding."""
     losses = [runner.last_loss() for runner in found]
     if max(losses) - min(losses) > (2e-2 if low else 1e-3):
@@ -359,18 +383,10 @@ def main() -> None:
         header = ("step", "GB sent", "exposed", "peak GiB", "kernels", "GB through memory", "ms of copies")
         print(f"\n{columns(header, table)}")
         return
-    random = np.random.default_rng(0)
-    ids = random.integers(0, model.vocab_size, (given.rows, length + 1)).astype(np.int32)
-    shardings = jax.tree.map(lambda a: a.sharding, abstract_batch(mesh, given.rows, length))
-    batch = jax.device_put({"inputs": ids[:, :-1], "labels": ids[:, 1:]}, shardings)
+    batch = make_batch(mesh, model.vocab_size, given.rows, length)
     for runner in found:
         runner.start()
-        runner.seconds(batch, 1)
-    agree(found, low=given.compute == "bfloat16" or gpu)
-    for runner in found:
-        runner.seconds(batch, 2)
-    times = [[runner.seconds(batch, given.steps) for runner in found] for _ in range(given.blocks)]
-    losses = agree(found, low=given.compute == "bfloat16" or gpu)
+    times, losses = take_turns(found, batch, given.blocks, given.steps, low=given.compute == "bfloat16" or gpu)
     for i, runner in enumerate(found):
         each = [row[i] for row in times]
         ratios = [row[i] / row[0] for row in times]

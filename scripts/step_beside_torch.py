@@ -22,20 +22,15 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from step_beside_plain import DECAY, MODELS, RATE, Runner, agree, our_config
+from step_beside_plain import DECAY, MODELS, RATE, Runner, make_batch, our_config, random_ids, take_turns
 
 import jaxtp
 from jaxtp.analysis.tables import columns
-from jaxtp.data.loader import abstract_batch
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import trace_step
 
 MODEL, ROWS, LENGTH = MODELS["25m"], 8, 256
-
-
-def tokens() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, MODEL["vocab_size"], (ROWS, LENGTH + 1)).astype(np.int32)
 
 
 def write_model(folder: str) -> None:
@@ -83,7 +78,7 @@ def serve_torch(folder: str, name: str, threads: int) -> None:
         for weights, decay in ((matrices, DECAY), (scales, 0.0))
     ]
     forward = torch.compile(model) if name == "torch.compile" else model
-    ids = torch.tensor(tokens().astype(np.int64))
+    ids = torch.tensor(random_ids(MODEL["vocab_size"], ROWS, LENGTH).astype(np.int64))
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].flatten()
 
     def step() -> float:
@@ -149,9 +144,7 @@ def our_step(folder: str, tp: int) -> tuple[Runner, Any]:
     create = functools.partial(plan.create, 0, nnx.state(model, nnx.Param))
     runner = Runner("jaxtp", trace_step(config, plan).lower(), create, {})
     runner.start()
-    ids = tokens()
-    shardings = jax.tree.map(lambda a: a.sharding, abstract_batch(mesh, ROWS, LENGTH))
-    return runner, jax.device_put({"inputs": ids[:, :-1], "labels": ids[:, 1:]}, shardings)
+    return runner, make_batch(mesh, MODEL["vocab_size"], ROWS, LENGTH)
 
 
 def main() -> None:
@@ -173,13 +166,7 @@ def main() -> None:
         write_model(folder)
         ours, batch = our_step(folder, given.tp)
         steps = [ours, *(Torch(name, folder, given.tp) for name in given.variants)]
-        for each in steps:
-            each.seconds(batch, 1)
-        agree(steps, low=False)
-        for each in steps:
-            each.seconds(batch, 2)
-        times = [[each.seconds(batch, given.steps) for each in steps] for _ in range(given.blocks)]
-        losses = agree(steps, low=False)
+        times, losses = take_turns(steps, batch, given.blocks, given.steps, low=False)
         for each in steps[1:]:
             each.close()
     print(
