@@ -13,6 +13,7 @@ import pytest
 from corpora import decoded, jsonl, prepared, refused, texts
 from runs import contents
 
+from jaxtp.data.manifest import read_manifest
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
 from jaxtp.data.store import open_dataset
@@ -159,9 +160,7 @@ def test_the_tokenizer_learns_from_a_sample_without_the_held_out_part(tmp_path, 
     path = jsonl(tmp_path / "a.jsonl", texts(2000, seed=8))
     prepared(tmp_path / "a", path, "--train-bpe", 300, "--bpe-sample", path.stat().st_size // 4, "--held-out", 0.5)
     out = capsys.readouterr().out
-    text = sum(
-        sum(shard.text_bytes for shard in split._shards) for split in open_dataset(tmp_path / "a").splits.values()
-    )
+    text = sum(split.text_bytes for split in read_manifest(tmp_path / "a").splits.values())
     learnt = int(out.split("training a BPE tokenizer of 300 on ")[1].split(" bytes")[0].replace(",", ""))
     assert abs(learnt / text - 1 / 8) < 0.06
 
