@@ -351,12 +351,18 @@ def trace_step(
 
 def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:
     """Returns the compiler options of the step."""
-    # Verification needs bitwise reproducible programs. On CPUs they are (tested). XLA of jax 0.10.2 and 0.12 compiles
-    # the step with this option for an H100, but no GPU has run it. Not tried: whether cuDNN's attention respects the
-    # option, and whether NCCL always sums in the same order; otherwise copies differ by rounding, which is reported
-    # although no device is at fault.
-    gpu = platform in ("cuda", "rocm")
-    return {"xla_gpu_exclude_nondeterministic_ops": True} if gpu and config.train.verify_every else {}
+    options: dict[str, bool | str] = {}
+    if platform in ("cuda", "rocm"):
+        # Verification needs bitwise reproducible programs. On CPUs they are (tested).
+        # XLA compiles the step with this option for an H100, but no GPU has run it. Not tried: whether cuDNN's attention
+        # respects the option, and whether NCCL always sums in the same order; otherwise copies differ by rounding, which
+        # is reported although no device is at fault.
+        if config.train.verify_every:
+            options["xla_gpu_exclude_nondeterministic_ops"] = True
+        # Else XLA times Triton's tiles for each product, some 100 times slower than cuBLAS: minutes on an H200.
+        if config.model.precision.matmul == "float8":
+            options["xla_gpu_enable_triton_gemm"] = False
+    return options
 
 
 def dropout_key(seed: int, updates: Array | int) -> Array:

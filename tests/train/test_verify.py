@@ -21,7 +21,7 @@ from jaxtp.checkpoint.checksum import minority_devices, replica_groups_by_name
 from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.collectives import batch_spec
 from jaxtp.config import entry
-from jaxtp.config.schema import ConfigError
+from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.mesh import AXES, CP, mesh_of, mesh_shape
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train import memory_check, verify
@@ -294,6 +294,8 @@ def test_only_gpus_need_an_option():
     assert not compiler_options(on, "cpu")
     assert not compiler_options(off, "cuda")
     assert compiler_options(on, "cuda") == {"xla_gpu_exclude_nondeterministic_ops": True}
+    float8 = replace_nested(off, {"model.precision.matmul": "float8"})
+    assert compiler_options(float8, "cuda") == {"xla_gpu_enable_triton_gemm": False}
 
 
 def test_a_host_without_the_memory_is_refused(monkeypatch):

@@ -45,7 +45,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import with_attention
 from jaxtp.train.setup import open_task
 from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, plan_state
-from jaxtp.train.step import make_train_step, trace_step
+from jaxtp.train.step import compiler_options, make_train_step, trace_step
 from jaxtp.train.task import Task
 from jaxtp.train.validation import check, chosen_kernels, kernel_problems
 
@@ -466,7 +466,8 @@ def main() -> None:
         lowered = traced.lower()
     started = time.perf_counter()
     try:
-        compiled = lowered.compile(compiler_options=ABSENT_GPU if target.platform == "cuda" else {})
+        options = compiler_options(config, target.platform) | (ABSENT_GPU if target.platform == "cuda" else {})
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
