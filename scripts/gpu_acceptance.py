@@ -1,11 +1,12 @@
-"""Tests correctness and speed of the package on one GPU, or on all GPUs of a host.
+"""Tests correctness of the package on one GPU, or all GPUs of a host, and its speed beside what the hardware allows.
 
     python scripts/gpu_acceptance.py --out runs/acceptance
 
-Each part runs in its own process, so a failure affects no other part. `results.json` has the results, which are also
-printed as a table; each part writes a log. A part that has passed on these devices and versions is skipped; `--only`
-selects parts, and `--again` ignores earlier results. Parts in `--together` run first, at the same time, which affects
-their speed. On CPUs all parts run at a small size, which tests the script and not the speed. The script names and omits
+Rows of the table have the milliseconds measured, those at the peaks of the hardware, and the ratio. At the peaks: the
+FLOPs and bytes of a compiled program's kernels, or the bytes of weights and KV cache, one kernel after the other. Each
+part runs in its own process, so a failure affects no other part, and writes a log. `results.json` has the results. A
+part that has passed on these devices and versions is skipped; `--only` selects parts, and `--again` ignores earlier
+results. On CPUs all parts run at a small size, which tests the script and not the speed. The script names and omits
 parts that this machine cannot run (no second GPU, no torch).
 """
 
@@ -18,49 +19,63 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+import jaxtp
 from jaxtp.config.files import write_atomically
 from jaxtp.layers.kernels.select import KERNELS, Kernel, Use
+from jaxtp.train.config import TrainConfig
 
 Result = dict[str, Any]
 SEQUENCE, SECONDS_PER_PART = 4096, 900
-STEPS_TOLD, SCORES_FIT = 5, 4096  # longer sequences are not timed in kernels that store all scores
-PARTS_OF_A_STEP = ("attention", "mlp", "norm", "embedding", "cross_entropy", "optimizer", "grad_norm", "param_norm")
+SCORES_FIT = 4096  # longer sequences are not timed in kernels that store all scores
+BLOCKS, PROFILED = 5, 2  # blocks of three steps that are timed; steps in a profile
+CONFIGS = Path(__file__).parent.parent / "configs"
 ONE_B = {"vocab_size": 128256, "d_model": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
 ONE_B |= {"d_ff": 8192, "tie_embeddings": True}
 EIGHT_B = {"vocab_size": 128256, "d_model": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "d_ff": 14336}
 TINY = {"vocab_size": 256, "d_model": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 TINY |= {"d_ff": 128}
 
-ON_DEVICE = ("devices", "attention", "attention-speed", "experts", "ceiling", "float8")
-"""Parts that use the device in their own process. The others start processes, which need all of its memory."""
-
-PEERS, PEER_ROWS = ("jaxtp", "transformers"), 2
-KINDS = {
-    "attention": "attention|fmha|flash|sdpa",
-    "product": "gemm|nvjet|cutlass|xmma|dot|cublas",
-    "copy": "(?i)mem(cpy|set)",
-}
-"""Kinds of kernels in a profile, by patterns of their names."""
-
 SMALL = ": everything runs small, and says nothing about speed"
-MOST_LAYERS = 8
-"""Of the 8B model: a run saves its last state, which takes longer than its steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step that is timed: a file of configs/, layers and rows that fit on one GPU, and changed settings."""
+
+    config: str
+    layers: int
+    rows: int
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    beside_plain: bool = False
+    has_experts: bool = False
+
+
+STEPS = {
+    "8b": Step("llama3_8b", 4, 4, {"model.remat": "full", "model.loss_chunk": SEQUENCE}, beside_plain=True),
+    "8b-save": Step("llama3_8b", 4, 4, {"model.remat": "save_dots"}),
+    "8b-float8": Step("llama3_8b", 4, 4, {"model.remat": "full", "model.precision.matmul": "float8"}),
+    "1b": Step("pretrain_1b", 16, 2, {"model.remat": "save_dots"}),
+    "70b-lora": Step("lora_llama31_70b", 4, 2, {"model.remat": "full"}),
+    "experts": Step("qwen3_30b_a3b", 4, 4, has_experts=True),
+}
+
+
+ON_DEVICE = ("devices", "attention", "attention-speed", "experts", "decode", *(f"step-{name}" for name in STEPS))
+"""Parts that use the device in their own process. The others start processes, which need all of its memory."""
 
 
 class LeftOutError(Exception):
@@ -122,35 +137,6 @@ def run(command: list[str], log: Path, *, codes: tuple[int, ...] = (0,), **envir
     return text
 
 
-def train(out: Path, name: str, settings: Result, log: Path, **environment: str) -> list[Result]:
-    """Trains with these settings, and returns the logged steps."""
-    folder = out / name
-    file = out / f"{name}.yaml"
-    settings = {**settings, "run": {"dir": str(folder)}, "checkpoint": {"every": 0}}
-    settings.setdefault("eval", {"every": 0, "batches": 1})
-    file.write_text(yaml.safe_dump(settings))
-    shutil.rmtree(folder, ignore_errors=True)
-    run([sys.executable, "-m", "jaxtp.train", "--config", str(file)], log, **environment)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "step_seconds" in record]
-
-
-def step_settings(machine: Machine, model: Mapping[str, Any], rows: int, **mesh: int) -> Result:
-    """Returns the settings of a run of a few steps."""
-    steps, length = (6, 64) if machine.is_small else (16, SEQUENCE)
-    return {
-        "model": {
-            **(TINY if machine.is_small else model),
-            "remat": "save_dots",
-            "precision": {"compute": "float32" if machine.is_small else "bfloat16"},
-        },
-        "data": {"sequence_length": length, "global_batch_size": rows, "packing": "documents"},
-        "mesh": {"dp": 1, "fsdp": 1, "tp": 1, **mesh},
-        "train": {"steps": steps, "log_every": 2},
-        "optimizer": {"warmup_steps": 2},
-    }
-
-
 def devices(machine: Machine, out: Path, log: Path) -> Result:
     """Times the self-check of the devices and their collectives."""
     import jax
@@ -167,23 +153,6 @@ def devices(machine: Machine, out: Path, log: Path) -> Result:
     except NumericsError as error:
         return {"right": False, "wrong": str(error)}
     return {"right": True, "check_seconds": time.perf_counter() - started}
-
-
-def allocators(machine: Machine, out: Path, log: Path) -> Result:
-    """Trains with each GPU memory allocator, and compares losses; on CPUs the setting has no effect."""
-    import jax
-
-    names = ["default", "cuda_async", *(["platform"] if jax.__version_info__ >= (0, 11) else [])]
-    found: Result = {}
-    losses = []
-    for name in names:
-        settings = step_settings(machine, ONE_B, 4) | {"launch": {"allocator": name}}
-        records = train(out, f"allocator-{name}", settings, log)
-        losses.append([record["loss"] for record in records])
-        found[f"tokens/s with {name}"] = statistics.median(r["tokens_per_second"] for r in records[len(records) // 2 :])
-        found[f"peak bytes with {name}"] = records[-1].get("memory_peak_bytes")
-    off = max(abs(a - b) / abs(a) for other in losses[1:] for a, b in zip(losses[0], other, strict=True))
-    return {"right": off < 1e-2, "loss_off": off, **found}
 
 
 def attention_cases(machine: Machine) -> Iterator[tuple[Kernel, Use, tuple[int, int]]]:
@@ -336,75 +305,6 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
     return {"right": all(one["right"] for one in found.values()), "products": found}
 
 
-def numbers(machine: Machine, out: Path, log: Path) -> Result:
-    """Trains a small model on the CPU and here in float32 with the highest matmul precision, and compares losses."""
-    settings = step_settings(dataclasses.replace(machine, platform="cpu"), TINY, 4)
-    settings["train"] = {"steps": 20, "log_every": 1}
-    exact = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    here = train(out, "numbers-here", settings, log, **exact)
-    there = train(out, "numbers-cpu", settings, log, JAX_PLATFORMS="cpu", **exact)
-    off = {
-        name: max(abs(a[name] - b[name]) / abs(b[name]) for a, b in zip(here, there, strict=True))
-        for name in ("loss", "grad_norm")
-    }
-    return {"right": off["loss"] < 1e-4 and off["grad_norm"] < 1e-3, "relative_error": off}
-
-
-def dump_flags(folder: Path) -> str:
-    """Returns XLA_FLAGS with which XLA writes compiled steps into a folder."""
-    dumps = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*step.*"
-    return f"{os.environ.get('XLA_FLAGS', '')} {dumps}"
-
-
-def step(machine: Machine, out: Path, log: Path, name: str, model: Mapping[str, Any], rows: int = 4) -> Result:
-    """Compares time and memory of a training step with `jaxtp estimate`."""
-    settings = step_settings(machine, model, rows)
-    records = train(out, name, settings, log)
-    last = records[len(records) // 2 :]
-    names = ("tokens_per_second", "mfu", "memory_peak_bytes")
-    measured = {key: statistics.median(r[key] for r in last) for key in names if last[0].get(key) is not None}
-    said = out / f"{name}-estimate.json"
-    asked = ["--config", str(out / f"{name}.yaml"), "--hardware", f"{machine.hardware}x1", "--mesh", "tp=1"]
-    run([sys.executable, "-m", "jaxtp", "estimate", *asked, "--as-configured", "--json", str(said)], log, codes=(0, 1))
-    estimated = json.loads(said.read_text())["meshes"][0]
-    return {
-        **measured,
-        "losses": [record["loss"] for record in records[:STEPS_TOLD]],
-        "estimated_tokens_per_second": estimated["tokens_per_second_range"],
-        "estimated_bytes": estimated["bytes_per_device"]["total"],
-        "layers": settings["model"]["num_layers"],
-    }
-
-
-def one_b(machine: Machine, out: Path, log: Path) -> Result:
-    """Times a step of 1B parameters."""
-    return step(machine, out, log, "step-1b", ONE_B)
-
-
-def eight_b(machine: Machine, out: Path, log: Path) -> Result:
-    """Times a step of an 8B model with as many layers as fit."""
-    return step(machine, out, log, "step-8b", {**EIGHT_B, "num_layers": layers_that_fit(machine)}, rows=2)
-
-
-def layers_that_fit(machine: Machine) -> int:
-    """Returns the most layers of an 8B model whose step takes at most 85% of the memory."""
-    from jaxtp.config.schema import validate
-    from jaxtp.mesh import mesh_shape
-    from jaxtp.train.config import TrainConfig
-    from jaxtp.train.memory import memory_per_device
-
-    if machine.is_small:
-        return 2
-    fits = 1
-    for layers in range(1, MOST_LAYERS + 1):
-        settings = step_settings(machine, {**EIGHT_B, "num_layers": layers}, 2)
-        config = validate(TrainConfig, settings, source="the step")
-        if memory_per_device(config, mesh_shape(), platform="cuda").total > 0.85 * machine.memory:
-            break
-        fits = layers
-    return fits
-
-
 def ceiling(machine: Machine, out: Path, log: Path) -> Result:
     """Times one large matrix product, the upper limit of FLOP/s on this device."""
     import jax
@@ -419,313 +319,263 @@ def ceiling(machine: Machine, out: Path, log: Path) -> Result:
     return {"flops_per_second": 2 * size**3 / seconds, "size": size, "dtype": dtype}
 
 
-def need_float8(machine: Machine) -> None:
+def settings_of(machine: Machine, case: Step) -> TrainConfig:
+    """Returns a configuration of configs/ on one device, with fewer layers; tiny on CPUs."""
+    from jaxtp.config.schema import from_yaml, replace_nested
+
+    changes: Result = {f"mesh.{axis}": 1 for axis in ("dp", "fsdp", "cp", "tp")} | {"train.accumulation": 1}
+    changes |= {
+        "data.packing": "concatenated",
+        "data.sequence_length": SEQUENCE,
+        "data.global_batch_size": case.rows,
+        "model.num_layers": case.layers,
+    }
+    changes |= {"model.precision.reduce": "bfloat16", **case.changes}
+    if machine.is_small:
+        changes |= {f"model.{name}": size for name, size in TINY.items()} | {"data.sequence_length": 64}
+        changes |= {"model.precision.compute": "float32", "model.precision.reduce": "float32"}
+        changes |= {"model.precision.matmul_least": 16}
+        changes |= {"model.num_experts": 4, "model.experts_per_token": 2} if case.has_experts else {}
+    return replace_nested(from_yaml(TrainConfig, CONFIGS / f"{case.config}.yaml"), changes)
+
+
+def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
+    """Times a training step, and its parts in a profile, beside what its kernels take at the peaks of the hardware."""
+    import jax
+    from step_beside_plain import Plain, Runner, make_batch, plain_runner
+
+    from jaxtp.analysis.hardware import find
+    from jaxtp.analysis.schedule import read_parts
+    from jaxtp.train import optimizer as optimizers
+    from jaxtp.train.state import plan_state
+    from jaxtp.train.step import compiler_options, trace_step
+
+    case, hardware = STEPS[name], find(machine.hardware)
+    config = settings_of(machine, case)
+    if config.model.precision.matmul == "float8" and not hardware.float8:
+        raise LeftOutError(f"{machine.kind} has no products in float8")
+    mesh, data = jaxtp.make_mesh(devices=jax.devices()[:1]), config.data
+    rows, length = data.global_batch_size, data.sequence_length
+    plan = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
+    options = compiler_options(config, "cuda" if machine.platform == "gpu" else machine.platform)
+    lowered, create = trace_step(config, plan).lower(), partial(plan.create, 0)
+    ours = Runner(name, lowered, create, options)
+    batch = make_batch(mesh, config.model.vocab_size, rows, length)
+    runners = [ours]
+    if case.beside_plain:
+        runners.append(plain_runner(Plain(config.model, mesh, rows, length), plan, abstract(batch), options))
+    for runner in runners:
+        runner.start()
+        runner.seconds(batch, 3)
+    blocks = [[runner.seconds(batch, 3) for runner in runners] for _ in range(BLOCKS)]
+    seconds = statistics.median(block[0] for block in blocks)
+    memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    parts = read_parts(ours.compiled.as_text())
+    peaks = {part: at_peak(one, hardware) for part, one in parts.items()}
+    found: Result = {"rows": [["a step, ms", 1e3 * seconds, 1e3 * sum(peaks.values())]]}
+    found |= {"tokens/s": rows * length / seconds, "compiled in s": ours.compile_seconds, "compiled GiB": ours.peak()}
+    if case.beside_plain:
+        found["time / plain"] = statistics.median(block[0] / block[1] for block in blocks)
+    elif memory:
+        found["GiB in use at most"] = memory / 2**30
+    profiled = ours
+    if machine.platform == "gpu":  # kernels of a CUDA graph have no names
+        profiled = Runner(name, lowered, lambda: ours.state, {**options, "xla_gpu_enable_command_buffer": ""})
+        profiled.start()
+        profiled.seconds(batch, 1)
+    with jax.profiler.trace(str(out / f"{log.stem}-profile"), create_perfetto_trace=True):
+        profiled.seconds(batch, PROFILED)
+    (trace,) = (out / f"{log.stem}-profile").rglob("perfetto_trace.json.gz")
+    with gzip.open(trace) as file:
+        spent = summed(json.load(file)["traceEvents"], scopes(profiled.compiled.as_text()))
+    for part, microseconds in spent.items():
+        found["rows"].append([part, microseconds / PROFILED / 1e3, 1e3 * peaks.get(part, 0.0)])
+    return found
+
+
+def abstract(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    import jax
+
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch)
+
+
+def at_peak(part: Mapping[str, float], hardware: Any) -> float:
+    """Returns the seconds of a part's kernels at the peaks of the hardware."""
+    products = max(part["flops_16"] / hardware.flops, part["product_bytes"] / hardware.bandwidth)
+    return products + part["other_bytes"] / hardware.bandwidth
+
+
+def scopes(text: str) -> dict[str, str]:
+    """Returns the scope of each instruction of a compiled program."""
+    return dict(re.findall(r'%?([\w.-]+) = .*op_name="([^"]*)"', text))
+
+
+def summed(events: list[Result], names: Mapping[str, str]) -> dict[str, float]:
+    """Returns the microseconds of a profile's kernels by part of the step; on GPUs, of its streams.
+
+    Args:
+      names: scopes by instruction.
+    """
+    from jaxtp.analysis.schedule import OTHER
+    from jaxtp.analysis.schedule import PARTS as PATTERNS
+
+    named = [event for event in events if event.get("name") in ("process_name", "thread_name")]
+    labels = {(event["pid"], event.get("tid")): event["args"]["name"] for event in named}
+
+    def is_stream(event: Result) -> bool:
+        thread, process = (labels.get((event["pid"], tid), "") for tid in (event.get("tid"), None))
+        return "Stream" in thread and "/device:GPU" in process
+
+    timed = [event for event in events if event.get("ph") == "X"]
+    chosen = [event for event in timed if is_stream(event)]
+    chosen = chosen or [event for event in timed if "hlo_op" in (event.get("args") or {})]
+    found = Counter[str]()
+    for event in chosen:
+        about = event.get("args") or {}
+        scope = f"{names.get(str(about.get('hlo_op', '')), '')} {about.get('name', '')} {event['name']}"
+        found[next((part for part, pattern in PATTERNS.items() if re.search(pattern, scope)), OTHER)] += event["dur"]
+    return dict(found)
+
+
+def decode(machine: Machine, out: Path, log: Path) -> Result:
+    """Times reading prompts and decoding with 8B, beside its FLOPs and its bytes at the peaks of the hardware."""
+    import jax
+    from flax import nnx
+
     from jaxtp.analysis.hardware import find
 
-    if not find(machine.hardware).float8:
-        raise LeftOutError(f"{machine.kind} has no products in float8")
+    hardware = find(machine.hardware)
+    precision = jaxtp.Precision(param="bfloat16", compute="bfloat16")
+    shape = TINY if machine.is_small else EIGHT_B | {"num_layers": 32}
+    config = jaxtp.ModelConfig(**shape, remat="none", precision=precision)
+    with jax.set_mesh(jaxtp.make_mesh(devices=jax.devices()[:1])):
+        model = nnx.jit(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))()
+    arrays = jax.tree.leaves(nnx.state(model, nnx.Param))
+    table = config.vocab_size * config.d_model
+    read = sum(array.nbytes for array in arrays) - 2 * table  # decoding looks up few rows of the embedding
+    size = sum(array.size for array in arrays) - 2 * table
+    generator = jaxtp.Generator(model, jaxtp.ByteTokenizer(), end_ids=frozenset(), donate=True)
+    length, tokens = (16, 4) if machine.is_small else (512, 128)
+    found: Result = {"rows": []}
+    for rows in (1, 8):
+        one, more = [], []
+        for turn in range(4):
+            prompts = [[(31 * turn + 7 * row + 13 * place) % 200 + 3 for place in range(length)] for row in range(rows)]
+            for times, count in ((one, 1), (more, 1 + tokens)):
+                started = time.perf_counter()
+                generator.generate(prompts, jaxtp.GenerationSettings(max_tokens=count))
+                times.append(time.perf_counter() - started)
+        first = statistics.median(one[1:])
+        each = (statistics.median(more[1:]) - first) / tokens
+        cache = 4 * config.num_layers * config.num_kv_heads * config.head_dim * rows * (length + tokens / 2)
+        least = 2 * (size * rows * length + table * rows) / hardware.flops
+        found["rows"].append([f"reading {rows} x {length} tokens, ms", 1e3 * first, 1e3 * least])
+        found["rows"].append([f"a token of {rows} rows, ms", 1e3 * each, 1e3 * (read + cache) / hardware.bandwidth])
+    return found
 
 
-def float8(machine: Machine, out: Path, log: Path) -> Result:
-    """Times projections of an 8B model, in TFLOP/s, and looks for float8 in the compiled programs."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxtp.analysis.hlo import read_float8
-    from jaxtp.collectives import Float8
-    from jaxtp.layers.float8 import product
-    from jaxtp.tools.bench.__main__ import medians
-
-    need_float8(machine)
-    model, tokens = (TINY, 64) if machine.is_small else (EIGHT_B, 2 * SEQUENCE)
-    hidden, width = model["d_model"], model["d_ff"]
-    heads = (model["num_heads"] + 2 * model["num_kv_heads"]) * model["head_dim"]
-    found: Result = {}
-    missed, errors = [], []
-    for name, (inner, outer) in {
-        "q, k, v": (hidden, heads),
-        "gate, up": (hidden, 2 * width),
-        "down": (width, hidden),
-    }.items():
-        x, w = (
-            jax.random.normal(jax.random.key(i), s, "bfloat16") for i, s in enumerate(((tokens, inner), (inner, outer)))
-        )
-        quantised = Float8.of(x, dim=-1), Float8.of(w)
-        cases: dict[str, tuple[Callable[..., Any], tuple[Any, Any]]] = {
-            "16 bits": (jnp.matmul, (x, w)),
-            "float8": (lambda x, w: product(x, w, "bfloat16"), quantised),
-            "float8, quantising": (lambda x, w: product(Float8.of(x, dim=-1), Float8.of(w), "bfloat16"), (x, w)),
-        }
-        programs = {}
-        for way, (multiply, operands) in cases.items():
-            compiled = jax.jit(multiply).lower(*operands).compile()
-            programs[way] = partial(compiled, *operands)
-            in_float8, wrong = read_float8(compiled.as_text() or "")
-            if way != "16 bits" and (wrong or not in_float8) and name not in missed:
-                missed.append(name)
-        for way, seconds in medians(programs, 5, calls=5).items():
-            found[f"{name} in {way}"] = 2e-12 * tokens * inner * outer / seconds
-        right, ours = (programs[way]().astype("float32") for way in ("16 bits", "float8"))
-        errors.append(float(jnp.linalg.norm(ours - right) / jnp.linalg.norm(right)))
-    is_right = max(errors) < 0.05 and (machine.is_small or not missed)
-    return {"right": is_right, **found, "largest error": max(errors), "not in float8": ", ".join(missed) or "none"}
+def ratios_of(script: str, pattern: str, log: Path, *words: str) -> Result:
+    """Runs a script beside this one; returns the numbers in its output that the pattern names."""
+    text = run([sys.executable, str(Path(__file__).parent / script), *words], log)
+    return {name.strip(): float(value) for name, value in re.findall(pattern, text)}
 
 
-def float8_step(machine: Machine, out: Path, log: Path) -> Result:
-    """Trains in both dtypes: times a step of an 8B model's width, and compares the loss of a tiny model."""
-    from jaxtp.analysis.hlo import read_float8
-
-    need_float8(machine)
-    found: Result = {}
-    losses = []
-    for matmul in ("compute", "float8"):
-        settings = step_settings(machine, {**EIGHT_B, "num_layers": min(4, layers_that_fit(machine))}, 2)
-        settings["model"]["precision"] |= {"matmul": matmul, "matmul_least": 16}
-        dumps, cache = dump_flags(out / f"{matmul}-programs"), {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-        records = train(out, f"float8-{matmul}", settings, log, XLA_FLAGS=dumps, **cache)
-        found[f"tokens/s in {matmul}"] = statistics.median(r["tokens_per_second"] for r in records[len(records) // 2 :])
-        found[f"peak bytes in {matmul}"] = records[-1].get("memory_peak_bytes")
-        tiny = step_settings(dataclasses.replace(machine, platform="cpu"), TINY, 4)
-        tiny["model"]["precision"] = settings["model"]["precision"]
-        tiny["train"] = {"steps": 20 if machine.is_small else 200, "log_every": 1}
-        losses.append(statistics.mean(record["loss"] for record in train(out, f"tiny-{matmul}", tiny, log)[-10:]))
-    read = [read_float8(file.read_text()) for file in (out / "float8-programs").glob("*after_optimizations.txt")]
-    in_float8, missed = sum(right for right, _ in read), {layer: "" for _, wrong in read for layer in wrong}
-    off = abs(losses[1] - losses[0]) / losses[0]
-    is_right = off < 3e-2 and (machine.is_small or (in_float8 > 0 and not missed))
-    shown = {"loss_off": off, "products in float8": in_float8, "not in float8": ", ".join(missed) or "none"}
-    return {"right": is_right, **shown, "losses": losses, **found}
+def start(machine: Machine, out: Path, log: Path) -> Result:
+    """Times the way to the first step and a tiny step, beside plain JAX's."""
+    repeats = "1" if machine.is_small else "3"
+    return ratios_of("start_speed.py", r"(?m)^  (.*?) +[\d.]+ m?s .*\) +([\d.]+)$", log, "--here", "--repeats", repeats)
 
 
-def need_torch() -> None:
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise LeftOutError(f"{' and '.join(missing)} not installed")
+def checkpoint(machine: Machine, out: Path, log: Path) -> Result:
+    """Times saving and restoring beside Orbax."""
+    megabytes = "20" if machine.is_small else "1000"
+    words = ("--one-device", "--megabytes", megabytes, "--repeats", "3")
+    return ratios_of("checkpoint_speed.py", r"(?m)^(.* / Orbax.*?) +([\d.]+)$", log, *words)
 
 
 def peer(machine: Machine, out: Path, log: Path) -> Result:
-    """Times the 1B model in two remat policies, alternating with compiled transformers in two settings."""
-    need_torch()
+    """Times the step of 1B, alternating with compiled PyTorch with and without recomputation."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        raise LeftOutError("torch and transformers are not installed")
     found: Result = {}
-
-    def attempted(name: str, tokens_per_second: Callable[[], float]) -> None:
-        try:
-            found[name] = tokens_per_second()
-        except RuntimeError as error:
-            found[f"{name} failed"] = str(error)[-300:]
-        print(name, found, file=sys.stderr, flush=True)
-
-    def ours(remat: str) -> float:
-        settings = step_settings(machine, ONE_B, PEER_ROWS)
-        settings["model"]["remat"], settings["data"]["packing"] = remat, "concatenated"
-        records = train(out, f"peer-{remat}", settings, log)
-        return statistics.median(record["tokens_per_second"] for record in records[len(records) // 2 :])
-
-    def theirs(checkpointing: bool) -> float:
+    for checkpointing in (False, True):
         model, length = (TINY, 64) if machine.is_small else (ONE_B, SEQUENCE)
-        said = run([sys.executable, __file__, "--torch", json.dumps([model, length, PEER_ROWS, checkpointing])], log)
-        return json.loads(said.splitlines()[-1])["tokens_per_second"]
-
-    for remat, checkpointing in (("save_dots", False), ("none", True)):
-        attempted(f"jaxtp {remat}", partial(ours, remat))
-        attempted(
-            f"transformers {'with' if checkpointing else 'without'} checkpointing", partial(theirs, checkpointing)
-        )
-    speeds = {who: [v for k, v in found.items() if k.startswith(who) and isinstance(v, float)] for who in PEERS}
-    ratio = {"ratio of the fastest": max(speeds[PEERS[0]]) / max(speeds[PEERS[1]])} if all(speeds.values()) else {}
-    return found | ratio
+        words = json.dumps([model, length, STEPS["1b"].rows, checkpointing])
+        name = f"tokens/s, PyTorch {'with' if checkpointing else 'without'} recomputation"
+        found[name] = json.loads(run([sys.executable, __file__, "--torch", words], log).splitlines()[-1])
+    return found
 
 
-def llama(model: Mapping[str, Any]) -> Any:
-    """Returns the model in transformers, with random weights, on the device."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=model["vocab_size"],
-        hidden_size=model["d_model"],
-        num_hidden_layers=model["num_layers"],
-        num_attention_heads=model["num_heads"],
-        num_key_value_heads=model["num_kv_heads"],
-        head_dim=model["head_dim"],
-        intermediate_size=model["d_ff"],
-        tie_word_embeddings=model.get("tie_embeddings", False),
-        attn_implementation="sdpa",
-    )
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return LlamaForCausalLM(config)
-
-
-def torch_step(model: Mapping[str, Any], length: int, rows: int, checkpointing: bool) -> Result:
+def torch_step(model: Mapping[str, Any], length: int, rows: int, checkpointing: bool) -> float:
     """Returns the tokens per second of training the model in transformers, AdamW included."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    network = llama(model).train()
+    names = {"d_model": "hidden_size", "num_layers": "num_hidden_layers", "d_ff": "intermediate_size"}
+    names |= {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+    names |= {"tie_embeddings": "tie_word_embeddings"}
+    settings = {names.get(name, name): value for name, value in model.items()}
+    with torch.device(device):
+        network = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation="sdpa")).train()
     if checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     optimizer = torch.optim.AdamW(network.parameters(), fused=device == "cuda")
     compiled = torch.compile(network) if device == "cuda" else network
     ids = torch.randint(0, model["vocab_size"], (rows, length), device=device)
-
-    def update() -> None:
+    times = []
+    for _ in range(13):
+        started = time.perf_counter()
         with torch.autocast(device, torch.bfloat16), sdpa_kernel(backends, set_priority=True):
             loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
-
-    for _ in range(3):
-        update()
-    times = []
-    for _ in range(3 if device == "cpu" else 10):
-        start = time.perf_counter()
-        update()
-        times.append(time.perf_counter() - start)
-    return {"tokens_per_second": rows * length / sorted(times)[len(times) // 2]}
-
-
-def generate(machine: Machine, out: Path, log: Path) -> Result:
-    """Compares prefill and decode of the 1B model with transformers, in bfloat16 with random weights."""
-    need_torch()
-    from generate_beside_transformers import Worker, compare
-    from tokenizers import Tokenizer, models
-
-    found: Result = {}
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # both libraries are on the device
-    with tempfile.TemporaryDirectory() as folder:
-        model = (TINY | {"vocab_size": 2048}) if machine.is_small else ONE_B
-        run([sys.executable, __file__, "--save", json.dumps([model, folder])], log)
-        words = {str(i): i for i in range(model["vocab_size"])}
-        Tokenizer(models.WordLevel(words, unk_token="0")).save(f"{folder}/tokenizer.json")
-        workers = {name: Worker(sys.executable, name, folder, "bfloat16") for name in PEERS}
-        for rows in (1, 8):
-            length, tokens = (16, 8) if machine.is_small else (512, 128)
-            rates = compare(workers, rows, length, tokens, 3)
-            for (who, speeds), (i, what) in itertools.product(rates.items(), enumerate(("prefill", "decode"))):
-                found[f"{who} {what} {rows} x {length}, tokens/s"] = speeds[i]
-            print(found, file=sys.stderr, flush=True)
-        for worker in workers.values():
-            worker.end()
-    return found
-
-
-def save(model: Mapping[str, Any], folder: str) -> None:
-    """Writes random weights of the model in bfloat16, as transformers does."""
-    import torch
-
-    llama(model).to(torch.bfloat16).save_pretrained(folder)
-
-
-def profile(machine: Machine, out: Path, log: Path) -> Result:
-    """Profiles two steps of the 1B model, and sums the time of operations by module and by kind of kernel."""
-    settings = step_settings(machine, ONE_B, 4) | {"profile": {"start": 3, "steps": 2}}
-    settings["train"]["steps"] = 5
-    by_kernel = "" if machine.is_small else " --xla_gpu_enable_command_buffer="  # kernels of a CUDA graph have no names
-    train(out, "profile", settings, log, XLA_FLAGS=f"{dump_flags(out / 'profile-programs')}{by_kernel}")
-    (trace,) = (out / "profile" / "profile").rglob("perfetto_trace.json.gz")
-    shutil.copy(trace, out / "profile-trace.json.gz")
-    return summed(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"], operation_names(out))
-
-
-def operation_names(out: Path) -> dict[str, str]:
-    """Returns the name that JAX gave to each operation of the compiled step; of a fusion, its operations' names."""
-    files = list((out / "profile-programs").glob("*after_optimizations.txt"))
-    text = max((file.read_text() for file in files), key=len, default="")
-    names: dict[str, str] = {}
-    inside: dict[str, str] = {}
-    for computation in re.split(r"\n\n", text):
-        title = re.match(r"\s*(?:ENTRY )?%?([\w.-]+)", computation)
-        inside[title[1] if title else ""] = " ".join(re.findall(r'op_name="([^"]*)"', computation))
-    for line in text.splitlines():
-        found = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line)
-        called = re.search(r"calls=%?([\w.-]+)", line)
-        if found:
-            own = " ".join(re.findall(r'op_name="([^"]*)"', line))
-            names[found[1]] = own or (inside.get(called[1], "") if called else "")
-    return names
-
-
-def summed(events: list[Result], names: Mapping[str, str]) -> Result:
-    """Returns a trace's time by module and by kind of kernel, and the share of time without any."""
-    labels: dict[tuple[Any, ...], str] = {}
-    for event in events:
-        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name"):
-            whose = (event["pid"],) if event["name"] == "process_name" else (event["pid"], event.get("tid"))
-            labels[whose] = event["args"]["name"]
-
-    def is_stream(event: Result) -> bool:
-        thread = labels.get((event["pid"], event.get("tid")), "")
-        return "Stream" in thread and "/device:GPU" in labels.get((event["pid"],), "")
-
-    timed = [event for event in events if event.get("ph") == "X"]
-    chosen = [event for event in timed if is_stream(event)]  # a GPU; operations of CPUs run in threads of the host
-    chosen = chosen or [event for event in timed if "hlo_op" in (event.get("args") or {})]
-    modules, kinds = Counter[str](), Counter[str]()
-    for event in chosen:
-        about = event.get("args") or {}
-        operations = str(about.get("hlo_op", "")).split("/")
-        told = [about.get(key, "") for key in ("name", "tf_op", "long_name")] + [names.get(op, "") for op in operations]
-        path, spent = f"{told} {event['name']}", event.get("dur", 0)
-        modules[next((part for part in PARTS_OF_A_STEP if part in path), "other")] += spent
-        kinds[next((kind for kind, name in KINDS.items() if re.search(name, event["name"])), "other")] += spent
-    total = sum(modules.values()) or 1
-    ends = [(event["ts"], event["ts"] + event.get("dur", 0)) for event in chosen]
-    span = max(end for _, end in ends) - min(start for start, _ in ends) if ends else 1
-    return {
-        "microseconds": dict(modules),
-        "shares": {name: spent / total for name, spent in modules.most_common()},
-        "kernels": {name: spent / total for name, spent in kinds.most_common()},
-        "busy": total / span,
-    }
+        times.append(time.perf_counter() - started)
+    return rows * length / statistics.median(times[3:])
 
 
 def several(machine: Machine, out: Path, log: Path) -> Result:
-    """Measures the bandwidth between devices, and steps at each tp with and without ring overlap."""
+    """Measures the bandwidth between devices, and steps beside the plain ones at each tp, also with rings."""
     if machine.count < 2:
         raise LeftOutError("there is one device")
     file = str(out / "hardware.yaml")
     run([sys.executable, "-m", "jaxtp", "bench", "comm", "--like", machine.hardware, "--out", file], log)
     found: Result = {"hardware": yaml.safe_load((out / "hardware.yaml").read_text())}
-    for tp, overlap in itertools.product((tp for tp in (2, 4, 8) if tp <= machine.count), ("none", "ring")):
-        settings = step_settings(machine, EIGHT_B | {"num_layers": 8}, 4, tp=tp)
-        settings["model"]["overlap"] = overlap
-        records = train(out, f"tp-{tp}-{overlap}", settings, log)
-        measured = (record["tokens_per_second"] for record in records[len(records) // 2 :])
-        found[f"tokens/s at tp {tp}{' with rings' * (overlap == 'ring')}"] = statistics.median(measured)
+    for tp in (tp for tp in (2, 4, 8) if tp <= machine.count):
+        words = ["--mesh", f"tp={tp}", "--variants", "plain", "jaxtp", "model.overlap=ring"]
+        words += ["--layers", "2", "--blocks", "3"] if machine.is_small else ["--model", "8b", "--layers", "8"]
+        pattern = r"(?m)^(jaxtp|model.overlap=ring) +[\d.]+ +[\d.]+ +[\d.]+ to [\d.]+ +[\d,]+ +([\d.]+)"
+        ratios = ratios_of("step_beside_plain.py", pattern, log, *words)
+        found |= {f"time / plain at tp {tp}, {name}": ratio for name, ratio in ratios.items()}
     return found
 
 
 PARTS: dict[str, Callable[[Machine, Path, Path], Result]] = {
     "devices": devices,
     "attention": attention,
-    "attention-speed": attention_speed,
     "experts": experts,
-    "numbers": numbers,
-    "allocators": allocators,
-    "step-1b": one_b,
-    "step-8b": eight_b,
-    "ceiling": ceiling,
-    "float8": float8,
-    "float8-step": float8_step,
+    "attention-speed": attention_speed,
+    **{f"step-{name}": partial(step, name=name) for name in STEPS},
+    "decode": decode,
+    "start": start,
+    "checkpoint": checkpoint,
     "peer": peer,
-    "generate": generate,
-    "profile": profile,
     "several": several,
 }
 
 
-def attempt(name: str, out: Path, machine: Result, most: int, **environment: str) -> Result:
+def attempt(name: str, out: Path, machine: Result, most: int) -> Result:
     """Runs a part in its own process for at most `most` seconds, and returns its result."""
     started, log = time.perf_counter(), out / f"{name}.log"
     log.write_text("")
     command = [sys.executable, __file__, "--out", str(out), "--part", name]
     command += ["--machine", json.dumps(machine)]
-    pipes: Result = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": {**os.environ, **environment}}
+    pipes: Result = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
         try:
             printed, errors = process.communicate(timeout=most)
@@ -758,26 +608,18 @@ def part(name: str, out: Path, machine: Machine) -> Result:
         return {"left_out": str(reason)}
 
 
-def attempts(names: list[str], together: list[str], run_part: Callable[..., Result]) -> Iterator[tuple[str, Result]]:
-    """Yields the result of each part as it ends; those in `together` run first, at the same time."""
-    first = [name for name in names if name in together]
-    with ThreadPoolExecutor(len(first) or 1) as pool:
-        running = {pool.submit(run_part, name, XLA_PYTHON_CLIENT_PREALLOCATE="false"): name for name in first}
-        for future in as_completed(running):
-            yield running[future], future.result()
-    for name in names:
-        if name not in first:
-            yield name, run_part(name)
-
-
 def row(name: str, result: Result) -> str:
     for key, verdict in (("left_out", "left out"), ("failed", "FAILED")):
         if key in result:
             return f"{name:<16}{verdict:<10}{result[key]}"
     shown = {key: value for key, value in result.items() if isinstance(value, int | float | str) and key != "right"}
-    shown |= {**result.get("relative_error", {}), **result.get("shares", {}), **result.get("milliseconds", {})}
-    told = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items())
-    return f"{name:<16}{'WRONG' if result.get('right') is False else 'ok':<10}{', '.join(told)}"
+    shown |= result.get("milliseconds", {})
+    notes = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items())
+    lines = [f"{name:<16}{'WRONG' if result.get('right') is False else 'ok':<10}{', '.join(notes)}"]
+    for what, measured, least in result.get("rows", []):
+        ratio = f"{measured / least:>8.2f}" if least else ""
+        lines.append(f"  {what:<38}{measured:>10.2f}{least:>10.2f}{ratio}")
+    return "\n".join(lines)
 
 
 def earlier(file: Path, machine: Result) -> dict[str, Result]:
@@ -805,10 +647,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), help="folder of results and logs")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
     parser.add_argument("--again", action="store_true", help="also run parts that have a result")
-    parser.add_argument("--together", nargs="+", choices=list(PARTS), default=[], help="parts to run at the same time")
     parser.add_argument("--seconds", type=int, default=SECONDS_PER_PART, help="longest time of a part")
     parser.add_argument("--machine", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--save", help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--torch", help=argparse.SUPPRESS)
     parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
@@ -816,9 +656,6 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     if given.torch:
         print(json.dumps(torch_step(*json.loads(given.torch))))
-        return 0
-    if given.save:
-        save(*json.loads(given.save))
         return 0
     if given.look:
         print(json.dumps(dataclasses.asdict(look())))
@@ -834,9 +671,8 @@ def main() -> int:
     file = given.out / "results.json"
     results = {} if given.again and given.only == list(PARTS) else earlier(file, machine)
     wanted = [name for name in given.only if given.again or not has_passed(results.get(name))]
-    for name, result in attempts(
-        wanted, given.together, partial(attempt, out=given.out, machine=machine, most=given.seconds)
-    ):
+    for name in wanted:
+        result = attempt(name, given.out, machine, given.seconds)
         results[name] = result
         write_atomically(file, json.dumps({"machine": machine, "parts": results}, indent=1).encode())
         print(row(name, result), flush=True)

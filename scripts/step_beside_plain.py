@@ -39,8 +39,8 @@ from jaxtp.mesh import AXES, describe_mesh, mesh_of
 from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.state import named_arrays, plan_state
-from jaxtp.train.step import trace_step
+from jaxtp.train.state import Blueprint, named_arrays, plan_state
+from jaxtp.train.step import compiler_options, trace_step
 
 MODELS = {
     "25m": {"vocab_size": 8192, "d_model": 512, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "d_ff": 1408},
@@ -67,6 +67,7 @@ OURS = {
     **{"n1": "blocks.attention_norm.scale", "n2": "blocks.mlp_norm.scale"},
 }
 Params = dict[str, jax.Array]
+Options = Mapping[str, int | bool | str]
 
 
 def is_gpu(mesh: Mesh) -> bool:
@@ -173,9 +174,9 @@ def our_config(model: jaxtp.ModelConfig, rows: int, length: int) -> TrainConfig:
 class Runner:
     """A compiled step, and its state."""
 
-    def __init__(self, name: str, lowered: Any, make_state: Callable[[], Any], options: dict[str, int | bool]):
+    def __init__(self, name: str, lowered: Any, make_state: Callable[[], Any], options: Options):
         started = time.perf_counter()
-        self.name, self.compiled = name, lowered.compile(options)
+        self.name, self.compiled = name, lowered.compile(dict(options))
         self.compile_seconds = time.perf_counter() - started
         print(f"{name}: compiled in {self.compile_seconds:.1f} s", file=sys.stderr, flush=True)
         self.state: Any = make_state
@@ -203,39 +204,47 @@ class Runner:
         return (total - memory.alias_size_in_bytes) / 2**30
 
 
+def plain_params(state: Any) -> Params:
+    """Returns the plain step's params, by the values of a state of ours."""
+    arrays = named_arrays(state)
+    params = {name: arrays[f"model.{path}"] for name, path in OURS.items()}
+    return params | {"head": params["head"].T}
+
+
+def plain_runner(plain: Plain, plan: Blueprint, batch: Mapping[str, jax.ShapeDtypeStruct], options: Options) -> Runner:
+    """Returns the compiled plain step; it starts from our weights."""
+    with jax.set_mesh(plain.mesh):
+        step, abstract = plain.jitted(jax.eval_shape(plain_params, plan.abstract))
+        lowered = step.lower(abstract, batch)
+
+    def start() -> Any:
+        with jax.set_mesh(plain.mesh):
+            shardings = jax.tree.map(lambda a: a.sharding, abstract)
+            made = jax.jit(plain_params, out_shardings=shardings[0])(plan.create(0))
+            return made, jax.jit(plain.optimizer.init, out_shardings=shardings[1])(made)
+
+    return Runner("plain", lowered, start, options)
+
+
 def runners(
-    model: jaxtp.ModelConfig, mesh: Mesh, rows: int, length: int, variants: list[str], options: dict[str, int | bool]
+    model: jaxtp.ModelConfig, mesh: Mesh, rows: int, length: int, variants: list[str], options: Options
 ) -> list[Runner]:
     """Returns the compiled steps: plain, and this package's variants."""
     found = []
-    plain, batch = Plain(model, mesh, rows, length), abstract_batch(mesh, rows, length)
     config = our_config(model, rows, length)
     plan = plan_state(model, optimizers.build(config.optimizer, config.train.steps), mesh)
-
-    def plain_params(state: Any) -> Params:
-        arrays = named_arrays(state)
-        params = {name: arrays[f"model.{path}"] for name, path in OURS.items()}
-        return params | {"head": params["head"].T}
-
+    platform = "cuda" if is_gpu(mesh) else "cpu"
     for variant in variants:
         if variant == "plain":
-            with jax.set_mesh(mesh):
-                shapes = jax.eval_shape(plain_params, plan.abstract)
-                step, abstract = plain.jitted(shapes)
-                lowered = step.lower(abstract, batch)
-
-            def start(step: Any = step, abstract: Any = abstract) -> Any:
-                with jax.set_mesh(mesh):
-                    shardings = jax.tree.map(lambda a: a.sharding, abstract)
-                    made = jax.jit(plain_params, out_shardings=shardings[0])(plan.create(0))
-                    return made, jax.jit(plain.optimizer.init, out_shardings=shardings[1])(made)
-
-            found.append(Runner(variant, lowered, start, options))
+            found.append(
+                plain_runner(Plain(model, mesh, rows, length), plan, abstract_batch(mesh, rows, length), options)
+            )
             continue
         changes = {} if variant == "jaxtp" else dict(part.split("=") for part in variant.split(","))
         changed = replace_nested(config, {name: yaml.safe_load(value) for name, value in changes.items()})
         ours = plan_state(changed.model, plan.optimizer, mesh)
-        found.append(Runner(variant, trace_step(changed, ours).lower(), functools.partial(ours.create, 0), options))
+        lowered, create = trace_step(changed, ours).lower(), functools.partial(ours.create, 0)
+        found.append(Runner(variant, lowered, create, {**options, **compiler_options(changed, platform)}))
     return found
 
 
@@ -335,7 +344,7 @@ def main() -> None:
     parser.add_argument("--absent", action="store_true", help="compile for 8 absent H100s, and run nothing")
     parser.add_argument("--profile", type=Path, help="folder of compiled programs and profiles")
     given = parser.parse_args()
-    sizes, options = parse_mesh(given.mesh, AXES), dict[str, int | bool]()
+    sizes, options = parse_mesh(given.mesh, AXES), dict[str, int | bool | str]()
     if given.absent:
         jax.config.update("jax_platforms", "cpu")
         options = {"xla_gpu_autotune_level": 0}
