@@ -12,7 +12,7 @@ unidirectional: XLA runs one collective at a time, and behind a switch one direc
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, Literal, TypeVar
 
@@ -49,45 +49,46 @@ def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
     return overlap == "ring" and split and tp > 1
 
 
-def _ring_gather(x: V, visit: Callable[[C, V, Array], C], carry: C) -> C:
-    """Runs `carry = visit(carry, part, position)` for every part of the sequence, while the next part arrives.
+def _ring_gather(x: V, visit: Callable[[C, V, Array], tuple[C, list[Array]]], carry: C) -> tuple[C, list[Array]]:
+    """Runs `carry, parts = visit(carry, part, position)` for every part of the sequence, while the next part arrives.
 
-    `x` is this device's part, `[b, T/tp, ..., D]`; `position` is where `part` begins.
+    `x` is this device's part, `[b, T/tp, ..., D]`; `position` is where `part` begins. Returns the last carry, and whole
+    arrays, `[b, T, ...]`, of the parts of them that each visit returns.
     """
-    size, last = x.shape[SEQUENCE_DIM], axis_size(TP) - 1
+    tp, found = axis_size(TP), []
+    # Unrolled, because XLA would copy what a loop sends. Without the barrier it would merge all products, which then
+    # wait for all permutes.
+    for number in range(tp):
+        moved = jax.tree.map(partial(permute, axis=TP), x) if number < tp - 1 else x
+        x, carry, parts = lax.optimization_barrier((moved, *visit(carry, x, _position(number, x.shape[SEQUENCE_DIM]))))
+        found.append(parts)
+    return carry, [_in_order(parts) for parts in zip(*found, strict=True)]
 
-    # XLA overlaps a permute with a product only if both are in a loop body with their results in the carry. It merges
-    # the products of an unrolled ring, which then wait for all permutes, and overlaps nothing in a loop that stacks its
-    # results, like autodiff's transpose.
-    def turn(state: tuple[V, C], number: Array) -> tuple[tuple[V, C], None]:
-        part, carry = state
-        moved = jax.tree.map(partial(permute, axis=TP), part)
-        return (moved, visit(carry, part, _position(number, size))), None
 
-    # The last part needs no permute, so it stays outside the loop.
-    (part, carry), _ = lax.scan(turn, (x, carry), jnp.arange(last))
-    return visit(carry, part, _position(last, size))
+def _in_order(parts: Sequence[Array]) -> Array:
+    """Joins the parts of a sequence, which came in the order of `_position`."""
+    size = parts[0].shape[SEQUENCE_DIM]
+    return jnp.roll(jnp.concatenate(parts[::-1], SEQUENCE_DIM), _position(-1, size), SEQUENCE_DIM)
 
 
 def _ring_scatter(inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike) -> Array:
     """Returns this device's part of the products summed over tp; partial sums go around."""
     tp, size = axis_size(TP), inputs[0].shape[SEQUENCE_DIM] // axis_size(TP)
 
-    def summand(number: Array | int) -> Array:
-        at = _position(number, size)
+    def summand(at: Array) -> Array:
         operands = zip((_part(x, at, size) for x in inputs), kernels, strict=True)
         return reduce(operator.add, (product(*pair, dtype) for pair in operands))
 
-    def turn(total: Array, number: Array) -> tuple[Array, None]:
+    total = summand(_position(1, size))
+    for number in range(2, tp + 1):
+        at, total = lax.optimization_barrier((_position(number, size), total))  # products stay apart
         # Without a barrier XLA may fuse the sum into the product, which then waits for the permute (jax 0.12, H100).
-        arrived, local = lax.optimization_barrier((permute(total, TP), summand(number)))
-        return arrived + local, None
-
-    total, _ = lax.scan(turn, summand(1), jnp.arange(2, tp + 1))
+        arrived, local = lax.optimization_barrier((permute(total, TP), summand(at)))
+        total = arrived + local
     return total
 
 
-def _position(number: Array | int, size: int) -> Array:
+def _position(number: int, size: int) -> Array:
     """Returns the start of the part that the device `number` steps back in the ring has."""
     return jnp.asarray((axis_index(TP) - number) % axis_size(TP) * size)
 
@@ -103,13 +104,7 @@ def gather_matmul(x: Operand, kernels: tuple[Kernel, ...]) -> tuple[Array, ...]:
 
 
 def _gather_matmul(x: Value, kernels: tuple[Value, ...], dtype: DTypeLike) -> tuple[Array, ...]:
-    whole = (x.shape[0], x.shape[SEQUENCE_DIM] * axis_size(TP), *x.shape[SEQUENCE_DIM + 1 : -1])
-    empty = [_zeros((*whole, w.shape[-1]), dtype, x, w) for w in kernels]
-
-    def visit(ys: list[Array], part: Value, at: Array) -> list[Array]:
-        return _write_products(ys, [(part, w) for w in kernels], at)
-
-    ys = _ring_gather(x, visit, empty)
+    _, ys = _ring_gather(x, lambda carry, part, _: (carry, [product(part, w, dtype) for w in kernels]), None)
     return tuple(ys)
 
 
@@ -129,11 +124,11 @@ def _gather_backward(residuals: Any, grads: tuple[Any, ...]) -> tuple[Any, tuple
         grad_x = _ring_scatter(ys, ws, grads[used[0]].dtype)
     trained = [i for i in used if needs_grad.kernels[i]]
 
-    def visit(sums: list[Array], part: Value, at: Array) -> list[Array]:
+    def visit(sums: list[Array], part: Value, at: Array) -> tuple[list[Array], list[Array]]:
         size = part.shape[SEQUENCE_DIM]
-        return [_add_kernel_grad(s, part, _part(grads[i], at, size)) for s, i in zip(sums, trained, strict=True)]
+        return [_add_kernel_grad(s, part, _part(grads[i], at, size)) for s, i in zip(sums, trained, strict=True)], []
 
-    sums = _ring_gather(x, visit, [_zero_kernel_grad(x, grads[i]) for i in trained]) if trained else []
+    sums = _ring_gather(x, visit, [_zero_kernel_grad(x, grads[i]) for i in trained])[0] if trained else []
     return gradient_of(x, grad_x), _cast_kernel_grads(sums, trained, kernels, grads[used[0]].dtype)
 
 
@@ -159,15 +154,13 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Any, ...], tup
     inputs, kernels, needs_grad = residuals
     moving = [i for i, needed in enumerate(needs_grad.inputs) if needed]
     trained = [i for i, needed in enumerate(needs_grad.kernels) if needed]
-    whole = (grad.shape[0], grad.shape[SEQUENCE_DIM] * axis_size(TP), *grad.shape[SEQUENCE_DIM + 1 : -1])
-    empty = [_zeros((*whole, kernels[i].shape[0]), grad.dtype, grad, kernels[i]) for i in moving]
 
-    def visit(carry: tuple[list[Array], list[Array]], part: Array, at: Array) -> tuple[list[Array], list[Array]]:
-        (ys, sums), size = carry, part.shape[SEQUENCE_DIM]
+    def visit(sums: list[Array], part: Array, at: Array) -> tuple[list[Array], list[Array]]:
+        size = part.shape[SEQUENCE_DIM]
         added = [_add_kernel_grad(s, _part(inputs[i], at, size), part) for s, i in zip(sums, trained, strict=True)]
-        return _write_products(ys, [input_gradient(part, kernels[i]) for i in moving], at), added
+        return added, [product(*input_gradient(part, kernels[i]), part.dtype) for i in moving]
 
-    ys, sums = _ring_gather(grad, visit, (empty, [_zero_kernel_grad(inputs[i], grad) for i in trained]))
+    sums, ys = _ring_gather(grad, visit, [_zero_kernel_grad(inputs[i], grad) for i in trained])
     grad_inputs = dict(zip(moving, ys, strict=True))
     each = tuple(gradient_of(w, grad_inputs.get(i)) for i, w in enumerate(kernels))  # both are in 8 bits, or neither
     return each, _cast_kernel_grads(sums, trained, kernels, grad.dtype)
@@ -182,17 +175,9 @@ def _part(x: V, at: Array, size: int) -> V:
     return part
 
 
-def _write_products(ys: Sequence[Array], operands: Iterable[tuple[Value, Value]], at: Array) -> list[Array]:
-    each = zip(ys, operands, strict=True)
-    return [lax.dynamic_update_slice_in_dim(y, product(*pair, y.dtype), at, SEQUENCE_DIM) for y, pair in each]
-
-
-def _zeros(shape: tuple[int, ...], dtype: DTypeLike, *like: Value) -> Array:
-    return vary_like(jnp.zeros(shape, dtype), *(x.bits if isinstance(x, Float8) else x for x in like))
-
-
 def _zero_kernel_grad(x: Value, grad: Array) -> Array:
-    return _zeros((x.shape[-1], grad.shape[-1]), jnp.promote_types(grad.dtype, jnp.float32), x, grad)
+    zeros = jnp.zeros((x.shape[-1], grad.shape[-1]), jnp.promote_types(grad.dtype, jnp.float32))
+    return vary_like(zeros, x.bits if isinstance(x, Float8) else x, grad)
 
 
 def _add_kernel_grad(total: Array, x: Value, grad: Array) -> Array:
