@@ -290,7 +290,8 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
         chunks, saved_input = 1, 0
     elif is_ring(layer.overlap, work.tp, split=split):
         chunks, saved_input = work.tp, moved // work.tp
-        yield ring(COLUMN, work, moved, work.num_evals(recomputed, not work.frozen or bool(layer.adapted)))
+        again = not recomputed and (not work.frozen or bool(layer.adapted))
+        yield ring(COLUMN, work, moved, work.num_evals(recomputed, again))
         yield ring(COLUMN, work, hidden, int(work.training))
     else:
         chunks, saved_input = 1, hidden if work.remat == "none" and layer.adapted else moved  # adapters dequantise
@@ -305,19 +306,19 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     yield from column_lora_costs(layer, work, COLUMN)
 
 
-def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool) -> Iterator[Cost]:
+def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool, module: str = ROW) -> Iterator[Cost]:
     """Yields the costs of a row layer."""
     compute, split = itemsize(layer.precision.compute), work.is_split(layer.sequence_parallel)
     recomputed = read and work.remat in REREDUCE_POLICIES
     rows = layer.in_features
     local = rows.padded(work.tp) // work.tp
-    weight = partial(Weight, module=ROW, precision=layer.precision)
+    weight = partial(Weight, module=module, precision=layer.precision)
     kernel = weight(size=rows.size * layer.features, split=rows)
     bias = weight(size=layer.features, tp=False, used_by_all_tp=split or layer.joined)
     yield from projection_weights(layer, layer.kernel, work, (kernel, bias), (TP,))
     if layer.matmul == "float8":  # each token's maximum
         again = work.remat in RECOMPUTE_POLICIES and (not work.frozen or recomputed)
-        yield collective_cost(ALL_REDUCE, (TP,), ROW, work, FLOAT32 * work.tokens, work.num_evals(again, 0))
+        yield collective_cost(ALL_REDUCE, (TP,), module, work, FLOAT32 * work.tokens, work.num_evals(again, 0))
     if layer.bias is not None:
         yield replace(bias, again=read and work.remat != "none")
     chunks, size = 1, work.tokens * layer.features * compute
@@ -325,14 +326,14 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
         pass  # the block sums all branches at once
     elif is_ring(layer.overlap, work.tp, split=split):
         chunks = work.tp
-        yield ring(ROW, work, size, work.num_evals(recomputed, 1))
+        yield ring(module, work, size, work.num_evals(recomputed, 1))
     else:
-        yield from leave(ROW, work, size, split=split, again=recomputed)
+        yield from leave(module, work, size, split=split, again=recomputed)
     shape = work.tokens // chunks, local, layer.features
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
         yield Bytes("saved", work.between(layer.sequence_parallel) * layer.features * compute)
-    yield from row_lora_costs(layer, work, ROW, recomputed=recomputed)
+    yield from row_lora_costs(layer, work, module, recomputed=recomputed)
 
 
 def projection_weights(
@@ -587,14 +588,22 @@ def context_costs(
 def mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of an MLP."""
     columns, features = num_columns(layer.config), work.tokens * layer.hidden.padded(work.tp) // work.tp
-    yield from column_costs(layer.gate_up, work, "gate, up") if columns == 2 else column_costs(layer.up, work, "up")
+    fused = work.remat in REPROJECT_POLICIES and not (read and work.remat in REREDUCE_POLICIES)
+    fused = fused and layer.has_ring(work.tp, split=work.is_split(layer.down.sequence_parallel))
+    costs = [*column_costs(layer.columns, work, "gate, up" if columns == 2 else "up")]
+    costs += row_costs(layer.down, work, "down", read=read, module=COLUMN if fused else ROW)
     learned = layer.config.activation == XIELU
     if learned:
         alpha = Weight(module=XIELU, size=1, precision=layer.precision, tp=False, fsdp=False, used_by_all_tp=True)
         yield from (alpha, alpha)
     in_float32 = (3 * FLOAT32 + 2) * features if learned else 0  # input, exponent and square; two masks
-    yield from hidden_costs(columns, work, features * itemsize(layer.precision.compute), in_float32)
-    yield from row_costs(layer.down, work, "down", read=read)
+    costs += hidden_costs(columns, work, features * itemsize(layer.precision.compute), in_float32)
+    for cost in costs:  # of a ring, parts are alive, and three gradients of the kernels
+        if fused and isinstance(cost, Bytes) and cost.kind == "workspace":
+            cost = replace(cost, bytes=2 * cost.bytes / work.tp)
+        yield cost
+    kernels = (columns + 1) * layer.down.features * features // work.tokens
+    yield Bytes("workspace", 3 * FLOAT32 * kernels if fused else 0)
 
 
 def num_columns(config: MLPConfig) -> int:

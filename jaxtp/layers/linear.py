@@ -73,6 +73,8 @@ class LayerContext:
     both `[B, T, tp * D]`, split over tp. For layers that share these collectives."""
 
     overlap: Overlap = "none"  # projections overlap their products with communication (`layers/overlap.py`)
+    recomputed: bool = False  # the backward pass computes column layers again: a ring keeps what passes
+    fused: bool = False  # and it does not read the result of an MLP, which is then one ring
     lora: LoraConfig = LoraConfig()
     precision: Precision = Precision()
 
@@ -118,7 +120,7 @@ class ColumnParallelLinear(nnx.Module):
         outputs = tuple(features) if isinstance(features, Sequence) else (features,)
         self.single = not isinstance(features, Sequence)
         self.features = tuple(_as_dim("ColumnParallelLinear", each, in_features=in_features) for each in outputs)
-        self.in_features, self.joined = in_features, context.joined
+        self.in_features, self.joined, self.recomputed = in_features, context.joined, context.recomputed
         self.sequence_parallel, self.overlap = context.sequence_parallel, context.overlap
         self.precision, dtype = context.precision, context.precision.param
         kernels = ((f, default_kernel_init(rngs.params(), (in_features, f.size), dtype)) for f in self.features)
@@ -131,7 +133,7 @@ class ColumnParallelLinear(nnx.Module):
 
     def __call__(self, x_BTD: Array) -> Array | tuple[Array, ...]:
         """Projects `[B, ..., D]` to `[B, ..., F]`."""
-        sequence, inside, outside = _activation_specs(self.sequence_parallel, x_BTD.shape)
+        sequence, inside, outside = activation_specs(self.sequence_parallel, x_BTD.shape)
         weights, specs = params_and_specs(self)
         project = device_view(
             partial(self.project, sequence),
@@ -155,7 +157,7 @@ class ColumnParallelLinear(nnx.Module):
         if self.joined:
             products = _multiply_each(tokens, kernels, sequence)
         else:
-            products = enter_matmul(tokens, kernels, sequence, self.overlap)
+            products = enter_matmul(tokens, kernels, sequence, self.overlap, keep=self.recomputed)
         outputs, inner = list(products[: len(self.features)]), products[len(self.features) :]
         if self.matmul != "compute":  # whole gradients are quantised, not summands of devices that share a head
             shared = (f.shared_by(axis_size(TP)) for f in self.features)
@@ -212,7 +214,7 @@ class RowParallelLinear(nnx.Module):
 
     def __call__(self, x_BTF: Array) -> Array:
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
-        sequence, inside, outside = _activation_specs(self.sequence_parallel, x_BTF.shape)
+        sequence, inside, outside = activation_specs(self.sequence_parallel, x_BTF.shape)
         check_divides(ROW, (*x_BTF.shape[:-1], self.features), outside)
         outside, (weights, specs) = inside if self.joined else outside, params_and_specs(self)
         project = device_view(partial(self._project, sequence), ROW, in_specs=(inside, specs), out_specs=outside)
@@ -265,13 +267,15 @@ def mx_obstacle(layer: ColumnParallelLinear | RowParallelLinear, tp: int) -> str
     return next(filter(None, (mx_problem(layer.in_features, each.local(tp)) for each in layer.features)), None)
 
 
-def enter_matmul(x: Operand, kernels: Sequence[Kernel], sequence: int | None, overlap: Overlap) -> tuple[Array, ...]:
+def enter_matmul(
+    x: Operand, kernels: Sequence[Kernel], sequence: int | None, overlap: Overlap, *, keep: bool = False
+) -> tuple[Array, ...]:
     """Multiplies an activation of the whole tp group by this device's columns `[D, F_i/tp]`.
 
-    `sequence` is the dim of `x` that is split over tp, if any.
+    `sequence` is the dim of `x` that is split over tp, if any; `keep` as in `gather_matmul`.
     """
     if is_ring(overlap, axis_size(TP), split=sequence is not None):
-        return gather_matmul(jax.tree.map(lambda each: checkpoint_name(each, GATHERED), x), tuple(kernels))
+        return gather_matmul(keep, jax.tree.map(lambda each: checkpoint_name(each, GATHERED), x), tuple(kernels))
     x = enter_float8(x, sequence) if isinstance(x, Quantised) else enter_parallel(x, sequence)  # [b, T, D]
     return _multiply_each(x, kernels, sequence)  # each [b, T, F_i/tp]
 
@@ -305,7 +309,7 @@ def _as_dim(layer: str, features: int | PaddedDim, **others: int) -> PaddedDim:
     return features if isinstance(features, PaddedDim) else ExactDim((features,))
 
 
-def _activation_specs(setting: SequenceParallel, shape: tuple[int, ...]) -> tuple[int | None, P, P]:
+def activation_specs(setting: SequenceParallel, shape: tuple[int, ...]) -> tuple[int | None, P, P]:
     """Returns `sequence_dim`, and the specs between the two layers (features over tp) and outside.
 
     `[B, D]` has B tokens and no sequence.

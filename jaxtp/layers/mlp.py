@@ -9,16 +9,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import device_view, token_spec
+from jaxtp.collectives import GATHERED, REDUCED, axis_size, device_view, token_spec
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Count, Positive
 from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
+from jaxtp.layers.linear import COLUMN, ColumnParallelLinear, LayerContext, RowParallelLinear, activation_specs
 from jaxtp.layers.lora import Target
-from jaxtp.layers.parameter import PaddedDim, parameter, spec_of
+from jaxtp.layers.overlap import is_ring, ring_mlp
+from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
 from jaxtp.mesh import TP
 
 MIN_FEATURES = 48
@@ -94,7 +96,7 @@ class MLP(PositionwiseBranch):
     """
 
     def __init__(self, d_model: int, config: MLPConfig, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
-        self.config, self.precision = config, context.precision
+        self.config, self.precision, self.fused = config, context.precision, context.fused
         self.hidden, bias = PaddedDim((config.d_ff,)), config.mlp_bias
         column = partial(ColumnParallelLinear, d_model, context=context, use_bias=bias, rngs=rngs)
         if config.mlp == "gated":
@@ -106,11 +108,37 @@ class MLP(PositionwiseBranch):
             initial = (jnp.log(jnp.expm1(jnp.full(1, slope, context.precision.param))) for slope in (0.8, 0.8 - _BETA))
             self.alpha_p, self.alpha_n = (parameter(XIELU, alpha, P(None)) for alpha in initial)
 
+    @property
+    def columns(self) -> ColumnParallelLinear:
+        """Gate and up, or only up."""
+        return self.up if self.config.mlp == "plain" else self.gate_up
+
+    def has_ring(self, tp: int, *, split: bool) -> bool:
+        """Returns whether `ring_mlp` can compute the layer: without adapters, biases, xielu and 8 bits."""
+        columns, down = self.columns, self.down
+        simple = not (columns.loras or down.loras or columns.biases) and self.config.activation != XIELU
+        return simple and columns.matmul == down.matmul == "compute" and is_ring(down.overlap, tp, split=split)
+
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """See `Branch`."""
-        products_BTF = [*(self.up(x_BTD) if self.config.mlp == "plain" else self.gate_up(x_BTD))]
+        sequence, _, outside = activation_specs(self.down.sequence_parallel, x_BTD.shape)
+        if self.fused and self.has_ring(axis_size(TP), split=sequence is not None):
+            weights, specs = params_and_specs(self)
+            return device_view(self._ring, COLUMN, (outside, specs), outside)(x_BTD, weights)  # type: ignore[no-any-return]
+        products_BTF = [*self.columns(x_BTD)]
         activate = self._xielu if self.config.activation == XIELU else ACTIVATIONS[self.config.activation]
         return self.down(hidden_features(activate, products_BTF, self.config.swiglu_limit))
+
+    def _ring(self, x: Array, weights: Weights) -> Array:
+        down = self.precision.load(weights.pop("down.kernel"), 1)
+        columns = [self.precision.load(w, 0) for w in weights.values()]
+        activate = ACTIVATIONS[self.config.activation]  # type: ignore[index]
+
+        def hidden(y: Array) -> Array:
+            return hidden_features(activate, jnp.split(y, len(columns), -1), self.config.swiglu_limit)
+
+        x = checkpoint_name(x.astype(self.precision.compute), GATHERED)
+        return checkpoint_name(ring_mlp(hidden, x, jnp.concatenate(columns, -1), down), REDUCED)
 
     def _xielu(self, x_BTF: Array) -> Array:
         in_float32, alphas = replace(self.precision, compute="float32"), (self.alpha_p, self.alpha_n)

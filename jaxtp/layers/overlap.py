@@ -1,18 +1,18 @@
 """Ring collective matmuls over tp: one part of the sequence moves while another is multiplied.
 
 They replace sequence parallelism's all-gather or reduce-scatter and its products (Wang et al., ASPLOS 2023, doi
-10.1145/3567955.3567959). Each is the transpose of the other:
+10.1145/3567955.3567959):
 
     gather_matmul     all_gather(x) @ w      [b, T/tp, D] @ [D, F/tp] -> [b, T, F/tp]
     matmul_scatter    reduce_scatter(x @ w)  [b, T, F/tp] @ [F/tp, D] -> [b, T/tp, D]
+    ring_mlp          reduce_scatter(hidden(all_gather(x) @ w) @ v)
 
-Gradients are hand-written rings, because autodiff would save every part that passes by. A weight gradient is summed
-over the parts in float32 and rounded once; the input of a column layer goes around again for it. Rings are
-unidirectional: XLA runs one collective at a time, and behind a switch one direction gets the full bandwidth.
+Gradients are hand-written rings, because autodiff would save every part. Weight gradients are summed in float32 and
+rounded once. Rings are unidirectional: XLA runs one collective at a time, at the full bandwidth of a switch.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8, axis_index, axis_size, permute, vary_like
+from jaxtp.collectives import Float8, axis_index, axis_size, permute
 from jaxtp.layers.float8 import (
     Kernel,
     NeedsGrad,
@@ -42,6 +42,7 @@ from jaxtp.mesh import TP
 Overlap = Literal["none", "ring"]
 C = TypeVar("C")
 V = TypeVar("V", Array, Value)
+Sums = list[list[Array]]  # summands, each of gradients of several kernels
 
 
 def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
@@ -49,91 +50,104 @@ def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
     return overlap == "ring" and split and tp > 1
 
 
-def _ring_gather(x: V, visit: Callable[[C, V, Array], C], carry: C) -> C:
-    """Runs `carry = visit(carry, part, position)` for every part of the sequence, while the next part arrives.
+def _beside(moving: object, compute: Callable[..., C], *args: object) -> tuple[Any, C]:
+    """Computes while `moving` goes to the next device; returns what arrives and the result."""
+    if moving is None:
+        return None, compute(*args)
+    # XLA would merge products that share an operand, which then wait for all permutes, and hide only one permute.
+    moving, args = lax.optimization_barrier((moving, args))
+    arrived = jax.tree.map(partial(permute, axis=TP), moving)
+    return lax.optimization_barrier((arrived, compute(*args)))  # type: ignore[no-any-return]
 
-    `x` is this device's part, `[b, T/tp, ..., D]`; `position` is where `part` begins.
+
+def _ring_gather(x: Value, visit: Callable[..., tuple[list[Array], Sums]]) -> tuple[list[Value], list[Array], Sums]:
+    """Runs `found, sums = visit(sums, part, position)` for every part of the sequence, while the next part arrives.
+
+    `position` is where `part` begins. Returns the parts, `found` as whole arrays `[b, T, ...]`, and the last sums.
     """
-    size, last = x.shape[SEQUENCE_DIM], axis_size(TP) - 1
+    tp, passed, every, sums = axis_size(TP), [x], [], Sums()
+    for number in range(tp):  # XLA would copy what a loop sends
+        part, at = passed[-1], _position(number, x.shape[SEQUENCE_DIM])
+        arrived, (found, sums) = _beside(part if number < tp - 1 else None, visit, sums, part, at)
+        passed.append(arrived)
+        every.append(found)
+    return passed[:-1], [_in_order(parts) for parts in zip(*every, strict=True)], sums
 
-    # XLA overlaps a permute with a product only if both are in a loop body with their results in the carry. It merges
-    # the products of an unrolled ring, which then wait for all permutes, and overlaps nothing in a loop that stacks its
-    # results, like autodiff's transpose.
-    def turn(state: tuple[V, C], number: Array) -> tuple[tuple[V, C], None]:
-        part, carry = state
-        moved = jax.tree.map(partial(permute, axis=TP), part)
-        return (moved, visit(carry, part, _position(number, size))), None
 
-    # The last part needs no permute, so it stays outside the loop.
-    (part, carry), _ = lax.scan(turn, (x, carry), jnp.arange(last))
-    return visit(carry, part, _position(last, size))
+def _added(sums: Sums, each: list[Array]) -> Sums:
+    # Two are added at a time, so that sums are read and written half as often.
+    return [_total([*sums, each])] if len(sums) == 2 else [*sums, each]
+
+
+def _total(sums: Sums) -> list[Array]:
+    return [reduce(operator.add, each) for each in zip(*sums, strict=True)]
+
+
+def _in_order(parts: Sequence[Array]) -> Array:
+    # Parts come in the order of `_position`.
+    size = parts[0].shape[SEQUENCE_DIM]
+    return jnp.roll(jnp.concatenate(parts[::-1], SEQUENCE_DIM), _position(-1, size), SEQUENCE_DIM)
 
 
 def _ring_scatter(inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike) -> Array:
-    """Returns this device's part of the products summed over tp; partial sums go around."""
     tp, size = axis_size(TP), inputs[0].shape[SEQUENCE_DIM] // axis_size(TP)
 
-    def summand(number: Array | int) -> Array:
-        at = _position(number, size)
-        operands = zip((_part(x, at, size) for x in inputs), kernels, strict=True)
-        return reduce(operator.add, (product(*pair, dtype) for pair in operands))
+    def summand(at: Array) -> Array:
+        xs, ws = [_part(x, at, size) for x in inputs], kernels
+        if not any(isinstance(w, Float8) for w in ws):
+            xs, ws = [jnp.concatenate(xs, -1)], [jnp.concatenate(ws)]  # type: ignore[arg-type]  # one product
+        return reduce(operator.add, (product(x, w, dtype) for x, w in zip(xs, ws, strict=True)))
 
-    def turn(total: Array, number: Array) -> tuple[Array, None]:
-        # Without a barrier XLA may fuse the sum into the product, which then waits for the permute (jax 0.12, H100).
-        arrived, local = lax.optimization_barrier((permute(total, TP), summand(number)))
-        return arrived + local, None
-
-    total, _ = lax.scan(turn, summand(1), jnp.arange(2, tp + 1))
+    total = summand(_position(1, size))
+    for number in range(2, tp + 1):
+        total = operator.add(*_beside(total, summand, _position(number, size)))
     return total
 
 
-def _position(number: Array | int, size: int) -> Array:
+def _position(number: int, size: int) -> Array:
     """Returns the start of the part that the device `number` steps back in the ring has."""
     return jnp.asarray((axis_index(TP) - number) % axis_size(TP) * size)
 
 
-@jax.custom_vjp
-def gather_matmul(x: Operand, kernels: tuple[Kernel, ...]) -> tuple[Array, ...]:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather_matmul(keep: bool, x: Operand, kernels: tuple[Kernel, ...]) -> tuple[Array, ...]:
     """Multiplies an activation, all-gathered along the sequence, by each kernel.
 
     `x` is `[b, T/tp, ..., D]`, kernels are this device's columns, `[D, F_i/tp]`; returns `[b, T, ..., F_i/tp]`. A
-    kernel in float8 needs an `x` in float8.
+    kernel in float8 needs an `x` in float8. `keep`: the parts of `x` are residuals.
     """
-    return _gather_matmul(value_of(x), tuple(map(value_of, kernels)), x.dtype)
+    return tuple(_gather_matmul(x, kernels)[1])
 
 
-def _gather_matmul(x: Value, kernels: tuple[Value, ...], dtype: DTypeLike) -> tuple[Array, ...]:
-    whole = (x.shape[0], x.shape[SEQUENCE_DIM] * axis_size(TP), *x.shape[SEQUENCE_DIM + 1 : -1])
-    empty = [_zeros((*whole, w.shape[-1]), dtype, x, w) for w in kernels]
-
-    def visit(ys: list[Array], part: Value, at: Array) -> list[Array]:
-        return _write_products(ys, [(part, w) for w in kernels], at)
-
-    ys = _ring_gather(x, visit, empty)
-    return tuple(ys)
+def _gather_matmul(x: Operand, kernels: tuple[Kernel, ...]) -> tuple[list[Value], list[Array], tuple[Value, ...]]:
+    ws = tuple(map(value_of, kernels))
+    passed, ys, _ = _ring_gather(value_of(x), lambda _, part, at: ([product(part, w, x.dtype) for w in ws], []))
+    return passed, ys, ws
 
 
-def _gather_forward(x: object, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], Any]:
-    needs_grad = NeedsGrad((perturbed(x),), tuple(perturbed(w) for w in kernels))
-    dtype = unwrapped(x).dtype
-    x, kernels = value_of(unwrapped(x)), tuple(map(value_of, unwrapped(kernels)))
-    return _gather_matmul(x, kernels, dtype), (x, kernels, needs_grad)
+def _gather_forward(keep: bool, x: object, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], object]:
+    needs_grad = NeedsGrad((perturbed(x),), tuple(map(perturbed, kernels)))
+    passed, ys, ws = _gather_matmul(unwrapped(x), unwrapped(kernels))
+    return tuple(ys), (passed if keep else passed[:1], ws, needs_grad)
 
 
-def _gather_backward(residuals: Any, grads: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    x, kernels, needs_grad = residuals
+def _gather_backward(keep: bool, residuals: Any, grads: tuple[Any, ...]) -> tuple[object, tuple[object, ...]]:
+    (x, *others), kernels, needs_grad = residuals
+    size = x.shape[SEQUENCE_DIM]
     used = [i for i, grad in enumerate(grads) if not isinstance(grad, SymbolicZero)]
     grad_x = None
     if needs_grad.inputs[0]:
         ys, ws = zip(*(input_gradient(grads[i], kernels[i], TP) for i in used), strict=True)
         grad_x = _ring_scatter(ys, ws, grads[used[0]].dtype)
-    trained = [i for i in used if needs_grad.kernels[i]]
+    trained, sums = [i for i in used if needs_grad.kernels[i]], Sums()
 
-    def visit(sums: list[Array], part: Value, at: Array) -> list[Array]:
-        size = part.shape[SEQUENCE_DIM]
-        return [_add_kernel_grad(s, part, _part(grads[i], at, size)) for s, i in zip(sums, trained, strict=True)]
+    def visit(sums: Sums, part: Value, at: Array) -> tuple[list[Array], Sums]:
+        return [], _added(sums, [_kernel_gradient(part, _part(grads[i], at, size)) for i in trained])
 
-    sums = _ring_gather(x, visit, [_zero_kernel_grad(x, grads[i]) for i in trained]) if trained else []
+    if trained and not keep:
+        *_, sums = _ring_gather(x, visit)
+    for number, part in enumerate([x, *others] if keep else ()):
+        _, sums = visit(sums, part, _position(number, size))
     return gradient_of(x, grad_x), _cast_kernel_grads(sums, trained, kernels, grads[used[0]].dtype)
 
 
@@ -147,27 +161,24 @@ def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Kernel, ...]) -> 
     return _ring_scatter(xs, ws, inputs[0].dtype)
 
 
-def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, Any]:
+def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, object]:
     needs_grad = NeedsGrad(*(tuple(map(perturbed, args)) for args in (inputs, kernels)))
-    dtype = unwrapped(inputs[0]).dtype
-    xs, ws = (tuple(map(value_of, unwrapped(args))) for args in (inputs, kernels))
-    saved = tuple(x if trained else None for x, trained in zip(xs, needs_grad.kernels, strict=True))
-    return _ring_scatter(xs, ws, dtype), (saved, ws, needs_grad)
+    inputs, kernels = unwrapped((inputs, kernels))
+    saved = tuple(value_of(x) if trained else None for x, trained in zip(inputs, needs_grad.kernels, strict=True))
+    return matmul_scatter.fun(inputs, kernels), (saved, tuple(map(value_of, kernels)), needs_grad)
 
 
-def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], tuple[object, ...]]:
     inputs, kernels, needs_grad = residuals
     moving = [i for i, needed in enumerate(needs_grad.inputs) if needed]
     trained = [i for i, needed in enumerate(needs_grad.kernels) if needed]
-    whole = (grad.shape[0], grad.shape[SEQUENCE_DIM] * axis_size(TP), *grad.shape[SEQUENCE_DIM + 1 : -1])
-    empty = [_zeros((*whole, kernels[i].shape[0]), grad.dtype, grad, kernels[i]) for i in moving]
 
-    def visit(carry: tuple[list[Array], list[Array]], part: Array, at: Array) -> tuple[list[Array], list[Array]]:
-        (ys, sums), size = carry, part.shape[SEQUENCE_DIM]
-        added = [_add_kernel_grad(s, _part(inputs[i], at, size), part) for s, i in zip(sums, trained, strict=True)]
-        return _write_products(ys, [input_gradient(part, kernels[i]) for i in moving], at), added
+    def visit(sums: Sums, part: Array, at: Array) -> tuple[list[Array], Sums]:
+        size = part.shape[SEQUENCE_DIM]
+        found = [product(*input_gradient(part, kernels[i]), part.dtype) for i in moving]
+        return found, _added(sums, [_kernel_gradient(_part(inputs[i], at, size), part) for i in trained])
 
-    ys, sums = _ring_gather(grad, visit, (empty, [_zero_kernel_grad(inputs[i], grad) for i in trained]))
+    _, ys, sums = _ring_gather(grad, visit)
     grad_inputs = dict(zip(moving, ys, strict=True))
     each = tuple(gradient_of(w, grad_inputs.get(i)) for i, w in enumerate(kernels))  # both are in 8 bits, or neither
     return each, _cast_kernel_grads(sums, trained, kernels, grad.dtype)
@@ -177,30 +188,72 @@ gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: Array) -> Array:
+    """Reduce-scatters `hidden(x @ columns) @ rows` over tp, of an all-gathered `x`.
+
+    `x` and the result are `[b, T/tp, ..., D]`; `hidden` sees each token alone.
+    """
+    return _accompany(lambda x: (hidden(x @ columns), None), lambda h: h @ rows, lambda *_: [], x)[0]
+
+
+def _mlp_forward(hidden: Callable[[Array], Array], *args: Any) -> tuple[Array, object]:
+    needs_grad = NeedsGrad((), tuple(map(perturbed, args[1:])))
+    return ring_mlp.fun(hidden, *unwrapped(args)), (unwrapped(args), needs_grad)
+
+
+def _mlp_backward(hidden: Callable[[Array], Array], residuals: Any, grad: Array) -> tuple[object, ...]:
+    (x, columns, rows), needs_grad = residuals
+
+    def work(x: Array, grad: Array) -> tuple[Array, Array]:
+        h, transpose = jax.vjp(hidden, x @ columns)
+        return transpose(grad @ rows.T)[0], h
+
+    def weigh(sums: Sums, grad_y: Array, h: Array, x: Array, grad: Array) -> Sums:
+        pairs = (x, grad_y), (h, grad)
+        return _added(sums, [_kernel_gradient(*pairs[i]) for i in trained])
+
+    trained = [i for i, needed in enumerate(needs_grad.kernels) if needed]
+    grad_x, sums = _accompany(work, lambda grad_y: grad_y @ columns.T, weigh, x, grad)
+    return grad_x, *_cast_kernel_grads(sums, trained, (columns, rows), grad.dtype)
+
+
+ring_mlp.defvjp(_mlp_forward, _mlp_backward, symbolic_zeros=True)
+
+
+def _accompany(
+    work: Callable[..., tuple[Array, object]],
+    finish: Callable[[Array], Array],
+    weigh: Callable[..., Sums],
+    *parts: Array,
+) -> tuple[Array, Sums]:
+    # Returns this device's part of the sum over tp of `finish(found)`, where `found, kept = work(*parts)`, and the last
+    # of `sums = weigh(sums, found, kept, *parts)`. Parts go around, and sums over tp follow them: a sum begins on the
+    # device after its part's and ends at home, which computes `work` while its part leaves, and `finish` last.
+
+    def plus(before: Array | None, found: Array) -> Array:
+        return finish(found) if before is None else before + finish(found)
+
+    tp, sums, total = axis_size(TP), Sums(), None
+    first, (own, kept) = _beside(parts[0], work, *parts)
+    found = own
+    for number in range(1, tp):
+        others, sums = _beside(parts[1:], weigh, sums, found, kept, *parts)
+        parts = (first, *others)
+        before, (found, kept) = _beside(total, work, *parts)
+        first, total = _beside(parts[0] if number < tp - 1 else None, plus, before, found)
+    return operator.add(*_beside(total, finish, own)), weigh(sums, found, kept, *parts)
+
+
 def _part(x: V, at: Array, size: int) -> V:
     part: V = jax.tree.map(lambda each: lax.dynamic_slice_in_dim(each, at, size, SEQUENCE_DIM), x)
     return part
 
 
-def _write_products(ys: Sequence[Array], operands: Iterable[tuple[Value, Value]], at: Array) -> list[Array]:
-    each = zip(ys, operands, strict=True)
-    return [lax.dynamic_update_slice_in_dim(y, product(*pair, y.dtype), at, SEQUENCE_DIM) for y, pair in each]
+def _kernel_gradient(x: Value, grad: Array) -> Array:
+    return kernel_gradient(x, grad, jnp.promote_types(grad.dtype, jnp.float32))
 
 
-def _zeros(shape: tuple[int, ...], dtype: DTypeLike, *like: Value) -> Array:
-    return vary_like(jnp.zeros(shape, dtype), *(x.bits if isinstance(x, Float8) else x for x in like))
-
-
-def _zero_kernel_grad(x: Value, grad: Array) -> Array:
-    return _zeros((x.shape[-1], grad.shape[-1]), jnp.promote_types(grad.dtype, jnp.float32), x, grad)
-
-
-def _add_kernel_grad(total: Array, x: Value, grad: Array) -> Array:
-    return total + kernel_gradient(x, grad, total.dtype)
-
-
-def _cast_kernel_grads(
-    sums: Sequence[Array], at: Sequence[int], kernels: Sequence[Value], dtype: DTypeLike
-) -> tuple[Any, ...]:
-    by_index = {i: total.astype(dtype) for i, total in zip(at, sums, strict=True)}
+def _cast_kernel_grads(sums: Sums, at: Sequence[int], kernels: Sequence[Value], dtype: DTypeLike) -> tuple[object, ...]:
+    by_index = {i: total.astype(dtype) for i, total in zip(at, _total(sums), strict=True)}
     return tuple(gradient_of(w, by_index.get(i)) for i, w in enumerate(kernels))

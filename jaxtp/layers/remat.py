@@ -7,14 +7,14 @@ parallelism), and traffic over tp, forward and backward, in units of (t-1)/t * b
 |-----------------|--------------------------------------------------------|-----------:|------------------:|-----:|
 | `none`          | every activation                                       |          8 |                 8 |   10 |
 | `save_dots`     | results of projections, tp reductions and kernels      |          8 |                10 |   10 |
-| `save_gathered` | inputs of column layers, outputs of row layers: 4bsD   |          8 |                 8 |   12 |
-| `save_reduced`  | block input, outputs of row layers: 2bsD (2bsD/t)      |          8 |                10 |   12 |
-| `full`          | block input: bsD (bsD/t)                               |         10 |                11 |   13 |
-| `offload`       | like `full`, in host memory                            |         10 |                11 |   13 |
+| `save_gathered` | inputs of column layers, outputs of row layers: 4bsD   |          8 |                 8 |   10 |
+| `save_reduced`  | block input, outputs of row layers: 2bsD (2bsD/t)      |          8 |                10 |   10 |
+| `full`          | block input: bsD (bsD/t)                               |         10 |                11 |   11 |
+| `offload`       | like `full`, in host memory                            |         10 |                11 |   11 |
 
 `save_dots` is Megatron's choice under sequence parallelism (arXiv 2205.05198). In a ring (`layers/overlap.py`)
-`save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all. The shard goes around again for weight
-gradients and for outputs that were not saved.
+`save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all. The shard goes around again for outputs that
+were not saved; with `none` and `save_dots` for weight gradients.
 
 No policy saves gathered weights; every policy saves the routers' choices. `save_dots` saves the results of blockwise
 and fused attention kernels and of Gated DeltaNet with its states, and recomputes cudnn and xla.

@@ -276,7 +276,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
         # Rings need each layer's own collectives, experts and latents have others, and dropout is of each branch.
         others = block.num_experts or block.kv_rank or self.dropout
         joined = block.norm_placement == "parallel" and self.overlap == "none" and not others
-        context = replace(self.layer_context, joined=joined)
+        recomputed = self.remat not in ("none", "save_dots")
+        fused = recomputed and not (block.norm_placement in ("after", "both") and self.remat in ("full", "offload"))
+        context = replace(self.layer_context, joined=joined, recomputed=recomputed, fused=fused)
         attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
         attention = GatedDeltaNet if block.delta_value_heads else attention
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP

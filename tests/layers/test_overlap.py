@@ -11,7 +11,7 @@ from support import assert_close, sweep
 import jaxtp
 from jaxtp.analysis.census import count_collectives
 from jaxtp.layers.linear import enter_matmul, leave_matmul
-from jaxtp.layers.overlap import gather_matmul
+from jaxtp.layers.overlap import gather_matmul, ring_mlp
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
 from jaxtp.mesh import mesh_sizes
 
@@ -86,7 +86,9 @@ def test_an_output_that_nobody_reads():
     kernels = (given["in 0"], given["in 1"])
 
     def first(x, kernels, ring):
-        project = gather_matmul if ring else partial(enter_matmul, sequence=SEQUENCE_DIM, overlap="none")
+        project = (
+            partial(gather_matmul, False) if ring else partial(enter_matmul, sequence=SEQUENCE_DIM, overlap="none")
+        )
         ys = jax.shard_map(project, in_specs=(SPLIT, (SPLIT, SPLIT)), out_specs=(P(None, None, "tp"),) * 2)(x, kernels)
         return (ys[0] ** 2).sum()
 
@@ -106,7 +108,7 @@ def test_the_gradient_of_a_weight_is_rounded_once():
 
     def total(kernel):
         ys = jax.shard_map(
-            lambda x, w: gather_matmul(x, (w,))[0], in_specs=(SPLIT, SPLIT), out_specs=P(None, None, "tp")
+            lambda x, w: gather_matmul(False, x, (w,))[0], in_specs=(SPLIT, SPLIT), out_specs=P(None, None, "tp")
         )
         return ys(x, kernel).astype("float32").sum()
 
@@ -114,3 +116,25 @@ def test_the_gradient_of_a_weight_is_rounded_once():
         grad = jax.jit(jax.grad(total))(jnp.ones((1, tp), "bfloat16"))
     assert grad.dtype == jnp.bfloat16
     assert grad.tolist() == [[260.0] * tp]
+
+
+@pytest.mark.parametrize("trained", [("x", "in 0", "out 0"), ("x",)], ids=len)
+def test_an_mlp_in_one_ring(trained):
+    """Its bytes: forward x and sums, backward both again and the gradient of x; no array has whole sequences."""
+    tp, plain = 4, lambda hidden, x, columns, rows: hidden(x @ columns) @ rows
+    given = arrays(tp)
+
+    def of(mlp, specs):
+        def total(chosen):
+            x, columns, rows = (chosen.get(name, given[name]) for name in ("x", "in 0", "out 0"))
+            body = jax.shard_map(partial(mlp, jnp.tanh), in_specs=specs, out_specs=specs[0])
+            return (jnp.sin(body(x, columns, rows)) * jax.random.normal(jax.random.key(9), x.shape)).sum()
+
+        return jax.grad(total)
+
+    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+        chosen = {name: given[name] for name in trained}
+        ring = of(ring_mlp, (SPLIT, SPLIT, P("tp")))
+        assert_close(jax.jit(ring)(chosen), jax.jit(of(plain, (P(), P(), P())))(chosen), tolerance=1e-6)
+        assert moved(ring, chosen) == {"permute": 5 * (tp - 1) / tp * given["x"].nbytes}
+        assert f"[2,{PART * tp},{FEATURES[0] // tp}]" not in str(jax.make_jaxpr(ring)(chosen))

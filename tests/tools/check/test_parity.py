@@ -72,7 +72,6 @@ CONFIGS = {
         num_kv_heads=1,
         attention_bias=True,
         attention_out_bias=True,
-        mlp_bias=True,
         remat="save_gathered",
         overlap="ring",
     ),
