@@ -193,10 +193,10 @@ class Programs:
         """Returns whether a row has each token up to `ids_BT`, `[B * T, V]`; None without repetition penalty."""
         if history_BS is None or not self._penalises:
             return None
-        size = model.config.vocab_size
-        known = jnp.where(history_BS < 0, size, history_BS), jnp.ones(history_BS.shape, bool)
-        one_row = lambda ids, there: jnp.zeros(size, bool).at[ids].set(there, mode="drop")  # noqa: E731
-        seen_BTV = jax.vmap(one_row)(*known)[:, None] | (jnp.cumsum(ids_BT[..., None] == jnp.arange(size), axis=1) > 0)
+        rows, size = len(history_BS), model.config.vocab_size
+        ids_BS = jnp.where(history_BS < 0, size, history_BS)
+        seen_BV = jnp.zeros((rows, size), bool).at[jnp.arange(rows)[:, None], ids_BS].set(True, mode="drop")
+        seen_BTV = seen_BV[:, None] | (jnp.cumsum(ids_BT[..., None] == jnp.arange(size), axis=1) > 0)
         return constrain(seen_BTV.reshape(ids_BT.size, size), batch_spec(None))
 
     def _copy(self, model: DecodeModel, caches: KVCaches, sources: Array) -> KVCaches:
