@@ -211,7 +211,7 @@ def _moved(variable: Variable, source: Mesh, mesh: Mesh) -> Array:
 
 
 def _shared(variable: Variable, tp: int) -> tuple[tuple[int, int, int], ...]:
-    """Returns each dim with heads that devices share, the number of heads, and the devices of each."""
+    # Each dim with heads that devices share, the number of heads, and the devices of each.
     return tuple((dim, tp // n, n) for dim, split in padding_of(variable) if (n := split.shared_by(tp)) > 1)
 
 

@@ -167,7 +167,7 @@ class Programs:
             logits = constrain(model.logits_of_hidden(x_BTD).reshape(ids_BT.size, -1), batch_spec(None))
             seen, seeds = self._seen(model, history_BS, ids_BT), jnp.repeat(jnp.asarray(rows.seeds), width)
             sampled_BT, logprobs_BT = (
-                x.reshape(ids_BT.shape) for x in self._sample(logits, seen, seeds, next_BT.reshape(-1))
+                x.reshape(ids_BT.shape) for x in self._sample(logits, seen, seeds, next_BT.ravel())
             )
             ended_BT = jnp.any(sampled_BT[..., None] == end_ids, axis=2)
             # A token is kept if all before it equal their proposals and are no end.
@@ -190,7 +190,7 @@ class Programs:
         return caches, (*(x.reshape(-1, self.shape.rows) for x in (tokens, logprobs)), steps * width)
 
     def _seen(self, model: DecodeModel, history_BS: Ints | None, ids_BT: Array) -> Array | None:
-        """Returns whether a row has each token up to `ids_BT`, `[B * T, V]`; None without repetition penalty."""
+        # Whether a row has a token, up to each of `ids_BT`: [B * T, V].
         if history_BS is None or not self._penalises:
             return None
         rows, size = len(history_BS), model.config.vocab_size

@@ -129,14 +129,13 @@ def _sample_row(
 
 
 def propose(history: Array, last: Array, count: int) -> Array:
-    """Returns a row's last token, and proposals for the next tokens: `[1 + count]`.
-
-    They follow the latest earlier place with the most of the last three tokens (prompt lookup), and repeat at the end.
+    """Returns a row's last token and the tokens proposed after it, `[1 + count]`.
 
     Args:
-      history: tokens of the row `[S]`; any after the last.
+      history: the row `[S]`; any tokens after the last.
       last: position of the last token, at least 1.
     """
+    # Prompt lookup: tokens after the latest earlier place with most of the last tokens; they repeat at the row's end.
     places = score = jnp.arange(history.size)
     equal = places < last
     for back in range(_LOOKED_UP):
