@@ -2,7 +2,7 @@
 
 Training scans over stacked weights of equal layers. Decoding reads every weight once per token, so slicing a stack,
 casting, or gathering over fsdp would take as long as the matrix product. `to_decode_model` therefore gives each layer
-separate arrays, in the compute dtype, split over tp only; fsdp splits the batch, like dp.
+separate arrays, in the compute dtype, split over tp only, each shared head whole; fsdp splits the batch, like dp.
 """
 
 import math
@@ -28,6 +28,8 @@ from jaxtp.layers.parameter import PARAMETERS, DType, is_variable, padding_of, s
 from jaxtp.mesh import AXES, CP, DP, FSDP, TP, axes_of, batch_parts, make_mesh, mesh_sizes, parts
 from jaxtp.models.config import BLOCKS
 from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, create_decoder
+
+NO_SPECULATION = "a model with recurrent states (Gated DeltaNet) cannot take back rejected tokens; leave it out"
 
 
 class DecodeModel(EmbeddingAndHead):
@@ -109,7 +111,8 @@ def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
     itemsize = jnp.dtype(model.config.precision.compute).itemsize
     weights = (variable for _, variable in nnx.to_flat_state(nnx.state(model, PARAMETERS)))
     shards = (
-        math.prod(variable.shape) // math.prod(parts(split, axes_of(axes)) for axes in spec_of(variable))
+        math.prod((*variable.shape, *(times for *_, times in _shared(variable, split[TP]))))
+        // math.prod(parts(split, axes_of(axes)) for axes in spec_of(variable))
         for variable in weights
     )
     return itemsize * sum(shards)
@@ -188,7 +191,9 @@ def decode_weights(
             if isinstance(array, Array):
                 array.delete()
         array = variable[...] if mesh is None else _moved(variable, model_mesh(model), mesh)
-        unstack = _unstack(None if stack is None else len(names), old[0].dtype, old[0].sharding)
+        where = old[0].sharding
+        shared = _shared(variable, mesh_sizes(where.mesh)[TP]) if isinstance(where, NamedSharding) else ()
+        unstack = _unstack(None if stack is None else len(names), old[0].dtype, where, shared)
         yield from zip(names, unstack(array), strict=True)
         if donate:
             originals[path][...].delete()
@@ -205,12 +210,19 @@ def _moved(variable: Variable, source: Mesh, mesh: Mesh) -> Array:
     return pad_array(array, padding_of(variable), NamedSharding(mesh, spec_of(variable)))
 
 
+def _shared(variable: Variable, tp: int) -> tuple[tuple[int, int, int], ...]:
+    # Each dim with heads that devices share, the number of heads, and the devices of each.
+    return tuple((dim, tp // n, n) for dim, split in padding_of(variable) if (n := split.shared_by(tp)) > 1)
+
+
 @cache  # so that arrays of equal shape, also of later models, are not traced again
 def _unstack(
-    num_layers: int | None, dtype: jnp.dtype, sharding: NamedSharding | None
+    num_layers: int | None, dtype: jnp.dtype, sharding: NamedSharding | None, shared: tuple[tuple[int, int, int], ...]
 ) -> Callable[[Array], list[Array]]:
-
     def layers(array: Array) -> list[Array]:
+        for dim, count, times in shared:
+            heads = jnp.split(array, count, axis=dim)
+            array = jnp.concatenate([head for head in heads for _ in range(times)], axis=dim)
         return [array[index].astype(dtype) for index in range(num_layers)] if num_layers else [array.astype(dtype)]
 
     return jax.jit(layers, out_shardings=sharding)

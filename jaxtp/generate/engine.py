@@ -29,10 +29,12 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
 from jaxtp.generate.decode_model import (
+    NO_SPECULATION,
     DecodeModel,
     cache_bytes,
     decode_mesh,
     decode_weights,
+    has_states,
     model_mesh,
     to_decode_model,
     weight_bytes,
@@ -81,6 +83,8 @@ class Timing:
     """Prompt tokens that were in the cache of their row, or copied from another row."""
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass
@@ -99,7 +103,9 @@ class Speed:
         timing = self.timing
         kept = f"; {timing.kept_tokens:,} more were in the cache" if timing.kept_tokens else ""
         yield f"prefill {_rate(timing.prefill_tokens, timing.prefill_seconds)}{kept}"
-        yield f"decode  {_rate(timing.decode_tokens, timing.decode_seconds)}"
+        proposed = timing.proposed_tokens
+        share = f"; {timing.accepted_tokens / proposed:.0%} of {proposed:,} proposals accepted" if proposed else ""
+        yield f"decode  {_rate(timing.decode_tokens, timing.decode_seconds)}{share}"
         if self.shape is not None:
             size = f"{self.shape.rows} x {self.shape.slots:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB per device"
             yield f"cache   {size}; compiled in {self.compile_seconds:.1f} s"
@@ -235,6 +241,8 @@ class Generator:
           NumericsError: the logits are not finite.
         """
         check_settings(settings)
+        if settings.speculate and has_states(self._model, self._mesh):
+            raise GenerationError(f"speculate={settings.speculate}: {NO_SPECULATION}")
         if isinstance(prompts, str):
             raise GenerationError(f"prompts is a string; for one prompt give [{prompts[:20]!r}]")
         prefix = getattr(self.tokenizer, "prefix", ())
@@ -322,7 +330,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}  # by row; a row without one is free
         self._shared: dict[int, tuple[int, int]] = {}  # by row: the row to copy the first tokens from, and their number
         self._steps = 1
-        self._seen = np.zeros((len(cache.tokens), programs.vocab_size), np.bool_) if programs.penalises else None
+        self._history = np.full((len(cache.tokens), cache.shape.slots), -1, np.int32)
 
     def serve(self, requests: Iterable[Request]) -> Iterator[Piece]:
         """Yields pieces of the requests' texts as they are generated."""
@@ -351,9 +359,8 @@ class Scheduler:
             del self._cached[row][0 if copies else count :]
             self.timing.kept_tokens += count
             self._requests[row] = request
-            if self._seen is not None:
-                self._seen[row] = False
-                self._seen[row, request.tokens] = True
+            self._history[row] = -1
+            self._history[row, : request.num_prompt] = request.tokens
             free.remove(row)
 
     def _num_cached(self, row: int, prompt: Sequence[int]) -> int:
@@ -430,11 +437,15 @@ class Scheduler:
         rows = list(self._requests)
         sampled, seconds = self._call(partial(self._programs.decode, steps=self._steps, waiting=waiting))
         # Processes must make the same calls, but would measure different times.
-        target = SECONDS_PER_CALL * len(sampled[0]) / max(seconds, 1e-9) if jax.process_count() == 1 else MAX_STEPS
+        lines, width = sampled[0], self._programs.width
+        target = SECONDS_PER_CALL * len(lines) / width / max(seconds, 1e-9) if jax.process_count() == 1 else MAX_STEPS
         self._steps = min(max(1, int(target)), 2 * self._steps, MAX_STEPS)  # the first call of a program is slower
         self.timing.decode_seconds += seconds
         pieces = self._append_tokens(sampled, rows)
         self.timing.decode_tokens += len(pieces)
+        first, found = (sum(line[row] >= 0 for line in each for row in rows) for each in (lines[::width], lines))
+        self.timing.proposed_tokens += first * (width - 1)
+        self.timing.accepted_tokens += found - first
         yield from pieces
 
     def _call(self, program: Callable[..., tuple[KVCaches, Sampled]]) -> tuple[StepTokens, float]:
@@ -452,7 +463,7 @@ class Scheduler:
         pieces = []
         for tokens, logprobs in zip(*sampled, strict=True):
             for row in rows:
-                if (request := self._requests.get(row)) is None:  # its text has ended
+                if (request := self._requests.get(row)) is None or tokens[row] < 0:  # its text has ended, or no token
                     continue
                 if not math.isfinite(logprobs[row]):
                     self._cache.arrays = None
@@ -461,8 +472,7 @@ class Scheduler:
                     )
                 self._cached[row] += request.tokens[len(self._cached[row]) :]
                 pieces.append(request.append(tokens[row], logprobs[row]))
-                if self._seen is not None:
-                    self._seen[row, tokens[row]] = True
+                self._history[row, len(request.tokens) - 1] = request.tokens[-1]
                 if request.finish is not None:
                     del self._requests[row]
                     if request.finish == "stop" and self._programs.has_states:
@@ -478,7 +488,7 @@ class Scheduler:
             tokens[row], lengths[row] = request.tokens[-1], len(request.tokens) - has_text
             left[row], seeds[row] = request.tokens_left, request.seed
         # A copy: the CPU backend may read the array itself.
-        return RowArrays(tokens, lengths, left, seeds, None if self._seen is None else self._seen.copy())
+        return RowArrays(tokens, lengths, left, seeds, self._history.copy() if self._programs.needs_history else None)
 
     def _pack(self, parts: list[list[Chunk]]) -> PackedTokens:
         length = self._length(max(sum(stop - start for _, start, stop in chunks) for chunks in parts))

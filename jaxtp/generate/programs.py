@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.generate.decode_model import DecodeModel, has_states
-from jaxtp.generate.sampling import GenerationSettings, sample
+from jaxtp.generate.sampling import GenerationSettings, propose, sample
 from jaxtp.layers.cache import DROPPED, LAYER_SPEC, KVCaches, NewTokens
 
 Ints = NDArray[np.int32] | Array
 
-MAX_STEPS = 32  # Maximum tokens that one call decodes for each row
+MAX_STEPS = 32  # Maximum steps of one call
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,13 @@ class RowArrays:
     lengths: Ints  # Number of tokens in the cache; while a prompt is read, the length of the prompt
     left: Ints  # Number of tokens still to be generated; 0 for an idle row
     seeds: NDArray[np.uint32] | Array
-    seen: NDArray[np.bool_] | Array | None = None
-    """Whether a row has a token, `[rows, V]`; None without a repetition penalty."""
+    history: Ints | None = None
+    """All tokens, `[rows, slots]`; -1 after the last. None without repetition penalty and speculation."""
 
 
 Sampled = tuple[Array, Array, Array]
-"""Tokens and log-probabilities, `[MAX_STEPS or 1, rows]`, and the number of valid steps; may not be computed yet."""
+"""Tokens (-1 for none) and log-probabilities, `[MAX_STEPS * width or 1, rows]`, and the number of valid lines; may not
+be computed yet."""
 _Carry = tuple[Array, KVCaches, Array | None, Array, Array, Array, Array, Array]
 
 
@@ -91,7 +92,8 @@ class Programs:
         end_ids: frozenset[int],
     ):
         self.shape, self.compile_seconds = shape, 0.0
-        self.vocab_size, self.penalises = model.config.vocab_size, settings.repetition_penalty != 1
+        self._penalises, self.width = settings.repetition_penalty != 1, 1 + settings.speculate
+        self.needs_history = self._penalises or self.width > 1
         self.has_states = has_states(model, mesh)
         self._mesh, self._end_ids = mesh, sorted(end_ids)
         self._sample = partial(sample, settings=settings, num_ids=num_ids)
@@ -113,7 +115,7 @@ class Programs:
         return self._program(key, self._read, caches, packed, rows)(self.weights, caches, packed, rows)
 
     def decode(self, caches: KVCaches, rows: RowArrays, steps: int, *, waiting: bool) -> tuple[KVCaches, Sampled]:
-        """Decodes up to `steps` (at most `MAX_STEPS`) tokens of each row.
+        """Decodes `steps` (at most `MAX_STEPS`) times up to `width` tokens of each row.
 
         Args:
           waiting: whether a prompt waits, so that the call ends with the first row.
@@ -129,8 +131,8 @@ class Programs:
     def compiled_decode(self, caches: KVCaches) -> jax.stages.Compiled:
         """Returns the compiled decode program; `caches` may be abstract."""
         zeros = np.zeros(self.shape.rows, np.int32)
-        seen = np.zeros((self.shape.rows, self.vocab_size), np.bool_) if self.penalises else None
-        rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32), seen)
+        history = np.zeros((self.shape.rows, self.shape.slots), np.int32) if self.needs_history else None
+        rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32), history)
         return self._program("decode", self._decode, caches, rows, np.int32(1), np.bool_(False))
 
     def _read(
@@ -139,15 +141,15 @@ class Programs:
         new = NewTokens(jnp.asarray(packed.positions), jnp.asarray(packed.rows), packed.continued)
         x_PCD, caches = model(jnp.asarray(packed.ids), caches, new)
         logits_BV = constrain(model.logits_at(x_PCD, jnp.asarray(packed.last)), batch_spec(None))
-        tokens_B, logprobs_B, _ = self._sample(
-            logits_BV, _seen(rows), jnp.asarray(rows.seeds), jnp.asarray(rows.lengths)
-        )
+        seen_BV = self._seen(model, rows.history, jnp.asarray(rows.tokens)[:, None])
+        tokens_B, logprobs_B = self._sample(logits_BV, seen_BV, jnp.asarray(rows.seeds), jnp.asarray(rows.lengths))
         return caches, (tokens_B[None], logprobs_B[None], jnp.int32(1))
 
     def _decode(
         self, model: DecodeModel, caches: KVCaches, rows: RowArrays, max_steps: Array, waiting: Array
     ) -> tuple[KVCaches, Sampled]:
         was_active_B, end_ids = rows.left > 0, jnp.array(self._end_ids, jnp.int32)
+        width, ahead_T = self.width, jnp.arange(self.width)
 
         def unfinished(carry: _Carry) -> Array:
             step, *_, left_B, _, _ = carry
@@ -155,24 +157,47 @@ class Programs:
             return (step < max_steps) & jnp.any(left_B > 0) & (none_ended | ~waiting)
 
         def decode_step(carry: _Carry) -> _Carry:
-            step, caches, seen_BV, tokens_B, lengths_B, left_B, tokens, logprobs = carry
-            active_B = left_B > 0
-            positions_B = jnp.where(active_B, lengths_B, DROPPED)
-            new = NewTokens(constrain(positions_B[:, None], batch_spec(None)))
-            x_B1D, caches = model(tokens_B[:, None], caches, new)
-            lengths_B = lengths_B + active_B
-            logits_BV = constrain(model.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
-            tokens_B, logprobs_B, seen_BV = self._sample(logits_BV, seen_BV, jnp.asarray(rows.seeds), lengths_B)
-            ended_B = jnp.any(tokens_B[:, None] == end_ids, axis=1)
-            left_B = jnp.where(active_B & ~ended_B, left_B - 1, 0)
-            tokens, logprobs = tokens.at[step].set(tokens_B), logprobs.at[step].set(logprobs_B)
-            return step + 1, caches, seen_BV, tokens_B, lengths_B, left_B, tokens, logprobs
+            step, caches, history_BS, tokens_B, lengths_B, left_B, tokens, logprobs = carry
+            ids_BT = tokens_B[:, None]
+            if history_BS is not None and width > 1:
+                ids_BT = jax.vmap(partial(propose, count=width - 1))(history_BS, lengths_B)
+            wanted_BT, next_BT = ahead_T < left_B[:, None], lengths_B[:, None] + 1 + ahead_T
+            new = NewTokens(constrain(jnp.where(wanted_BT, next_BT - 1, DROPPED), batch_spec(None)))
+            x_BTD, caches = model(ids_BT, caches, new)
+            logits = constrain(model.logits_of_hidden(x_BTD).reshape(ids_BT.size, -1), batch_spec(None))
+            seen, seeds = self._seen(model, history_BS, ids_BT), jnp.repeat(jnp.asarray(rows.seeds), width)
+            sampled_BT, logprobs_BT = (
+                x.reshape(ids_BT.shape) for x in self._sample(logits, seen, seeds, next_BT.ravel())
+            )
+            ended_BT = jnp.any(sampled_BT[..., None] == end_ids, axis=2)
+            # A token is kept if all before it equal their proposals and are no end.
+            stops_BT = (sampled_BT[:, :-1] != ids_BT[:, 1:]) | ended_BT[:, :-1]
+            kept_BT = wanted_BT & (jnp.cumsum(jnp.pad(stops_BT, ((0, 0), (1, 0))), axis=1) == 0)
+            count_B = jnp.sum(kept_BT, axis=1)
+            tokens_B = jnp.take_along_axis(sampled_BT, jnp.maximum(count_B - 1, 0)[:, None], axis=1)[:, 0]
+            if history_BS is not None:
+                places = jnp.where(kept_BT, next_BT, DROPPED)
+                history_BS = history_BS.at[jnp.arange(count_B.size)[:, None], places].set(sampled_BT, mode="drop")
+            left_B = jnp.where(jnp.any(ended_BT & kept_BT, axis=1), 0, left_B - count_B)
+            tokens = tokens.at[step].set(jnp.where(kept_BT, sampled_BT, -1).T)
+            logprobs = logprobs.at[step].set(logprobs_BT.T)
+            return step + 1, caches, history_BS, tokens_B, lengths_B + count_B, left_B, tokens, logprobs
 
-        tokens = jnp.zeros((MAX_STEPS, self.shape.rows), jnp.int32)
-        tokens_B, lengths_B, left_B = (jnp.asarray(x) for x in (rows.tokens, rows.lengths, rows.left))
-        carry = jnp.int32(0), caches, _seen(rows), tokens_B, lengths_B, left_B, tokens, tokens.astype(jnp.float32)
+        tokens = jnp.zeros((MAX_STEPS, width, self.shape.rows), jnp.int32)
+        history, *state = jax.tree.map(jnp.asarray, (rows.history, rows.tokens, rows.lengths, rows.left))
+        carry = jnp.int32(0), caches, history, *state, tokens, tokens.astype(jnp.float32)
         steps, caches, *_, tokens, logprobs = lax.while_loop(unfinished, decode_step, carry)
-        return caches, (tokens, logprobs, steps)
+        return caches, (*(x.reshape(-1, self.shape.rows) for x in (tokens, logprobs)), steps * width)
+
+    def _seen(self, model: DecodeModel, history_BS: Ints | None, ids_BT: Array) -> Array | None:
+        # Whether a row has a token, up to each of `ids_BT`: [B * T, V].
+        if history_BS is None or not self._penalises:
+            return None
+        rows, size = len(history_BS), model.config.vocab_size
+        ids_BS = jnp.where(history_BS < 0, size, history_BS)
+        seen_BV = jnp.zeros((rows, size), bool).at[jnp.arange(rows)[:, None], ids_BS].set(True, mode="drop")
+        seen_BTV = seen_BV[:, None] | (jnp.cumsum(ids_BT[..., None] == jnp.arange(size), axis=1) > 0)
+        return constrain(seen_BTV.reshape(ids_BT.size, size), batch_spec(None))
 
     def _copy(self, model: DecodeModel, caches: KVCaches, sources: Array) -> KVCaches:
         def copy(caches: KVCaches, sources: Array) -> KVCaches:
@@ -205,7 +230,3 @@ class Programs:
         if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
         return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=NamedSharding(self._mesh, P()))
-
-
-def _seen(rows: RowArrays) -> Array | None:
-    return None if rows.seen is None else constrain(jnp.asarray(rows.seen), batch_spec(None))

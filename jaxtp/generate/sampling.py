@@ -20,6 +20,7 @@ from pydantic import Field
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, allowed, to_plain, validate
 
+_LOOKED_UP = 3  # Tokens that `propose` compares
 _TINY = float(jnp.finfo(jnp.float32).tiny)  # The smallest normal float32; devices flush smaller numbers to 0
 
 
@@ -55,6 +56,10 @@ class GenerationSettings:
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """A text that ends the output and is not part of it. Can be given several times."""
 
+    speculate: Annotated[int, Field(ge=0, le=64), allowed("from 0 to 64")] = 0
+    """Tokens that each step proposes: those that followed the last tokens earlier in the prompt or text. A step keeps
+    the proposals that equal its own choice, so texts stay the same; texts that repeat come faster."""
+
 
 def check_settings(settings: GenerationSettings) -> None:
     """Raises `ConfigError` listing every value that is out of range or has no effect."""
@@ -88,7 +93,7 @@ def sample(
     *,
     settings: GenerationSettings,
     num_ids: int,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array]:
     """Samples the next token of each row, on the row's device.
 
     Args:
@@ -98,32 +103,46 @@ def sample(
       num_ids: vocabulary size of the tokenizer; higher ids are padding and never sampled.
 
     Returns:
-      tokens `[B]` int32 and their log-probabilities `[B]` before penalty, temperature and filters, both replicated; and
-        the updated `seen_BV`.
+      tokens `[B]` int32 and their log-probabilities `[B]` before penalty, temperature and filters, both replicated.
     """
     row, rows = batch_spec(), batch_spec(None)
-    seen_spec = None if seen_BV is None else rows
     sample_rows = device_view(
         jax.vmap(partial(_sample_row, settings=settings, num_ids=num_ids)),
         "sample",
-        in_specs=(rows, seen_spec, row, row),
-        out_specs=(row, row, seen_spec),
+        in_specs=(rows, None if seen_BV is None else rows, row, row),
+        out_specs=(row, row),
     )
-    tokens, logprobs, seen_BV = sample_rows(logits_BV, seen_BV, seeds_B, positions_B)
-    return constrain(tokens, P()), constrain(logprobs, P()), None if seen_BV is None else constrain(seen_BV, rows)
+    tokens, logprobs = sample_rows(logits_BV, seen_BV, seeds_B, positions_B)
+    return constrain(tokens, P()), constrain(logprobs, P())
 
 
 def _sample_row(
     logits: Array, seen: Array | None, seed: Array, position: Array, *, settings: GenerationSettings, num_ids: int
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array]:
     logits = jnp.where(jnp.arange(logits.size) < num_ids, logits.astype(jnp.float32), -jnp.inf)
     filtered = apply_filters(logits, seen, settings)
     if settings.temperature == 0:
         token = jnp.argmax(filtered)
     else:
         token = jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), filtered)
-    seen = None if seen is None else seen | (jnp.arange(seen.size) == token)
-    return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token], seen
+    return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token]
+
+
+def propose(history: Array, last: Array, count: int) -> Array:
+    """Returns a row's last token and the tokens proposed after it, `[1 + count]`.
+
+    Args:
+      history: the row `[S]`; any tokens after the last.
+      last: position of the last token, at least 1.
+    """
+    # Prompt lookup: tokens after the latest earlier place with most of the last tokens; they repeat at the row's end.
+    places = score = jnp.arange(history.size)
+    equal = places < last
+    for back in range(_LOOKED_UP):
+        equal &= (jnp.roll(history, back) == history[last - back]) & (places >= back)
+        score += jnp.where(equal, history.size, 0)
+    place = jnp.argmax(jnp.where(places < last, score, -1))
+    return history[jnp.append(last, place + 1 + jnp.arange(count) % (last - place))]
 
 
 def apply_filters(logits: Array, seen: Array | None, settings: GenerationSettings) -> Array:

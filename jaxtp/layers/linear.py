@@ -146,10 +146,9 @@ class ColumnParallelLinear(nnx.Module):
 
     def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
         """Returns a device's columns; `sequence` as in `enter_matmul`."""
-        kernels = [
-            _load_kernel(self, weights[f"kernels.{i}"], 0, *STORAGE, tp_gather=(1, f.shared_by(axis_size(TP))))
-            for i, f in enumerate(self.features)
-        ]
+        kernels, tp = list[Kernel](), axis_size(TP)
+        for f, shard in zip(self.features, (weights[f"kernels.{i}"] for i in range(len(self.features))), strict=True):
+            kernels.append(_load_kernel(self, shard, 0, *STORAGE, tp_gather=(1, f.local(tp) // shard.shape[1])))
         adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
         x = x.astype(self.precision.compute)
@@ -181,7 +180,8 @@ class ColumnParallelLinear(nnx.Module):
         return kernel
 
     def _load(self, shard: Array, fsdp_dim: int | None, features: PaddedDim) -> Array:
-        return self.precision.load(shard, fsdp_dim, tp_gather=(len(shard.shape) - 1, features.shared_by(axis_size(TP))))
+        shared = features.local(axis_size(TP)) // shard.shape[-1]
+        return self.precision.load(shard, fsdp_dim, tp_gather=(shard.ndim - 1, shared))
 
 
 class RowParallelLinear(nnx.Module):

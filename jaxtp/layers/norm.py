@@ -128,15 +128,15 @@ class QKNorm(nnx.Module):
 
     def __call__(self, x: Array, scale_shard: Array | None, bias_shard: Array | None = None) -> Array:
         """Normalises this device's heads, `[b, T, heads, H]`."""
-        sharing, scale = self.heads.shared_by(axis_size(TP)), None
+        tp, scale = axis_size(TP), None
         if scale_shard is not None and self.one_scale:
             scale = self.precision.load(scale_shard, None, used_by_all_tp=True)
         elif scale_shard is not None:
-            scale = self.precision.load(scale_shard, None, tp_gather=(0, sharing))
+            scale = self.precision.load(scale_shard, None, tp_gather=(0, self.heads.local(tp) // scale_shard.size))
         if self.kind == "projection":
-            x32 = x.astype(jnp.float32)
+            x32, size = x.astype(jnp.float32), self.heads.size * self.heads.shared_by(tp)
             squares = all_reduce(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True), TP)
-            y = (x32 * jax.lax.rsqrt(squares / (self.heads.size * sharing) + self.eps)).astype(x.dtype)
+            y = (x32 * jax.lax.rsqrt(squares / size + self.eps)).astype(x.dtype)
         else:
             y = _normalised(x, self.norm, self.eps)
         if scale is not None:

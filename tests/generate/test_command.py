@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -426,6 +427,13 @@ def test_a_bad_line_is_named(places, tmp_path, capsys, line, message):
     (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n' + line + "\n")
     assert main(["--model", str(places / "bytes"), "--prompt-file", str(tmp_path / "p.jsonl")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_speculation_with_states_is_refused_before_the_weights_are_read(monkeypatch, capsys):
+    source = SimpleNamespace(config=jaxtp.ModelConfig(delta_value_heads=4), context=None)
+    monkeypatch.setattr("jaxtp.generate.__main__.open_source", lambda *_: source)
+    assert main(["--model", "runs/a", *PROMPT, "--speculate", "2"]) == 2
+    assert "--speculate 2: a model with recurrent states (Gated DeltaNet)" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint(places, tmp_path, capsys):

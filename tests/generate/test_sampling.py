@@ -1,5 +1,7 @@
 """Each filter against its definition in plain numpy, and the tokens drawn against the distribution that is left."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,7 +108,7 @@ def draw(chosen, seeds, positions, *, num_ids=V):
 def test_tokens_are_drawn_from_what_is_left(name, vary):
     chosen = GenerationSettings(**CASES[name])
     many, same = np.arange(DRAWS), np.full(DRAWS, 5)
-    tokens, logprobs, _ = draw(chosen, *((many, same) if vary == "seed" else (same, many)))
+    tokens, logprobs = draw(chosen, *((many, same) if vary == "seed" else (same, many)))
     expected = plainly(LOGITS, SEEN, chosen)
     counts = np.bincount(tokens, minlength=V)
     assert not counts[expected == 0].any(), "a token that a filter leaves out"
@@ -118,15 +120,14 @@ def test_tokens_are_drawn_from_what_is_left(name, vary):
 
 
 def test_temperature_zero_takes_the_likeliest_after_the_penalty():
-    tokens, _, seen = draw(GenerationSettings(repetition_penalty=5.0), [0, 1], [3, 4])
+    tokens, _ = draw(GenerationSettings(repetition_penalty=5.0), [0, 1], [3, 4])
     expected = int(np.argmax(penalised(LOGITS, SEEN, 5.0)))
     assert tokens.tolist() == [expected] * 2
-    np.testing.assert_array_equal(seen, np.tile(SEEN | (np.arange(V) == expected), (2, 1)))
 
 
 def test_ids_without_a_meaning_are_never_chosen():
     few = int(np.argmax(LOGITS))  # the likeliest is the first that is left out
-    tokens, _, _ = draw(GenerationSettings(temperature=5.0), np.arange(DRAWS), np.zeros(DRAWS), num_ids=few)
+    tokens, _ = draw(GenerationSettings(temperature=5.0), np.arange(DRAWS), np.zeros(DRAWS), num_ids=few)
     assert set(tokens.tolist()) == set(range(few))
 
 
@@ -143,5 +144,16 @@ def test_a_row_draws_the_same_on_every_mesh_and_in_every_batch():
 @pytest.mark.parametrize("chosen", [{"temperature": 1e-300}, {"temperature": 1.0, "top_p": 1e-300}])
 def test_settings_that_are_nearly_zero_take_the_likeliest(chosen):
     """In the dtype of the logits they are 0."""
-    tokens, _, _ = draw(GenerationSettings(**chosen), [0, 1], [3, 4])
+    tokens, _ = draw(GenerationSettings(**chosen), [0, 1], [3, 4])
     assert tokens.tolist() == [int(np.argmax(LOGITS))] * 2
+
+
+def test_proposals_follow_the_latest_place_with_the_most_equal_tokens():
+    rng = np.random.default_rng(0)
+    found = jax.jit(jax.vmap(partial(sampling.propose, count=5)))
+    histories, lasts = rng.integers(0, 3, (200, 16)).astype(np.int32), rng.integers(1, 16, 200).astype(np.int32)
+    for history, last, ids in zip(histories.tolist(), lasts.tolist(), found(histories, lasts).tolist(), strict=True):
+        text = history[: last + 1]
+        lengths = {n: [at for at in range(n - 1, last) if text[at - n + 1 : at + 1] == text[-n:]] for n in (3, 2, 1)}
+        after = 1 + max(next(filter(None, lengths.values()), [last - 1]))
+        assert ids == [text[-1], *(text[after:] * 5)[:5]]

@@ -14,6 +14,7 @@ import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate import engine
 from jaxtp.generate.decode_model import decode_mesh, decode_sizes, has_states, to_decode_model
+from jaxtp.generate.request import GenerationError
 from jaxtp.layers.cache import DROPPED, NewTokens
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.mesh import mesh_sizes
@@ -125,6 +126,11 @@ def test_a_turn_reads_on_from_a_state_that_is_its_beginning():
     assert (found.ids, counts) == (greedy(third), (0, len(third)))
     found, counts = stream(generator, third)
     assert (found.ids, counts) == (greedy(third), (0, len(third))), "the state has more than the prompt"
+
+
+def test_speculation_is_refused():
+    with pytest.raises(GenerationError, match=r"speculate=2: .* \(Gated DeltaNet\) cannot take back .*; leave it out"):
+        generator_on(None).generate([(1,)], dataclasses.replace(SETTINGS, speculate=2))
 
 
 def test_equal_prompts_share_the_state_after_them():

@@ -5,6 +5,7 @@ once, and waits for each layer's collectives. With E experts, n rows that choose
 1 - (1 - k / E) ** n. Left out: prefill (time and activations), sampling, arithmetic.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from jaxtp.analysis.step_costs import costs_of
 from jaxtp.analysis.tables import columns
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import decode_sizes
-from jaxtp.mesh import CP, batch_parts, describe_mesh
+from jaxtp.mesh import CP, TP, batch_parts, describe_mesh
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.tools.estimate.roofline import communication_seconds
 from jaxtp.tools.estimate.search import Model, Target
@@ -69,7 +70,11 @@ def generations(
     found = []
     for sizes in {tuple(sizes.values()): sizes for sizes in map(decode_sizes, able)}.values():
         token = costs_of(config, Workload(sizes=sizes, rows=rows // batch_parts(sizes), length=1, training=False))
-        weights = sum(array.bytes_per_device(sizes, config.precision.compute) for array in arrays)
+        weights = sum(
+            array.bytes_per_device(sizes, config.precision.compute)
+            * math.prod(split.shared_by(sizes[TP]) for _, split in array.padding)
+            for array in arrays
+        )
         unread = 0 if multiplies_all(config, hardware.platform) else token.unused * token.itemsize
         cache = cache_bytes(config, sizes, rows, length)
         reading = (weights - unread + cache) / hardware.memory_speed
