@@ -7,18 +7,22 @@ over tp:
     experts over tp   if tp divides E: a device has E/tp whole experts and computes the rows that chose them.
     experts inside    otherwise: a device has F/tp of every expert, padded, and computes its part of every row.
 
-Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without all-to-all. The price
-is memory: each device has a row for every choice of its tp group, because all tokens may choose its experts. Shared
+Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without all-to-all. Shared
 experts are a dense MLP, split over tp like any other, which uses the same gathered input and the same sum over tp.
 
 fsdp and cp split E too, if they divide a device's experts: gathering them only concatenates. Otherwise they split D.
+If E is split and tokens are fewer bytes than kernels (`ExpertsConfig.dispatched`), tokens are gathered over fsdp and cp
+instead, each device multiplies with the kernels that it stores, and outputs are reduce-scattered.
+
+All tokens may choose one device's experts. Rows are therefore computed in parts of 1.5 times a device's average: one
+part, unless the routing is that uneven.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, Any, Literal
+from functools import partial, reduce
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +34,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import (
     CHOSEN,
     PROJECTED,
+    RARELY,
+    all_gather,
     axis_index,
     axis_size,
     batch_spec,
     device_view,
     enter_parallel,
     leave_parallel,
+    reduce_scatter,
     token_spec,
+    vary_like,
 )
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem, not_divisible
@@ -49,12 +57,14 @@ from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.lora import Lora, Target
 from jaxtp.layers.mlp import ACTIVATIONS, MIN_FEATURES, MLP, MLP_TARGETS, XIELU, MLPConfig, hidden_features
 from jaxtp.layers.norm import Norm, NormConfig
-from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
+from jaxtp.layers.parameter import ExactDim, PaddedDim, Precision, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"
 _SMALL_EXPERTS, _SMALL_CHOICES = 4, 2
+SPARE = 1.5  # rows of a part, relative to a device's average
+FEW_ROWS = 8192  # rows that cost less than to ask whether there are more: a GPU stops for each answer
 _PLAIN = {"up": "EDF", "down": "EFD"}
 _TARGETS: Mapping[str, Target] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -123,6 +133,19 @@ class ExpertsConfig(MLPConfig):
     def stored_by_expert(self, tp: int, shards: int) -> bool:
         """Returns whether `shards` of the storage split a device's experts, not the features of each."""
         return self.num_experts % (shards * (tp if self.over_tp(tp) else 1)) == 0
+
+    def dispatched(self, tokens: int, tp: int, shards: int, precision: Precision, *, trained: bool) -> bool:
+        """Returns whether tokens are gathered over the storage's `shards` instead of kernels.
+
+        Tokens move five times in a step (in, out, again in, and both gradients), kernels twice, and their gradients.
+        """
+        compute, reduced = (jnp.dtype(dtype).itemsize for dtype in (precision.compute, precision.reduce))
+        kernels = self.num_experts * len(self.projections()) * self.d_ff * (2 * compute + trained * reduced)
+        return self.stored_by_expert(tp, shards) and shards > 1 and 5 * compute * tokens * shards * tp < kernels
+
+    def part(self, choices: int, devices: int) -> int:
+        """Returns the rows that a device computes at a time, of the choices of tokens whose experts `devices` share."""
+        return min(choices, max(FEW_ROWS, math.ceil(SPARE * choices / devices)))
 
     def projections(self) -> dict[str, str]:
         """Returns the kernels of experts and their dims: E experts, D features of the model, F of an expert."""
@@ -302,19 +325,12 @@ class MixtureOfExperts(PositionwiseBranch):
         if config.dense_mlp:
             x = x * self.precision.load(weights["input_scale"], 0, used_by_all_tp=sequence is not None)
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [b, T/cp, D]
-        count, _ = self.on_device(axis_size(TP))
-        local = experts - (axis_index(TP) * count if over_tp else 0)
-        is_here = (local >= 0) & (local < count)
-        rows = Rows.of(jnp.where(is_here, local, count).reshape(-1, k), count)
-        y = self._compute(rows, x.reshape(-1, x.shape[-1]), shares.reshape(-1), weights)
-        if config.experts_bias:
-            bias = self._load(weights["down_bias"], "ED")
-            by_expert = jnp.sum(jax.nn.one_hot(local, count) * shares[..., None], axis=2).astype(bias.dtype)
-            y += (by_expert @ (bias if over_tp else _on_first_device(bias))).reshape(y.shape)
+        y, here = self._routed(x.reshape(-1, x.shape[-1]), shares.reshape(-1, k), experts.reshape(-1, k), weights)
         if config.shared_experts:
             y += self._shared(x, gate, weights).reshape(y.shape)
-        computed = jnp.sum(is_here, axis=(1, 2), dtype=jnp.float32)
-        # With experts divided inside, every device of a tp group computes a part of each row; only the first counts it.
+        # The sum over devices matters, not which sequence a row is counted for. With experts divided inside, every
+        # device of a tp group computes a part of each row; only the first counts it.
+        computed = jnp.sum(here.reshape(-1, *x.shape[:2]), axis=(0, 2), dtype=jnp.float32)
         routing = replace(routing, computed=(computed if over_tp else _on_first_device(computed))[:, None])
         return leave_parallel(y.reshape(*x.shape[:2], -1), sequence), routing
 
@@ -415,36 +431,75 @@ class MixtureOfExperts(PositionwiseBranch):
             y += (bias * gate).astype(y.dtype) if config.shared_experts_gate else bias
         return y
 
-    def _compute(self, rows: "Rows", x: Array, shares: Array, weights: Weights) -> Array:
-        """Returns this device's summands without down_bias, `[N, D] -> [N, D]`; shares are `[N * k]`."""
+    def _routed(self, x: Array, shares: Array, experts: Array, weights: Weights) -> tuple[Array, Array]:
+        """Returns the summands of tokens `[N, D]` from this device's kernels, and how many rows each token has here.
+
+        Shares and experts are `[N, k]`. With tokens dispatched, the rows are of all the storage's tokens, `[S * N]`.
+        """
+        config, k, tp, shards = self.config, self.config.experts_per_token, axis_size(TP), axis_size(*STORAGE)
+        dispatched = self.dispatched(len(x), tp, shards)
+        axes = ((TP,) if config.over_tp(tp) else ()) + (STORAGE if dispatched else ())
+        if dispatched:
+            together = all_gather(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), *STORAGE)
+            x, shares, experts = all_gather(x, *STORAGE), together[:, :k], together[:, k:].astype(jnp.int32)
+        count = config.num_experts // axis_size(*axes)
+        local = experts - count * reduce(lambda place, axis: place * axis_size(axis) + axis_index(axis), axes, 0)
+        here = (local >= 0) & (local < count)
+        rows = Rows.of(jnp.where(here, local, count), count)
+        load = partial(self._load, gathered=not dispatched)
+        kinds: tuple[Weights, Weights] = {}, {}  # trained and frozen
+        for name, dims in config.projections().items():
+            kinds[self.is_frozen][name] = load(weights[name], dims)
+            if f"{name}_bias" in weights and name != "down":
+                kinds[self.is_frozen][f"{name}_bias"] = load(weights[f"{name}_bias"], "EF")
+            if f"{name}_lora.a" in weights:
+                for factor, inside in (("a", f"{dims[:2]}r"), ("b", f"Er{dims[2]}")):
+                    kinds[0][f"{name}_lora.{factor}"] = load(weights[f"{name}_lora.{factor}"], inside)
+        y = _in_parts(self._compute, config.part(experts.size, axis_size(*axes)), (x, shares, kinds[0]), kinds[1], rows)
+        if config.experts_bias:
+            bias = load(weights["down_bias"], "ED")
+            by_expert = jnp.sum(jax.nn.one_hot(local, count) * shares[..., None], axis=1).astype(bias.dtype)
+            y += by_expert @ (bias if config.over_tp(tp) else _on_first_device(bias))
+        return reduce_scatter(y, *STORAGE) if dispatched else y, jnp.sum(here, axis=1)
+
+    def _compute(self, trained: tuple[Array, Array, Weights], frozen: Weights, rows: "Rows") -> Array:
+        """Returns the summands of these rows without down_bias, `[N, D]`; trained are tokens, shares and weights."""
+        x, shares, weights = *trained[:2], {**trained[2], **frozen}
         method, _ = pick_method(self.config.grouped, current_platform())
         multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
 
         def project(x: Array, name: str) -> Array:
-            dims = self.config.projections()[name]
-            y = multiply(x, self._load(weights[name], dims))
+            y = multiply(x, weights[name])
             if f"{name}_lora.a" in weights:
-                a, b = (weights[f"{name}_lora.{factor}"] for factor in "ab")
-                inner = checkpoint_name(multiply(x, self._load(a, f"{dims[:2]}r")), PROJECTED)
-                y += getattr(self, f"{name}_lora").scale * multiply(inner, self._load(b, f"Er{dims[2]}"))
+                inner = checkpoint_name(multiply(x, weights[f"{name}_lora.a"]), PROJECTED)
+                y += getattr(self, f"{name}_lora").scale * multiply(inner, weights[f"{name}_lora.b"])
             return y
 
         def hidden(x: Array, name: str) -> Array:
             y, bias = project(x, name), weights.get(f"{name}_bias")
-            return checkpoint_name(y if bias is None else y + rows.of_experts(self._load(bias, "EF")), PROJECTED)
+            return checkpoint_name(y if bias is None else y + rows.of_experts(bias), PROJECTED)
 
         inputs = rows.spread(x)
         *columns, down = self.config.projections()
         products = [hidden(inputs, name) for name in columns]
         features = hidden_features(ACTIVATIONS[self.config.activation], products, self.config.swiglu_limit)
         # Weighted before the last product, so that the backward pass does not need that product's result.
-        weighed = (features * rows.of_choices(shares)[:, None]).astype(features.dtype)
+        weighed = (features * rows.of_choices(shares.reshape(-1))[:, None]).astype(features.dtype)
         return rows.collect(project(weighed, down))
 
-    def _load(self, shard: Array, dims: str) -> Array:
+    def _load(self, shard: Array, dims: str, *, gathered: bool) -> Array:
         at = dims.find("E" if self.config.stored_by_expert(axis_size(TP), axis_size(*STORAGE)) else "D")
         used_by_all_tp = "F" not in dims and not self.config.over_tp(axis_size(TP))
-        return self.precision.load(shard, None if at < 0 else at, used_by_all_tp=used_by_all_tp)
+        return self.precision.load(shard, None if at < 0 else at, gathered=gathered, used_by_all_tp=used_by_all_tp)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether only adapters are trained."""
+        return not isinstance(self.down, nnx.Param)
+
+    def dispatched(self, tokens: int, tp: int, shards: int) -> bool:
+        """See `ExpertsConfig.dispatched`."""
+        return self.config.dispatched(tokens, tp, shards, self.precision, trained=not self.is_frozen)
 
     def on_device(self, tp: int) -> tuple[int, int]:
         """Returns the experts on each of tp devices, and the width of each."""
@@ -477,16 +532,17 @@ class ExpertsBesideMLP(PositionwiseBranch):
         return self.experts_after_norm(y_BTD) + self.mlp_after_norm(self.mlp(self.mlp_norm(x_BTD))), routing
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Maps N tokens' k choices to N * k rows sorted by expert, and back.
+    """Maps N tokens' k choices to rows sorted by expert, and back.
 
     The index N * k means none: a choice of another device's expert has no row, and surplus rows have no choice.
     """
 
     sizes: Array  # rows of each expert, `[experts]` int32
     row_of_choice: Array  # `[N, k]`
-    choice_of_row: Array  # `[N * k]`: the index of a token times k, plus the index of its choice
+    choice_of_row: Array  # `[rows]`, N * k in all: the index of a token times k, plus the index of its choice
 
     @classmethod
     def of(cls, experts: Array, count: int) -> "Rows":
@@ -500,22 +556,74 @@ class Rows:
             sizes, jnp.where(flat < count, places, flat.size).reshape(experts.shape), jnp.where(none, flat.size, order)
         )
 
+    def part(self, begin: Array | int, size: int) -> "Rows":
+        """Returns `size` rows from `begin` on."""
+        ends, none, index = jnp.cumsum(self.sizes), self.row_of_choice.size, jnp.arange(size, dtype=jnp.int32)
+        sizes = jnp.diff(jnp.clip(ends - begin, 0, size), prepend=0)
+        places = self.row_of_choice - begin
+        of_rows = jnp.take(self.choice_of_row, begin + index, mode="fill", fill_value=none)
+        return Rows(sizes, jnp.where((places < 0) | (places >= size), none, places), of_rows)
+
     def spread(self, x: Array) -> Array:
-        """Copies tokens to their rows: `[N, D] -> [N * k, D]`."""
+        """Copies tokens to their rows: `[N, D] -> [rows, D]`."""
         return _spread(x, self.row_of_choice, self.choice_of_row)
 
     def collect(self, rows: Array) -> Array:
-        """Sums each token's rows in float32: `[N * k, D] -> [N, D]`."""
+        """Sums each token's rows in float32: `[rows, D] -> [N, D]`."""
         return _collect(rows, self.row_of_choice, self.choice_of_row)
 
     def of_experts(self, values: Array) -> Array:
-        """Copies values of experts to their rows: `[experts, F] -> [N * k, F]`."""
+        """Copies values of experts to their rows: `[experts, F] -> [rows, F]`."""
         row = jnp.arange(self.choice_of_row.size)
         return _of_experts(values, jnp.sum(row[:, None] >= jnp.cumsum(self.sizes), axis=1), self.sizes)
 
     def of_choices(self, values: Array) -> Array:
-        """Copies values of choices to their rows: `[N * k] -> [N * k]`."""
+        """Copies values of choices to their rows: `[N * k] -> [rows]`."""
         return _spread(values[:, None], self.row_of_choice.reshape(-1, 1), self.choice_of_row)[:, 0]
+
+
+_Trained = tuple[Array, Array, Weights]
+_T = TypeVar("_T")
+
+
+def _in_parts(
+    run: Callable[[_Trained, Weights, Rows], Array], size: int, trained: _Trained, frozen: Weights, rows: Rows
+) -> Array:
+    """Returns the sum of `run` over parts of `size` rows: of the first, and of others if there are more rows.
+
+    The loop over others contains no collective, since devices differ in its turns. It saves nothing for the backward
+    pass, and adds to the first part's gradients.
+    """
+    if size == rows.row_of_choice.size:
+        return run(trained, frozen, rows)
+    leaves = jax.tree.leaves((trained, frozen, rows))
+    trained, frozen, rows = jax.tree.map(lambda x: vary_like(x, *leaves), (trained, frozen, rows))
+
+    def with_others(first: _T, step: Callable[[Rows], _T], rows: Rows) -> _T:
+        def turn(state: tuple[Array, _T]) -> tuple[Array, _T]:
+            begin, sums = state
+            return begin + size, jax.tree.map(jnp.add, sums, step(rows.part(begin, size)))
+
+        total = jnp.sum(rows.sizes)
+        with jax.named_scope(RARELY):
+            begin = vary_like(jnp.int32(size), total)
+            return jax.lax.while_loop(lambda state: state[0] < total, turn, (begin, first))[1]
+
+    def forward(trained: _Trained, frozen: Weights, rows: Rows) -> tuple[Array, Any]:
+        y, backward = jax.vjp(lambda trained: run(trained, frozen, rows.part(0, size)), trained)
+        return with_others(y, lambda part: run(trained, frozen, part), rows), (backward, trained, frozen, rows)
+
+    def backward(residuals: Any, grad: Array) -> tuple[_Trained, None, None]:
+        of_first, trained, frozen, rows = residuals
+
+        def of_part(part: Rows) -> _Trained:
+            return jax.vjp(lambda trained: run(trained, frozen, part), trained)[1](grad)[0]  # type: ignore[no-any-return]
+
+        return with_others(of_first(grad)[0], of_part, rows), None, None
+
+    summed = jax.custom_vjp(lambda *args: forward(*args)[0])
+    summed.defvjp(forward, backward)
+    return summed(trained, frozen, rows)
 
 
 @jax.custom_vjp

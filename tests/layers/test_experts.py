@@ -16,6 +16,7 @@ from mixtures import LORA, B, D, E, F, T, build, choose, expected, in_groups, mi
 from support import assert_close, random_weights, sizes_of, state_on_mesh, sweep, without_mesh
 
 import jaxtp
+from jaxtp.layers import experts as of_experts
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.experts import ExpertsConfig, Rows
 from jaxtp.layers.lora import LoraConfig
@@ -68,6 +69,12 @@ CONFIGS = {
 CONFIGS["everything by kernels"] = dataclasses.replace(CONFIGS["everything"], grouped="pallas")
 ADAPTED = ("everything", "everything by kernels", "qwen2", "plain")
 """With adapters on all projections."""
+
+
+@pytest.fixture(autouse=True)
+def computed_in_parts(monkeypatch):
+    """As in large batches: where routing is uneven, a device computes several parts of its rows."""
+    monkeypatch.setattr(of_experts, "FEW_ROWS", 4)
 
 
 @cache
