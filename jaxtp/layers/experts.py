@@ -43,6 +43,7 @@ from jaxtp.collectives import (
     enter_parallel,
     leave_parallel,
     reduce_scatter,
+    sequence_first,
     token_spec,
     vary_like,
 )
@@ -320,19 +321,20 @@ class MixtureOfExperts(PositionwiseBranch):
         k, by_token = config.experts_per_token, [shares, experts.astype(jnp.float32)]
         if config.shared_experts_gate:
             by_token.append(jax.nn.sigmoid(self._project(x, weights["shared_gate"], sequence)))
-        together = enter_parallel(jnp.concatenate(by_token, axis=-1), sequence)
+        together = sequence_first(enter_parallel(jnp.concatenate(by_token, axis=-1), sequence), sequence)
         shares, experts, gate = together[..., :k], together[..., k : 2 * k].astype(jnp.int32), together[..., 2 * k :]
         if config.dense_mlp:
             x = x * self.precision.load(weights["input_scale"], 0, used_by_all_tp=sequence is not None)
-        x = enter_parallel(x.astype(self.precision.compute), sequence)  # [b, T/cp, D]
+        x = sequence_first(enter_parallel(x.astype(self.precision.compute), sequence), sequence)  # maybe [T/cp, b, D]
         y, here = self._routed(x.reshape(-1, x.shape[-1]), shares.reshape(-1, k), experts.reshape(-1, k), weights)
         if config.shared_experts:
             y += self._shared(x, gate, weights).reshape(y.shape)
         # The sum over devices matters, not which sequence a row is counted for. With experts divided inside, every
         # device of a tp group computes a part of each row; only the first counts it.
-        computed = jnp.sum(here.reshape(-1, *x.shape[:2]), axis=(0, 2), dtype=jnp.float32)
+        here = sequence_first(jnp.sum(here.reshape(-1, *x.shape[:2]), axis=0), sequence)
+        computed = jnp.sum(here, axis=1, dtype=jnp.float32)
         routing = replace(routing, computed=(computed if over_tp else _on_first_device(computed))[:, None])
-        return leave_parallel(y.reshape(*x.shape[:2], -1), sequence), routing
+        return leave_parallel(sequence_first(y.reshape(*x.shape[:2], -1), sequence), sequence), routing
 
     def _route(
         self, sequence: int | None, record: bool, x: Array, weights: Weights, not_padding: Array, replayed: Array | None
