@@ -449,34 +449,29 @@ class MixtureOfExperts(PositionwiseBranch):
         here = (local >= 0) & (local < count)
         rows = Rows.of(jnp.where(here, local, count), count)
         load = partial(self._load, gathered=not dispatched)
-        trained, fixed = {}, {}
+        kinds: tuple[Weights, Weights] = {}, {}  # trained and frozen
         for name, dims in config.projections().items():
-            kernel = load(weights[name], dims, accumulate=None if self.is_frozen else "float32")
-            fixed[name] = jax.lax.stop_gradient(kernel.astype(self.precision.compute))
-            if not self.is_frozen:
-                trained[name] = kernel  # not read: it carries the gradient, in float32
+            kinds[self.is_frozen][name] = load(weights[name], dims)
             if f"{name}_bias" in weights and name != "down":
-                (fixed if self.is_frozen else trained)[f"{name}_bias"] = load(weights[f"{name}_bias"], "EF")
+                kinds[self.is_frozen][f"{name}_bias"] = load(weights[f"{name}_bias"], "EF")
             if f"{name}_lora.a" in weights:
                 for factor, inside in (("a", f"{dims[:2]}r"), ("b", f"Er{dims[2]}")):
-                    trained[f"{name}_lora.{factor}"] = load(weights[f"{name}_lora.{factor}"], inside)
-        part = config.part(experts.size, axis_size(*axes))
-        y = _in_parts(self._compute, part, (x, shares, trained), fixed, rows)
+                    kinds[0][f"{name}_lora.{factor}"] = load(weights[f"{name}_lora.{factor}"], inside)
+        y = _in_parts(self._compute, config.part(experts.size, axis_size(*axes)), (x, shares, kinds[0]), kinds[1], rows)
         if config.experts_bias:
             bias = load(weights["down_bias"], "ED")
             by_expert = jnp.sum(jax.nn.one_hot(local, count) * shares[..., None], axis=1).astype(bias.dtype)
             y += by_expert @ (bias if config.over_tp(tp) else _on_first_device(bias))
         return reduce_scatter(y, *STORAGE) if dispatched else y, jnp.sum(here, axis=1)
 
-    def _compute(self, variable: "_Variable", fixed: Weights, rows: "Rows") -> Array:
-        """Returns the summands of these rows without down_bias, `[N, D]`."""
-        x, shares, carriers = variable
-        weights = {**carriers, **fixed}
+    def _compute(self, trained: tuple[Array, Array, Weights], frozen: Weights, rows: "Rows") -> Array:
+        """Returns the summands of these rows without down_bias, `[N, D]`; trained are tokens, shares and weights."""
+        x, shares, weights = *trained[:2], {**trained[2], **frozen}
         method, _ = pick_method(self.config.grouped, current_platform())
         multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
 
         def project(x: Array, name: str) -> Array:
-            y = multiply(x, weights[name], carrier_EKN=carriers.get(name))
+            y = multiply(x, weights[name])
             if f"{name}_lora.a" in weights:
                 inner = checkpoint_name(multiply(x, weights[f"{name}_lora.a"]), PROJECTED)
                 y += getattr(self, f"{name}_lora").scale * multiply(inner, weights[f"{name}_lora.b"])
@@ -494,10 +489,10 @@ class MixtureOfExperts(PositionwiseBranch):
         weighed = (features * rows.of_choices(shares.reshape(-1))[:, None]).astype(features.dtype)
         return rows.collect(project(weighed, down))
 
-    def _load(self, shard: Array, dims: str, **how: Any) -> Array:
+    def _load(self, shard: Array, dims: str, *, gathered: bool) -> Array:
         at = dims.find("E" if self.config.stored_by_expert(axis_size(TP), axis_size(*STORAGE)) else "D")
         used_by_all_tp = "F" not in dims and not self.config.over_tp(axis_size(TP))
-        return self.precision.load(shard, None if at < 0 else at, used_by_all_tp=used_by_all_tp, **how)
+        return self.precision.load(shard, None if at < 0 else at, gathered=gathered, used_by_all_tp=used_by_all_tp)
 
     @property
     def is_frozen(self) -> bool:
@@ -589,12 +584,12 @@ class Rows:
         return _spread(values[:, None], self.row_of_choice.reshape(-1, 1), self.choice_of_row)[:, 0]
 
 
-_Variable = tuple[Array, Array, Weights]  # what has a gradient: tokens, shares, weights
+_Trained = tuple[Array, Array, Weights]
 _T = TypeVar("_T")
 
 
 def _in_parts(
-    run: Callable[[_Variable, Weights, Rows], Array], size: int, variable: _Variable, fixed: Weights, rows: Rows
+    run: Callable[[_Trained, Weights, Rows], Array], size: int, trained: _Trained, frozen: Weights, rows: Rows
 ) -> Array:
     """Returns the sum of `run` over parts of `size` rows: of the first, and of others if there are more rows.
 
@@ -602,9 +597,9 @@ def _in_parts(
     pass, and adds to the first part's gradients.
     """
     if size == rows.row_of_choice.size:
-        return run(variable, fixed, rows)
-    leaves = jax.tree.leaves((variable, fixed, rows))
-    variable, fixed, rows = jax.tree.map(lambda x: vary_like(x, *leaves), (variable, fixed, rows))
+        return run(trained, frozen, rows)
+    leaves = jax.tree.leaves((trained, frozen, rows))
+    trained, frozen, rows = jax.tree.map(lambda x: vary_like(x, *leaves), (trained, frozen, rows))
 
     def with_others(first: _T, step: Callable[[Rows], _T], rows: Rows) -> _T:
         def turn(state: tuple[Array, _T]) -> tuple[Array, _T]:
@@ -616,21 +611,21 @@ def _in_parts(
             begin = vary_like(jnp.int32(size), total)
             return jax.lax.while_loop(lambda state: state[0] < total, turn, (begin, first))[1]
 
-    def forward(variable: _Variable, fixed: Weights, rows: Rows) -> tuple[Array, Any]:
-        y, backward = jax.vjp(lambda variable: run(variable, fixed, rows.part(0, size)), variable)
-        return with_others(y, lambda part: run(variable, fixed, part), rows), (backward, variable, fixed, rows)
+    def forward(trained: _Trained, frozen: Weights, rows: Rows) -> tuple[Array, Any]:
+        y, backward = jax.vjp(lambda trained: run(trained, frozen, rows.part(0, size)), trained)
+        return with_others(y, lambda part: run(trained, frozen, part), rows), (backward, trained, frozen, rows)
 
-    def backward(residuals: Any, grad: Array) -> tuple[_Variable, None, None]:
-        of_first, variable, fixed, rows = residuals
+    def backward(residuals: Any, grad: Array) -> tuple[_Trained, None, None]:
+        of_first, trained, frozen, rows = residuals
 
-        def of_part(part: Rows) -> _Variable:
-            return jax.vjp(lambda variable: run(variable, fixed, part), variable)[1](grad)[0]  # type: ignore[no-any-return]
+        def of_part(part: Rows) -> _Trained:
+            return jax.vjp(lambda trained: run(trained, frozen, part), trained)[1](grad)[0]  # type: ignore[no-any-return]
 
         return with_others(of_first(grad)[0], of_part, rows), None, None
 
     summed = jax.custom_vjp(lambda *args: forward(*args)[0])
     summed.defvjp(forward, backward)
-    return summed(variable, fixed, rows)
+    return summed(trained, frozen, rows)
 
 
 @jax.custom_vjp

@@ -27,18 +27,14 @@ Implementation = Literal["auto", Method]
 _PALLAS_PLATFORM = "cuda"
 
 
-def grouped_matmul(
-    rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: Method, carrier_EKN: Array | None = None
-) -> Array:
+def grouped_matmul(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: Method) -> Array:
     """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
 
-    `sizes_E` are the rows per group. The kernels' gradient is that of `carrier_EKN`, if given, which is not read and
-    may be wider. Off CUDA, pallas runs in its interpreter, slowly, for tests.
+    `sizes_E` are the rows per group. Off CUDA, pallas runs in its interpreter, slowly, for tests.
     """
     _check(rows_MK, kernels_EKN, sizes_E)
-    carrier = kernels_EKN if carrier_EKN is None else carrier_EKN
-    arrays = rows_MK, lax.stop_gradient(kernels_EKN), sizes_E.astype(jnp.int32), carrier
-    return _grouped((method, carrier.dtype), *(vary_like(x, *arrays) for x in arrays))
+    arrays = rows_MK, kernels_EKN, sizes_E.astype(jnp.int32)
+    return _grouped(method, *(vary_like(x, *arrays) for x in arrays))
 
 
 def is_dense(method: Method, platform: str | None) -> bool:
@@ -80,28 +76,23 @@ def _check(rows: Array, kernels: Array, sizes: Array) -> None:
         raise ValueError(f"rows, kernels and sizes are {dtypes}: the first two have one dtype, the last are integers")
 
 
-_Kind = tuple[Method, jnp.dtype]  # how to multiply, and the dtype of the kernels' gradient
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(kind: _Kind, rows: Array, kernels: Array, sizes: Array, carrier: Array) -> Array:
-    return _product(kind[0], rows, kernels, sizes, transposed=False)
+def _grouped(method: Method, rows: Array, kernels: Array, sizes: Array) -> Array:
+    return _product(method, rows, kernels, sizes, transposed=False)
 
 
-def _forward(kind: _Kind, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _product(kind[0], *arrays[:3], transposed=False), arrays[:3]
-
-
-def _backward(kind: _Kind, residuals: tuple[Array, Array, Array], grad: Array) -> tuple[Array, None, None, Array]:
-    (method, dtype), (rows, kernels, sizes) = kind, residuals
+def _backward(method: Method, residuals: tuple[Array, Array, Array], grad: Array) -> tuple[Array, Array, None]:
+    rows, kernels, sizes = residuals
     of_rows = _product(method, grad, kernels, sizes, transposed=True)
     if method == "pallas":
-        return of_rows, None, None, _kernels().kernels_gradient(rows, grad, sizes, dtype)
-    y = lax.ragged_dot_general(rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32)
-    return of_rows, None, None, y.astype(dtype)
+        of_kernels = _kernels().kernels_gradient(rows, grad, sizes)
+    else:
+        y = lax.ragged_dot_general(rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32)
+        of_kernels = y.astype(rows.dtype)
+    return of_rows, of_kernels, None
 
 
-_grouped.defvjp(_forward, _backward)
+_grouped.defvjp(lambda method, *arrays: (_product(method, *arrays, transposed=False), arrays), _backward)
 
 
 def _product(method: Method, rows: Array, kernels: Array, sizes: Array, *, transposed: bool) -> Array:

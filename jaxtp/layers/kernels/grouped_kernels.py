@@ -78,13 +78,13 @@ def product(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: b
         blocks,
         (pl.cdiv(columns, blocks.columns), len(tiles[0])),  # neighbours share rows, which stay in the cache
         (*tiles, rows_MK, kernels_EKN),
-        jax.ShapeDtypeStruct((num_rows, columns), rows_MK.dtype),
+        (num_rows, columns),
         "transposed_product" if transposed else "product",
     )
 
 
-def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array, dtype: DTypeLike) -> Array:
-    """Returns `rows.T @ grad` of each group, `[E, K, N]`, in `dtype`."""
+def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array) -> Array:
+    """Returns `rows.T @ grad` of each group, `[E, K, N]`."""
     shape = len(sizes_E), rows_MK.shape[1], grad_MN.shape[1]
     blocks = gradient_blocks(*shape[1:], rows_MK.dtype)
     begins, ends = _ranges(sizes_E, len(rows_MK))
@@ -93,7 +93,7 @@ def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array, dtype: DTyp
         blocks,
         (pl.cdiv(shape[2], blocks.columns), pl.cdiv(shape[1], blocks.rows), shape[0]),
         (begins[:-1], ends[:-1], rows_MK, grad_MN),
-        jax.ShapeDtypeStruct(shape, dtype),
+        shape,
         "kernels_gradient",
     )
 
@@ -121,7 +121,7 @@ def _run(
     blocks: Blocks,
     grid: tuple[int, ...],
     inputs: tuple[Array, ...],
-    result: jax.ShapeDtypeStruct,
+    shape: tuple[int, ...],
     name: str,
 ) -> Array:
     *_, x, y = inputs
@@ -137,7 +137,7 @@ def _run(
     return pl.pallas_call(
         program,
         grid=grid,
-        out_shape=result.update(manual_axis_type=varying),
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=varying),
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=current_platform() != "cuda",
         name=f"grouped_{name}",
