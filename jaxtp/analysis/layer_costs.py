@@ -644,13 +644,12 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     reduced = read and work.remat in REREDUCE_POLICIES
     yield from leave(EXPERTS, work, hidden, split=split, again=reduced)
     if (share := _Share.of(layer, work)).shards > 1:
-        again = work.remat in RECOMPUTE_POLICIES or share.part < share.choices
-        for size, forward, backward in (
-            (choices, (ALL_GATHER, again), REDUCE_SCATTER),
-            (hidden, (ALL_GATHER, again), REDUCE_SCATTER),
-            (hidden, (REDUCE_SCATTER, reduced), ALL_GATHER),
+        for size, forward, backward, again in (
+            (choices, ALL_GATHER, REDUCE_SCATTER, work.remat in RECOMPUTE_POLICIES),
+            (hidden, ALL_GATHER, REDUCE_SCATTER, True),
+            (hidden, REDUCE_SCATTER, ALL_GATHER, reduced),
         ):
-            for kind, count in ((forward[0], work.num_evals(forward[1], 0)), (backward, int(work.training))):
+            for kind, count in ((forward, work.num_evals(again, 0)), (backward, int(work.training))):
                 yield collective_cost(kind, STORAGE, EXPERTS, work, share.shards * size, count)
     if not split and work.training:  # gradients of scores and normalisers, which one device of a tp group sums up
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
