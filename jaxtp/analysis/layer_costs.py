@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -23,7 +23,7 @@ from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
 from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
-from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts
+from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Share
 from jaxtp.layers.kernels.grouped import is_dense, pick_method
 from jaxtp.layers.kernels.select import num_scores, pick_kernel
 from jaxtp.layers.latent_attention import LATENT, LatentAttention
@@ -643,7 +643,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield from enter(EXPERTS, work, entered, split=split, again=work.remat in REGATHER_POLICIES)
     reduced = read and work.remat in REREDUCE_POLICIES
     yield from leave(EXPERTS, work, hidden, split=split, again=reduced)
-    if (share := _Share.of(layer, work)).shards > 1:
+    if (share := _share(layer, work)).shards > 1:
         for size, forward, backward, again in (
             (choices, ALL_GATHER, REDUCE_SCATTER, work.remat in RECOMPUTE_POLICIES),
             (hidden, ALL_GATHER, REDUCE_SCATTER, True),
@@ -670,31 +670,15 @@ def _of_experts(layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int
         split=PaddedDim((config.d_ff,)) if "F" in dims and not over_tp else None,
         tp=is_split,
         fsdp=by_expert or "D" in dims,
-        gathered=_Share.of(layer, work).shards == 1,
+        gathered=_share(layer, work).shards == 1,
         used_by_all_tp=not is_split,
         active=config.experts_per_token / config.num_experts,
         adapter=adapter,
     )
 
 
-class _Share(NamedTuple):
-    """What a device computes of a mixture."""
-
-    shards: int  # of the storage, whose tokens it gathers
-    experts: int
-    width: int
-    choices: int  # of all tokens that it has
-    rows: int  # of these, for its experts
-    part: int  # rows at a time
-
-    @classmethod
-    def of(cls, layer: MixtureOfExperts, work: Workload) -> "_Share":
-        config, shards = layer.config, parts(work.sizes, STORAGE)
-        moved = config.dispatched(work.tokens, work.tp, shards, layer.precision, trained=not work.frozen)
-        shards = shards if moved else 1
-        (experts, width), choices = layer.on_device(work.tp), shards * work.tokens * config.experts_per_token
-        devices = shards * (work.tp if config.over_tp(work.tp) else 1)
-        return cls(shards, experts // shards, width, choices, choices // devices, config.part(choices, devices))
+def _share(layer: MixtureOfExperts, work: Workload) -> Share:
+    return layer.share(work.tokens, work.tp, parts(work.sizes, STORAGE), trained=not work.frozen)
 
 
 def _lora(layer: MixtureOfExperts, name: str) -> Lora | None:
@@ -752,7 +736,7 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
     # products multiply all these with all experts.
     config, compute, d_model = layer.config, itemsize(layer.precision.compute), layer.d_model
     tokens, columns = work.between(layer.sequence_parallel), num_columns(config)
-    shards, local, width, _, rows, part = _Share.of(layer, work)
+    shards, local, width, rows, part = _share(layer, work)
     method, _ = pick_method(config.grouped, work.platform)
     all_rows = is_dense(method, work.platform)
     routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)

@@ -11,7 +11,7 @@ Under sequence parallelism both send as much as a dense MLP, plus two floats per
 experts are a dense MLP, split over tp like any other, which uses the same gathered input and the same sum over tp.
 
 fsdp and cp split E too, if they divide a device's experts: gathering them only concatenates. Otherwise they split D.
-If E is split and tokens are fewer bytes than kernels (`ExpertsConfig.dispatched`), tokens are gathered over fsdp and cp
+If E is split and tokens are fewer bytes than kernels (`share`), tokens are gathered over fsdp and cp
 instead, each device multiplies with the kernels that it stores, and outputs are reduce-scattered.
 
 All tokens may choose one device's experts. Rows are therefore computed in parts of 1.5 times a device's average: one
@@ -21,8 +21,8 @@ part, unless the routing is that uneven.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial, reduce
-from typing import Annotated, Any, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.lora import Lora, Target
 from jaxtp.layers.mlp import ACTIVATIONS, MIN_FEATURES, MLP, MLP_TARGETS, XIELU, MLPConfig, hidden_features
 from jaxtp.layers.norm import Norm, NormConfig
-from jaxtp.layers.parameter import ExactDim, PaddedDim, Precision, Weights, parameter, params_and_specs
+from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
@@ -135,22 +135,17 @@ class ExpertsConfig(MLPConfig):
         """Returns whether `shards` of the storage split a device's experts, not the features of each."""
         return self.num_experts % (shards * (tp if self.over_tp(tp) else 1)) == 0
 
-    def dispatched(self, tokens: int, tp: int, shards: int, precision: Precision, *, trained: bool) -> bool:
-        """Returns whether tokens are gathered over the storage's `shards` instead of kernels.
-
-        Tokens move five times in a step (in, out, again in, and both gradients), kernels twice, and their gradients.
-        """
-        compute, reduced = (jnp.dtype(dtype).itemsize for dtype in (precision.compute, precision.reduce))
-        kernels = self.num_experts * len(self.projections()) * self.d_ff * (2 * compute + trained * reduced)
-        return self.stored_by_expert(tp, shards) and shards > 1 and 5 * compute * tokens * shards * tp < kernels
-
-    def part(self, choices: int, devices: int) -> int:
-        """Returns the rows that a device computes at a time, of the choices of tokens whose experts `devices` share."""
-        return min(choices, max(FEW_ROWS, math.ceil(SPARE * choices / devices)))
-
     def projections(self) -> dict[str, str]:
         """Returns the kernels of experts and their dims: E experts, D features of the model, F of an expert."""
         return {"gate": "EDF", **_PLAIN} if self.mlp == "gated" else _PLAIN
+
+    def arrays(self) -> dict[str, str]:
+        """Returns the kernels, and what each may have, with their dims; r is an adapter's rank."""
+        found: dict[str, str] = {}
+        for name, dims in self.projections().items():
+            adapter = {f"{name}_lora.a": f"{dims[:2]}r", f"{name}_lora.b": f"Er{dims[2]}"}
+            found |= {name: dims, f"{name}_bias": dims[0] + dims[2], **adapter}
+        return found
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """See `BranchConfig`."""
@@ -326,14 +321,12 @@ class MixtureOfExperts(PositionwiseBranch):
         if config.dense_mlp:
             x = x * self.precision.load(weights["input_scale"], 0, used_by_all_tp=sequence is not None)
         x = sequence_first(enter_parallel(x.astype(self.precision.compute), sequence), sequence)  # maybe [T/cp, b, D]
-        y, here = self._routed(x.reshape(-1, x.shape[-1]), shares.reshape(-1, k), experts.reshape(-1, k), weights)
+        y, rows = self._routed(x.reshape(-1, x.shape[-1]), shares.reshape(-1, k), experts.reshape(-1, k), weights)
         if config.shared_experts:
             y += self._shared(x, gate, weights).reshape(y.shape)
-        # The sum over devices matters, not which sequence a row is counted for. With experts divided inside, every
-        # device of a tp group computes a part of each row; only the first counts it.
-        here = sequence_first(jnp.sum(here.reshape(-1, *x.shape[:2]), axis=0), sequence)
-        computed = jnp.sum(here, axis=1, dtype=jnp.float32)
-        routing = replace(routing, computed=(computed if over_tp else _on_first_device(computed))[:, None])
+        # With experts divided inside, every device of a tp group computes a part of each row; only the first counts it.
+        rows = rows if over_tp else _on_first_device(rows)
+        routing = replace(routing, computed=jnp.where(jnp.arange(len(routing.entropy))[:, None] == 0, rows, 0.0))
         return leave_parallel(sequence_first(y.reshape(*x.shape[:2], -1), sequence), sequence), routing
 
     def _route(
@@ -434,39 +427,35 @@ class MixtureOfExperts(PositionwiseBranch):
         return y
 
     def _routed(self, x: Array, shares: Array, experts: Array, weights: Weights) -> tuple[Array, Array]:
-        """Returns the summands of tokens `[N, D]` from this device's kernels, and how many rows each token has here.
+        """Returns the summands of tokens `[N, D]` from this device's kernels, and the number of its rows.
 
-        Shares and experts are `[N, k]`. With tokens dispatched, the rows are of all the storage's tokens, `[S * N]`.
+        Shares and experts are `[N, k]`. Dispatched tokens are those of all devices that share the storage.
         """
-        config, k, tp, shards = self.config, self.config.experts_per_token, axis_size(TP), axis_size(*STORAGE)
-        dispatched = self.dispatched(len(x), tp, shards)
-        axes = ((TP,) if config.over_tp(tp) else ()) + (STORAGE if dispatched else ())
-        if dispatched:
+        config, k, (*_, down) = self.config, self.config.experts_per_token, self.config.projections()
+        trained = isinstance(getattr(self, down), nnx.Param)
+        share = self.share(len(x), axis_size(TP), axis_size(*STORAGE), trained=trained)
+        axes = ((TP,) if config.over_tp(axis_size(TP)) else ()) + (STORAGE if share.shards > 1 else ())
+        if share.shards > 1:
             together = all_gather(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), *STORAGE)
             x, shares, experts = all_gather(x, *STORAGE), together[:, :k], together[:, k:].astype(jnp.int32)
-        count = config.num_experts // axis_size(*axes)
-        local = experts - count * reduce(lambda place, axis: place * axis_size(axis) + axis_index(axis), axes, 0)
-        here = (local >= 0) & (local < count)
-        rows = Rows.of(jnp.where(here, local, count), count)
-        load = partial(self._load, gathered=not dispatched)
-        kinds: tuple[Weights, Weights] = {}, {}  # trained and frozen
-        for name, dims in config.projections().items():
-            kinds[self.is_frozen][name] = load(weights[name], dims)
-            if f"{name}_bias" in weights and name != "down":
-                kinds[self.is_frozen][f"{name}_bias"] = load(weights[f"{name}_bias"], "EF")
-            if f"{name}_lora.a" in weights:
-                for factor, inside in (("a", f"{dims[:2]}r"), ("b", f"Er{dims[2]}")):
-                    kinds[0][f"{name}_lora.{factor}"] = load(weights[f"{name}_lora.{factor}"], inside)
-        y = _in_parts(self._compute, config.part(experts.size, axis_size(*axes)), (x, shares, kinds[0]), kinds[1], rows)
-        if config.experts_bias:
-            bias = load(weights["down_bias"], "ED")
+        place: Array | int = 0
+        for axis in axes:
+            place = place * axis_size(axis) + axis_index(axis)
+        local, count = experts - place * share.experts, share.experts
+        rows = Rows.of(jnp.where((local >= 0) & (local < count), local, count), count)
+        arrays = ((name, dims) for name, dims in config.arrays().items() if name in weights)
+        loaded = {name: self._load(weights[name], dims, gathered=share.shards == 1) for name, dims in arrays}
+        bias, changing = loaded.pop(f"{down}_bias", None), {name for name in loaded if trained or "_lora" in name}
+        variable, fixed = ({name: a for name, a in loaded.items() if (name in changing) is on} for on in (True, False))
+        y = _in_parts(self._compute, share.part, (x, shares, variable), fixed, rows)
+        if bias is not None:
             by_expert = jnp.sum(jax.nn.one_hot(local, count) * shares[..., None], axis=1).astype(bias.dtype)
-            y += by_expert @ (bias if config.over_tp(tp) else _on_first_device(bias))
-        return reduce_scatter(y, *STORAGE) if dispatched else y, jnp.sum(here, axis=1)
+            y += by_expert @ (bias if TP in axes else _on_first_device(bias))
+        return reduce_scatter(y, *STORAGE) if share.shards > 1 else y, jnp.sum(rows.sizes)
 
-    def _compute(self, trained: tuple[Array, Array, Weights], frozen: Weights, rows: "Rows") -> Array:
-        """Returns the summands of these rows without down_bias, `[N, D]`; trained are tokens, shares and weights."""
-        x, shares, weights = *trained[:2], {**trained[2], **frozen}
+    def _compute(self, variable: "_Variable", fixed: Weights, rows: "Rows") -> Array:
+        """Returns the summands of these rows without down_bias, `[N, D]`."""
+        x, shares, weights = *variable[:2], {**variable[2], **fixed}
         method, _ = pick_method(self.config.grouped, current_platform())
         multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
 
@@ -494,19 +483,34 @@ class MixtureOfExperts(PositionwiseBranch):
         used_by_all_tp = "F" not in dims and not self.config.over_tp(axis_size(TP))
         return self.precision.load(shard, None if at < 0 else at, gathered=gathered, used_by_all_tp=used_by_all_tp)
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether only adapters are trained."""
-        return not isinstance(self.down, nnx.Param)
+    def share(self, tokens: int, tp: int, shards: int, *, trained: bool) -> "Share":
+        """Returns what a device computes of the `tokens` of its tp group, with storage in `shards`.
 
-    def dispatched(self, tokens: int, tp: int, shards: int) -> bool:
-        """See `ExpertsConfig.dispatched`."""
-        return self.config.dispatched(tokens, tp, shards, self.precision, trained=not self.is_frozen)
+        Tokens are dispatched if they are fewer bytes than kernels: they move five times in a step (in, out, again in,
+        and both gradients), kernels twice, and gradients of kernels once.
+        """
+        config, compute, reduced = (
+            self.config,
+            *(jnp.dtype(d).itemsize for d in (self.precision.compute, self.precision.reduce)),
+        )
+        kernels = config.num_experts * len(config.projections()) * config.d_ff * (2 * compute + trained * reduced)
+        moved = config.stored_by_expert(tp, shards) and 5 * compute * tokens * shards * tp < kernels
+        shards = shards if moved else 1
+        devices = shards * (tp if config.over_tp(tp) else 1)
+        width = config.d_ff if config.over_tp(tp) else PaddedDim((config.d_ff,)).local(tp)
+        choices = shards * tokens * config.experts_per_token
+        part = min(choices, max(FEW_ROWS, math.ceil(SPARE * choices / devices)))
+        return Share(shards, config.num_experts // devices, width, choices // devices, part)
 
-    def on_device(self, tp: int) -> tuple[int, int]:
-        """Returns the experts on each of tp devices, and the width of each."""
-        experts, features = self.config.num_experts, self.config.d_ff
-        return (experts // tp, features) if self.config.over_tp(tp) else (experts, PaddedDim((features,)).local(tp))
+
+class Share(NamedTuple):
+    """What a device computes of a mixture."""
+
+    shards: int  # of the storage, whose tokens it has; 1: its own, and the kernels are gathered
+    experts: int
+    width: int  # of each
+    rows: int  # on average
+    part: int  # rows at a time
 
 
 class ExpertsBesideMLP(PositionwiseBranch):
@@ -584,12 +588,12 @@ class Rows:
         return _spread(values[:, None], self.row_of_choice.reshape(-1, 1), self.choice_of_row)[:, 0]
 
 
-_Trained = tuple[Array, Array, Weights]
+_Variable = tuple[Array, Array, Weights]  # what has a gradient: tokens, shares, weights
 _T = TypeVar("_T")
 
 
 def _in_parts(
-    run: Callable[[_Trained, Weights, Rows], Array], size: int, trained: _Trained, frozen: Weights, rows: Rows
+    run: Callable[[_Variable, Weights, Rows], Array], size: int, variable: _Variable, fixed: Weights, rows: Rows
 ) -> Array:
     """Returns the sum of `run` over parts of `size` rows: of the first, and of others if there are more rows.
 
@@ -597,35 +601,32 @@ def _in_parts(
     pass, and adds to the first part's gradients.
     """
     if size == rows.row_of_choice.size:
-        return run(trained, frozen, rows)
-    leaves = jax.tree.leaves((trained, frozen, rows))
-    trained, frozen, rows = jax.tree.map(lambda x: vary_like(x, *leaves), (trained, frozen, rows))
+        return run(variable, fixed, rows)
+    leaves = jax.tree.leaves((variable, fixed, rows))
 
-    def with_others(first: _T, step: Callable[[Rows], _T], rows: Rows) -> _T:
+    def with_others(first: _T, rows: Rows, compute: Callable[[Rows], _T]) -> _T:
         def turn(state: tuple[Array, _T]) -> tuple[Array, _T]:
             begin, sums = state
-            return begin + size, jax.tree.map(jnp.add, sums, step(rows.part(begin, size)))
+            return begin + size, jax.tree.map(jnp.add, sums, compute(rows.part(begin, size)))
 
-        total = jnp.sum(rows.sizes)
         with jax.named_scope(RARELY):
-            begin = vary_like(jnp.int32(size), total)
+            begin, total = vary_like(jnp.int32(size), rows.sizes), jnp.sum(rows.sizes)
             return jax.lax.while_loop(lambda state: state[0] < total, turn, (begin, first))[1]
 
-    def forward(trained: _Trained, frozen: Weights, rows: Rows) -> tuple[Array, Any]:
-        y, backward = jax.vjp(lambda trained: run(trained, frozen, rows.part(0, size)), trained)
-        return with_others(y, lambda part: run(trained, frozen, part), rows), (backward, trained, frozen, rows)
+    def vjp(variable: _Variable, fixed: Weights, part: Rows) -> tuple[Array, Any]:
+        return jax.vjp(lambda variable: run(variable, fixed, part), variable)
 
-    def backward(residuals: Any, grad: Array) -> tuple[_Trained, None, None]:
-        of_first, trained, frozen, rows = residuals
+    def forward(variable: _Variable, fixed: Weights, rows: Rows) -> tuple[Array, tuple[object, ...]]:
+        y, backward = vjp(variable, fixed, rows.part(0, size))
+        return with_others(y, rows, partial(run, variable, fixed)), (backward, variable, fixed, rows)
 
-        def of_part(part: Rows) -> _Trained:
-            return jax.vjp(lambda trained: run(trained, frozen, part), trained)[1](grad)[0]  # type: ignore[no-any-return]
-
-        return with_others(of_first(grad)[0], of_part, rows), None, None
+    def backward(residuals: tuple[Any, _Variable, Weights, Rows], grad: Array) -> tuple[_Variable, None, None]:
+        of_first, variable, fixed, rows = residuals
+        return with_others(of_first(grad)[0], rows, lambda part: vjp(variable, fixed, part)[1](grad)[0]), None, None
 
     summed = jax.custom_vjp(lambda *args: forward(*args)[0])
     summed.defvjp(forward, backward)
-    return summed(trained, frozen, rows)
+    return summed(*jax.tree.map(lambda x: vary_like(x, *leaves), (variable, fixed, rows)))  # type: ignore[no-any-return]
 
 
 @jax.custom_vjp
