@@ -57,9 +57,6 @@ PROJECTED = "projected"
 ATTENDED = "attended"
 """`checkpoint_name` of an attention kernel's residuals: its output and log-sum-exp."""
 
-RARELY = "rarely"
-"""Scope of loops that seldom run: accounts of a program count none of their turns."""
-
 CHOSEN = "chosen"  # `checkpoint_name` of a router's choice, which every remat policy saves
 
 

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Constant
 
 from jaxtp.analysis.collective import PRIMITIVES, Collective
-from jaxtp.collectives import RARELY
+from jaxtp.layers.experts import RARELY
 from jaxtp.mesh import parts
 
 Counted = Literal["", "at most", "a turn"]  # Meaning of a count: exact, or one of these two

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, kernel_products, message_bytes, runs, turns
 from jaxtp.analysis.collective import PERMUTE, Collective
-from jaxtp.collectives import RARELY
+from jaxtp.layers.experts import RARELY
 from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import parts
 

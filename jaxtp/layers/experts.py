@@ -11,11 +11,10 @@ Under sequence parallelism both send as much as a dense MLP, plus two floats per
 experts are a dense MLP, split over tp like any other, which uses the same gathered input and the same sum over tp.
 
 fsdp and cp split E too, if they divide a device's experts: gathering them only concatenates. Otherwise they split D.
-If E is split and tokens are fewer bytes than kernels (`share`), tokens are gathered over fsdp and cp
-instead, each device multiplies with the kernels that it stores, and outputs are reduce-scattered.
+If tokens are fewer bytes than such kernels, tokens are gathered instead, and outputs are reduce-scattered (`share`).
 
-All tokens may choose one device's experts. Rows are therefore computed in parts of 1.5 times a device's average: one
-part, unless the routing is that uneven.
+All tokens may choose one device's experts. Rows are computed in parts of 1.5 times a device's average: one part, unless
+routing is that uneven.
 """
 
 import math
@@ -34,7 +33,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import (
     CHOSEN,
     PROJECTED,
-    RARELY,
     all_gather,
     axis_index,
     axis_size,
@@ -63,6 +61,7 @@ from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"
+RARELY = "rarely"  # scope of loops that seldom run: accounts of a program count none of their turns
 _SMALL_EXPERTS, _SMALL_CHOICES = 4, 2
 SPARE = 1.5  # rows of a part, relative to a device's average
 FEW_ROWS = 8192  # rows that cost less than to ask whether there are more: a GPU stops for each answer
@@ -429,7 +428,7 @@ class MixtureOfExperts(PositionwiseBranch):
     def _routed(self, x: Array, shares: Array, experts: Array, weights: Weights) -> tuple[Array, Array]:
         """Returns the summands of tokens `[N, D]` from this device's kernels, and the number of its rows.
 
-        Shares and experts are `[N, k]`. Dispatched tokens are those of all devices that share the storage.
+        Shares and experts are `[N, k]`.
         """
         config, k, (*_, down) = self.config, self.config.experts_per_token, self.config.projections()
         trained = isinstance(getattr(self, down), nnx.Param)
@@ -484,10 +483,10 @@ class MixtureOfExperts(PositionwiseBranch):
         return self.precision.load(shard, None if at < 0 else at, gathered=gathered, used_by_all_tp=used_by_all_tp)
 
     def share(self, tokens: int, tp: int, shards: int, *, trained: bool) -> "Share":
-        """Returns what a device computes of the `tokens` of its tp group, with storage in `shards`.
+        """Returns a device's part, by tokens of its tp group; `shards` of the storage.
 
-        Tokens are dispatched if they are fewer bytes than kernels: they move five times in a step (in, out, again in,
-        and both gradients), kernels twice, and gradients of kernels once.
+        Tokens are dispatched if that is fewer bytes: they move five times in a step, kernels twice, their gradients
+        once.
         """
         config, compute, reduced = (
             self.config,
@@ -504,7 +503,7 @@ class MixtureOfExperts(PositionwiseBranch):
 
 
 class Share(NamedTuple):
-    """What a device computes of a mixture."""
+    """A device's part of a mixture."""
 
     shards: int  # of the storage, whose tokens it has; 1: its own, and the kernels are gathered
     experts: int
@@ -589,17 +588,14 @@ class Rows:
 
 
 _Variable = tuple[Array, Array, Weights]  # what has a gradient: tokens, shares, weights
+_Backward = Callable[[Array], tuple[_Variable]]
 _T = TypeVar("_T")
 
 
 def _in_parts(
     run: Callable[[_Variable, Weights, Rows], Array], size: int, variable: _Variable, fixed: Weights, rows: Rows
 ) -> Array:
-    """Returns the sum of `run` over parts of `size` rows: of the first, and of others if there are more rows.
-
-    The loop over others contains no collective, since devices differ in its turns. It saves nothing for the backward
-    pass, and adds to the first part's gradients.
-    """
+    """Returns the sum of `run` over parts of `size` rows; a loop computes all but the first, and saves no residuals."""
     if size == rows.row_of_choice.size:
         return run(variable, fixed, rows)
     leaves = jax.tree.leaves((variable, fixed, rows))
@@ -613,14 +609,14 @@ def _in_parts(
             begin, total = vary_like(jnp.int32(size), rows.sizes), jnp.sum(rows.sizes)
             return jax.lax.while_loop(lambda state: state[0] < total, turn, (begin, first))[1]
 
-    def vjp(variable: _Variable, fixed: Weights, part: Rows) -> tuple[Array, Any]:
+    def vjp(variable: _Variable, fixed: Weights, part: Rows) -> tuple[Array, _Backward]:
         return jax.vjp(lambda variable: run(variable, fixed, part), variable)
 
     def forward(variable: _Variable, fixed: Weights, rows: Rows) -> tuple[Array, tuple[object, ...]]:
         y, backward = vjp(variable, fixed, rows.part(0, size))
         return with_others(y, rows, partial(run, variable, fixed)), (backward, variable, fixed, rows)
 
-    def backward(residuals: tuple[Any, _Variable, Weights, Rows], grad: Array) -> tuple[_Variable, None, None]:
+    def backward(residuals: tuple[_Backward, _Variable, Weights, Rows], grad: Array) -> tuple[_Variable, None, None]:
         of_first, variable, fixed, rows = residuals
         return with_others(of_first(grad)[0], rows, lambda part: vjp(variable, fixed, part)[1](grad)[0]), None, None
 
