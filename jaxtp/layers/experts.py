@@ -13,8 +13,7 @@ experts are a dense MLP, split over tp like any other, which uses the same gathe
 fsdp and cp split E too, if they divide a device's experts: gathering them only concatenates. Otherwise they split D.
 If tokens are fewer bytes than such kernels, tokens are gathered instead, and outputs are reduce-scattered (`share`).
 
-All tokens may choose one device's experts. Rows are computed in parts of 1.5 times a device's average: one part, unless
-routing is that uneven.
+All tokens may choose one device's experts, so rows are computed in parts of 1.5 times its average.
 """
 
 import math
@@ -483,11 +482,8 @@ class MixtureOfExperts(PositionwiseBranch):
         return self.precision.load(shard, None if at < 0 else at, gathered=gathered, used_by_all_tp=used_by_all_tp)
 
     def share(self, tokens: int, tp: int, shards: int, *, trained: bool) -> "Share":
-        """Returns a device's part, by tokens of its tp group; `shards` of the storage.
-
-        Tokens are dispatched if that is fewer bytes: they move five times in a step, kernels twice, their gradients
-        once.
-        """
+        """Returns a device's part: tokens are dispatched if that is fewer bytes in a training step."""
+        # Tokens move in, out, in again, and with both gradients; kernels twice, and their gradients.
         config, compute, reduced = (
             self.config,
             *(jnp.dtype(d).itemsize for d in (self.precision.compute, self.precision.reduce)),
