@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Constant
 
 from jaxtp.analysis.collective import PRIMITIVES, Collective
+from jaxtp.layers.experts import RARELY
 from jaxtp.mesh import parts
 
 Counted = Literal["", "at most", "a turn"]  # Meaning of a count: exact, or one of these two
@@ -142,6 +143,8 @@ def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
 
 def trip_count(loop: JaxprEqn) -> int | None:
     """Returns the iterations of a `while` equation; None if unknown."""
+    if RARELY in str(loop.source_info.name_stack):
+        return 0
     condition, body = loop.params["cond_jaxpr"].jaxpr, loop.params["body_jaxpr"].jaxpr
     test = _maker(condition, condition.outvars[0])
     if test is None or test.primitive.name != "lt" or test.invars[0] not in condition.invars:

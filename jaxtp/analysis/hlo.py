@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxtp.analysis.census import A_TURN, AT_MOST, Counted, kernel_products, message_bytes, runs, turns
 from jaxtp.analysis.collective import PERMUTE, Collective
+from jaxtp.layers.experts import RARELY
 from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import parts
 
@@ -249,6 +250,8 @@ def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction
     Args:
       around: the computation that contains the loop.
     """
+    if f"/{RARELY}/" in loop.op_name:
+        return 0
     if known := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.rest):
         return int(known[1])
     condition, body = (module[loop.attribute(name) or ""] for name in ("condition", "body"))

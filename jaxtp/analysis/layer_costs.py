@@ -23,7 +23,7 @@ from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
 from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
-from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts
+from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Share
 from jaxtp.layers.kernels.grouped import is_dense, pick_method
 from jaxtp.layers.kernels.select import num_scores, pick_kernel
 from jaxtp.layers.latent_attention import LATENT, LatentAttention
@@ -647,10 +647,19 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield scale(size=layer.d_model, precision=in_float32)
         yield scale(size=experts, precision=in_float32, fsdp=False)
     hidden = work.tokens * layer.d_model * itemsize(layer.precision.compute)
-    routing = FLOAT32 * work.tokens * (2 * config.experts_per_token + config.shared_experts_gate)
-    for entered in (routing, hidden):
+    choices, gate = FLOAT32 * work.tokens * 2 * config.experts_per_token, FLOAT32 * work.tokens
+    for entered in (choices + gate * config.shared_experts_gate, hidden):
         yield from enter(EXPERTS, work, entered, split=split, again=work.remat in REGATHER_POLICIES)
-    yield from leave(EXPERTS, work, hidden, split=split, again=read and work.remat in REREDUCE_POLICIES)
+    reduced = read and work.remat in REREDUCE_POLICIES
+    yield from leave(EXPERTS, work, hidden, split=split, again=reduced)
+    if (share := _share(layer, work)).shards > 1:
+        for size, forward, backward, again in (
+            (choices, ALL_GATHER, REDUCE_SCATTER, work.remat in RECOMPUTE_POLICIES),
+            (hidden, ALL_GATHER, REDUCE_SCATTER, True),
+            (hidden, REDUCE_SCATTER, ALL_GATHER, reduced),
+        ):
+            for kind, count in ((forward, work.num_evals(again, 0)), (backward, int(work.training))):
+                yield collective_cost(kind, STORAGE, EXPERTS, work, share.shards * size, count)
     if not split and work.training:  # gradients of scores and normalisers, which one device of a tp group sums up
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
     yield from _expert_work(layer, work, read=read)
@@ -670,10 +679,15 @@ def _of_experts(layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int
         split=PaddedDim((config.d_ff,)) if "F" in dims and not over_tp else None,
         tp=is_split,
         fsdp=by_expert or "D" in dims,
+        gathered=_share(layer, work).shards == 1,
         used_by_all_tp=not is_split,
         active=config.experts_per_token / config.num_experts,
         adapter=adapter,
     )
+
+
+def _share(layer: MixtureOfExperts, work: Workload) -> Share:
+    return layer.share(work.tokens, work.tp, parts(work.sizes, STORAGE), trained=not work.frozen)
 
 
 def _lora(layer: MixtureOfExperts, name: str) -> Lora | None:
@@ -727,12 +741,11 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
 
 
 def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
-    # Each of the N * k choices by the tokens of a tp group is a row. Products compute the rows routed to the device's
-    # experts, elementwise operations all rows. Dense products multiply all rows with all experts.
+    # Products compute the rows routed to the device's experts, elementwise operations all rows of a part. Dense
+    # products multiply all these with all experts.
     config, compute, d_model = layer.config, itemsize(layer.precision.compute), layer.d_model
-    tokens, choices = work.between(layer.sequence_parallel), work.tokens * config.experts_per_token
-    (local, width), columns = layer.on_device(work.tp), num_columns(config)
-    rows = choices // work.tp if config.over_tp(work.tp) else choices
+    tokens, columns = work.between(layer.sequence_parallel), num_columns(config)
+    shards, local, width, rows, part = _share(layer, work)
     method, _ = pick_method(config.grouped, work.platform)
     all_rows = is_dense(method, work.platform)
     routed = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
@@ -748,34 +761,36 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
             products.append((f"A of experts' {name}", inner, lora.rank, projected, 2))
             products.append((f"B of experts' {name}", lora.rank, outer, reduced if name == "down" else projected, 2))
             if work.remat in ("none", "save_dots"):
-                yield Bytes("saved", choices * lora.rank * compute)
+                yield Bytes("saved", part * lora.rank * compute)
     for name, inner, outer, recomputed, backward in products:
-        count, multiplied = work.num_evals(recomputed, backward), local * choices if all_rows else rows
-        moved = (multiplied * inner + choices * outer + local * inner * outer) * compute
+        count, multiplied = work.num_evals(recomputed, backward), local * part if all_rows else rows
+        moved = (multiplied * inner + part * outer + local * inner * outer) * compute
         yield Product(name, multiplied, inner, outer, count, moved, counted=rows / multiplied)
     if config.experts_bias:
         count = work.num_evals(reduced, work.num_gradients)
-        yield Product.of("experts' biases", (work.tokens, local, d_model), compute, count)
+        yield Product.of("experts' biases", (shards * work.tokens, local, d_model), compute, count)
         if work.training and not work.frozen:  # gradients: sums over the rows of each expert
-            yield Product.of("gradients of experts' biases", (local, choices, columns * width), compute, 1)
-    yield Bytes("elementwise", compute * ((columns + 1) * choices * width + 2 * (choices + rows) * d_model))
-    if (shards := parts(work.sizes, STORAGE)) > 1:
+            yield Product.of("gradients of experts' biases", (local, part, columns * width), compute, 1)
+    yield Bytes("elementwise", compute * ((columns + 1) * part * width + 2 * (part + rows) * d_model))
+    if shards == 1 and (shards := parts(work.sizes, STORAGE)) > 1:
         # The loop over layers copies gradients; gathering by features reorders kernels too.
         times = int(work.training and not work.frozen) if config.stored_by_expert(work.tp, shards) else 2
         yield Bytes("elementwise", compute * times * (columns + 1) * local * d_model * width)
 
     hidden = work.tokens * d_model * compute
-    yield Bytes("workspace", compute * choices * (3 * columns * width + 2 * d_model))
+    yield Bytes(
+        "workspace", compute * (part * (3 * columns * width + 2 * d_model) + 2 * (shards - 1) * work.tokens * d_model)
+    )
     if all_rows:  # rows repeated for each expert, in two products at a time
-        yield Bytes("workspace", compute * 2 * local * choices * max(width, d_model))
+        yield Bytes("workspace", compute * 2 * local * part * max(width, d_model))
     yield Bytes("saved", INT32 * tokens * config.experts_per_token)
     if work.remat == "none":
         scores = 4 * FLOAT32 * tokens * config.num_experts
-        yield Bytes("saved", choices * width * (3 * columns * compute + FLOAT32) + hidden + scores)
+        yield Bytes("saved", part * width * (3 * columns * compute + FLOAT32) + hidden + scores)
     if work.remat == "save_gathered":
-        yield Bytes("saved", hidden + 2 * FLOAT32 * choices)
+        yield Bytes("saved", hidden + 2 * FLOAT32 * work.tokens * config.experts_per_token)
     if work.remat == "save_dots":
-        yield Bytes("saved", compute * choices * columns * width)
+        yield Bytes("saved", compute * part * columns * width)
     if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
         yield Bytes("saved", tokens * d_model * compute)
 

@@ -45,7 +45,7 @@ class Routing:
     scores: Array  # `[B, S, E]` float32: share of each expert's score
     squared_normaliser: Array  # `[B, S]` float32: squared log of the sum of the logits' exponentials
     entropy: Array  # `[B, S]` float32: entropy of the shares in nats
-    computed: Array  # `[B, S]` float32: computed rows, one for each token and expert that it chose
+    computed: Array  # `[B, S]` float32: this device's rows, one for each token and expert, whose sum counts
     experts: Array | None = None  # `[B, T, k]` int32: the router's choice; only if recorded
     margin: Array | None = None
     """`[B, T]` float32: lowest chosen score minus the highest score that was not chosen, or the same of groups if

@@ -7,18 +7,20 @@ over tp:
     experts over tp   if tp divides E: a device has E/tp whole experts and computes the rows that chose them.
     experts inside    otherwise: a device has F/tp of every expert, padded, and computes its part of every row.
 
-Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without all-to-all. The price
-is memory: each device has a row for every choice of its tp group, because all tokens may choose its experts. Shared
+Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without all-to-all. Shared
 experts are a dense MLP, split over tp like any other, which uses the same gathered input and the same sum over tp.
 
 fsdp and cp split E too, if they divide a device's experts: gathering them only concatenates. Otherwise they split D.
+If tokens are fewer bytes than such kernels, tokens are gathered instead, and outputs are reduce-scattered (`share`).
+
+All tokens may choose one device's experts, so rows are computed in parts of 1.5 times its average.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +32,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import (
     CHOSEN,
     PROJECTED,
+    all_gather,
     axis_index,
     axis_size,
     batch_spec,
     device_view,
     enter_parallel,
     leave_parallel,
+    reduce_scatter,
+    sequence_first,
     token_spec,
+    vary_like,
 )
 from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem, not_divisible
@@ -54,7 +60,10 @@ from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"
+RARELY = "rarely"  # scope of loops that seldom run: accounts of a program count none of their turns
 _SMALL_EXPERTS, _SMALL_CHOICES = 4, 2
+SPARE = 1.5  # rows of a part, relative to a device's average
+FEW_ROWS = 8192  # rows that cost less than to ask whether there are more: a GPU stops for each answer
 _PLAIN = {"up": "EDF", "down": "EFD"}
 _TARGETS: Mapping[str, Target] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -127,6 +136,14 @@ class ExpertsConfig(MLPConfig):
     def projections(self) -> dict[str, str]:
         """Returns the kernels of experts and their dims: E experts, D features of the model, F of an expert."""
         return {"gate": "EDF", **_PLAIN} if self.mlp == "gated" else _PLAIN
+
+    def arrays(self) -> dict[str, str]:
+        """Returns the kernels, and what each may have, with their dims; r is an adapter's rank."""
+        found: dict[str, str] = {}
+        for name, dims in self.projections().items():
+            adapter = {f"{name}_lora.a": f"{dims[:2]}r", f"{name}_lora.b": f"Er{dims[2]}"}
+            found |= {name: dims, f"{name}_bias": dims[0] + dims[2], **adapter}
+        return found
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """See `BranchConfig`."""
@@ -297,26 +314,18 @@ class MixtureOfExperts(PositionwiseBranch):
         k, by_token = config.experts_per_token, [shares, experts.astype(jnp.float32)]
         if config.shared_experts_gate:
             by_token.append(jax.nn.sigmoid(self._project(x, weights["shared_gate"], sequence)))
-        together = enter_parallel(jnp.concatenate(by_token, axis=-1), sequence)
+        together = sequence_first(enter_parallel(jnp.concatenate(by_token, axis=-1), sequence), sequence)
         shares, experts, gate = together[..., :k], together[..., k : 2 * k].astype(jnp.int32), together[..., 2 * k :]
         if config.dense_mlp:
             x = x * self.precision.load(weights["input_scale"], 0, used_by_all_tp=sequence is not None)
-        x = enter_parallel(x.astype(self.precision.compute), sequence)  # [b, T/cp, D]
-        count, _ = self.on_device(axis_size(TP))
-        local = experts - (axis_index(TP) * count if over_tp else 0)
-        is_here = (local >= 0) & (local < count)
-        rows = Rows.of(jnp.where(is_here, local, count).reshape(-1, k), count)
-        y = self._compute(rows, x.reshape(-1, x.shape[-1]), shares.reshape(-1), weights)
-        if config.experts_bias:
-            bias = self._load(weights["down_bias"], "ED")
-            by_expert = jnp.sum(jax.nn.one_hot(local, count) * shares[..., None], axis=2).astype(bias.dtype)
-            y += (by_expert @ (bias if over_tp else _on_first_device(bias))).reshape(y.shape)
+        x = sequence_first(enter_parallel(x.astype(self.precision.compute), sequence), sequence)  # maybe [T/cp, b, D]
+        y, rows = self._routed(x.reshape(-1, x.shape[-1]), shares.reshape(-1, k), experts.reshape(-1, k), weights)
         if config.shared_experts:
             y += self._shared(x, gate, weights).reshape(y.shape)
-        computed = jnp.sum(is_here, axis=(1, 2), dtype=jnp.float32)
         # With experts divided inside, every device of a tp group computes a part of each row; only the first counts it.
-        routing = replace(routing, computed=(computed if over_tp else _on_first_device(computed))[:, None])
-        return leave_parallel(y.reshape(*x.shape[:2], -1), sequence), routing
+        rows = rows if over_tp else _on_first_device(rows)
+        routing = replace(routing, computed=jnp.where(jnp.arange(len(routing.entropy))[:, None] == 0, rows, 0.0))
+        return leave_parallel(sequence_first(y.reshape(*x.shape[:2], -1), sequence), sequence), routing
 
     def _route(
         self, sequence: int | None, record: bool, x: Array, weights: Weights, not_padding: Array, replayed: Array | None
@@ -415,41 +424,88 @@ class MixtureOfExperts(PositionwiseBranch):
             y += (bias * gate).astype(y.dtype) if config.shared_experts_gate else bias
         return y
 
-    def _compute(self, rows: "Rows", x: Array, shares: Array, weights: Weights) -> Array:
-        """Returns this device's summands without down_bias, `[N, D] -> [N, D]`; shares are `[N * k]`."""
+    def _routed(self, x: Array, shares: Array, experts: Array, weights: Weights) -> tuple[Array, Array]:
+        """Returns the summands of tokens `[N, D]` from this device's kernels, and the number of its rows.
+
+        Shares and experts are `[N, k]`.
+        """
+        config, k, (*_, down) = self.config, self.config.experts_per_token, self.config.projections()
+        trained = isinstance(getattr(self, down), nnx.Param)
+        share = self.share(len(x), axis_size(TP), axis_size(*STORAGE), trained=trained)
+        axes = ((TP,) if config.over_tp(axis_size(TP)) else ()) + (STORAGE if share.shards > 1 else ())
+        if share.shards > 1:
+            together = all_gather(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), *STORAGE)
+            x, shares, experts = all_gather(x, *STORAGE), together[:, :k], together[:, k:].astype(jnp.int32)
+        place: Array | int = 0
+        for axis in axes:
+            place = place * axis_size(axis) + axis_index(axis)
+        local, count = experts - place * share.experts, share.experts
+        rows = Rows.of(jnp.where((local >= 0) & (local < count), local, count), count)
+        arrays = ((name, dims) for name, dims in config.arrays().items() if name in weights)
+        loaded = {name: self._load(weights[name], dims, gathered=share.shards == 1) for name, dims in arrays}
+        bias, changing = loaded.pop(f"{down}_bias", None), {name for name in loaded if trained or "_lora" in name}
+        variable, fixed = ({name: a for name, a in loaded.items() if (name in changing) is on} for on in (True, False))
+        y = _in_parts(self._compute, share.part, (x, shares, variable), fixed, rows)
+        if bias is not None:
+            by_expert = jnp.sum(jax.nn.one_hot(local, count) * shares[..., None], axis=1).astype(bias.dtype)
+            y += by_expert @ (bias if TP in axes else _on_first_device(bias))
+        return reduce_scatter(y, *STORAGE) if share.shards > 1 else y, jnp.sum(rows.sizes)
+
+    def _compute(self, variable: "_Variable", fixed: Weights, rows: "Rows") -> Array:
+        """Returns the summands of these rows without down_bias, `[N, D]`."""
+        x, shares, weights = *variable[:2], {**variable[2], **fixed}
         method, _ = pick_method(self.config.grouped, current_platform())
         multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
 
         def project(x: Array, name: str) -> Array:
-            dims = self.config.projections()[name]
-            y = multiply(x, self._load(weights[name], dims))
+            y = multiply(x, weights[name])
             if f"{name}_lora.a" in weights:
-                a, b = (weights[f"{name}_lora.{factor}"] for factor in "ab")
-                inner = checkpoint_name(multiply(x, self._load(a, f"{dims[:2]}r")), PROJECTED)
-                y += getattr(self, f"{name}_lora").scale * multiply(inner, self._load(b, f"Er{dims[2]}"))
+                inner = checkpoint_name(multiply(x, weights[f"{name}_lora.a"]), PROJECTED)
+                y += getattr(self, f"{name}_lora").scale * multiply(inner, weights[f"{name}_lora.b"])
             return y
 
         def hidden(x: Array, name: str) -> Array:
             y, bias = project(x, name), weights.get(f"{name}_bias")
-            return checkpoint_name(y if bias is None else y + rows.of_experts(self._load(bias, "EF")), PROJECTED)
+            return checkpoint_name(y if bias is None else y + rows.of_experts(bias), PROJECTED)
 
         inputs = rows.spread(x)
         *columns, down = self.config.projections()
         products = [hidden(inputs, name) for name in columns]
         features = hidden_features(ACTIVATIONS[self.config.activation], products, self.config.swiglu_limit)
         # Weighted before the last product, so that the backward pass does not need that product's result.
-        weighed = (features * rows.of_choices(shares)[:, None]).astype(features.dtype)
+        weighed = (features * rows.of_choices(shares.reshape(-1))[:, None]).astype(features.dtype)
         return rows.collect(project(weighed, down))
 
-    def _load(self, shard: Array, dims: str) -> Array:
+    def _load(self, shard: Array, dims: str, *, gathered: bool) -> Array:
         at = dims.find("E" if self.config.stored_by_expert(axis_size(TP), axis_size(*STORAGE)) else "D")
         used_by_all_tp = "F" not in dims and not self.config.over_tp(axis_size(TP))
-        return self.precision.load(shard, None if at < 0 else at, used_by_all_tp=used_by_all_tp)
+        return self.precision.load(shard, None if at < 0 else at, gathered=gathered, used_by_all_tp=used_by_all_tp)
 
-    def on_device(self, tp: int) -> tuple[int, int]:
-        """Returns the experts on each of tp devices, and the width of each."""
-        experts, features = self.config.num_experts, self.config.d_ff
-        return (experts // tp, features) if self.config.over_tp(tp) else (experts, PaddedDim((features,)).local(tp))
+    def share(self, tokens: int, tp: int, shards: int, *, trained: bool) -> "Share":
+        """Returns a device's part: tokens are dispatched if that is fewer bytes in a training step."""
+        # Tokens move in, out, in again, and with both gradients; kernels twice, and their gradients.
+        config, compute, reduced = (
+            self.config,
+            *(jnp.dtype(d).itemsize for d in (self.precision.compute, self.precision.reduce)),
+        )
+        kernels = config.num_experts * len(config.projections()) * config.d_ff * (2 * compute + trained * reduced)
+        moved = config.stored_by_expert(tp, shards) and 5 * compute * tokens * shards * tp < kernels
+        shards = shards if moved else 1
+        devices = shards * (tp if config.over_tp(tp) else 1)
+        width = config.d_ff if config.over_tp(tp) else PaddedDim((config.d_ff,)).local(tp)
+        choices = shards * tokens * config.experts_per_token
+        part = min(choices, max(FEW_ROWS, math.ceil(SPARE * choices / devices)))
+        return Share(shards, config.num_experts // devices, width, choices // devices, part)
+
+
+class Share(NamedTuple):
+    """A device's part of a mixture."""
+
+    shards: int  # of the storage, whose tokens it has; 1: its own, and the kernels are gathered
+    experts: int
+    width: int  # of each
+    rows: int  # on average
+    part: int  # rows at a time
 
 
 class ExpertsBesideMLP(PositionwiseBranch):
@@ -477,16 +533,17 @@ class ExpertsBesideMLP(PositionwiseBranch):
         return self.experts_after_norm(y_BTD) + self.mlp_after_norm(self.mlp(self.mlp_norm(x_BTD))), routing
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Maps N tokens' k choices to N * k rows sorted by expert, and back.
+    """Maps N tokens' k choices to rows sorted by expert, and back.
 
     The index N * k means none: a choice of another device's expert has no row, and surplus rows have no choice.
     """
 
     sizes: Array  # rows of each expert, `[experts]` int32
     row_of_choice: Array  # `[N, k]`
-    choice_of_row: Array  # `[N * k]`: the index of a token times k, plus the index of its choice
+    choice_of_row: Array  # `[rows]`, N * k in all: the index of a token times k, plus the index of its choice
 
     @classmethod
     def of(cls, experts: Array, count: int) -> "Rows":
@@ -500,22 +557,68 @@ class Rows:
             sizes, jnp.where(flat < count, places, flat.size).reshape(experts.shape), jnp.where(none, flat.size, order)
         )
 
+    def part(self, begin: Array | int, size: int) -> "Rows":
+        """Returns `size` rows from `begin` on."""
+        ends, none, index = jnp.cumsum(self.sizes), self.row_of_choice.size, jnp.arange(size, dtype=jnp.int32)
+        sizes = jnp.diff(jnp.clip(ends - begin, 0, size), prepend=0)
+        places = self.row_of_choice - begin
+        of_rows = jnp.take(self.choice_of_row, begin + index, mode="fill", fill_value=none)
+        return Rows(sizes, jnp.where((places < 0) | (places >= size), none, places), of_rows)
+
     def spread(self, x: Array) -> Array:
-        """Copies tokens to their rows: `[N, D] -> [N * k, D]`."""
+        """Copies tokens to their rows: `[N, D] -> [rows, D]`."""
         return _spread(x, self.row_of_choice, self.choice_of_row)
 
     def collect(self, rows: Array) -> Array:
-        """Sums each token's rows in float32: `[N * k, D] -> [N, D]`."""
+        """Sums each token's rows in float32: `[rows, D] -> [N, D]`."""
         return _collect(rows, self.row_of_choice, self.choice_of_row)
 
     def of_experts(self, values: Array) -> Array:
-        """Copies values of experts to their rows: `[experts, F] -> [N * k, F]`."""
+        """Copies values of experts to their rows: `[experts, F] -> [rows, F]`."""
         row = jnp.arange(self.choice_of_row.size)
         return _of_experts(values, jnp.sum(row[:, None] >= jnp.cumsum(self.sizes), axis=1), self.sizes)
 
     def of_choices(self, values: Array) -> Array:
-        """Copies values of choices to their rows: `[N * k] -> [N * k]`."""
+        """Copies values of choices to their rows: `[N * k] -> [rows]`."""
         return _spread(values[:, None], self.row_of_choice.reshape(-1, 1), self.choice_of_row)[:, 0]
+
+
+_Variable = tuple[Array, Array, Weights]  # what has a gradient: tokens, shares, weights
+_Backward = Callable[[Array], tuple[_Variable]]
+_T = TypeVar("_T")
+
+
+def _in_parts(
+    run: Callable[[_Variable, Weights, Rows], Array], size: int, variable: _Variable, fixed: Weights, rows: Rows
+) -> Array:
+    """Returns the sum of `run` over parts of `size` rows; a loop computes all but the first, and saves no residuals."""
+    if size == rows.row_of_choice.size:
+        return run(variable, fixed, rows)
+    leaves = jax.tree.leaves((variable, fixed, rows))
+
+    def with_others(first: _T, rows: Rows, compute: Callable[[Rows], _T]) -> _T:
+        def turn(state: tuple[Array, _T]) -> tuple[Array, _T]:
+            begin, sums = state
+            return begin + size, jax.tree.map(jnp.add, sums, compute(rows.part(begin, size)))
+
+        with jax.named_scope(RARELY):
+            begin, total = vary_like(jnp.int32(size), rows.sizes), jnp.sum(rows.sizes)
+            return jax.lax.while_loop(lambda state: state[0] < total, turn, (begin, first))[1]
+
+    def vjp(variable: _Variable, fixed: Weights, part: Rows) -> tuple[Array, _Backward]:
+        return jax.vjp(lambda variable: run(variable, fixed, part), variable)
+
+    def forward(variable: _Variable, fixed: Weights, rows: Rows) -> tuple[Array, tuple[object, ...]]:
+        y, backward = vjp(variable, fixed, rows.part(0, size))
+        return with_others(y, rows, partial(run, variable, fixed)), (backward, variable, fixed, rows)
+
+    def backward(residuals: tuple[_Backward, _Variable, Weights, Rows], grad: Array) -> tuple[_Variable, None, None]:
+        of_first, variable, fixed, rows = residuals
+        return with_others(of_first(grad)[0], rows, lambda part: vjp(variable, fixed, part)[1](grad)[0]), None, None
+
+    summed = jax.custom_vjp(lambda *args: forward(*args)[0])
+    summed.defvjp(forward, backward)
+    return summed(*jax.tree.map(lambda x: vary_like(x, *leaves), (variable, fixed, rows)))  # type: ignore[no-any-return]
 
 
 @jax.custom_vjp

@@ -1,5 +1,7 @@
 """Counting in jaxprs: loops, groups, and the names of modules."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 import jaxtp
 from jaxtp.analysis.census import count_collectives
 from jaxtp.analysis.collective import Collective
+from jaxtp.analysis.hlo import parse_module, walk
+from jaxtp.layers.experts import RARELY
 from jaxtp.mesh import mesh_sizes
 
 
@@ -59,6 +63,23 @@ def test_only_a_counted_loop_has_a_count(goes_on, step, first, turns):
 def test_a_number_of_turns_that_is_an_argument_is_unknown():
     loop = lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: moved(moved(x)), x)
     assert counts_of(loop, jnp.int32(3)) == {("all-reduce", "a turn"): 2}
+
+
+def test_a_loop_that_rarely_runs_counts_nothing():
+    def loop(x, n, scope):
+        with jax.named_scope(scope):
+            return jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(moved(x)), x)
+
+    assert counts_of(partial(loop, scope=RARELY), jnp.int32(3)) == {("all-reduce", ""): 0}
+    for scope, wave, turns in ((RARELY, "sine", {0}), ("often", "cosine", {1})):
+        module, entry = parse_module(jax.jit(partial(loop_alone, scope)).lower(jnp.ones(2), 3).compile().as_text())
+        assert {times for _, one, _, times, _ in walk(module, entry) if one.opcode == wave} == turns
+
+
+def loop_alone(scope, x, n):
+    """Programs differ in more than their names: the compilation cache ignores these."""
+    with jax.named_scope(scope):
+        return jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(x) if scope == RARELY else jnp.cos(x), x)
 
 
 def test_a_condition_runs_once_more_than_its_loop():
