@@ -57,7 +57,7 @@ PROJECTED = "projected"
 ATTENDED = "attended"
 """`checkpoint_name` of an attention kernel's residuals: its output and log-sum-exp."""
 
-CHOSEN = "chosen"  # `checkpoint_name` of a router's choice, which every remat policy saves
+KEPT = "kept"  # `checkpoint_name` of what every remat policy saves
 
 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
@@ -332,6 +332,10 @@ class WeightLayout:
     """The weight is replicated over tp but used on different tokens (a norm under sequence parallelism), so its
     gradient is summed over tp."""
 
+    early: bool = False
+    """The gradient is summed in the layer's own backward pass, and not moved into the next layer's, for a weight with
+    enough work after it. XLA copies the gradients that it moves."""
+
     def whole(self, shard: Array, *, split: bool = True) -> Array:
         """Gathers a shard; `split`: fsdp splits it too."""
         shard, (dim, group) = by_rows(shard), self.tp_gather
@@ -350,6 +354,7 @@ class WeightLayout:
         grad = grad.astype(dtype)
         if self.fsdp_dim is not None and self.gathered:
             grad = reduce_scatter(grad, *STORAGE, dim=self.fsdp_dim)
+            grad = lax.optimization_barrier(grad) if self.early and axis_size(*STORAGE) > 1 else grad
         dim, group = self.tp_gather
         if group > 1:
             groups = _groups_over_tp(group)

@@ -102,6 +102,7 @@ class ColumnParallelLinear(nnx.Module):
     """
 
     matmul: Matmul = "compute"
+    early: bool = False  # as in `WeightLayout`
     fixed_bias: tuple[int, int, int] | None = None
     """(output, period, count): the output whose bias is `fixed_in_part`."""
 
@@ -145,8 +146,8 @@ class ColumnParallelLinear(nnx.Module):
     def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
         """Returns a device's columns; `sequence` as in `enter_matmul`."""
         kernels = [
-            _load_kernel(self, weights[f"kernels.{i}"], 0, *STORAGE, tp_gather=(1, f.shared_by(axis_size(TP))))
-            for i, f in enumerate(self.features)
+            _load_kernel(self, weights[f"kernels.{i}"], 0, *STORAGE, early=self.early, tp_gather=(1, shared))
+            for i, shared in enumerate(f.shared_by(axis_size(TP)) for f in self.features)
         ]
         adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
