@@ -46,18 +46,12 @@ from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, current_mesh,
 
 V = TypeVar("V")
 
-GATHERED = "gathered"
-"""`checkpoint_name` of a column layer's all-gathered input; in a ring, of this device's shard."""
-
-REDUCED = "reduced"  # `checkpoint_name` of a row layer's output
-
-PROJECTED = "projected"
-"""`checkpoint_name` of the residuals of projections: outputs of column layers, and `x @ A` of every adapter."""
-
-ATTENDED = "attended"
-"""`checkpoint_name` of an attention kernel's residuals: its output and log-sum-exp."""
-
-KEPT = "kept"  # `checkpoint_name` of what every remat policy saves
+# Values of `checkpoint_name`
+GATHERED = "gathered"  # a column layer's all-gathered input; in a ring, this device's shard
+REDUCED = "reduced"  # a row layer's output
+PROJECTED = "projected"  # residuals of projections: outputs of column layers, and `x @ A` of every adapter
+ATTENDED = "attended"  # an attention kernel's residuals: its output and log-sum-exp
+KEPT = "kept"  # what every remat policy saves: routers' choices, and sines and cosines of positions
 
 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
@@ -333,8 +327,7 @@ class WeightLayout:
     gradient is summed over tp."""
 
     early: bool = False
-    """The gradient is summed in the layer's own backward pass, and not moved into the next layer's, for a weight with
-    enough work after it. XLA copies the gradients that it moves."""
+    """The gradient's sum stays in the layer's backward pass: XLA copies gradients if it moves their sum."""
 
     def whole(self, shard: Array, *, split: bool = True) -> Array:
         """Gathers a shard; `split`: fsdp splits it too."""

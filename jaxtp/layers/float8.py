@@ -92,12 +92,9 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
 
 
 def _ordered(x: Array, w: Array) -> tuple[Array, Array]:
-    """Returns both; the gradient of `w` precedes uses of that of `x`, so that its sum over devices starts early.
-
-    Over tp no order is set: the product for `w` hides the reduction of the other gradient.
-    """
+    """Returns both; over fsdp `w`'s gradient precedes uses of the other, so that its sum over devices starts early."""
     if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
-        return x, w
+        return x, w  # over tp, the product for `w` hides the reduction of the other gradient
     same = jax.custom_vjp(lambda *both: both)
     same.defvjp(  # no barrier for a frozen kernel: it would keep the gradient
         lambda x, w: ((x.value, w.value), () if x.perturbed and w.perturbed else None),

@@ -134,13 +134,8 @@ class ColumnParallelLinear(nnx.Module):
         """Projects `[B, ..., D]` to `[B, ..., F]`."""
         sequence, inside, outside = _activation_specs(self.sequence_parallel, x_BTD.shape)
         weights, specs = params_and_specs(self)
-        project = device_view(
-            partial(self.project, sequence),
-            COLUMN,
-            in_specs=(inside if self.joined else outside, specs),
-            out_specs=(inside,) * len(self.features),
-        )
-        outputs = project(x_BTD, weights)
+        project, in_specs = partial(self.project, sequence), (inside if self.joined else outside, specs)
+        outputs = device_view(project, COLUMN, in_specs, out_specs=(inside,) * len(self.features))(x_BTD, weights)
         return outputs[0] if self.single else outputs
 
     def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
@@ -216,8 +211,7 @@ class RowParallelLinear(nnx.Module):
         sequence, inside, outside = _activation_specs(self.sequence_parallel, x_BTF.shape)
         check_divides(ROW, (*x_BTF.shape[:-1], self.features), outside)
         outside, (weights, specs) = inside if self.joined else outside, params_and_specs(self)
-        project = device_view(partial(self._project, sequence), ROW, in_specs=(inside, specs), out_specs=outside)
-        return project(x_BTF, weights)
+        return device_view(partial(self._project, sequence), ROW, (inside, specs), out_specs=outside)(x_BTF, weights)
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         x = x.astype(self.precision.compute)

@@ -16,9 +16,8 @@ parallelism), and traffic over tp, forward and backward, in units of (t-1)/t * b
 `save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all. The shard goes around again for weight
 gradients and for outputs that were not saved.
 
-No policy saves gathered weights; every policy saves the routers' choices and the sines and cosines of
-positions, which layers share. `save_dots` saves the results of blockwise
-and fused attention kernels and of Gated DeltaNet with its states, and recomputes cudnn and xla.
+No policy saves gathered weights; every policy saves routers' choices and sines of positions. `save_dots` saves results
+of blockwise and fused attention kernels and of Gated DeltaNet with its states, and recomputes cudnn and xla.
 """
 
 from collections.abc import Callable
