@@ -181,7 +181,6 @@ def vocab_parallel_logits(x_BTD: Array, table_VD: Array, head: HeadConfig, bias_
         y = jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits)
         return y if bias is None else y + precision.load(bias, None, accumulate=precision.logits)
 
-    activation = activation_spec(sequence)
-    in_specs = (activation, head.table_spec, None if bias_V is None else head.bias_spec)
+    in_specs = (activation_spec(sequence), head.table_spec, None if bias_V is None else head.bias_spec)
     run = device_view(project, "vocab_parallel_logits", in_specs=in_specs, out_specs=token_spec(TP))
     return head.finish(run(x_BTD, table_VD, bias_V)[..., : head.vocab_size])

@@ -222,12 +222,11 @@ class RowParallelLinear(nnx.Module):
             inner = lora.scale * (x @ self.precision.load(a, None))  # [B/(dp*fsdp), T/cp, rank], a summand
             inputs.append(checkpoint_name(inner, PROJECTED))
             kernels.append(self.precision.load(b, 1, used_by_all_tp=True))
-        summand = self.joined
-        leave = _sum_of_products if summand else partial(leave_matmul, overlap=self.overlap)
+        leave = _sum_of_products if self.joined else partial(leave_matmul, overlap=self.overlap)
         y = leave(inputs, kernels, sequence)
         if self.bias is not None:
-            bias = self.precision.load(weights["bias"], 0, used_by_all_tp=summand or sequence is not None)
-            y += jnp.where(axis_index(TP) == 0, bias, 0) if summand else bias
+            bias = self.precision.load(weights["bias"], 0, used_by_all_tp=self.joined or sequence is not None)
+            y += jnp.where(axis_index(TP) == 0, bias, 0) if self.joined else bias
         return y
 
 
