@@ -46,18 +46,12 @@ from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, current_mesh,
 
 V = TypeVar("V")
 
-GATHERED = "gathered"
-"""`checkpoint_name` of a column layer's all-gathered input; in a ring, of this device's shard."""
-
-REDUCED = "reduced"  # `checkpoint_name` of a row layer's output
-
-PROJECTED = "projected"
-"""`checkpoint_name` of the residuals of projections: outputs of column layers, and `x @ A` of every adapter."""
-
-ATTENDED = "attended"
-"""`checkpoint_name` of an attention kernel's residuals: its output and log-sum-exp."""
-
-CHOSEN = "chosen"  # `checkpoint_name` of a router's choice, which every remat policy saves
+# Values of `checkpoint_name`
+GATHERED = "gathered"  # a column layer's all-gathered input; in a ring, this device's shard
+REDUCED = "reduced"  # a row layer's output
+PROJECTED = "projected"  # residuals of projections: outputs of column layers, and `x @ A` of every adapter
+ATTENDED = "attended"  # an attention kernel's residuals: its output and log-sum-exp
+KEPT = "kept"  # what every remat policy saves: routers' choices, and sines and cosines of positions
 
 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
@@ -332,6 +326,9 @@ class WeightLayout:
     """The weight is replicated over tp but used on different tokens (a norm under sequence parallelism), so its
     gradient is summed over tp."""
 
+    early: bool = False
+    """The gradient's sum stays in the layer's backward pass: XLA copies gradients if it moves their sum."""
+
     def whole(self, shard: Array, *, split: bool = True) -> Array:
         """Gathers a shard; `split`: fsdp splits it too."""
         shard, (dim, group) = by_rows(shard), self.tp_gather
@@ -350,6 +347,7 @@ class WeightLayout:
         grad = grad.astype(dtype)
         if self.fsdp_dim is not None and self.gathered:
             grad = reduce_scatter(grad, *STORAGE, dim=self.fsdp_dim)
+            grad = lax.optimization_barrier(grad) if self.early and axis_size(*STORAGE) > 1 else grad
         dim, group = self.tp_gather
         if group > 1:
             groups = _groups_over_tp(group)

@@ -113,10 +113,8 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
         return result
 
     measured = [replace(routing, experts=None, margin=None) for routing in routings]
-    view = device_view(
-        total, BALANCE, in_specs=(jax.tree.map(lambda _: by_layer, measured), batch_spec(None)), out_specs=P()
-    )
-    result: Balance = view(measured, labels_BT)
+    in_specs = (jax.tree.map(lambda _: by_layer, measured), batch_spec(None))
+    result: Balance = device_view(total, BALANCE, in_specs, out_specs=P())(measured, labels_BT)
     return result
 
 

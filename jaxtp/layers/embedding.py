@@ -35,7 +35,6 @@ from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 TABLE_SPEC, BIAS_SPEC = P(TP, STORAGE), P(TP)
 EMBEDDING = "vocab_parallel_embedding"
 
-
 CHUNK_SIZE = 2048
 """Default of `HeadConfig.chunk_size`. Each chunk reads and writes the table's float32 gradient: for 2048 tokens, at the
 peak rates of an H100, this takes a quarter of the time of their products."""
@@ -101,13 +100,8 @@ class VocabParallelEmbedding(nnx.Module):
         check_divides(EMBEDDING, ids_BT.shape, P(*out[:2]))
         rows, length = ids_BT.shape[0] // axis_size(*BATCH), ids_BT.shape[1]
         exchanges = self.exchanges(LocalShape(sizes=mesh_sizes(current_mesh()), rows=rows, length=length))
-        look_up = device_view(
-            partial(self._look_up, sequence, exchanges),
-            EMBEDDING,
-            in_specs=(token_spec(), spec_of(self.embedding)),
-            out_specs=out,
-        )
-        return look_up(ids_BT, self.embedding[...])
+        look_up, in_specs = partial(self._look_up, sequence, exchanges), (token_spec(), spec_of(self.embedding))
+        return device_view(look_up, EMBEDDING, in_specs, out_specs=out)(ids_BT, self.embedding[...])
 
     def _look_up(self, sequence: int | None, exchanges: bool, ids: Array, shard: Array) -> Array:
         # Read as float32, so that gradients of a frequent token accumulate in float32. XLA fuses the cast.
@@ -146,7 +140,6 @@ class LearnedPositions(nnx.Module):
     def __call__(self, positions_BT: Array) -> Array:
         """Looks up positions `[B, T]`: `[B, T, D]` in the compute dtype; padding may exceed the table."""
         sequence = sequence_dim(self.sequence_parallel, positions_BT.shape)
-        activation = activation_spec(sequence)
 
         def look_up(positions: Array, shard: Array) -> Array:
             table = self.precision.load(shard, 1, accumulate="float32", used_by_all_tp=sequence is not None)
@@ -156,8 +149,9 @@ class LearnedPositions(nnx.Module):
             return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
 
         in_specs = (token_spec(), spec_of(self.table))
-        view = device_view(look_up, "learned_positions", in_specs=in_specs, out_specs=activation)
-        return view(positions_BT, self.table[...])
+        return device_view(look_up, "learned_positions", in_specs, activation_spec(sequence))(
+            positions_BT, self.table[...]
+        )
 
 
 class VocabParallelHead(nnx.Module):
@@ -187,7 +181,6 @@ def vocab_parallel_logits(x_BTD: Array, table_VD: Array, head: HeadConfig, bias_
         y = jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits)
         return y if bias is None else y + precision.load(bias, None, accumulate=precision.logits)
 
-    activation = activation_spec(sequence)
-    in_specs = (activation, head.table_spec, None if bias_V is None else head.bias_spec)
+    in_specs = (activation_spec(sequence), head.table_spec, None if bias_V is None else head.bias_spec)
     run = device_view(project, "vocab_parallel_logits", in_specs=in_specs, out_specs=token_spec(TP))
     return head.finish(run(x_BTD, table_VD, bias_V)[..., : head.vocab_size])

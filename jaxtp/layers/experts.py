@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import (
-    CHOSEN,
+    KEPT,
     PROJECTED,
     all_gather,
     axis_index,
@@ -352,7 +352,7 @@ class MixtureOfExperts(PositionwiseBranch):
         for_choice, group_margin = self._in_best_groups(for_choice)
         best, choice = jax.lax.top_k(for_choice, min(k + record, config.num_experts))
         # Saved under every remat policy: recomputed scores could round differently and choose other experts.
-        choice = checkpoint_name(choice[..., :k], CHOSEN)
+        choice = checkpoint_name(choice[..., :k], KEPT)
         experts = choice if replayed is None else replayed
         shares = self._shares(experts, scores, log_scores)
         if config.dense_mlp:

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8, Quantised
+from jaxtp.collectives import Float8, Quantised, axis_size
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
 from jaxtp.layers.mxfp8 import kernel_gradient, mx_matmul
-from jaxtp.mesh import current_device
+from jaxtp.mesh import STORAGE, TP, current_device
 
 
 class BlockScaled(NamedTuple):
@@ -70,7 +70,8 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     if isinstance(w, BlockScaled):
         return mx_matmul(x.astype(w.kernel.dtype), w.kernel)
     if not isinstance(x, Quantised) or not isinstance(w, Quantised):
-        return x.astype(w.dtype) @ w.astype(w.dtype)
+        x, w = _ordered(x.astype(w.dtype), w.astype(w.dtype))
+        return x @ w
 
     def forward(x: object, w: object) -> tuple[Array, tuple[Value | None, Value | None]]:
         # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
@@ -88,6 +89,20 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     multiplied = jax.custom_vjp(lambda x, w: product(x.array, w.array, dtype))
     multiplied.defvjp(forward, backward, symbolic_zeros=True)
     return multiplied(x, w)
+
+
+def _ordered(x: Array, w: Array) -> tuple[Array, Array]:
+    """Returns both; over fsdp `w`'s gradient precedes uses of the other, so that its sum over devices starts early."""
+    if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
+        return x, w  # over tp, the product for `w` hides the reduction of the other gradient
+    same = jax.custom_vjp(lambda *both: both)
+    same.defvjp(  # no barrier for a frozen kernel: it would keep the gradient
+        lambda x, w: ((x.value, w.value), () if x.perturbed and w.perturbed else None),
+        lambda both, grads: grads if both is None else lax.optimization_barrier(grads),
+        symbolic_zeros=True,
+    )
+    ordered: tuple[Array, Array] = same(x, w)
+    return ordered
 
 
 def product(x: Value, w: Value, dtype: DTypeLike) -> Array:

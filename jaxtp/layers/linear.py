@@ -104,6 +104,7 @@ class ColumnParallelLinear(nnx.Module):
     """
 
     matmul: Matmul = "compute"
+    early: bool = False  # as in `WeightLayout`
     fixed_bias: tuple[int, int, int] | None = None
     """(output, period, count): the output whose bias is `fixed_in_part`."""
 
@@ -135,20 +136,16 @@ class ColumnParallelLinear(nnx.Module):
         """Projects `[B, ..., D]` to `[B, ..., F]`."""
         sequence, inside, outside = activation_specs(self.sequence_parallel, x_BTD.shape)
         weights, specs = params_and_specs(self)
-        project = device_view(
-            partial(self.project, sequence),
-            COLUMN,
-            in_specs=(inside if self.joined else outside, specs),
-            out_specs=(inside,) * len(self.features),
-        )
-        outputs = project(x_BTD, weights)
+        project, in_specs = partial(self.project, sequence), (inside if self.joined else outside, specs)
+        outputs = device_view(project, COLUMN, in_specs, out_specs=(inside,) * len(self.features))(x_BTD, weights)
         return outputs[0] if self.single else outputs
 
     def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
         """Returns a device's columns; `sequence` as in `enter_matmul`."""
         kernels, tp = list[Kernel](), axis_size(TP)
         for f, shard in zip(self.features, (weights[f"kernels.{i}"] for i in range(len(self.features))), strict=True):
-            kernels.append(_load_kernel(self, shard, 0, *STORAGE, tp_gather=(1, f.local(tp) // shard.shape[1])))
+            shared = f.local(tp) // shard.shape[1]
+            kernels.append(_load_kernel(self, shard, 0, *STORAGE, early=self.early, tp_gather=(1, shared)))
         adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
         x = x.astype(self.precision.compute)
@@ -217,8 +214,7 @@ class RowParallelLinear(nnx.Module):
         sequence, inside, outside = activation_specs(self.sequence_parallel, x_BTF.shape)
         check_divides(ROW, (*x_BTF.shape[:-1], self.features), outside)
         outside, (weights, specs) = inside if self.joined else outside, params_and_specs(self)
-        project = device_view(partial(self._project, sequence), ROW, in_specs=(inside, specs), out_specs=outside)
-        return project(x_BTF, weights)
+        return device_view(partial(self._project, sequence), ROW, (inside, specs), out_specs=outside)(x_BTF, weights)
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         x = x.astype(self.precision.compute)
@@ -229,12 +225,11 @@ class RowParallelLinear(nnx.Module):
             inner = lora.scale * (x @ self.precision.load(a, None))  # [B/(dp*fsdp), T/cp, rank], a summand
             inputs.append(checkpoint_name(inner, PROJECTED))
             kernels.append(self.precision.load(b, 1, used_by_all_tp=True))
-        summand = self.joined
-        leave = _sum_of_products if summand else partial(leave_matmul, overlap=self.overlap)
+        leave = _sum_of_products if self.joined else partial(leave_matmul, overlap=self.overlap)
         y = leave(inputs, kernels, sequence)
         if self.bias is not None:
-            bias = self.precision.load(weights["bias"], 0, used_by_all_tp=summand or sequence is not None)
-            y += jnp.where(axis_index(TP) == 0, bias, 0) if summand else bias
+            bias = self.precision.load(weights["bias"], 0, used_by_all_tp=self.joined or sequence is not None)
+            y += jnp.where(axis_index(TP) == 0, bias, 0) if self.joined else bias
         return y
 
 

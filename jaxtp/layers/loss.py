@@ -85,8 +85,8 @@ def vocab_parallel_cross_entropy(
         loss_sum, num_valid = all_reduce(sums, *TOKENS)
         return loss_sum, num_valid
 
-    of_chunk = partial(_statistics, entropy=False)
-    return _on_devices(of_chunk, total, (P(), P()), x_BTD, (table_VD, head, bias_V), labels_BT)
+    of_chunk, projection = partial(_statistics, entropy=False), (table_VD, head, bias_V)
+    return _on_devices(of_chunk, total, (P(), P()), x_BTD, projection, labels_BT)
 
 
 def vocab_parallel_statistics(

@@ -72,8 +72,7 @@ class Norm(nnx.Module):
     def __call__(self, x_BTD: Array) -> Array:
         """Normalises the last dim of `[B, T, D]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
-        activation = activation_spec(sequence)
-        weights, specs = params_and_specs(self)
+        activation, (weights, specs) = activation_spec(sequence), params_and_specs(self)
         normalise = partial(self._normalise, sequence is not None)
         return device_view(normalise, self.name, in_specs=(activation, specs), out_specs=activation)(x_BTD, weights)
 

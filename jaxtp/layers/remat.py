@@ -16,8 +16,8 @@ parallelism), and traffic over tp, forward and backward, in units of (t-1)/t * b
 `save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all. The shard goes around again for outputs that
 were not saved; with `none` and `save_dots` for weight gradients.
 
-No policy saves gathered weights; every policy saves the routers' choices. `save_dots` saves the results of blockwise
-and fused attention kernels and of Gated DeltaNet with its states, and recomputes cudnn and xla.
+No policy saves gathered weights; every policy saves routers' choices and sines of positions. `save_dots` saves results
+of blockwise and fused attention kernels and of Gated DeltaNet with its states, and recomputes cudnn and xla.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxtp.collectives import ATTENDED, CHOSEN, GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
+from jaxtp.collectives import ATTENDED, GATHERED, KEPT, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
 from jaxtp.config.entry import UserError
 from jaxtp.layers.kernels.delta_rule import CARRIED
 
@@ -33,10 +33,10 @@ RematPolicy = Literal["none", "save_dots", "save_gathered", "save_reduced", "ful
 
 BLOCK_INPUT = "block_input"
 _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
-    "save_dots": (PROJECTED, REDUCED, ATTENDED, CARRIED, CHOSEN),
-    "save_gathered": (GATHERED, REDUCED, CHOSEN),
-    "save_reduced": (REDUCED, CHOSEN),
-    "full": (CHOSEN,),
+    "save_dots": (PROJECTED, REDUCED, ATTENDED, CARRIED, KEPT),
+    "save_gathered": (GATHERED, REDUCED, KEPT),
+    "save_reduced": (REDUCED, KEPT),
+    "full": (KEPT,),
 }
 _VIEWS = {
     *("name", "pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"),
@@ -80,7 +80,7 @@ def _offload() -> Callable[..., Any]:
             f"{', '.join(kinds)}; use full"
         )
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[CHOSEN],
+        names_which_can_be_saved=[KEPT],
         names_which_can_be_offloaded=[BLOCK_INPUT],
         offload_src="device",
         offload_dst="pinned_host",

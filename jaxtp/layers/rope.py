@@ -13,8 +13,10 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from numpy.typing import NDArray
 
+from jaxtp.collectives import KEPT
 from jaxtp.config.schema import Count, Positive
 
 RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"]
@@ -162,7 +164,8 @@ def apply_rope(
     """
     angles = _angles(positions, rope_frequencies(x_BTNH.shape[-1], theta, scaling, length, fraction))
     factor = _attention_factor(scaling)
-    sin, cos = factor * jnp.sin(angles)[..., None, :], factor * jnp.cos(angles)[..., None, :]  # [(B,) T, 1, rotated/2]
+    tables = (checkpoint_name(factor * of(angles), KEPT) for of in (jnp.sin, jnp.cos))  # layers share them
+    sin, cos = (table[..., None, :] for table in tables)  # [(B,) T, 1, rotated/2]
     width = 2 * angles.shape[-1]
     whole = width == x_BTNH.shape[-1]
     x = x_BTNH if whole else x_BTNH[..., :width]

@@ -284,8 +284,7 @@ def _norm_by_one_sum(variables: Sequence[Variable]) -> Array:
             total += vary_everywhere(jnp.sum(jnp.square(shard.astype(jnp.float32))) / copies)
         return all_reduce(total, *AXES)
 
-    view = device_view(squares, NORM, in_specs=specs, out_specs=PartitionSpec())
-    return jnp.sqrt(view(*(variable[...] for variable in variables)))
+    return jnp.sqrt(device_view(squares, NORM, specs, PartitionSpec())(*(variable[...] for variable in variables)))
 
 
 def _checksums(state: nnx.State) -> Array:
