@@ -155,7 +155,8 @@ def main(argv: list[str] | None = None) -> None:
     silence_orbax()
     if arguments.one_device:
         MESH.clear()
-    ALONE.extend([{}] * (arguments.arrays // 21 if arguments.blocks is None else arguments.blocks))
+    count = arguments.arrays // 32 if arguments.blocks is None else arguments.blocks
+    ALONE.extend({"rope_theta": 1e4 + block} for block in range(count))
     if arguments.restore_from is not None:
         restore_here(arguments.megabytes, arguments.restore_from)
         return
