@@ -48,11 +48,7 @@ MODEL = jaxtp.ModelConfig(
     precision=jaxtp.Precision(compute="bfloat16"),
 )
 CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=2048, global_batch_size=32))
-
-
-@cache
-def facts(config=CONFIG):
-    return describe_model(config)
+facts = cache(lambda: describe_model(CONFIG))
 
 
 def found(room=1e12, devices=8, config=CONFIG, hardware=H100, **options):
@@ -273,11 +269,12 @@ def test_where_no_single_thing_would_do_all_go_together():
 
 EXPERTS = dataclasses.replace(MODEL, d_ff=1024, num_experts=6, experts_per_token=2, attention="auto")
 MIXTURE = dataclasses.replace(CONFIG, model=EXPERTS)
+mixture_facts = cache(lambda: describe_model(MIXTURE))
 
 
 def search_mixture(room=1e12, devices=8, meshes=None, **changes):
     config = dataclasses.replace(MIXTURE, model=dataclasses.replace(EXPERTS, **changes))
-    return search(config, Target(H100, devices, room), facts(MIXTURE), meshes or fitting_meshes(devices))
+    return search(config, Target(H100, devices, room), mixture_facts(), meshes or fitting_meshes(devices))
 
 
 def test_experts_are_over_tp_or_inside_on_every_mesh():
@@ -293,7 +290,7 @@ def test_experts_are_over_tp_or_inside_on_every_mesh():
 def test_a_mixture_that_does_not_fit_is_told_of_adapters_that_it_can_have():
     least = min(search_mixture(devices=1).all, key=lambda setting: setting.memory.total)
     tight = search_mixture(least.memory.state, devices=1)
-    changes = [other.change for other in remedies(tight, facts(MIXTURE))]
+    changes = [other.change for other in remedies(tight, mixture_facts())]
     assert any("--model.lora.rank 16" in change for change in changes)
 
 
@@ -301,15 +298,15 @@ def test_products_with_all_experts_are_warned_of_and_cost_as_much():
     meshes = [mesh_shape(fsdp=4, tp=2), mesh_shape(tp=8)]
     own, dense = (search_mixture(meshes=meshes, grouped=grouped) for grouped in ("auto", "xla"))
     assert "pallas products of experts (it multiplies each row" in heading(
-        MIXTURE, own.settings[0].target, facts(MIXTURE)
+        MIXTURE, own.settings[0].target, mixture_facts()
     )
-    told = heading(dense.settings[0].config, dense.settings[0].target, facts(MIXTURE))
+    told = heading(dense.settings[0].config, dense.settings[0].target, mixture_facts())
     assert "WARNING: it multiplies every row by every expert, 6 times" in told
     by_mesh = {tuple(s.sizes.values()): s for s in own.settings}
     for setting in dense.settings:
         assert setting.time.products > 2 * by_mesh[tuple(setting.sizes.values())].time.products
-    assert "--model.grouped auto" in words(dense, None, faster(dense, facts(MIXTURE)))["try"]
-    assert not any("grouped" in other.change for other in faster(own, facts(MIXTURE)))
+    assert "--model.grouped auto" in words(dense, None, faster(dense, mixture_facts()))["try"]
+    assert not any("grouped" in other.change for other in faster(own, mixture_facts()))
 
 
 def test_a_grouped_kernel_that_cannot_run_is_refused_before_anything_starts():
