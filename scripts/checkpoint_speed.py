@@ -1,6 +1,6 @@
 """Measures checkpoints beside plain Orbax: time that training waits, throughput, and host memory of a restore.
 
-    python scripts/checkpoint_speed.py
+    python scripts/checkpoint_speed.py [--one-device] [--arrays 2000]
 
 The same run measures the disk: it writes a plain file of the state's size with fsync, drops it from the page cache if
 the system allows that, and reads it. Plain Orbax saves and restores the same arrays without checksums, by turns with
@@ -8,6 +8,7 @@ jaxtp. Numbers are medians of `--repeats`; a ratio to Orbax is the median of the
 """
 
 import argparse
+import dataclasses
 import os
 import statistics
 import subprocess
@@ -30,6 +31,8 @@ from jaxtp.train.state import Blueprint, plan_state
 
 MESH = {"fsdp": 2, "tp": 4}
 """The virtual CPU devices of the state; `--one-device` empties it."""
+ALONE: list[dict[str, object]] = []
+"""Blocks that are not stacked, for a state of many arrays."""
 
 
 def plan(megabytes: int) -> Blueprint:
@@ -38,6 +41,9 @@ def plan(megabytes: int) -> Blueprint:
     model = jaxtp.ModelConfig(
         vocab_size=8192, d_model=width, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=width // 8, d_ff=4 * width
     )
+    if ALONE:
+        small = {"vocab_size": 256, "d_model": 64, "head_dim": 8, "d_ff": 128, "qk_norm": "head"}
+        model = dataclasses.replace(model, **small, num_layers=len(ALONE) + 1, first_blocks=tuple(ALONE))
     return plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(**MESH))
 
 
@@ -110,6 +116,7 @@ def restore_memory(megabytes: int, folder: Path) -> float:
     """Returns the peak growth in bytes, arrays included, of a separate process that restores."""
     command = [sys.executable, __file__, "--megabytes", str(megabytes), "--restore-from", str(folder / "checkpoints")]
     command += [] if MESH else ["--one-device"]
+    command += ["--blocks", str(len(ALONE))]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -141,11 +148,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--megabytes", type=int, default=1000, help="approximate size of the state (default 1000)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--one-device", action="store_true", help="a process that has one, as on a cluster")
+    parser.add_argument("--arrays", type=int, default=0, help="of about so many small arrays, instead of megabytes")
+    parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--restore-from", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     silence_orbax()
     if arguments.one_device:
         MESH.clear()
+    count = arguments.arrays // 32 if arguments.blocks is None else arguments.blocks
+    ALONE.extend({"rope_theta": 1e4 + block} for block in range(count))
     if arguments.restore_from is not None:
         restore_here(arguments.megabytes, arguments.restore_from)
         return
@@ -155,7 +166,8 @@ def main(argv: list[str] | None = None) -> None:
         peak = restore_memory(arguments.megabytes, folder)
     where = "x".join(map(str, plan(arguments.megabytes).mesh.devices.shape))
     print(f"jax {jax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"state of {size / 1e6:,.0f} MB on {where} CPU devices")
+    count = len(jax.tree.leaves(plan(arguments.megabytes).abstract))
+    print(f"state of {size / 1e6:,.0f} MB in {count:,} arrays on {where} CPU devices")
     for action, seconds_of in found.items():
         median = statistics.median(seconds_of)
         print(f"{action:<16}{median:>8.3f} s{size / 1e6 / median:>10,.0f} MB/s   {min(seconds_of):.3f} at least")

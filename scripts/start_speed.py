@@ -173,6 +173,7 @@ def show(title: str, found: Times, unit: str, base: str | None = None) -> None:
 def child(checkout: Path, words: list[str], **variables: str) -> tuple[float, str]:
     """Runs Python in a checkout; returns its start and its output."""
     environment = os.environ | {"PYTHONPATH": str(checkout)} | variables
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # where it is set, each process compiles the sources anew
     started = time.time()
     done = subprocess.run(
         [sys.executable, *words], env=environment, cwd=checkout, check=True, capture_output=True, text=True

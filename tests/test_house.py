@@ -1,6 +1,7 @@
 """The rules of the house, checked on its source."""
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -37,6 +38,11 @@ COLLECTIVES = {
 }
 
 
+@functools.cache
+def trees():
+    return {path: ast.parse(path.read_text()) for path in SOURCES}
+
+
 def room(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -53,7 +59,7 @@ def calls(tree):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_source(path):
-    tree = ast.parse(path.read_text())
+    tree = trees()[path]
     here = room(path)
     if here not in ("__init__", "__main__"):
         for other in set(imports(tree)) & LEVEL.keys():
@@ -103,7 +109,6 @@ BUDGETS = {
 }
 PHRASES = "of which|(that|those) of|so many|(is|are) told|(goes|go) on|as of|beside|what (it|is)|of those"
 """A sentence with one of these says the same more plainly without it."""
-TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES
 }
@@ -128,7 +133,7 @@ def imported(nodes):
 def arrows():
     """The rooms that each room imports, also inside functions."""
     found = {}
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if path.parent != PACKAGE or path.stem not in ("__init__", "__main__"):
             others = {room(other) for other in imported(ast.walk(tree))} - {room(path), "__init__", "__main__"}
             found.setdefault(room(path), set()).update(others)
@@ -141,13 +146,13 @@ def imported_at_the_top(path):
     while waiting:
         if (path := waiting.pop()) not in reached:
             reached.add(path)
-            waiting += imported(TREES[path].body)
+            waiting += imported(trees()[path].body)
     return reached
 
 
 def docstrings():
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, kinds)]
     return " ".join(filter(None, map(ast.get_docstring, nodes)))
 
 
@@ -159,7 +164,7 @@ def parameters(function):
 def test_budgets():
     lines = {path: path.read_text().count("\n") for path in SOURCES}
     trained = imported_at_the_top(PACKAGE / "train/__main__.py")
-    functions = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     names = Counter(path.name for path in SOURCES if not path.name.startswith("__"))
     short = [p for p in SOURCES if lines[p] < 80 and not p.name.startswith("__") and p.parent.name != "families"]
     measured = {

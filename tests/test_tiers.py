@@ -21,6 +21,8 @@ def test_ci_runs_the_tiers_that_the_default_suite_leaves_out():
     default, newest = re.findall(r"^ *check \S+ \S+ \d(.*)$", script, re.MULTILINE)
     (apart,) = re.findall(r'^ *part "Slurm and Open MPI" .* -m (\w+)$', script, re.MULTILINE)
     assert [*default.split(), apart] == TIERS
+    marked = [path.parent for path in ROOT.glob("tests/**/*.py") if f"mark.{apart}" in path.read_text()]
+    assert set(marked) == {ROOT / "tests/distributed"}
     assert newest.split() == [], "the others are sweeps that depend on no version"
     journeys = (
         re.search(r"-m journey --sample \d ((?:tests\S+|\\\n|\s)+)$", script, re.MULTILINE)[1].replace("\\", "").split()

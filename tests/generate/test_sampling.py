@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 import jaxtp
 from jaxtp.generate import sampling
@@ -106,6 +105,8 @@ def draw(chosen, seeds, positions, *, num_ids=V):
 @pytest.mark.parametrize("vary", ["seed", "position"])
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_drawn_from_what_is_left(name, vary):
+    from scipy import stats
+
     chosen = GenerationSettings(**CASES[name])
     many, same = np.arange(DRAWS), np.full(DRAWS, 5)
     tokens, logprobs = draw(chosen, *((many, same) if vary == "seed" else (same, many)))

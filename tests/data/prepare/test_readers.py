@@ -7,7 +7,6 @@ import sysconfig
 import tracemalloc
 from pathlib import Path
 
-import datasets
 import pyarrow
 import pytest
 import zstandard
@@ -224,6 +223,8 @@ def test_folders_are_walked_in_order_without_what_is_hidden(tmp_path):
 
 
 def test_tables_of_the_library_datasets(tmp_path, capsys):
+    import datasets
+
     table = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(45))})
     table.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": table, "test": table.select([3])}).save_to_disk(tmp_path / "two")

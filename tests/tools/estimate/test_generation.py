@@ -1,6 +1,7 @@
 """What generating takes."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -19,7 +20,7 @@ from jaxtp.train.config import TrainConfig
 
 MODEL = jaxtp.ModelConfig(d_model=64, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64)
 CONFIG = TrainConfig(model=MODEL)
-FACTS = describe_model(CONFIG)
+facts = functools.cache(lambda: describe_model(CONFIG))
 ROWS, LENGTH = 8, 40
 
 
@@ -53,7 +54,7 @@ def test_states_of_gated_delta_net_do_not_grow_with_the_row():
 
 
 def found(room=1e12, rows=ROWS):
-    return generations(MODEL, Target(find("h100"), 8, room), FACTS, fitting_meshes(8), rows, LENGTH)
+    return generations(MODEL, Target(find("h100"), 8, room), facts(), fitting_meshes(8), rows, LENGTH)
 
 
 def test_meshes_are_ranked_and_divide_the_rows():
@@ -80,9 +81,9 @@ def test_weights_are_split_by_tp_and_fsdp_is_counted_as_dp():
         assert weights == weight_bytes(model, mesh_shape(tp=tp))
     halves = dataclasses.replace(MODEL, precision=jaxtp.Precision(compute="bfloat16"))
     target = Target(find("h100"), 8, 1e12)
-    half = generations(halves, target, FACTS, fitting_meshes(8), ROWS, LENGTH)
+    half = generations(halves, target, facts(), fitting_meshes(8), ROWS, LENGTH)
     assert {tuple(one.sizes.values()): 2 * one.weights for one in half} == by_mesh
-    (one,) = generations(MODEL, target, FACTS, [mesh_shape(fsdp=8)], ROWS, LENGTH)
+    (one,) = generations(MODEL, target, facts(), [mesh_shape(fsdp=8)], ROWS, LENGTH)
     assert one.sizes == mesh_shape(dp=8)
 
 
@@ -105,10 +106,10 @@ def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
 
 def test_meshes_with_cp_alone():
     with pytest.raises(ConfigError, match="--generate 8: a cache is not divided over cp; add a mesh with cp=1 to dp 4"):
-        generations(MODEL, Target(find("h100"), 8, 1e12), FACTS, [mesh_shape(dp=4, cp=2)], 8, LENGTH)
+        generations(MODEL, Target(find("h100"), 8, 1e12), facts(), [mesh_shape(dp=4, cp=2)], 8, LENGTH)
 
 
 def test_rows_that_no_mesh_divides():
     one = [mesh_shape(dp=8)]
     with pytest.raises(ConfigError, match="--generate 3: no mesh of 8 devices"):
-        generations(MODEL, Target(find("h100"), 8, 1e12), FACTS, one, 3, LENGTH)
+        generations(MODEL, Target(find("h100"), 8, 1e12), facts(), one, 3, LENGTH)

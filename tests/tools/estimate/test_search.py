@@ -48,11 +48,11 @@ MODEL = jaxtp.ModelConfig(
     precision=jaxtp.Precision(compute="bfloat16"),
 )
 CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=2048, global_batch_size=32))
-MODEL_FACTS = describe_model(CONFIG)
+facts = cache(lambda: describe_model(CONFIG))
 
 
 def found(room=1e12, devices=8, config=CONFIG, hardware=H100, **options):
-    return search(config, Target(hardware, devices, room), MODEL_FACTS, meshes_to_try(config, devices), **options)
+    return search(config, Target(hardware, devices, room), facts(), meshes_to_try(config, devices), **options)
 
 
 def without_more(room):
@@ -85,7 +85,7 @@ def test_meshes_of_many_devices_are_listed_at_once(devices, count):
 @pytest.mark.wide
 def test_of_a_batch_with_many_divisors_some_are_tried():
     config = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=128, global_batch_size=2_000_000))
-    result = search(config, Target(H100, 8, 1e12), MODEL_FACTS, [mesh_shape(dp=8)])
+    result = search(config, Target(H100, 8, 1e12), facts(), [mesh_shape(dp=8)])
     assert {s.config.train.accumulation for s in result.all} >= {1, 250_000}
     assert len(result.all) == MAX_ACCUMULATIONS * len(REMATS)
 
@@ -94,15 +94,15 @@ def test_no_setting_takes_less_than_the_leanest():
     result = found(devices=4)
     for mesh in result.settings:
         of_mesh = [setting for setting in result.all if setting.sizes == mesh.sizes]
-        least = min(estimate(lean, mesh.target, MODEL_FACTS).memory.total for lean in leanest(mesh.config))
+        least = min(estimate(lean, mesh.target, facts()).memory.total for lean in leanest(mesh.config))
         assert least == min(setting.memory.total for setting in of_mesh)
 
 
 def test_what_is_assumed_is_said():
     where = Target(H100, 8, 1e12)
-    said = heading(TrainConfig(model=MODEL), where, MODEL_FACTS)
+    said = heading(TrainConfig(model=MODEL), where, facts())
     assert "16 sequences of 128 tokens = 2,048 (the default; --data.sequence-length N changes it)" in said
-    assert "default" not in heading(CONFIG, where, MODEL_FACTS)
+    assert "default" not in heading(CONFIG, where, facts())
 
 
 def test_those_that_fit_come_first_and_the_fastest_of_them():
@@ -132,7 +132,7 @@ def test_what_cannot_run_is_refused_with_its_reason():
     whole = dataclasses.replace(CONFIG, mesh=MeshConfig(allow_padding=False))
     message = r"no mesh of 7 devices can run this configuration; 4 or 8 devices could:\n  dp 1 x fsdp 7 x cp 1 x tp 1: "
     with pytest.raises(ConfigError, match=message):
-        search(whole, Target(H100, 7, 1e12), MODEL_FACTS, [mesh_shape(fsdp=7)])
+        search(whole, Target(H100, 7, 1e12), facts(), [mesh_shape(fsdp=7)])
 
 
 def test_as_configured_changes_the_mesh_alone():
@@ -144,9 +144,9 @@ def test_as_configured_changes_the_mesh_alone():
 def test_parameters_and_state_are_those_of_a_run(sizes):
     mesh = make_mesh(*sizes)
     plan = plan_state(MODEL, optimizers.build(CONFIG.optimizer, 10), mesh)
-    assert MODEL_FACTS.parameters == parameter_count(plan)
+    assert facts().parameters == parameter_count(plan)
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(dp=sizes[0], fsdp=sizes[1], tp=sizes[2]))
-    memory = estimate(config, Target(H100, 8, 1e12), MODEL_FACTS).memory
+    memory = estimate(config, Target(H100, 8, 1e12), facts()).memory
     assert memory.parameters + memory.optimizer == bytes_per_device(plan)
 
 
@@ -166,14 +166,14 @@ def test_the_share_of_memory_is_that_of_a_run_on_so_many_hosts():
         (8, 0.8, "takes 67.9 (80%, --memory-fraction); "),
         (8, 0.9, "takes 76.4 (90%, --memory-fraction); "),
     ]:
-        assert said in heading(CONFIG, target(find("h100"), devices, fraction), MODEL_FACTS)
-    assert "JAX takes 16.9; " in heading(CONFIG, target(find("v5e"), 8), MODEL_FACTS)
+        assert said in heading(CONFIG, target(find("h100"), devices, fraction), facts())
+    assert "JAX takes 16.9; " in heading(CONFIG, target(find("v5e"), 8), facts())
 
 
 def test_the_best_is_explained():
     result = of_eight()
     best, other = result.settings[0], result.settings[-1]
-    told = words(result, other, faster(result, MODEL_FACTS))
+    told = words(result, other, faster(result, facts()))
     assert told["best"].startswith(f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows}: ")
     time = best.time
     parts = (time.products, time.attention, time.elementwise, time.update, *time.communication.values())
@@ -187,11 +187,11 @@ def test_another_kernel_of_attention_is_searched_with_all_meshes():
     """With less to hold, another mesh or remat may be the best."""
     least = min(setting.memory.total for setting in of_eight().all)
     result = found(room=least * 1.7, hardware=without_more(least * 1.7))
-    told = words(result, None, faster(result, MODEL_FACTS))["try"]
+    told = words(result, None, faster(result, facts()))["try"]
     assert told.startswith("--model.attention auto: ")
     fused = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention="auto"))
     best = found(room=least * 1.7, config=fused).settings[0]
-    same = estimate(dataclasses.replace(result.settings[0].config, model=fused.model), best.target, MODEL_FACTS)
+    same = estimate(dataclasses.replace(result.settings[0].config, model=fused.model), best.target, facts())
     ratio = result.settings[0].time.expected / best.time.expected
     assert best.time.expected < same.time.expected, "the mesh that was best is not any more"
     assert f": {best} " in told
@@ -212,7 +212,7 @@ def with_precision(**dtypes):
 @pytest.mark.wide
 def test_changes_are_searched_together():
     result = found(config=with_precision(compute="float32"))
-    (together,) = faster(result, MODEL_FACTS)
+    (together,) = faster(result, facts())
     assert together.change == "--model.precision.compute bfloat16 --model.attention auto"
     first = found(config=with_precision(compute="bfloat16")).settings[0]
     assert NEAR * together.setting.time.expected < first.time.expected < result.settings[0].time.expected
@@ -220,7 +220,7 @@ def test_changes_are_searched_together():
 
 def test_what_adds_nothing_is_not_told_of():
     """With room for everything, more of the memory for JAX makes nothing faster, alone or with others."""
-    assert not any("MEM_FRACTION" in other.change for other in faster(of_eight(), MODEL_FACTS))
+    assert not any("MEM_FRACTION" in other.change for other in faster(of_eight(), facts()))
 
 
 def room_for(config, devices=8):
@@ -240,7 +240,7 @@ def test_changes_that_only_together_make_it_fit():
     room = (room_for(FUSED) + alone) / 2
     tight = found(room, config=with_precision(compute="float32"), hardware=without_more(room))
     assert not tight.fitting
-    changes = [other.change for other in remedies(tight, MODEL_FACTS)]
+    changes = [other.change for other in remedies(tight, facts())]
     assert "--model.precision.compute bfloat16 --model.attention auto" in changes
     assert "--model.precision.compute bfloat16" not in changes
     assert not any(other.startswith(f"{change} ") for change in changes for other in changes), "none holds another"
@@ -261,20 +261,20 @@ def test_where_no_single_thing_would_do_all_go_together():
     room = 1.01 * room_for(lora, devices=256)
     small = dataclasses.replace(H100, memory=room / 0.9, reserved=0)
     anywhere = replace_nested(with_precision(compute="float32"), {"mesh.tp_across_hosts": True})
-    tight = search(anywhere, target(small, 256, 0.75), MODEL_FACTS, meshes_to_try(anywhere, 256))
-    remedy = next(other for other in remedies(tight, MODEL_FACTS) if "--model.lora.rank 16" in other.change)
+    tight = search(anywhere, target(small, 256, 0.75), facts(), meshes_to_try(anywhere, 256))
+    remedy = next(other for other in remedies(tight, facts()) if "--model.lora.rank 16" in other.change)
     assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON")
     assert remedy.setting.has_margin
 
 
 EXPERTS = dataclasses.replace(MODEL, d_ff=1024, num_experts=6, experts_per_token=2, attention="auto")
 MIXTURE = dataclasses.replace(CONFIG, model=EXPERTS)
-MIXTURE_FACTS = describe_model(MIXTURE)
+mixture_facts = cache(lambda: describe_model(MIXTURE))
 
 
 def search_mixture(room=1e12, devices=8, meshes=None, **changes):
     config = dataclasses.replace(MIXTURE, model=dataclasses.replace(EXPERTS, **changes))
-    return search(config, Target(H100, devices, room), MIXTURE_FACTS, meshes or fitting_meshes(devices))
+    return search(config, Target(H100, devices, room), mixture_facts(), meshes or fitting_meshes(devices))
 
 
 def test_experts_are_over_tp_or_inside_on_every_mesh():
@@ -290,7 +290,7 @@ def test_experts_are_over_tp_or_inside_on_every_mesh():
 def test_a_mixture_that_does_not_fit_is_told_of_adapters_that_it_can_have():
     least = min(search_mixture(devices=1).all, key=lambda setting: setting.memory.total)
     tight = search_mixture(least.memory.state, devices=1)
-    changes = [other.change for other in remedies(tight, MIXTURE_FACTS)]
+    changes = [other.change for other in remedies(tight, mixture_facts())]
     assert any("--model.lora.rank 16" in change for change in changes)
 
 
@@ -298,15 +298,15 @@ def test_products_with_all_experts_are_warned_of_and_cost_as_much():
     meshes = [mesh_shape(fsdp=4, tp=2), mesh_shape(tp=8)]
     own, dense = (search_mixture(meshes=meshes, grouped=grouped) for grouped in ("auto", "xla"))
     assert "pallas products of experts (it multiplies each row" in heading(
-        MIXTURE, own.settings[0].target, MIXTURE_FACTS
+        MIXTURE, own.settings[0].target, mixture_facts()
     )
-    told = heading(dense.settings[0].config, dense.settings[0].target, MIXTURE_FACTS)
+    told = heading(dense.settings[0].config, dense.settings[0].target, mixture_facts())
     assert "WARNING: it multiplies every row by every expert, 6 times" in told
     by_mesh = {tuple(s.sizes.values()): s for s in own.settings}
     for setting in dense.settings:
         assert setting.time.products > 2 * by_mesh[tuple(setting.sizes.values())].time.products
-    assert "--model.grouped auto" in words(dense, None, faster(dense, MIXTURE_FACTS))["try"]
-    assert not any("grouped" in other.change for other in faster(own, MIXTURE_FACTS))
+    assert "--model.grouped auto" in words(dense, None, faster(dense, mixture_facts()))["try"]
+    assert not any("grouped" in other.change for other in faster(own, mixture_facts()))
 
 
 def test_a_grouped_kernel_that_cannot_run_is_refused_before_anything_starts():
@@ -334,11 +334,11 @@ def test_where_nothing_fits_it_says_what_would():
     least = min(setting.memory.total for setting in of_eight().all)
     tight = found(room=least * 0.7)
     assert not tight.fitting
-    told = words(tight, None, list(remedies(tight, MODEL_FACTS)))
+    told = words(tight, None, list(remedies(tight, facts())))
     assert told["best"].startswith("nothing fits; the least is ")
     more = next(line for line in told["try"].splitlines() if " x h100: " in line)
     devices = int(more.split()[0])
-    again = search(CONFIG, Target(H100, devices, least * 0.7), MODEL_FACTS, meshes_to_try(CONFIG, devices))
+    again = search(CONFIG, Target(H100, devices, least * 0.7), facts(), meshes_to_try(CONFIG, devices))
     assert again.settings[0].has_margin
     assert str(again.settings[0]) in more
 
@@ -365,8 +365,8 @@ def test_of_what_is_as_fast_the_simplest_is_the_best():
 @pytest.mark.wide
 def test_more_memory_for_jax_is_told_where_it_helps():
     where = target(dataclasses.replace(H100, memory=4.2e9, reserved=0.0), 8, 0.5)
-    result = search(CONFIG, where, MODEL_FACTS, meshes_to_try(CONFIG, 8))
-    (more,) = (other for other in faster(result, MODEL_FACTS) if "MEM_FRACTION" in other.change)
+    result = search(CONFIG, where, facts(), meshes_to_try(CONFIG, 8))
+    (more,) = (other for other in faster(result, facts()) if "MEM_FRACTION" in other.change)
     assert more.setting.target.room == 0.9 * 4.2e9
     assert more.setting.time.expected * NEAR < result.settings[0].time.expected
 
@@ -375,7 +375,7 @@ def test_more_memory_for_jax_is_told_where_it_helps():
 def test_what_would_fit_by_training_less_or_in_fewer_bits():
     least = min(setting.memory.total for setting in of_eight().all)
     tight = found(room=least * 0.8)
-    changes = {other.change: other.setting for other in remedies(tight, MODEL_FACTS)}
+    changes = {other.change: other.setting for other in remedies(tight, facts())}
     adapters = changes["--model.lora.rank 16 --model.precision.param bfloat16"]
     assert adapters.config.model.lora.rank == 16
     assert adapters.memory.total < changes["--model.lora.rank 16"].memory.total
@@ -394,7 +394,7 @@ def test_sequences_are_divided_into_parts_that_are_long_enough():
 def test_where_other_meshes_could_that_is_said():
     run = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=2047, global_batch_size=32))
     with pytest.raises(ConfigError, match="none of the requested meshes can run this configuration; others of 8"):
-        search(run, Target(H100, 8, 1e12), MODEL_FACTS, [mesh_shape(cp=8)])
+        search(run, Target(H100, 8, 1e12), facts(), [mesh_shape(cp=8)])
 
 
 def test_a_million_tokens_take_cp_where_there_is_one_sequence():
@@ -429,6 +429,6 @@ def test_a_peak_near_or_above_what_the_allocator_has_is_told():
 def test_the_kernel_of_attention_is_that_of_the_hardware(hardware, kernel):
     config = replace_nested(CONFIG, {"model.attention": "auto", "data.packing": "concatenated"})
     where = Target(find(hardware), 8, 1e12)
-    assert f"kernels {kernel} attention" in heading(config, where, MODEL_FACTS)
+    assert f"kernels {kernel} attention" in heading(config, where, facts())
     fused = replace_nested(config, {"model.attention": kernel})
-    assert estimate(config, where, MODEL_FACTS).memory == estimate(fused, where, MODEL_FACTS).memory
+    assert estimate(config, where, facts()).memory == estimate(fused, where, facts()).memory
