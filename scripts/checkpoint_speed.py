@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
 
 import jaxtp
 from jaxtp.checkpoint import silence_orbax
@@ -74,7 +76,10 @@ def forget(folder: Path) -> None:
 def measure(megabytes: int, repeats: int, folder: Path) -> tuple[int, dict[str, list[float]]]:
     """Returns the bytes of the state, and the seconds of each action in each turn but the first."""
     blueprint = plan(megabytes)
-    state = jax.block_until_ready(blueprint.create(seed=0))
+    ones = lambda a: jax.device_put(np.ones(a.shape, a.dtype), NamedSharding(blueprint.mesh, a.sharding.spec))  # noqa: E731
+    # XLA takes minutes to compile the initialisation of many blocks that are not stacked.
+    state = jax.tree.map(ones, blueprint.abstract) if ALONE else blueprint.create(seed=0)
+    jax.block_until_ready(state)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     plain, data = folder / "plain", os.urandom(size)
     times: dict[str, list[float]] = {}
