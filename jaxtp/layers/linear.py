@@ -144,8 +144,8 @@ class ColumnParallelLinear(nnx.Module):
         """Returns a device's columns; `sequence` as in `enter_matmul`."""
         kernels, tp = list[Kernel](), axis_size(TP)
         for f, shard in zip(self.features, (weights[f"kernels.{i}"] for i in range(len(self.features))), strict=True):
-            shared = f.local(tp) // shard.shape[1]
-            kernels.append(_load_kernel(self, shard, 0, *STORAGE, early=self.early, tp_gather=(1, shared)))
+            gather = 1, f.local(tp) // shard.shape[1]
+            kernels.append(_load_kernel(self, shard, 0, *STORAGE, early=self.early, tp_gather=gather))
         adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
         x = x.astype(self.precision.compute)
