@@ -104,9 +104,7 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
         ]
         return jnp.stack(sums)[:, None]
 
-    out = PartitionSpec(None, AXES)
-    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
-    return columns
+    return device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=PartitionSpec(None, AXES))(*arrays)
 
 
 @cache

@@ -54,8 +54,7 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     @classmethod
     def typestr(cls) -> str:
         """Returns the name of Orbax's handler, so that plain Orbax can read the files."""
-        name: str = ocp.PyTreeCheckpointHandler.typestr()
-        return name
+        return ocp.PyTreeCheckpointHandler.typestr()
 
 
 class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
@@ -74,8 +73,7 @@ class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
     @classmethod
     def typestr(cls) -> str:
         """Returns the name of Orbax's handler."""
-        name: str = ocp.JsonCheckpointHandler.typestr()
-        return name
+        return ocp.JsonCheckpointHandler.typestr()
 
 
 def _limit_gb(largest: int) -> float:
@@ -150,8 +148,7 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata:
     def read() -> Arrays:
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
         restore = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
-        arrays: Arrays = _open_reader(metadata, target).restore((folder / "state").resolve(), args=restore)
-        return arrays
+        return _open_reader(metadata, target).restore((folder / "state").resolve(), args=restore)
 
     return read_or_explain(folder, read)
 

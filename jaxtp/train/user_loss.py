@@ -56,8 +56,7 @@ _ORIGINS = {
 
 def attribute(loss: Loss | None, name: str, default: T) -> T:
     """Returns an optional attribute of a loss, such as `columns`, also if `train.loss_arguments` complete it."""
-    found: T = getattr(getattr(loss, "func", loss), name, default)  # `func` is a partial's
-    return found
+    return getattr(getattr(loss, "func", loss), name, default)  # `func` is a partial's
 
 
 def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
@@ -126,8 +125,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     if missing := [name for name in columns if name not in batch]:
         how = _ORIGINS.get(missing[0], "bring batches that have it (--data.batches)")
         raise ConfigError(f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}")
-    rows = next(iter(batch.values())).shape[0]
-    weights = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
     graph, params, rngs, others, constants = nnx.split(model, nnx.Param, nnx.RngState, STATEFUL, ...)  # type: ignore[misc]
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
