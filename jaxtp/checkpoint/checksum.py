@@ -89,11 +89,6 @@ class Sums:
         return {name: int(words[2]) for name, words in self._one_replica().items() if words[2]}
 
 
-def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
-    """Returns `Sums.checksums` of arrays."""
-    return Sums(arrays).checksums()
-
-
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
     """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`, without communication."""
 

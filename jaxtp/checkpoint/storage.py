@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import future
 
 from jaxtp.checkpoint import io_errors
-from jaxtp.checkpoint.checksum import Sums, checksums
+from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, read_on_all, read_or_explain
 from jaxtp.checkpoint.logical import Arrays
 from jaxtp.config.files import fingerprint
@@ -156,7 +156,7 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata:
 def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
     """Reads arrays, compares checksums, and casts to `target`; all processes must call it and raise together."""
     arrays = read_on_all(lambda: _read_as_stored(folder, target, info))
-    computed = checksums(arrays)
+    computed = Sums(arrays).checksums()
     differ = [name for name in computed if computed[name] != info[_CHECKSUMS][name]]
     if differ:
         more = ", ..." if len(differ) > 3 else ""
