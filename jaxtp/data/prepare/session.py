@@ -144,7 +144,7 @@ def begin(job: Job) -> State | None:
         except DatasetError as error:
             raise PrepareError(f"{error}; --overwrite starts over") from None
         _refuse(out, "a dataset", _changed(manifest, job, settings, None))
-        clear_leftovers(out)
+        drop_leftovers(out)
         return None
     state = _load(out)
     if state is None:
@@ -165,7 +165,7 @@ def begin(job: Job) -> State | None:
     return state
 
 
-def clear_leftovers(out: Path) -> None:
+def drop_leftovers(out: Path) -> None:
     """Deletes files that a finished dataset does not need."""
     for path in (*out.glob(f"*{PARTIAL}"), out / SEEN, out / JOURNAL):
         path.unlink(missing_ok=True)
