@@ -20,11 +20,8 @@ FSDP = "fsdp"
 CP = "cp"
 TP = "tp"
 AXES = (DP, FSDP, CP, TP)  # all axes; the last varies fastest
-
 BATCH = (DP, FSDP)  # axes that divide the sequences of a batch
-
 CONTEXT = (CP,)  # axes that divide each sequence (`layers/context.py`)
-
 TOKENS = (*BATCH, *CONTEXT)  # axes that divide the tokens of a batch
 
 STORAGE = (FSDP, CP)

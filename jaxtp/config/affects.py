@@ -29,7 +29,6 @@ STEP = Affects(cost=True, numbers=True)
 SAMPLES = Affects(samples=True)
 ARCHITECTURE = Affects(cost=True, numbers=True, architecture=True, fixed=True)
 
-
 SHORT_HELP = "short help"
 
 

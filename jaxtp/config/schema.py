@@ -216,8 +216,7 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
 def to_plain(config: object) -> dict[str, Any]:
     """Returns plain dicts, lists, strings and numbers; a section has the fields of its subclass."""
     plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
-    inner = {name: to_plain(value) for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
-    return plain | inner
+    return plain | {name: to_plain(value) for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
 
 
 def to_yaml(config: object) -> str:

@@ -125,8 +125,7 @@ class Copies(NDArrayOperatorsMixin):
     @property
     def spec(self) -> PartitionSpec:
         """The spec of the array, whole along tp."""
-        leading = leading_axes(self.array.shape, context=self.context)
-        return activation_spec(Replicate(), self.array.ndim, leading)
+        return activation_spec(Replicate(), self.array.ndim, leading_axes(self.array.shape, context=self.context))
 
     def __jax_array__(self) -> Array:
         return constrain(self.array, self.spec)

@@ -105,7 +105,8 @@ class Optimizer(nnx.Module):
         updates, state = update(gradients, self.optax_state(), params, **extra)
         state = tree_map_with_path(_as_array, state)
         _require_same("the optimizer's update of", updates, params, jnp.shape)
-        _require_same("after an update the optimizer's state at", state, self.opt_state, _type)
+        what, kind = "after an update the optimizer's state at", lambda array: f"{array.dtype}{list(array.shape)}"
+        _require_same(what, state, self.opt_state, kind)
         return updates, state
 
     def _optax_arrays(self, arrays: dict[str, Variable], owners: dict[str, Variable]) -> Arrays:
@@ -171,10 +172,6 @@ def _leaf(variable: OptimizerState) -> Array:
 
 def _name(path: KeyPath) -> str:
     return keystr(path, simple=True, separator=".")
-
-
-def _type(array: Any) -> str:
-    return f"{array.dtype}{list(array.shape)}"
 
 
 def _require_same(what: str, actual: object, expected: object, describe: Callable[[Any], object]) -> None:

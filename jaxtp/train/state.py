@@ -25,7 +25,6 @@ from jaxtp.train.sharded_optimizer import Optimizer
 OPTIMIZER_SCOPE = "optimizer"  # Named scope of the update, which accounts for its collectives
 MakeModel = Callable[[nnx.Rngs], nnx.Module]  # Returns a model with random weights
 
-
 STORED = nnx.All(nnx.Variable, nnx.Not(nnx.RngState))
 """Filter of the variables that are the state of a run."""
 

@@ -30,18 +30,10 @@ STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of `nnx.BatchNorm`."""
 
 RESERVED = {
-    "step",
-    "loss",
-    "eval_loss",
-    "learning_rate",
-    "grad_norm",
-    "param_norm",
-    "skipped",
-    "loss_tokens",
-    "loss_weight",
+    *("step", "loss", "eval_loss", "learning_rate", "grad_norm"),
+    *("param_norm", "skipped", "loss_tokens", "loss_weight"),
 }
 _FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
-
 
 _TOP = "jaxtp score --top-k 64 makes it, and data.scores FOLDER reads it"
 _ORIGINS = {
