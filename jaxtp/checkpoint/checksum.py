@@ -92,11 +92,9 @@ class Sums:
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
     """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`, without communication."""
 
-    def on_device(*shards: Array) -> Array:
+    def on_device(*parts: Array) -> Array:
         # Not layer by layer: a loop would make XLA write out gradients that it otherwise fuses with the update.
-        sums = [
-            vary_everywhere(jnp.sum(_mixed(shard, _SEEDS[0], [0] * shard.ndim), dtype=jnp.uint32)) for shard in shards
-        ]
+        sums = [vary_everywhere(jnp.sum(_mixed(part, _SEEDS[0], [0] * part.ndim), dtype=jnp.uint32)) for part in parts]
         return jnp.stack(sums)[:, None]
 
     return device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=PartitionSpec(None, AXES))(*arrays)

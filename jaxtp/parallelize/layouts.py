@@ -166,12 +166,8 @@ def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | C
     whole, split = (activation_spec(one, x.ndim, leading) for one in (Replicate(), layout))
     if not isinstance(x, jax.core.Tracer):  # a concrete array may be on one device
         x = constrain(x, split)
-    gather = device_view(
-        lambda part: enter_parallel(part, dim)[None],
-        "make_copies",
-        in_specs=(split,),
-        out_specs=PartitionSpec(TP, *whole),
-    )
+    out = PartitionSpec(TP, *whole)
+    gather = device_view(lambda part: enter_parallel(part, dim)[None], "make_copies", in_specs=(split,), out_specs=out)
     return Copies(x, gather(x), context)
 
 

@@ -186,11 +186,7 @@ def _require_same(what: str, actual: object, expected: object, describe: Callabl
 
 def _parameters(model: nnx.Module) -> dict[str, Variable]:
     # The variables themselves, not copies.
-    return {
-        ".".join(map(str, path)): variable
-        for path, variable in nnx.iter_graph(model)
-        if isinstance(variable, nnx.Param)
-    }
+    return {".".join(map(str, path)): value for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Param)}
 
 
 def _parameter_at(path: KeyPath, params: dict[str, Variable]) -> Variable | None:

@@ -149,12 +149,8 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     except Exception as error:
         shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
         raise user_code_error(f"the loss, on a batch of {shapes},", error) from error
-    names = [
-        ".".join(map(str, path))
-        for state in (others, params)
-        for path, variable in nnx.to_flat_state(state)
-        for _ in jax.tree.leaves(variable)
-    ]
+    variables = [*nnx.to_flat_state(others), *nnx.to_flat_state(params)]
+    names = [".".join(map(str, path)) for path, variable in variables for _ in jax.tree.leaves(variable)]
     producers = _producers(jaxpr)
     before = jaxpr.invars[len(jaxpr.invars) - num_state :]
     after = [_origin(var, producers) for var in jaxpr.outvars[len(jaxpr.outvars) - num_state :]]
