@@ -6,24 +6,22 @@ so that neighbouring devices (one host, one NVLink domain) form a tensor-paralle
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxtp.config.entry import UserError
+from jaxtp.config.hints import divisors
 
 DP = "dp"
 FSDP = "fsdp"
 CP = "cp"
 TP = "tp"
 AXES = (DP, FSDP, CP, TP)  # all axes; the last varies fastest
-
 BATCH = (DP, FSDP)  # axes that divide the sequences of a batch
-
 CONTEXT = (CP,)  # axes that divide each sequence (`layers/context.py`)
-
 TOKENS = (*BATCH, *CONTEXT)  # axes that divide the tokens of a batch
 
 STORAGE = (FSDP, CP)
@@ -169,17 +167,10 @@ def describe_mesh(sizes: Mapping[str, int], axes: Iterable[str] = AXES) -> str:
 
 def fitting_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
     """Returns the sizes of every mesh of `num_devices`, sorted by the last axis first."""
-    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-
-    def sizes(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
-        if len(axes) == 1:
-            yield {axes[0]: devices}
-            return
-        for size in divisors:
-            if devices % size == 0:
-                yield from ({**others, axes[-1]: size} for others in sizes(axes[:-1], devices // size))
-
-    return [mesh_shape(**each) for each in sizes(axes, num_devices)]
+    *others, last = axes
+    if not others:
+        return [mesh_shape(**{last: num_devices})]
+    return [{**mesh, last: n} for n in divisors(num_devices) for mesh in fitting_meshes(num_devices // n, others)]
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:

@@ -89,24 +89,15 @@ class Sums:
         return {name: int(words[2]) for name, words in self._one_replica().items() if words[2]}
 
 
-def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
-    """Returns `Sums.checksums` of arrays."""
-    return Sums(arrays).checksums()
-
-
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
     """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`, without communication."""
 
-    def on_device(*shards: Array) -> Array:
+    def on_device(*parts: Array) -> Array:
         # Not layer by layer: a loop would make XLA write out gradients that it otherwise fuses with the update.
-        sums = [
-            vary_everywhere(jnp.sum(_mixed(shard, _SEEDS[0], [0] * shard.ndim), dtype=jnp.uint32)) for shard in shards
-        ]
+        sums = [vary_everywhere(jnp.sum(_mixed(part, _SEEDS[0], [0] * part.ndim), dtype=jnp.uint32)) for part in parts]
         return jnp.stack(sums)[:, None]
 
-    out = PartitionSpec(None, AXES)
-    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
-    return columns
+    return device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=PartitionSpec(None, AXES))(*arrays)
 
 
 @cache

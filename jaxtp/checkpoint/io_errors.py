@@ -63,8 +63,7 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
                 failures.append(describe_error(error))
         raise DamagedError(f"{folder} is damaged ({failures[0]})")
 
-    hint = "; this proves no damage, and nothing was changed: run the same command again"
-    return retry_io(folder, attempt, hint)
+    return retry_io(folder, attempt, "; this proves no damage, and nothing was changed: run the same command again")
 
 
 def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:

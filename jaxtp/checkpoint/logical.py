@@ -54,10 +54,9 @@ def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
 
 def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the logical shape, dtype and sharding of each array."""
-    variables = named_variables(state).items()
     return {
         name: jax.ShapeDtypeStruct(logical_shape(variable), variable.dtype, sharding=_logical_sharding(variable, mesh))
-        for name, variable in variables
+        for name, variable in named_variables(state).items()
     }
 
 
@@ -103,8 +102,7 @@ def _remove_padding(variable: Variable, mesh: Mesh) -> Array:
     if array.shape == logical_shape(variable):
         return array
     without_padding = jax.jit(unpad, static_argnums=(1, 2), out_shardings=_logical_sharding(variable, mesh))
-    logical: Array = without_padding(array, padding_of(variable), mesh_sizes(mesh)[TP])
-    return logical
+    return without_padding(array, padding_of(variable), mesh_sizes(mesh)[TP])
 
 
 def add_padding(array: Array, variable: Variable, mesh: Mesh) -> Array:
@@ -118,5 +116,4 @@ def pad_array(array: Array, padding: Padding, sharding: Sharding) -> Array:
     """Returns a logical array, padded for the mesh of `sharding`."""
     assert isinstance(sharding, NamedSharding), "without a mesh nothing is padded"
     pad_with_zeros = jax.jit(pad, static_argnums=(1, 2), out_shardings=sharding)
-    padded: Array = pad_with_zeros(array, padding, mesh_sizes(sharding.mesh)[TP])
-    return padded
+    return pad_with_zeros(array, padding, mesh_sizes(sharding.mesh)[TP])

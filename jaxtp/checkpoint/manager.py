@@ -22,15 +22,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtp.checkpoint import io_errors, storage
-from jaxtp.checkpoint.checksum import (
-    DIAGNOSE,
-    NonFiniteError,
-    Sums,
-    UnequalCopiesError,
-    describe_devices,
-    describe_not_finite,
-)
+from jaxtp.checkpoint import checksum, io_errors, storage
+from jaxtp.checkpoint.checksum import NonFiniteError, Sums, UnequalCopiesError, describe_devices, describe_not_finite
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, UnwritableError, read_on_all, require_shared
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, may_be_infinite, named_variables, to_logical
 from jaxtp.config.entry import NumericsError
@@ -199,8 +192,7 @@ class Checkpoints:
 
         def sound_sums() -> Sums:
             found = summed.result(BARRIER_SECONDS)
-            what = f"step {step} is not saved"
-            self.require_sound(found, mesh, what, exempt=exempt, newest=self.describe_disk)
+            self.require_sound(found, mesh, f"step {step} is not saved", exempt=exempt, newest=self.describe_disk)
             return found
 
         def describe() -> storage.Info:
@@ -335,7 +327,9 @@ class Checkpoints:
             raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or newest()}")
         if positions := summed.unequal_replicas():
             where = describe_devices(positions, list(mesh.devices.flat), host_names())
-            raise UnequalCopiesError(f"{what}: silent corruption: copies differ: {where}. {DIAGNOSE}; {newest()}")
+            raise UnequalCopiesError(
+                f"{what}: silent corruption: copies differ: {where}. {checksum.DIAGNOSE}; {newest()}"
+            )
 
     def describe_newest(self) -> str:
         """Waits for the current save, then describes the newest checkpoint."""

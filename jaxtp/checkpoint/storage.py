@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import future
 
 from jaxtp.checkpoint import io_errors
-from jaxtp.checkpoint.checksum import Sums, checksums
+from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, read_on_all, read_or_explain
 from jaxtp.checkpoint.logical import Arrays
 from jaxtp.config.files import fingerprint
@@ -54,8 +54,7 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     @classmethod
     def typestr(cls) -> str:
         """Returns the name of Orbax's handler, so that plain Orbax can read the files."""
-        name: str = ocp.PyTreeCheckpointHandler.typestr()
-        return name
+        return ocp.PyTreeCheckpointHandler.typestr()
 
 
 class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
@@ -74,8 +73,7 @@ class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
     @classmethod
     def typestr(cls) -> str:
         """Returns the name of Orbax's handler."""
-        name: str = ocp.JsonCheckpointHandler.typestr()
-        return name
+        return ocp.JsonCheckpointHandler.typestr()
 
 
 def _limit_gb(largest: int) -> float:
@@ -150,8 +148,7 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata:
     def read() -> Arrays:
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
         restore = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
-        arrays: Arrays = _open_reader(metadata, target).restore((folder / "state").resolve(), args=restore)
-        return arrays
+        return _open_reader(metadata, target).restore((folder / "state").resolve(), args=restore)
 
     return read_or_explain(folder, read)
 
@@ -159,7 +156,7 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata:
 def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
     """Reads arrays, compares checksums, and casts to `target`; all processes must call it and raise together."""
     arrays = read_on_all(lambda: _read_as_stored(folder, target, info))
-    computed = checksums(arrays)
+    computed = Sums(arrays).checksums()
     differ = [name for name in computed if computed[name] != info[_CHECKSUMS][name]]
     if differ:
         more = ", ..." if len(differ) > 3 else ""

@@ -29,7 +29,6 @@ STEP = Affects(cost=True, numbers=True)
 SAMPLES = Affects(samples=True)
 ARCHITECTURE = Affects(cost=True, numbers=True, architecture=True, fixed=True)
 
-
 SHORT_HELP = "short help"
 
 
@@ -113,9 +112,7 @@ def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
 
 def settings(schema: type, accept: Callable[[Affects], bool], default: Affects = STEP) -> list[str]:
     """Returns dotted names of the settings whose `Affects` is accepted."""
-    return [
-        name for name, each in settings_of(schema).items() if not each.is_section and accept(each.effects or default)
-    ]
+    return [name for name, one in settings_of(schema).items() if not one.is_section and accept(one.effects or default)]
 
 
 def in_short_help(schema: type) -> Iterator[str]:

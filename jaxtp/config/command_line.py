@@ -88,23 +88,12 @@ _CONFIG, _PRINT, _MESH = settings_of(_CommonFlags).values()
 class Command(Generic[T]):
     """A command, or a member of a family such as `jaxtp convert import`."""
 
-    program: str
-    """`jaxtp train`."""
-
-    schema: type[T]
-    """Dataclass of its settings."""
-
-    description: str
-    """Purpose and examples, for the help; lists of commands show the first line."""
-
-    short_help: tuple[str, ...] = ()
-    """Dotted names of the settings that --help shows; empty for all."""
-
-    ignored: tuple[str, ...] = ()
-    """Dotted names of settings and sections that the command ignores; a --config file may contain them."""
-
-    printed: Callable[[T], object] = lambda config: config
-    """Selects the part of the configuration that --print-config prints."""
+    program: str  # `jaxtp train`
+    schema: type[T]  # dataclass of its settings
+    description: str  # purpose and examples, for the help; lists of commands show the first line
+    short_help: tuple[str, ...] = ()  # dotted names of the settings that --help shows; empty for all
+    ignored: tuple[str, ...] = ()  # dotted names of unused settings and sections, which a --config file may contain
+    printed: Callable[[T], object] = lambda config: config  # selects what --print-config prints
 
     def load(
         self, argv: Sequence[str], fit: Callable[[T, Set[str]], tuple[T, list[str]]] | None = None
@@ -237,10 +226,8 @@ class Command(Generic[T]):
         known = {other: setting for setting in self.used_settings() for other in spellings(setting)}
         section, _, key = name.rpartition(".")
         if section in known and get_origin(known[section].kind) is dict:
-            of_key = known[section]
-            return dataclasses.replace(
-                of_key, path=(*of_key.path, key), keys=(*of_key.keys, key), flag=flag, kind=object
-            )
+            whole = known[section]
+            return dataclasses.replace(whole, path=(*whole.path, key), keys=(*whole.keys, key), flag=flag, kind=object)
         if name not in known:
             raise ConfigError(f"{truncate(flag)}: {self._suggestion(name, list(known))}")
         if not flag.startswith("--"):

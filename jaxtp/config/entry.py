@@ -174,8 +174,7 @@ class Interrupt:
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
-        self.received: str | None = None
-        """Name of the first signal."""
+        self.received: str | None = None  # name of the first signal
         self._signals = signals or SIGNALS
         self._before: dict[signal.Signals, Any] = {}
 

@@ -15,12 +15,8 @@ MAX_SUGGESTED = 1024
 class Problem:
     """Sizes that do not fit each other."""
 
-    text: str
-    """The message, with names and values."""
-
-    among: Mapping[str, int] = field(default_factory=dict)
-    """Settings that must divide a number, by name: `{"mesh.tp": 9}`."""
-
+    text: str  # the message, with names and values
+    among: Mapping[str, int] = field(default_factory=dict)  # settings that must divide a number: `{"mesh.tp": 9}`
     multiples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Settings that must be a multiple, and the nearest multiples: `{"model.d_ff": (96, 104)}`."""
 

@@ -216,8 +216,7 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
 def to_plain(config: object) -> dict[str, Any]:
     """Returns plain dicts, lists, strings and numbers; a section has the fields of its subclass."""
     plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
-    inner = {name: to_plain(value) for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
-    return plain | inner
+    return plain | {name: to_plain(value) for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
 
 
 def to_yaml(config: object) -> str:
@@ -236,10 +235,8 @@ def to_short_yaml(config: object, always: Set[str]) -> str:
 def differences(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> list[str]:
     """Returns the leaves that differ: `model.d_model: 128 -> 256`."""
     before, after = dict(leaves(old)), dict(leaves(new))
-    names = {at: f"{prefix}{'.'.join(map(str, at))}" for at in {**before, **after}}
-    return [
-        f"{name}: {before.get(at)} -> {after.get(at)}" for at, name in names.items() if before.get(at) != after.get(at)
-    ]
+    differing = [at for at in {**before, **after} if before.get(at) != after.get(at)]
+    return [f"{prefix}{'.'.join(map(str, at))}: {before.get(at)} -> {after.get(at)}" for at in differing]
 
 
 def leaves(values: Mapping[str, object], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:

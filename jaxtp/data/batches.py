@@ -31,10 +31,8 @@ Read: TypeAlias = tuple[Columns, list[Record | None] | None]
 class Position:
     """A place between two batches; a checkpoint stores it as JSON."""
 
-    step: int = 0
-    """Number of batches so far."""
-    sample: int = 0
-    """Number of rows so far."""
+    step: int = 0  # number of batches so far
+    sample: int = 0  # number of rows so far
     streams: list[Record | None] | None = None
     """A record of each stream, None if this process does not read it; or one record of a function."""
 

@@ -18,10 +18,8 @@ Tokens = NDArray[np.integer]
 class Documents(ABC):
     """Documents in shards, e.g. a dataset's split (`data/store.py`)."""
 
-    has_prompts = False
-    """Whether documents may start with a prompt, which the loss ignores."""
-    has_pairs = False
-    """Whether documents 2i and 2i + 1 are the chosen and the rejected answer to a prompt, in one shard."""
+    has_prompts = False  # whether documents may start with a prompt, which the loss ignores
+    has_pairs = False  # whether documents 2i and 2i + 1 are the chosen and rejected answer to a prompt, in one shard
 
     def __init__(self, num_documents: Sequence[int], num_tokens: Sequence[int], dtype: np.dtype[np.integer]):
         # The first document and the first token of each shard, and the totals at the end.

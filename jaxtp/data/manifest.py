@@ -105,15 +105,11 @@ class Manifest:
     """Content of `dataset.json`, in this order after its `format`."""
 
     tokenizer: TokenizerInfo
-    prompts: bool
-    """Whether each document has the length of its prompt (instruction data)."""
+    prompts: bool  # whether each document has the length of its prompt (instruction data)
     splits: dict[str, SplitRecord]
-    skipped: dict[str, int]
-    """Number of files, rows or documents that were left out, by reason."""
-    inputs: dict[str, int]
-    """Number of input files, and their bytes."""
-    arguments: dict[str, object]
-    """Settings of `jaxtp prepare`."""
+    skipped: dict[str, int]  # number of files, rows or documents that were left out, by reason
+    inputs: dict[str, int]  # number of input files, and their bytes
+    arguments: dict[str, object]  # settings of `jaxtp prepare`
     pairs: bool = False
     """Whether documents 2i and 2i + 1 are the chosen and the rejected answer to a prompt; written only if true."""
 

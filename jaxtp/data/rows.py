@@ -45,16 +45,11 @@ def check_vocabulary(tokens: Tokens, documents: Documents, index: int, vocab_siz
 class Rows(Sequence[Row]):
     """Rows of `length` tokens, made of documents."""
 
-    algorithm: str
-    """Name and version."""
-    identity: str
-    """Hash of the positions of tokens in the rows, not of the tokens."""
-    padding = 0.0
-    """Fraction of positions without a token."""
-    num_split = num_dropped = 0
-    """Number of documents that were cut or left out; of pairs, if they are the unit."""
-    add_columns: Callable[[Row, Iterator[Place]], None] | None = None
-    """Adds columns to a row."""
+    algorithm: str  # name and version
+    identity: str  # hash of the positions of tokens in the rows, not of the tokens
+    padding = 0.0  # fraction of positions without a token
+    num_split = num_dropped = 0  # number of documents that were cut or left out; of pairs, if they are the unit
+    add_columns: Callable[[Row, Iterator[Place]], None] | None = None  # adds columns to a row
 
     def __init__(self, documents: Documents, length: int, vocab_size: int):
         self._documents, self._length, self._vocab_size = documents, length, vocab_size

@@ -72,8 +72,7 @@ def _load(template: str) -> Callable[..., str]:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    render: Callable[..., str] = environment.from_string(template).render
-    return render
+    return environment.from_string(template).render
 
 
 def _shown(error: Exception) -> str:

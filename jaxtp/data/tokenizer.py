@@ -139,12 +139,11 @@ class HuggingFaceTokenizer:
     @cached_property
     def _bytes_of(self) -> dict[int, bytes]:
         byte_of = _byte_of_character()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         return {
             token: text.encode()
             if token in self._added or set(text) - byte_of.keys()
             else bytes(byte_of[c] for c in text)
-            for text, token in vocabulary.items()
+            for text, token in self._tokenizer.get_vocab(with_added_tokens=True).items()
         }
 
     def _pieces(self, text: str) -> Iterator[str]:

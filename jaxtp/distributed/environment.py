@@ -94,12 +94,6 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-def cache_folder() -> Path:
-    """Returns jaxtp's folder in the user's cache (XDG)."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "jaxtp"
-
-
 def enable_compilation_cache(platform: str) -> None:
     """Turns on JAX's compilation cache in the user's cache folder, for a platform's programs.
 
@@ -115,7 +109,8 @@ def enable_compilation_cache(platform: str) -> None:
     if configured is not None or platform == "cpu" or jax.process_count() > 1:
         return
     try:
-        folder = cache_folder() / "programs"
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        folder = (base if base.is_absolute() else Path.home() / ".cache") / "jaxtp" / "programs"
         make_private(folder)
         evict_oldest(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
@@ -143,8 +138,7 @@ def evict_oldest(folder: Path, most: int = _MAX_CACHE_BYTES) -> None:
             if stat.S_ISREG((status := path.stat()).st_mode):
                 files.append((status, path))
     files.sort(key=lambda file: max(file[0].st_atime_ns, file[0].st_mtime_ns), reverse=True)
-    sizes = itertools.accumulate(status.st_size for status, _ in files)
-    for (_, path), total in zip(files, sizes, strict=True):
+    for (_, path), total in zip(files, itertools.accumulate(status.st_size for status, _ in files), strict=True):
         if total > most:
             path.unlink(missing_ok=True)
 

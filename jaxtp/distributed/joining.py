@@ -255,8 +255,7 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
         with listening(bind, port):
             pass  # raises an error with the reason, which JAX would not give
     joined = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(waiting, joined), daemon=True)
-    watcher.start()
+    threading.Thread(target=_watch, args=(waiting, joined), daemon=True).start()
     try:
         jax.distributed.initialize(
             format_address(host, port) if host else None,

@@ -46,11 +46,9 @@ class Link:
         self._socket.setblocking(False)
         self._buffer = b""
         self._messages: list[Message] = []
-        self.is_open = True
-        """False once `receive` has seen that the link is closed or the data is invalid."""
+        self.is_open = True  # False once `receive` has seen that the link is closed or the data is invalid
         self.opened = time.monotonic()
-        self.challenge = secrets.token_hex(16)
-        """Random text; the other end answers with its HMAC."""
+        self.challenge = secrets.token_hex(16)  # random text; the other end answers with its HMAC
 
     def fileno(self) -> int:
         """Returns the file descriptor, for `select`."""

@@ -58,16 +58,9 @@ class Group:
     """The processes to start."""
 
     count: int
-
-    arguments: Sequence[str]
-    """Arguments for Python, such as -m jaxtp.train."""
-
-    logs: Path
-    """Folder of the logs."""
-
-    devices: int | None = None
-    """Virtual CPU devices of each process; None divides the GPUs among the processes."""
-
+    arguments: Sequence[str]  # for Python, such as -m jaxtp.train
+    logs: Path  # folder of the logs
+    devices: int | None = None  # virtual CPU devices of each process; None divides the GPUs among the processes
     gpus: Sequence[str] = field(default_factory=lambda: names_of_gpus(gpus_present()))
 
     def __post_init__(self) -> None:

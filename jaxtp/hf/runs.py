@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.checksum import checksums
+from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.logical import select_paths, to_logical
 from jaxtp.checkpoint.manager import load_weights
@@ -191,7 +191,7 @@ def describe_base(sums: Mapping[str, str], origin: Path) -> dict[str, str]:
 def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:
     """Returns the checksums of a base model's arrays in float32: bfloat16 of equal values has the same."""
     arrays = to_logical(weights, mesh)
-    return {name: checksums({name: array.astype(jnp.float32)})[name] for name, array in arrays.items()}
+    return {name: Sums({name: array.astype(jnp.float32)}).checksums()[name] for name, array in arrays.items()}
 
 
 def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) -> None:

@@ -125,8 +125,7 @@ class Copies(NDArrayOperatorsMixin):
     @property
     def spec(self) -> PartitionSpec:
         """The spec of the array, whole along tp."""
-        leading = leading_axes(self.array.shape, context=self.context)
-        return activation_spec(Replicate(), self.array.ndim, leading)
+        return activation_spec(Replicate(), self.array.ndim, leading_axes(self.array.shape, context=self.context))
 
     def __jax_array__(self) -> Array:
         return constrain(self.array, self.spec)
@@ -167,12 +166,8 @@ def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | C
     whole, split = (activation_spec(one, x.ndim, leading) for one in (Replicate(), layout))
     if not isinstance(x, jax.core.Tracer):  # a concrete array may be on one device
         x = constrain(x, split)
-    gather = device_view(
-        lambda part: enter_parallel(part, dim)[None],
-        "make_copies",
-        in_specs=(split,),
-        out_specs=PartitionSpec(TP, *whole),
-    )
+    out = PartitionSpec(TP, *whole)
+    gather = device_view(lambda part: enter_parallel(part, dim)[None], "make_copies", in_specs=(split,), out_specs=out)
     return Copies(x, gather(x), context)
 
 

@@ -233,8 +233,7 @@ def _merge_abstract(graph: Any, state: nnx.State) -> nnx.Module:
         return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape).view(AbstractArray)
 
     leaves = jax.tree.map(abstract, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    model: nnx.Module = nnx.merge(graph, leaves, copy=True)
-    return model
+    return nnx.merge(graph, leaves, copy=True)
 
 
 def mark_arrays_as_data(model: nnx.Module) -> None:

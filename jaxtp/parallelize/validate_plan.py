@@ -52,14 +52,10 @@ def validate_plan(
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     signatures = {info.path: signature(info.module) for info in modules}
     stacks = {info.path: _stacked_dims(info.module, dims) for info in modules if (dims := signatures[info.path])}
-    context = [
-        path
-        for info, (_, style) in zip(modules, assigned, strict=True)
-        if isinstance(style, ContextParallel)
-        for path in info.paths
-    ]
+    styled = list(zip(modules, assigned, strict=True))
+    context = [path for info, (_, style) in styled if isinstance(style, ContextParallel) for path in info.paths]
     plans = []
-    for info, (pattern, style) in zip(modules, assigned, strict=True):
+    for info, (pattern, style) in styled:
         dims = signatures[info.path]
         stack = stacks[info.path] if info.path in stacks else _nearest_stacked_dims(info.path, stacks)
         is_in_context = any(is_inside(path, outer) for path in info.paths for outer in context)

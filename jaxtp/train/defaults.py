@@ -102,8 +102,7 @@ def resolve_defaults(
         defaults.choose_vocabulary()
     else:
         defaults.choose_folder(source.path)
-    needed = source.path is not None or COMPUTE not in explicit
-    resumed = newest_info(defaults.config.run.dir) if needed else None
+    resumed = newest_info(defaults.config.run.dir) if source.path is not None or COMPUTE not in explicit else None
     for name, value, reason in source.defaults(defaults.config, resumed):
         defaults.choose(name, value, reason)
     if source.path is not None and any(block.selection_bias for block in defaults.config.model.block_kinds()):

@@ -109,8 +109,7 @@ class MeanLoss:
     """Mean loss per token since the last record; `sums` continues a checkpoint's."""
 
     def __init__(self, sums: Sequence[float] = ()):
-        self.sums = list(sums) or [0.0, 0.0]
-        """Summed loss, and number of tokens."""
+        self.sums = list(sums) or [0.0, 0.0]  # summed loss, and number of tokens
 
     def add(self, loss: float, tokens: float) -> None:
         """Adds a step's mean loss over its tokens."""

@@ -81,9 +81,7 @@ def by_path(groups: Mapping[str, optax.GradientTransformation]) -> optax.Gradien
     """
 
     def labels(params: optax.Params) -> optax.Params:
-        paths = jax.tree_util.tree_map_with_path(
-            lambda path, _: jax.tree_util.keystr(path, simple=True, separator="."), params
-        )
+        paths = tree_map_with_path(lambda path, _: keystr(path, simple=True, separator="."), params)
         check_patterns("by_path", groups, jax.tree.leaves(paths))
         if rest := [path for path in jax.tree.leaves(paths) if first_match(groups, path) is None]:
             raise ConfigError(f"by_path: no pattern matches {', '.join(rest)}; end with the pattern '*'")

@@ -210,8 +210,7 @@ class RunSource(Pretrained):
         return max(peak / 10, min(peak, RATE)), reason
 
     def _sequence_length(self, config: TrainConfig) -> Default:
-        length = self.info["config"]["data"]["sequence_length"]
-        return "data.sequence_length", length, f"as {self.path} was trained"
+        return "data.sequence_length", self.info["config"]["data"]["sequence_length"], f"as {self.path} was trained"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,11 +81,8 @@ def learning_rate_change(config: TrainConfig, stored: Mapping[str, Any], updates
     was = validate(OptimizerConfig, values, source="the checkpoint")
     before = learning_rate(was, stored["train"]["steps"])
     now = learning_rate(config.optimizer, config.train.steps)
-    if (
-        config.optimizer.build is not None
-        or not updates
-        or math.isclose(before(updates), now(updates), rel_tol=1e-3, abs_tol=1e-12)
-    ):
+    equal = math.isclose(before(updates), now(updates), rel_tol=1e-3, abs_tol=1e-12)
+    if config.optimizer.build is not None or not updates or equal:
         return []
     return [
         f"learning rate: {float(before(updates - 1)):.4g} at the last step, {float(now(updates)):.4g} at the next; "

@@ -173,10 +173,7 @@ def check_collectives(mesh: Mesh) -> None:
         return {axis: along(axis, row[0]) for axis, row in rows.items()}
 
     with jax.set_mesh(mesh):
-        rows = {
-            axis: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-            for axis, array in numbers.items()
-        }
+        rows = {axis: jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for axis, a in numbers.items()}
         results = jax.block_until_ready(jax.jit(device_view(body, "collectives", (each,), each))(rows))
     with raise_everywhere():
         for axis, moved in results.items():

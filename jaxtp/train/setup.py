@@ -67,8 +67,7 @@ class Run:
     @property
     def state(self) -> nnx.State:
         """The current state."""
-        state: nnx.State = jax.tree.unflatten(self.tree, self.leaves)
-        return state
+        return jax.tree.unflatten(self.tree, self.leaves)
 
     @state.setter
     def state(self, state: nnx.State) -> None:

@@ -105,7 +105,8 @@ class Optimizer(nnx.Module):
         updates, state = update(gradients, self.optax_state(), params, **extra)
         state = tree_map_with_path(_as_array, state)
         _require_same("the optimizer's update of", updates, params, jnp.shape)
-        _require_same("after an update the optimizer's state at", state, self.opt_state, _type)
+        what, kind = "after an update the optimizer's state at", lambda array: f"{array.dtype}{list(array.shape)}"
+        _require_same(what, state, self.opt_state, kind)
         return updates, state
 
     def _optax_arrays(self, arrays: dict[str, Variable], owners: dict[str, Variable]) -> Arrays:
@@ -173,10 +174,6 @@ def _name(path: KeyPath) -> str:
     return keystr(path, simple=True, separator=".")
 
 
-def _type(array: Any) -> str:
-    return f"{array.dtype}{list(array.shape)}"
-
-
 def _require_same(what: str, actual: object, expected: object, describe: Callable[[Any], object]) -> None:
     found, wanted = (
         {_name(path): describe(leaf) for path, leaf in tree_leaves_with_path(tree, is_leaf=_is_variable)}
@@ -189,11 +186,7 @@ def _require_same(what: str, actual: object, expected: object, describe: Callabl
 
 def _parameters(model: nnx.Module) -> dict[str, Variable]:
     # The variables themselves, not copies.
-    return {
-        ".".join(map(str, path)): variable
-        for path, variable in nnx.iter_graph(model)
-        if isinstance(variable, nnx.Param)
-    }
+    return {".".join(map(str, path)): value for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Param)}
 
 
 def _parameter_at(path: KeyPath, params: dict[str, Variable]) -> Variable | None:

@@ -25,7 +25,6 @@ from jaxtp.train.sharded_optimizer import Optimizer
 OPTIMIZER_SCOPE = "optimizer"  # Named scope of the update, which accounts for its collectives
 MakeModel = Callable[[nnx.Rngs], nnx.Module]  # Returns a model with random weights
 
-
 STORED = nnx.All(nnx.Variable, nnx.Not(nnx.RngState))
 """Filter of the variables that are the state of a run."""
 
@@ -89,8 +88,7 @@ class Blueprint:
 
     def merge(self, state: nnx.State, key: Array | None = None) -> TrainState:
         """Returns a copy of the modules with these arrays; `key` seeds the model's random keys."""
-        merged: TrainState = nnx.merge(self.graph, state, rng_state(self.rngs, key), self.constants, copy=True)
-        return merged
+        return nnx.merge(self.graph, state, rng_state(self.rngs, key), self.constants, copy=True)
 
     def create(self, seed: int, weights: nnx.State | None = None) -> nnx.State:
         """Returns the initial state, sharded, with equal values on every mesh.
@@ -101,15 +99,13 @@ class Blueprint:
         """
 
         def init(weights: nnx.State) -> nnx.State:
-            made = TrainState(self.config, self.optimizer, seed, self.make_model)
-            state = nnx.state(made, STORED)
+            state = nnx.state(TrainState(self.config, self.optimizer, seed, self.make_model), STORED)
             state["model"] = nnx.merge_state(state["model"], weights)
             return state
 
         with jax.set_mesh(self.mesh):
             weights = nnx.State({}) if weights is None else weights
-            state: nnx.State = jax.jit(init, out_shardings=self.shardings, donate_argnums=0)(weights)
-        return state
+            return jax.jit(init, out_shardings=self.shardings, donate_argnums=0)(weights)
 
     def stored(self, state: nnx.State) -> nnx.State:
         """Returns the saved part of a state: all but weights frozen under adapters."""
@@ -120,8 +116,7 @@ class Blueprint:
     @property
     def sharded(self) -> nnx.State:
         """`abstract` with shardings, to compile a step before a state exists."""
-        state: nnx.State = jax.tree.map(lambda a, s: a.update(sharding=s), self.abstract, self.shardings)
-        return state
+        return jax.tree.map(lambda a, s: a.update(sharding=s), self.abstract, self.shardings)
 
 
 def plan_state(
@@ -162,16 +157,14 @@ def _values(
 ) -> nnx.State:
     # Of an abstract mesh only shapes matter.
     if not isinstance(mesh, Mesh):
-        zeros: nnx.State = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), constants)
-        return zeros
+        return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), constants)
 
     def create() -> nnx.State:
         made = TrainState(config, optimizer, 0, make_model)
-        found: nnx.State = nnx.split(made, nnx.RngState, STORED, ...)[3]  # type: ignore[misc]
-        return found
+        return nnx.split(made, nnx.RngState, STORED, ...)[3]  # type: ignore[misc]
 
     with jax.set_mesh(mesh):
-        values: nnx.State = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+        values = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec()))()
     return jax.tree.map(np.asarray, values)  # constants of programs
 
 

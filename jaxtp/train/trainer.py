@@ -164,7 +164,7 @@ class Trainer:
             if error is None:
                 with self._reporting():
                     if not self.done and self._run.step >= self._first:  # the loop was left early
-                        self._save_and_wait()
+                        self.save()
             else:
                 self._report_failure(error)
                 self._exit_stack.__exit__(kind, error, trace)
@@ -245,7 +245,8 @@ class Trainer:
 
     def save(self) -> Path:
         """Saves a checkpoint of the current step, if there is none; returns its folder, complete."""
-        self._save_and_wait()
+        self._save()
+        self._run.checkpoints.wait()
         return self._run.checkpoints.folder / str(self._run.step)
 
     def _train(self) -> Iterator[Step]:
@@ -306,14 +307,13 @@ class Trainer:
             if run.step < total:
                 self._between_steps()
                 if (reason := self._stopping.reason) is not None:
-                    self._save_and_wait()
+                    self.save()
                     by_signal = reason != self._stop_reason
                     how = f"by {reason} at step {run.step}" if by_signal else f"at step {run.step}: {reason};"
                     then = "; the same command resumes it" if by_signal else ""
                     self._report.line(f"stopped {how} and saved{then}")
                     return
-        self._save_and_wait()
-        saved = run.checkpoints.folder / str(run.step)
+        saved = self.save()
         pairs = run.data.tokens is not None and run.data.tokens.corpus.has_pairs
         for line in next_steps(self.config, saved, decoder=run.blueprint.is_decoder, pairs=pairs):
             self._report.line(line)
@@ -325,12 +325,8 @@ class Trainer:
         except BatchError as error:
             # No step is lost to bad data. Processes may fail at different steps, unless the data ends for all.
             if self._run.step >= self._first and (isinstance(error, EndOfDataError) or not is_multiprocess()):
-                self._save_and_wait()
+                self.save()
             raise
-
-    def _save_and_wait(self) -> None:
-        self._save()
-        self._run.checkpoints.wait()
 
     def _enter_phase(self, name: str) -> None:
         self._watchdog.feed()
@@ -470,11 +466,16 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Returns `eval_loss` and further metrics of the current parameters, on the validation batches."""
         self._finish_step()
-        return self._evaluation()
+        run = self._run
+        with self._phase(f"the evaluation at step {run.step}", "evaluate"):
+            batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
+            results = [run.eval_step(run.state, batch, number) for number, batch in enumerate(batches)]
+            results = jax.device_get(results)  # all at once
+        return evaluation_metrics(results, own_loss=run.task.loss is not None) if results else {}
 
     def _evaluate(self, *, log: bool = True) -> None:
         run = self._run
-        if not (values := self._evaluation()):
+        if not (values := self.evaluate()):
             return
         if self._last[0] == run.step:
             self._last = run.step, self._last[1] | values
@@ -487,14 +488,6 @@ class Trainer:
         else:
             described = ", ".join([f"{loss:.4f}", *(f"{name} {value:.4g}" for name, value in rest.items())])
         self._report.line(f"step {run.step}: validation loss {described}")
-
-    def _evaluation(self) -> dict[str, float]:
-        run = self._run
-        with self._phase(f"the evaluation at step {run.step}", "evaluate"):
-            batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
-            results = [run.eval_step(run.state, batch, number) for number, batch in enumerate(batches)]
-            results = jax.device_get(results)  # all at once
-        return evaluation_metrics(results, own_loss=run.task.loss is not None) if results else {}
 
     def _save(self) -> None:
         self._finish_step()

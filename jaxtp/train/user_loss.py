@@ -30,18 +30,10 @@ STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of `nnx.BatchNorm`."""
 
 RESERVED = {
-    "step",
-    "loss",
-    "eval_loss",
-    "learning_rate",
-    "grad_norm",
-    "param_norm",
-    "skipped",
-    "loss_tokens",
-    "loss_weight",
+    *("step", "loss", "eval_loss", "learning_rate", "grad_norm"),
+    *("param_norm", "skipped", "loss_tokens", "loss_weight"),
 }
 _FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
-
 
 _TOP = "jaxtp score --top-k 64 makes it, and data.scores FOLDER reads it"
 _ORIGINS = {
@@ -56,8 +48,7 @@ _ORIGINS = {
 
 def attribute(loss: Loss | None, name: str, default: T) -> T:
     """Returns an optional attribute of a loss, such as `columns`, also if `train.loss_arguments` complete it."""
-    found: T = getattr(getattr(loss, "func", loss), name, default)  # `func` is a partial's
-    return found
+    return getattr(getattr(loss, "func", loss), name, default)  # `func` is a partial's
 
 
 def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
@@ -126,8 +117,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     if missing := [name for name in columns if name not in batch]:
         how = _ORIGINS.get(missing[0], "bring batches that have it (--data.batches)")
         raise ConfigError(f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}")
-    rows = next(iter(batch.values())).shape[0]
-    weights = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
     graph, params, rngs, others, constants = nnx.split(model, nnx.Param, nnx.RngState, STATEFUL, ...)  # type: ignore[misc]
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
@@ -159,12 +149,8 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     except Exception as error:
         shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
         raise user_code_error(f"the loss, on a batch of {shapes},", error) from error
-    names = [
-        ".".join(map(str, path))
-        for state in (others, params)
-        for path, variable in nnx.to_flat_state(state)
-        for _ in jax.tree.leaves(variable)
-    ]
+    variables = [*nnx.to_flat_state(others), *nnx.to_flat_state(params)]
+    names = [".".join(map(str, path)) for path, variable in variables for _ in jax.tree.leaves(variable)]
     producers = _producers(jaxpr)
     before = jaxpr.invars[len(jaxpr.invars) - num_state :]
     after = [_origin(var, producers) for var in jaxpr.outvars[len(jaxpr.outvars) - num_state :]]

@@ -14,19 +14,7 @@ from jaxtp.layers import remat
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import KernelName, Use, architecture_of, matmul_problem, pick_kernel, unsupported
 from jaxtp.layers.sequence_parallel import LocalShape
-from jaxtp.mesh import (
-    AXES,
-    BATCH,
-    CONTEXT,
-    CP,
-    SEQUENCE,
-    TP,
-    batch_parts,
-    check_sizes,
-    describe_mesh,
-    mesh_sizes,
-    parts,
-)
+from jaxtp.mesh import AXES, BATCH, CONTEXT, SEQUENCE, TP, batch_parts, check_sizes, describe_mesh, mesh_sizes, parts
 from jaxtp.models.config import BlockConfig, ModelConfig, model_problems, padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig
 
@@ -197,7 +185,7 @@ def context_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[P
     length, axes = config.data.sequence_length, SEQUENCE if config.model.sequence_parallel else CONTEXT
     among = dict.fromkeys(mesh_settings(axes), length)
     undivided = [*not_divisible("data.sequence_length", length, mesh_product(axes, mesh), parts(mesh, axes), among)]
-    kinds = config.model.block_kinds() if mesh[CP] > 1 and not undivided else ()
+    kinds = config.model.block_kinds() if parts(mesh, CONTEXT) > 1 and not undivided else ()
     found = {problem.text: problem for block in kinds for problem in block.context_problems(share_of(config, mesh))}
     yield from (*undivided, *found.values())
 

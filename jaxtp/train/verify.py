@@ -281,11 +281,8 @@ def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFinite
 
 
 def _save_state_and_batch(run: Run, step: int, batch: Batch, info: dict[str, object]) -> None:
-    rows = {
-        f"{name}_{shard.index[0].start or 0}": np.asarray(shard.data)
-        for name, array in batch.items()
-        for shard in array.addressable_shards
-    }
+    shards = [(name, shard) for name, array in batch.items() for shard in array.addressable_shards]
+    rows = {f"{name}_{shard.index[0].start or 0}": np.asarray(shard.data) for name, shard in shards}
     with replacing(run.config.run.dir / NON_FINITE) as new:
         checkpoints = Checkpoints(new)
         checkpoints.save(step, run.blueprint.stored(run.state), run.blueprint.mesh, info)

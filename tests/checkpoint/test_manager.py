@@ -11,7 +11,7 @@ from flips import with_flip
 from support import by_name, compilations, sweep
 
 import jaxtp
-from jaxtp.checkpoint.checksum import NonFiniteError, Sums, UnequalCopiesError, checksums
+from jaxtp.checkpoint.checksum import NonFiniteError, Sums, UnequalCopiesError
 from jaxtp.checkpoint.io_errors import UnwritableError
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, replace_arrays, to_logical
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints, load_weights, restore_newest
@@ -405,28 +405,28 @@ def test_if_all_are_damaged_nothing_is_touched(tmp_path):
 
 def test_checksums_do_not_depend_on_the_mesh_and_see_every_bit():
     values = np.arange(48, dtype=np.float32).reshape(4, 12)
-    plain = checksums({"a": jax.numpy.asarray(values)})
+    plain = Sums({"a": jax.numpy.asarray(values)}).checksums()
     for mesh in ((1, 1, 4), (2, 2, 1)):
         sharding = jax.sharding.NamedSharding(jaxtp.make_mesh(*mesh), jax.sharding.PartitionSpec(("dp", "fsdp"), "tp"))
-        assert checksums({"a": jax.device_put(values, sharding)}) == plain
+        assert Sums({"a": jax.device_put(values, sharding)}).checksums() == plain
     seen = {plain["a"]}
     for bit in range(32):
         turned = values.view(np.uint32).copy()
         turned[1, 2] ^= np.uint32(1 << bit)
-        seen.add(checksums({"a": jax.numpy.asarray(turned.view(np.float32))})["a"])
+        seen.add(Sums({"a": jax.numpy.asarray(turned.view(np.float32))}).checksums()["a"])
     assert len(seen) == 33
-    assert checksums({"a": jax.numpy.asarray(values[::-1])}) != plain, "order counts"
+    assert Sums({"a": jax.numpy.asarray(values[::-1])}).checksums() != plain, "order counts"
     for dtype in (jax.numpy.bfloat16, np.int32, np.uint32, np.bool_, np.int8):
-        assert len(checksums({"a": jax.numpy.ones(3, dtype)})["a"]) == 16
+        assert len(Sums({"a": jax.numpy.ones(3, dtype)}).checksums()["a"]) == 16
 
 
 def test_sums_of_many_arrays_are_those_of_each(monkeypatch):
     """Programs sum groups of equal arrays, and give the order of the names."""
     monkeypatch.setattr("jaxtp.checkpoint.checksum._GROUP", 2)
     many = {f"{i}": jax.numpy.full((i % 2 + 1, 3), i, np.float32) for i in range(6)}
-    together = checksums(many)
+    together = Sums(many).checksums()
     assert list(together) == list(many)
-    assert together == {name: checksums({name: array})[name] for name, array in many.items()}
+    assert together == {name: Sums({name: array}).checksums()[name] for name, array in many.items()}
     assert len({*together.values()}) == len(many)
 
 

@@ -40,10 +40,8 @@ class Entry(NamedTuple):
 class Batch:
     """Documents in input order, and the problems between them."""
 
-    position: Position
-    """The position after the batch."""
-    done: int = 0
-    """Approximate bytes of the inputs that have been read."""
+    position: Position  # after the batch
+    done: int = 0  # approximate bytes of the inputs that have been read
     entries: list[Entry] = field(default_factory=list)
     problems: list[BadInputError] = field(default_factory=list)
 

@@ -66,8 +66,7 @@ class Turn(NamedTuple):
     """A document of the dataset."""
 
     prompt: str | None
-    text: str
-    """The document without its prompt."""
+    text: str  # the document without its prompt
     is_rendered: bool = False
     """Whether a chat template wrote it, with marked special tokens (see `chat_template.py`)."""
 
@@ -76,8 +75,7 @@ class Position(NamedTuple):
     """A position in the inputs; everything before has been read."""
 
     source: int
-    item: int
-    """Number of items of that source that have been read."""
+    item: int  # number of items of that source that have been read
 
 
 class Event(NamedTuple):
@@ -103,8 +101,7 @@ class Fields:
     optional: tuple[str, ...] = ()
     turns: Callable[[Row], tuple[Turn, ...]] | None = None
     """Converts a row of a conversation or a pair; raises `ChatError` or `BadInputError`."""
-    required: tuple[str, ...] = ()
-    """Columns that pairs have after `text`."""
+    required: tuple[str, ...] = ()  # columns that pairs have after `text`
 
     @property
     def names(self) -> list[str]:
@@ -127,15 +124,11 @@ class Source:
 
     path: str
     size: int
-    modified: int
-    """Nanoseconds."""
+    modified: int  # nanoseconds
     format: str
-    max_document: int
-    """Maximum bytes of a document or of a line of JSONL."""
-    max_window: int
-    """Maximum bytes of memory for unpacking a zstd file."""
-    in_folder: bool = False
-    """Whether a folder contains it, rather than the command line."""
+    max_document: int  # maximum bytes of a document or of a line of JSONL
+    max_window: int  # maximum bytes of memory for unpacking a zstd file
+    in_folder: bool = False  # whether a folder contains it, rather than the command line
     table: "datasets.Dataset | None" = None
 
 

@@ -18,16 +18,7 @@ from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, open
 from jaxtp.data.prepare.preference import PairsOfConversations
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError, Turn
-from jaxtp.data.prepare.session import (
-    SEEN,
-    Job,
-    SplitWriter,
-    State,
-    begin,
-    clear_leftovers,
-    drop_unknown,
-    truncate_file,
-)
+from jaxtp.data.prepare.session import SEEN, Job, SplitWriter, State, begin, drop_leftovers, drop_unknown, truncate_file
 from jaxtp.data.prepare.sources import find_sources, with_layout
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
@@ -102,12 +93,8 @@ class _Preparation:
         except PrepareError as error:  # keeps everything before the bad input
             self._save()
             done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
-            # the first rows of a file in progress are written and must not change
-            fix = (
-                "a corrected file needs --overwrite"
-                if self._state.position.item
-                else "or correct the input and repeat it"
-            )
+            is_begun = self._state.position.item > 0  # the first rows of its file are written and must not change
+            fix = "a corrected file needs --overwrite" if is_begun else "or correct the input and repeat it"
             raise PrepareError(
                 f"{error}\n{done:,} documents before it are done; the same command with --on-error skip leaves out "
                 f"what cannot be read and does the rest; {fix}"
@@ -204,7 +191,7 @@ class _Preparation:
             self._config.preference,
         )
         write_atomically(self._job.out / MANIFEST, manifest.to_json().encode())
-        clear_leftovers(self._job.out)
+        drop_leftovers(self._job.out)
         print("\n".join(self._summary(manifest)), flush=True)
 
     def _summary(self, manifest: Manifest) -> Iterator[str]:

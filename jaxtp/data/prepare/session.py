@@ -79,8 +79,7 @@ class Job:
     out: Path
     config: PrepareConfig
     sources: list[Source]
-    tokenizer: Tokenizer | None
-    """None if the command trains it."""
+    tokenizer: Tokenizer | None  # None if the command trains it
     conversations: Conversations | None
 
     @property
@@ -96,15 +95,12 @@ class State:
     """Content of the journal."""
 
     arguments: Mapping[str, object]
-    tokenizer: TokenizerInfo | None = None
-    """None until it is opened or trained."""
+    tokenizer: TokenizerInfo | None = None  # None until it is opened or trained
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """From `batches.threshold`; None if an older version, whose threshold is `held_out`, started the dataset."""
     position: Position = Position(0, 0)
-    seen: Annotated[int, Field(ge=0)] = 0
-    """Number of valid hashes in the file `SEEN`."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Number of items that were left out, by reason."""
+    seen: Annotated[int, Field(ge=0)] = 0  # number of valid hashes in the file `SEEN`
+    skipped: dict[str, int] = field(default_factory=dict)  # number of items that were left out, by reason
     splits: dict[str, Progress] = field(default_factory=lambda: {name: Progress() for name in SPLITS})
 
     def skip(self, kind: str, count: int = 1) -> None:
@@ -144,7 +140,7 @@ def begin(job: Job) -> State | None:
         except DatasetError as error:
             raise PrepareError(f"{error}; --overwrite starts over") from None
         _refuse(out, "a dataset", _changed(manifest, job, settings, None))
-        clear_leftovers(out)
+        drop_leftovers(out)
         return None
     state = _load(out)
     if state is None:
@@ -165,7 +161,7 @@ def begin(job: Job) -> State | None:
     return state
 
 
-def clear_leftovers(out: Path) -> None:
+def drop_leftovers(out: Path) -> None:
     """Deletes files that a finished dataset does not need."""
     for path in (*out.glob(f"*{PARTIAL}"), out / SEEN, out / JOURNAL):
         path.unlink(missing_ok=True)
