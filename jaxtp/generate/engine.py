@@ -273,7 +273,7 @@ class Generator:
     def _prepare(self, requests: Sequence[Request], settings: GenerationSettings, keep: bool) -> tuple[Programs, Cache]:
         """Reuses a KV cache with as many rows and enough slots; slots are powers of two, to compile few programs."""
         parts = self._batch_parts
-        # For a single row XLA of GPUs writes each kernel multiplied by it, and sums later: 1.5 times as slow on an H200.
+        # On GPUs XLA writes each kernel times a single row, and sums later: 1.5 times as slow on an H200.
         rows = max(math.ceil(min(self._batch_size, len(requests)) / parts), 1 + (current_platform() != "cpu")) * parts
         longest = max(request.num_prompt for request in requests) + settings.max_tokens
         longest = min(max(longest, CHAT_SLOTS if keep else MIN_SLOTS), self.limits.context or sys.maxsize)
