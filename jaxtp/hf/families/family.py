@@ -124,8 +124,9 @@ EXPERTS_TP_PLAN = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise", "layer
 SHARED_TP_PLAN = {
     module.replace(".mlp.", ".mlp.shared_experts."): style for module, style in TP_PLAN.items() if ".mlp." in module
 }
-GATHERED_TP_PLAN = {f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"} | {
-    "layers.*.self_attn.o_proj": "rowwise_split_input"
+GATHERED_TP_PLAN = {
+    **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
+    "layers.*.self_attn.o_proj": "rowwise_split_input",
 }
 """transformers gathers q and k to normalize them over all heads; jaxtp sums the squares over tp."""
 REPLICATED = dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
