@@ -66,9 +66,7 @@ class Holding:
         """The declared spec, in words."""
         if self.declared is None:
             return "no spec declared"
-        if self.unintended:
-            return f"{self.declared}, which the compiler did not keep"
-        return str(self.declared)
+        return f"{self.declared}, which the compiler did not keep" if self.unintended else str(self.declared)
 
     def matrices(self) -> set[tuple[int, ...]]:
         """Returns the shapes in which it may be sent: each dim whole or sharded; also one stacked layer."""

@@ -215,8 +215,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         batched, source = any(info.batched for info in facts), _broadcast_source(equation, facts)
         columns, summed = _union(facts), _union(facts, "summed")
         dims = self.pass_operation(equation, facts, columns, times) if columns else [None] * len(equation.outvars)
-        whole = all(dim is None for dim in dims)
-        summed |= columns if whole and self.reduces(equation) else frozenset()
+        summed |= columns if all(dim is None for dim in dims) and self.reduces(equation) else frozenset()
         return [
             ArrayInfo(
                 dim, frozenset() if dim is None else columns, has_grad and _is_float(v.aval), batched, summed, source

@@ -236,9 +236,7 @@ def find(name: str) -> Hardware:
     Raises:
       ConfigError: unknown name; suggests the nearest.
     """
-    if name.endswith((".yaml", ".yml")):
-        return read(Path(name))
-    return _of_table(name, ", or a YAML file of yours")
+    return read(Path(name)) if name.endswith((".yaml", ".yml")) else _of_table(name, ", or a YAML file of yours")
 
 
 def _of_table(name: str, besides: str = "") -> Hardware:

@@ -229,8 +229,7 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
         for call in calls if several else calls[:1]:  # two calls of a layer on one array reduce its gradient once
             draft.bytes[call.path] = draft.bytes.get(call.path, 0) + draft.dataflow.input_bytes([call])
     for path, names in arguments.items():
-        whole = PrepareOutput(Replicate(), Replicate())
-        draft.styles[path] = whole if names == {_RESULT} else replicate_input(names)
+        draft.styles[path] = PrepareOutput(Replicate(), Replicate()) if names == {_RESULT} else replicate_input(names)
 
 
 def _sharing_module(draft: PlanDraft, calls: list[LayerCall], arguments: dict[str, set[str]]) -> tuple[str, str] | None:
@@ -344,6 +343,5 @@ def _names(draft: PlanDraft, paths: Iterable[str]) -> str:
 
 
 def _matrices(module: nnx.Module) -> str:
-    params = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
-    large = {name: value.shape for name, value in params.items() if len(value.shape) > 1}
-    return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in large.items())
+    params = {name: value.shape for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in params.items() if len(shape) > 1)

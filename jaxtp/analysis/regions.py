@@ -112,8 +112,7 @@ def _region(traced: TracedModel, dataflow: Dataflow, columns: Columns) -> Region
     sent = inner + dataflow.input_bytes(column_calls) + dataflow.output_bytes(row_calls)
     one_by_one = dataflow.input_bytes(column_calls + row_calls) + dataflow.output_bytes(column_calls + row_calls) / 2
     reaches_output = bool(outputs) or not columns.isdisjoint(dataflow.summed)
-    saved = _saved(traced, dataflow, columns | rows)
-    return Region(columns, rows, reaches_output, inner, sent, one_by_one, saved)
+    return Region(columns, rows, reaches_output, inner, sent, one_by_one, _saved(traced, dataflow, columns | rows))
 
 
 def _layers_to_exclude(regions: Iterable[Region], dataflow: Dataflow) -> Iterator[tuple[str, str]]:

@@ -163,8 +163,7 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     """Yields the costs of branches, norms, residual sums and saved input."""
     residual = work.between(block.config.sequence_parallel) * block.config.d_model
     size, last = residual * itemsize(block.config.precision.compute), block.names[-1]
-    inputs = 1 if block.parallel else len(block.names)
-    yield Bytes("saved", size * {"none": inputs, "offload": 0}.get(work.remat, 1))
+    yield Bytes("saved", size * {"none": 1 if block.parallel else len(block.names), "offload": 0}.get(work.remat, 1))
     if joined := [name for name, branch, *_ in block.branches() if branch.joined]:
         hidden = work.tokens * block.config.d_model * itemsize(block.config.precision.compute)
         split, again = work.is_split(block.config.sequence_parallel), work.remat in REGATHER_POLICIES

@@ -131,8 +131,7 @@ def model_config(attributes: Attributes, source: str, ignore_config: Collection[
     with prefix_errors(source):
         if problems := list(_problems(text, family, ignore_config)):
             raise HFError(join_problems(problems))
-        fields = _fields(text, family)
-        return configuration.validate(ModelConfig, fields, source=f"{source} describes an invalid model")
+        return configuration.validate(ModelConfig, _fields(text, family), source=f"{source} describes an invalid model")
 
 
 def open_whole(path: Path, config: ModelConfig) -> Whole:
@@ -205,9 +204,7 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
     if name is not None and name in WRAPPERS:
         texts = {text: FAMILIES[text] for text in WRAPPERS[name].text_types}
         return replace(_first_that_fits(config, texts), wrapper=WRAPPERS[name])
-    if name is not None:
-        return family_of({"model_type": name}, "--family")
-    return _first_that_fits(config, FAMILIES)
+    return family_of({"model_type": name}, "--family") if name is not None else _first_that_fits(config, FAMILIES)
 
 
 def _first_that_fits(config: ModelConfig, families: Mapping[str, Family]) -> Family:

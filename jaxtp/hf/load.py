@@ -59,8 +59,7 @@ def load_hf(
     """
     folder = open_folder(Path(path))
     config = import_config(folder, precision, overrides, ignore_config)
-    mesh = None if current_mesh() is None else jax.sharding.get_mesh()
-    return load_folder(folder, config, mesh, progress)
+    return load_folder(folder, config, None if current_mesh() is None else jax.sharding.get_mesh(), progress)
 
 
 def import_config(
@@ -68,8 +67,7 @@ def import_config(
 ) -> ModelConfig:
     """Returns a folder's model configuration; raises as `load_hf`."""
     config = model_config(folder.attributes, str(folder.path / CONFIG), ignore_config)
-    unknown = [name for name in overrides if not hasattr(config, name)]
-    if unknown:
+    if unknown := [name for name in overrides if not hasattr(config, name)]:
         close = difflib.get_close_matches(unknown[0], vars(config), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise HFError(f"{', '.join(unknown)}: no field of ModelConfig{hint}")
@@ -178,11 +176,7 @@ def _sharding(mesh: Mesh | None, declared: PartitionSpec) -> Sharding:
     return SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, declared)
 
 
-@partial(jax.jit, donate_argnums=0)
-def _with_layer(stacked: Array, layer: Array, index: Array) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
-
-
+_with_layer = jax.jit(partial(jax.lax.dynamic_update_index_in_dim, axis=0), donate_argnums=0)
 _Bounds = tuple[tuple[int, int], ...]  # Start and end in each dim
 
 
@@ -241,8 +235,7 @@ class _Buffers:
             if columns is None:
                 _copy(block[low - start : high - start], source)
             elif output_dim:
-                places = columns - others[output_dim - 1][0]
-                _copy(block[low - start : high - start], source.take(places, output_dim))
+                _copy(block[low - start : high - start], source.take(columns - others[output_dim - 1][0], output_dim))
             else:
                 inside = np.flatnonzero((low <= columns) & (columns < high))
                 for run in np.split(inside, np.flatnonzero(np.diff(inside) != 1) + 1):

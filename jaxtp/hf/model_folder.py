@@ -144,8 +144,7 @@ def _read_indexed(path: Path, weight_map: object) -> dict[str, StoredTensor]:
             if weight_map.get(tensor) != name:
                 raise HFError(f"{path / name}: holds {truncate(tensor)}, which {INDEX} does not list there")
         tensors |= header
-    missing = [tensor for tensor in weight_map if tensor not in tensors]
-    if missing:
+    if missing := [tensor for tensor in weight_map if tensor not in tensors]:
         file, name = weight_map[missing[0]], truncate(missing[0])
         raise HFError(f"{path / file}: lacks {name}, which {INDEX} lists there ({len(missing)} missing)")
     return tensors

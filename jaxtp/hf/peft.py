@@ -216,9 +216,7 @@ def _on_host(function: Callable[..., Array], *arrays: Array) -> NDArray[np.bool_
 
 def _peft_config(config: ModelConfig, adapted: _Modules, *, are_short: bool, diagonal: bool) -> dict[str, object]:
     lora = config.lora
-    modules: list[str] = []
-    parameters: list[str] = []
-    counts: dict[str, int] = {}
+    modules, parameters, counts = list[str](), list[str](), dict[str, int]()
     # In a model with experts, PEFT takes other modules of these names for experts, from version 0.19 on.
     names = {name: name.removesuffix(".weight").rpartition(".")[2] for name in adapted}
     mixed = {
@@ -292,8 +290,7 @@ def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) ->
 def with_peft(model: Decoder, folder: PeftFolder, mesh: Mesh | None) -> Decoder:
     """Returns a copy of a model with an open folder's adapters; see `load_peft`."""
     graph, abstract = abstract_decoder(replace(model.config, lora=folder.lora))
-    state = nnx.merge_state(freeze_state(nnx.state(model)), read_peft(folder, abstract, mesh))
-    return nnx.merge(graph, state)
+    return nnx.merge(graph, nnx.merge_state(freeze_state(nnx.state(model)), read_peft(folder, abstract, mesh)))
 
 
 def read_peft(folder: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx.State:
@@ -510,8 +507,7 @@ def _is_block_diagonal(b: StoredTensor, parts: Sequence[TensorPart]) -> bool:
 def _nonzero_parts(a: StoredTensor, parts: Sequence[TensorPart]) -> Sequence[TensorPart]:
     """Returns the parts whose ranks of A are not zero, or all if none are; reads the tensor."""
     blocks = a.read().reshape(parts[0].shape[0] if _is_stacked(parts[0]) else 1, len(parts), -1)
-    is_used = (blocks != 0).any(axis=(0, 2))
-    return [part for part, used in zip(parts, is_used, strict=True) if used] or parts
+    return [part for part, used in zip(parts, (blocks != 0).any(axis=(0, 2)), strict=True) if used] or parts
 
 
 def _names(name: str, attributes: Attributes) -> set[str]:

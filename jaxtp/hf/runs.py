@@ -66,8 +66,7 @@ def load_merged(
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config)
     if _has_adapters(info):
-        merged = merge_adapters(load_adapted(checkpoint, info, mesh, base), dtype=config.precision.param)
-        weights = nnx.state(merged)
+        weights = nnx.state(merge_adapters(load_adapted(checkpoint, info, mesh, base), dtype=config.precision.param))
     else:
         weights, _ = load_weights(checkpoint, abstract, mesh)
     model: Decoder = nnx.merge(graph, weights)

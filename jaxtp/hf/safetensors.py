@@ -139,8 +139,7 @@ class MXFP4Tensor(ScaledTensor):
         """Yields rows as `ScaledTensor.blocks`."""
         for row, block in self.stored.blocks(first, last):
             _, scales = next(self.scale.blocks(row, row + len(block)))
-            pairs = _mxfp4_pairs()[scales[..., None], block]
-            yield row, pairs.view(DTYPES["BF16"]).reshape(-1, *self.shape[1:])
+            yield row, _mxfp4_pairs()[scales[..., None], block].view(DTYPES["BF16"]).reshape(-1, *self.shape[1:])
 
 
 @cache

@@ -320,8 +320,7 @@ def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
         if jax.process_index() == 0:
             print("no tokenizer is written: tokenizer_from (--tokenizer-from DIR) copies one", file=sys.stderr)
         return {}
-    files = read_files(Path(source), TOKENIZER_FILES)
-    if not files:
+    if not (files := read_files(Path(source), TOKENIZER_FILES)):
         raise HFError(f"{source}: no tokenizer files there: none of {', '.join(TOKENIZER_FILES)}")
     return files
 

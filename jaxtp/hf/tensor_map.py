@@ -273,8 +273,7 @@ def _is_ignored(name: str, family: Family) -> bool:
 
 def constants(family: Family, num_layers: int, dtype: DType) -> dict[str, Constant]:
     """Returns the tensors of an export that have one supported value."""
-    layers = range(num_layers)
-    values = {name.replace(LAYER, str(i)): value for name, value in family.constants.items() for i in layers}
+    values = {name.replace(LAYER, str(i)): value for name, value in family.constants.items() for i in range(num_layers)}
     return {name: Constant.of(name, value, dtype) for name, value in values.items()}
 
 

@@ -452,8 +452,7 @@ class CausalSelfAttention(Branch):
         heads, tp = self.config.heads, axis_size(TP)
         if heads.stored(tp) != heads.factors:
             kv_heads, group, _ = heads.factors
-            index = axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2])
-            kv_head, member = jnp.divmod(index, heads.stored(tp)[1])
+            kv_head, member = jnp.divmod(axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2]), heads.stored(tp)[1])
             y = jnp.where(((kv_head < kv_heads) & (member < group))[:, None], y, 0)
         y = y.reshape(*y.shape[:2], -1)
         return y * jax.nn.sigmoid(gate[0]) if gate else y

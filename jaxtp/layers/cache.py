@@ -71,8 +71,7 @@ class NewTokens:
         """Returns whether each row has packed tokens, and the sequence and index of its last one, `[R]` each."""
         assert self.rows is not None
         rows = self.rows.reshape(-1)
-        places = jnp.where(rows == jnp.arange(num_rows)[:, None], jnp.arange(rows.size), -1)
-        last = jnp.max(places, axis=1)
+        last = jnp.max(jnp.where(rows == jnp.arange(num_rows)[:, None], jnp.arange(rows.size), -1), axis=1)
         return last >= 0, *jnp.divmod(last, self.rows.shape[1])
 
     def before(self, cache: Array) -> Array:

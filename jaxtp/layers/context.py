@@ -108,8 +108,7 @@ class Sequences:
             m, u = jnp.split(chunk, [chunk.shape[-2]], axis=-1)
             return u + jnp.matmul(m, state, precision="highest"), state
 
-        empty = vary_like(jnp.zeros((rows.shape[0], *u.shape[1:]), u.dtype), every)
-        _, states = lax.scan(advance, empty, every)
+        _, states = lax.scan(advance, vary_like(jnp.zeros((rows.shape[0], *u.shape[1:]), u.dtype), every), every)
         own = jnp.take(states, self.local_positions(len(every)), axis=0, mode="clip")
         return jnp.moveaxis(own, 0, 1).reshape(u.shape)
 
@@ -184,8 +183,7 @@ def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | Non
     """Returns how many tokens before a chunk its tokens see; None if gathering all tokens sends no more."""
     if window is None:
         return None
-    sent = halo_tokens(length, cp, window - 1, zigzag=zigzag)
-    return window - 1 if sent < length // cp * (cp - 1) else None
+    return window - 1 if halo_tokens(length, cp, window - 1, zigzag=zigzag) < length // cp * (cp - 1) else None
 
 
 def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:

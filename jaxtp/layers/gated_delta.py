@@ -70,8 +70,7 @@ class GatedDeltaConfig(LatentAttentionConfig):
             yield from super().problems(sizes)
             return
         count = self.delta_value_heads
-        needed = {"delta_key_heads": count, "delta_key_dim": 128, "delta_value_dim": 128}
-        for name, works in needed.items():
+        for name, works in {"delta_key_heads": count, "delta_key_dim": 128, "delta_value_dim": 128}.items():
             if not getattr(self, name):
                 yield Problem(f"model.{name}=0, but model.delta_value_heads={count} needs it; {works} works")
         if self.delta_key_heads and count % self.delta_key_heads:
@@ -84,8 +83,7 @@ class GatedDeltaConfig(LatentAttentionConfig):
     @property
     def delta_heads(self) -> PaddedHeads:
         """The division of value heads over tp, with key heads as kv heads, which have the width."""
-        group = self.delta_value_heads // self.delta_key_heads
-        return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
+        return PaddedHeads((self.delta_key_heads, self.delta_value_heads // self.delta_key_heads, self.delta_key_dim))
 
     def describe_heads(self) -> str:
         """See `AttentionConfig`."""
@@ -171,8 +169,7 @@ class GatedDeltaNet(Branch):
         """Reads each document from its first token on."""
         segments_BT, projected = sequences.segments, self.in_proj(x_BTD)
         weights, specs = self._inner()
-        segments_spec = None if segments_BT is None else batch_spec(None)
-        in_specs = (specs, (token_spec(TP),) * len(projected), segments_spec)
+        in_specs = (specs, (token_spec(TP),) * len(projected), None if segments_BT is None else batch_spec(None))
         read = partial(self._read, replace(sequences, segments=None))
         return self.out(device_view(read, DELTA, in_specs, token_spec(TP))(weights, projected, segments_BT))
 
@@ -198,8 +195,7 @@ class GatedDeltaNet(Branch):
         starts = None if segments is None else positions == 0
         initial = None if axis_size(CP) == 1 else sequences.initial_states
         scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
-        read = Tokens(q, k, v, *self.strengths(weights, write, decay), starts)
-        y, _ = delta_rule(read, initial, scan=scan)
+        y, _ = delta_rule(Tokens(q, k, v, *self.strengths(weights, write, decay), starts), initial, scan=scan)
         return self.gated(weights, checkpoint_name(y, ATTENDED), gate)
 
     def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, ...]:
@@ -279,8 +275,7 @@ def _packed_rule(tokens: Tokens, state: Array, new: NewTokens, scan: Scan) -> tu
         states, written, _ = scan(*chunks)
         return states, written, (states, written)
 
-    initial = new.first(state) if new.continued else None
-    y, (states, written) = delta_rule(tokens, initial, scan=scan_and_keep)
+    y, (states, written) = delta_rule(tokens, new.first(state) if new.continued else None, scan=scan_and_keep)
     # A row's last state is the decayed state before its last chunk, and what its tokens in this chunk write.
     there, sequence, last = new.ends(len(state))
     index, offset = jnp.divmod(last, written.shape[3])
@@ -314,8 +309,7 @@ def _convolved_heads(widths: tuple[int, int], tokens: Array, positions: Array, *
     tokens32 = tokens.astype(jnp.float32)
     y = both[last] * tokens32[:, last:]
     for back in range(1, last + 1):
-        earlier = tokens32[:, last - back :][:, :length]
-        y += both[last - back] * jnp.where(positions[..., None] >= back, earlier, 0)
+        y += both[last - back] * jnp.where(positions[..., None] >= back, tokens32[:, last - back :][:, :length], 0)
     qkv = jnp.split(jax.nn.silu(y), np.cumsum([each.shape[1] for each in taps[:-1]]), axis=-1)
     q, k, v = (x.reshape(*x.shape[:2], -1, width) for x, width in zip(qkv, (widths[0], *widths), strict=True))
     return tuple(x.astype(tokens.dtype) for x in (_l2_normalised(q) * widths[0] ** -0.5, _l2_normalised(k), v))

@@ -22,8 +22,7 @@ from jaxtp.layers.parameter import DType, FrozenParam, PaddedDim, Variable, padd
 
 _Llama = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-_Delta = Literal["b_proj", "a_proj"]
-Target = Literal[_Llama, _Latent, _Delta]
+Target = Literal[_Llama, _Latent, "b_proj", "a_proj"]  # the last two are Gated DeltaNet's
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
 _Module = TypeVar("_Module", bound=nnx.Module)

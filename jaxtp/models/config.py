@@ -444,8 +444,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
         return
     for name in ("selection_bias", "shared_experts", "router_bias", "experts_bias") if not config.most_experts else ():
         if value := getattr(config, name):
-            text = f"model.{name}={str(value).lower()} needs experts; add --model.num-experts, or leave it out"
-            yield Problem(text)
+            yield Problem(f"model.{name}={str(value).lower()} needs experts; add --model.num-experts, or leave it out")
     if not any(block.delta_value_heads for block in config.block_kinds()):
         for name in ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"):
             if (value := getattr(config, name)) != getattr(GatedDeltaConfig, name):

@@ -209,8 +209,7 @@ class EmbeddingAndHead(nnx.Module):
         # A masked sum: indexing along T, which sequence parallelism splits, would gather all of x.
         is_there = at_BR[..., None] == jnp.arange(x_BTD.shape[1])
         found_BRD = jnp.sum(jnp.where(is_there[..., None], x_BTD[:, None], 0), axis=2)
-        rows_1D = constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
-        return self.logits_of_hidden(rows_1D)[:, 0]
+        return self.logits_of_hidden(constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None)))[:, 0]
 
     def projection(self, temperature: float = 1.0) -> Projection:
         """Returns what makes logits of hidden states, divided by a temperature."""
@@ -292,8 +291,8 @@ class Decoder(EmbeddingAndHead):
         `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100. `z_loss` is the weight of the squared
         log-normaliser; `dropout_keys` `[B]` turn dropout on; for the others see `__call__`.
         """
-        shared: dict[str, Any] = {"z_loss": z_loss, "dropout_keys": dropout_keys}
-        terms = self.loss_terms(ids_BT, labels_BT, self.sequences(ids_BT, segments_BT, context), **shared)[0]
+        sequences = self.sequences(ids_BT, segments_BT, context)
+        terms, _ = self.loss_terms(ids_BT, labels_BT, sequences, z_loss=z_loss, dropout_keys=dropout_keys)
         return terms.loss, terms.count
 
     def loss_terms(
@@ -392,8 +391,7 @@ def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.St
 
     Call it under the decoder's mesh, or without a mesh.
     """
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: create_decoder(config, rngs=nnx.Rngs(0))))
-    return graph, abstract
+    return nnx.split(nnx.eval_shape(lambda: create_decoder(config, rngs=nnx.Rngs(0))))
 
 
 def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
@@ -439,7 +437,6 @@ def _run_stack(
 
 
 def _create_blocks(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> DecoderBlock:
-
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def create(rngs: nnx.Rngs) -> DecoderBlock:

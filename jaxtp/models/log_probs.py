@@ -59,6 +59,5 @@ def top_log_probs(
     if not 1 <= k <= model.config.vocab_size:
         raise ConfigError(f"k={k}: the vocabulary has {model.config.vocab_size} ids, so k can be 1 to that")
     sequences = model.sequences(ids_BT, segments_BT)
-    x_BTD = model.hidden(ids_BT, sequences=sequences)
-    values, ids = vocab_parallel_top_k(x_BTD, model.projection(temperature), k)
+    values, ids = vocab_parallel_top_k(model.hidden(ids_BT, sequences=sequences), model.projection(temperature), k)
     return sequences.natural(values), sequences.natural(ids)

@@ -10,9 +10,7 @@ COHERE = base.Family(
     tensors=(
         *base.OUTER,
         base.Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
-        *base.PROJECTIONS,
-        *base.QKV_BIASES,
-        *base.OUT_BIAS,
+        *(base.PROJECTIONS + base.QKV_BIASES + base.OUT_BIAS),
         *(replace(tensor, by_head=True) for tensor in base.QK_NORMS),
     ),
     attributes=(

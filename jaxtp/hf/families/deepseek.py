@@ -66,8 +66,7 @@ _ROUTER_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_f
 
 
 def _limit(name: str, field: str) -> base.Attribute:
-    limited = ("topk_method", "group_limited_greedy")
-    return base.Attribute(name, (field,), int, only_if=limited, can_be_null=True, off=1)
+    return base.Attribute(name, (field,), int, only_if=("topk_method", "group_limited_greedy"), can_be_null=True, off=1)
 
 
 DEEPSEEK_V2 = base.Family(

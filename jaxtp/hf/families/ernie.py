@@ -4,12 +4,6 @@ from dataclasses import replace
 
 from jaxtp.hf.families import family as base
 
-_EXPERTS = "model.layers.{layer}.mlp."
-_SHARED_BIASES = tuple(
-    base.Tensor(f"blocks.mlp.shared.{ours}", f"{_EXPERTS}shared_experts.{theirs}_proj.bias")
-    for ours, theirs in (("gate_up.biases.0", "gate"), ("gate_up.biases.1", "up"), ("down.bias", "down"))
-)
-
 ERNIE4_5 = base.Family(
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
@@ -32,9 +26,10 @@ ERNIE4_5_MOE = base.Family(
         *ERNIE4_5.tensors,
         base.Tensor("head.bias", "lm_head.bias"),
         *base.EXPERTS,
-        replace(base.SELECTION_BIAS, theirs=f"{_EXPERTS}moe_statics.e_score_correction_bias", unit_dim=True),
-        *base.SHARED_EXPERTS,
-        *_SHARED_BIASES,
+        replace(
+            base.SELECTION_BIAS, theirs="model.layers.{layer}.mlp.moe_statics.e_score_correction_bias", unit_dim=True
+        ),
+        *base.with_biases(*base.SHARED_EXPERTS),
     ),
     attributes=(
         *base.sizes(1e-5, tied=True),

@@ -122,10 +122,13 @@ ATTENTION_TP_PLAN = {module: style for module, style in TP_PLAN.items() if ".mlp
 EXPERTS_TP_PLAN = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise", "layers.*.mlp.experts.down_proj": "rowwise"}
 """transformers also lists `layers.*.mlp.experts`, which splits no weight and sums the experts' outputs."""
 SHARED_TP_PLAN = {
-    "layers.*.mlp.shared_experts.gate_proj": "colwise",
-    "layers.*.mlp.shared_experts.up_proj": "colwise",
-    "layers.*.mlp.shared_experts.down_proj": "rowwise",
+    module.replace(".mlp.", ".mlp.shared_experts."): style for module, style in TP_PLAN.items() if ".mlp." in module
 }
+GATHERED_TP_PLAN = {
+    **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
+    "layers.*.self_attn.o_proj": "rowwise_split_input",
+}
+"""transformers gathers q and k to normalize them over all heads; jaxtp sums the squares over tp."""
 REPLICATED = dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
 """Plan of the query and key norms of each head."""
 
@@ -214,6 +217,20 @@ class Family:
         return self.layer_attributes | names | {"model_type", self.rope_theta_name}
 
 
+def biases(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns the biases of norms, given by their scales, and of kernels."""
+    names = [re.sub(r"kernel|scale", "bias", tensor.ours).replace("biass", "biases") for tensor in tensors]
+    return tuple(
+        replace(tensor, ours=name, theirs=tensor.theirs.removesuffix("weight") + "bias", transposed=False)
+        for tensor, name in zip(tensors, names, strict=True)
+    )
+
+
+def with_biases(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors of norms' scales and of kernels, and their biases."""
+    return tensors + biases(*tensors)
+
+
 OUTER = (
     Tensor("embedding.embedding", "model.embed_tokens.weight"),
     Tensor("norm.scale", "model.norm.weight"),
@@ -239,18 +256,8 @@ UP = (Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.up_proj.weight
 DOWN = (Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.down_proj.weight", transposed=True),)
 PROJECTIONS = QKV + OUT + GATE_UP + DOWN
 BODY = OUTER + NORMS + PROJECTIONS
-QKV_BIASES = (
-    Tensor("blocks.attention.qkv.biases.0", "model.layers.{layer}.self_attn.q_proj.bias"),
-    Tensor("blocks.attention.qkv.biases.1", "model.layers.{layer}.self_attn.k_proj.bias"),
-    Tensor("blocks.attention.qkv.biases.2", "model.layers.{layer}.self_attn.v_proj.bias"),
-)
-OUT_BIAS = (Tensor("blocks.attention.out.bias", "model.layers.{layer}.self_attn.o_proj.bias"),)
+QKV_BIASES, OUT_BIAS, MLP_BIASES = biases(*QKV), biases(*OUT), biases(*GATE_UP, *DOWN)
 ATTENTION = QKV + QKV_BIASES + OUT + OUT_BIAS
-MLP_BIASES = (
-    Tensor("blocks.mlp.gate_up.biases.0", "model.layers.{layer}.mlp.gate_proj.bias"),
-    Tensor("blocks.mlp.gate_up.biases.1", "model.layers.{layer}.mlp.up_proj.bias"),
-    Tensor("blocks.mlp.down.bias", "model.layers.{layer}.mlp.down_proj.bias"),
-)
 QK_NORMS = (
     Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.q_norm.weight"),
     Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.k_norm.weight"),
@@ -273,16 +280,6 @@ def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
 
 
 EXPERTS = (ROUTER, *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"), *STACKED_EXPERTS)
-
-
-def with_biases(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors of norms' scales and of kernels, each followed by its bias."""
-
-    def bias(tensor: Tensor) -> Tensor:
-        ours = re.sub(r"kernel|scale", "bias", tensor.ours).replace("biass", "biases")
-        return replace(tensor, ours=ours, theirs=tensor.theirs.removesuffix("weight") + "bias", transposed=False)
-
-    return tuple(chain.from_iterable((tensor, bias(tensor)) for tensor in tensors))
 
 
 ATTENTION_BIAS = Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, False)
@@ -325,6 +322,15 @@ def with_defaults(attributes: Collection[Attribute], **defaults: object) -> tupl
 def kv_heads(default: int | None = None) -> Attribute:
     """Returns num_key_value_heads; by default equal to num_attention_heads."""
     return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, default_from="num_heads")
+
+
+def some_experts(count: int, per_token: int, alias: str | None = "num_local_experts") -> tuple[Attribute, ...]:
+    """Returns the attributes of a router without groups, with their defaults."""
+    return (
+        Attribute("num_experts", ("num_experts",), int, count, alias=alias),
+        Attribute("num_experts_per_tok", ("experts_per_token",), int, per_token),
+        Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
+    )
 
 
 def grouped_experts(

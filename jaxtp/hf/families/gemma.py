@@ -33,9 +33,7 @@ GEMMA2 = base.Family(
         base.Tensor("blocks.attention_after_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
         base.Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.pre_feedforward_layernorm.weight"),
         base.Tensor("blocks.mlp_after_norm.scale", "model.layers.{layer}.post_feedforward_layernorm.weight"),
-        *base.PROJECTIONS,
-        *base.QKV_BIASES,
-        *base.OUT_BIAS,
+        *(base.PROJECTIONS + base.QKV_BIASES + base.OUT_BIAS),
     ),
     attributes=(
         *base.sizes(tied=True),

@@ -19,9 +19,7 @@ GLM4 = base.Family(
         # Before the MLP, unlike the norm of this name in Gemma.
         base.Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
         base.Tensor("blocks.mlp_after_norm.scale", "model.layers.{layer}.post_mlp_layernorm.weight"),
-        *base.QKV,
-        *base.QKV_BIASES,
-        *base.OUT,
+        *(base.QKV + base.QKV_BIASES + base.OUT),
         *(replace(tensor, theirs="model.layers.{layer}.mlp.gate_up_proj.weight") for tensor in base.GATE_UP),
         *base.DOWN,
     ),

@@ -7,29 +7,25 @@ from jaxtp.hf.families import family as base
 
 _LAYER = "transformer.h.{layer}."
 _NAMES = (
-    ("embedding.embedding", "transformer.wte.weight"),
-    ("positions.table", "transformer.wpe.weight"),
     ("blocks.attention_norm.scale", f"{_LAYER}ln_1.weight"),
-    ("blocks.attention_norm.bias", f"{_LAYER}ln_1.bias"),
     *((f"blocks.attention.qkv.kernels.{i}", f"{_LAYER}attn.c_attn.weight") for i in range(3)),
-    *((f"blocks.attention.qkv.biases.{i}", f"{_LAYER}attn.c_attn.bias") for i in range(3)),
     ("blocks.attention.out.kernel", f"{_LAYER}attn.c_proj.weight"),
-    ("blocks.attention.out.bias", f"{_LAYER}attn.c_proj.bias"),
     ("blocks.mlp_norm.scale", f"{_LAYER}ln_2.weight"),
-    ("blocks.mlp_norm.bias", f"{_LAYER}ln_2.bias"),
     ("blocks.mlp.up.kernels.0", f"{_LAYER}mlp.c_fc.weight"),
-    ("blocks.mlp.up.biases.0", f"{_LAYER}mlp.c_fc.bias"),
     ("blocks.mlp.down.kernel", f"{_LAYER}mlp.c_proj.weight"),
-    ("blocks.mlp.down.bias", f"{_LAYER}mlp.c_proj.bias"),
     ("norm.scale", "transformer.ln_f.weight"),
-    ("norm.bias", "transformer.ln_f.bias"),
-    ("head.kernel", "lm_head.weight"),
 )
+"""Tensors with biases."""
 
 GPT2 = base.Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    tensors=tuple(base.Tensor(ours, theirs) for ours, theirs in _NAMES),
+    tensors=(
+        base.Tensor("embedding.embedding", "transformer.wte.weight"),
+        base.Tensor("positions.table", "transformer.wpe.weight"),
+        base.Tensor("head.kernel", "lm_head.weight"),
+        *base.with_biases(*(base.Tensor(*names) for names in _NAMES)),
+    ),
     attributes=(
         base.Attribute("vocab_size", ("vocab_size",), int),
         base.Attribute("n_positions", ("learned_positions",), int, 1024, alias="max_position_embeddings"),

@@ -9,11 +9,7 @@ from jaxtp.hf.families import family as base
 from jaxtp.hf.families.gpt2 import GPT2
 
 _LAYER = "gpt_neox.layers.{layer}."
-_NORMS = (
-    ("blocks.attention_norm", f"{_LAYER}input_layernorm"),
-    ("blocks.mlp_norm", f"{_LAYER}post_attention_layernorm"),
-)
-_KERNELS = (("blocks.attention.out.", f"{_LAYER}attention.dense"), ("blocks.mlp.down.", f"{_LAYER}mlp.dense_4h_to_h"))
+_NEO_ATTENTION = "transformer.h.{layer}.attn.attention"
 
 GPT_NEOX = base.Family(
     model_type="gpt_neox",
@@ -21,25 +17,18 @@ GPT_NEOX = base.Family(
     tensors=(
         base.Tensor("embedding.embedding", "gpt_neox.embed_in.weight"),
         base.Tensor("head.kernel", "embed_out.weight"),
-        *(
-            base.Tensor(f"{ours}.{name}", f"{theirs}.{kind}")
-            for ours, theirs in (*_NORMS, ("norm", "gpt_neox.final_layer_norm"))
-            for name, kind in (("scale", "weight"), ("bias", "bias"))
+        *base.with_biases(
+            base.Tensor("blocks.attention_norm.scale", f"{_LAYER}input_layernorm.weight"),
+            base.Tensor("blocks.mlp_norm.scale", f"{_LAYER}post_attention_layernorm.weight"),
+            base.Tensor("norm.scale", "gpt_neox.final_layer_norm.weight"),
+            *(
+                replace(each, theirs=f"{_LAYER}attention.query_key_value.weight", chunks="num_heads")
+                for each in base.QKV
+            ),
+            base.Tensor("blocks.attention.out.kernel", f"{_LAYER}attention.dense.weight", transposed=True),
+            base.Tensor("blocks.mlp.up.kernels.0", f"{_LAYER}mlp.dense_h_to_4h.weight", transposed=True),
+            base.Tensor("blocks.mlp.down.kernel", f"{_LAYER}mlp.dense_4h_to_h.weight", transposed=True),
         ),
-        *(
-            base.Tensor(
-                f"blocks.attention.qkv.{ours}.{i}",
-                f"{_LAYER}attention.query_key_value.{theirs}",
-                transposed=theirs == "weight",
-                chunks="num_heads",
-            )
-            for ours, theirs in (("kernels", "weight"), ("biases", "bias"))
-            for i in range(3)
-        ),
-        *(base.Tensor(f"{ours}kernel", f"{theirs}.weight", transposed=True) for ours, theirs in _KERNELS),
-        *(base.Tensor(f"{ours}bias", f"{theirs}.bias") for ours, theirs in _KERNELS),
-        base.Tensor("blocks.mlp.up.kernels.0", f"{_LAYER}mlp.dense_h_to_4h.weight", transposed=True),
-        base.Tensor("blocks.mlp.up.biases.0", f"{_LAYER}mlp.dense_h_to_4h.bias"),
     ),
     attributes=(
         base.Attribute("vocab_size", ("vocab_size",), int, 50_432),
@@ -62,13 +51,8 @@ GPT_NEOX = base.Family(
     required=base.required(without=("hidden_act", "partial_rotary_factor", "attention_dropout")),
     ignored_attributes=frozenset(
         {
-            "hidden_dropout",
-            "attention_dropout",
-            "classifier_dropout",
-            "hidden_dropout_prob",
-            "attention_probs_dropout_prob",
-            "gradient_checkpointing",
-            "num_key_value_heads",
+            *("hidden_dropout", "attention_dropout", "classifier_dropout", "hidden_dropout_prob"),
+            *("attention_probs_dropout_prob", "gradient_checkpointing", "num_key_value_heads"),
         }
     ),
     tp_plan={
@@ -95,12 +79,8 @@ GPT_NEO = replace(
             if ".c_attn." not in tensor.theirs
         ),
         *(
-            base.Tensor(
-                f"blocks.attention.qkv.kernels.{i}",
-                f"transformer.h.{{layer}}.attn.attention.{name}_proj.weight",
-                transposed=True,
-            )
-            for i, name in enumerate("qkv")
+            replace(each, theirs=each.theirs.replace("model.layers.{layer}.self_attn", _NEO_ATTENTION))
+            for each in base.QKV
         ),
     ),
     attributes=(
@@ -114,7 +94,7 @@ GPT_NEO = replace(
         base.Attribute("tie_word_embeddings", ("tie_embeddings",), bool, True),
         base.Attribute("activation_function", ("activation",), base.ACTIVATIONS, "gelu_new"),
     ),
-    ignored_tensors=tuple(f"transformer.h.{{layer}}.attn.attention.{name}" for name in ("bias", "masked_bias")),
+    ignored_tensors=tuple(f"{_NEO_ATTENTION}.{name}" for name in ("bias", "masked_bias")),
     layer_attributes=frozenset({"attention_types", "window_size"}),
     default_window=256,
     always={**GPT2.always, "attention_bias": False, "query_scale": 1.0},

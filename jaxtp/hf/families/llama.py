@@ -35,15 +35,7 @@ ARCEE = replace(
     LLAMA,
     model_type="arcee",
     architecture="ArceeForCausalLM",
-    tensors=base.OUTER
-    + base.NORMS
-    + base.ATTENTION
-    + base.UP
-    + base.DOWN
-    + (
-        base.Tensor("blocks.mlp.up.biases.0", "model.layers.{layer}.mlp.up_proj.bias"),
-        base.Tensor("blocks.mlp.down.bias", "model.layers.{layer}.mlp.down_proj.bias"),
-    ),
+    tensors=base.OUTER + base.NORMS + base.ATTENTION + base.with_biases(*base.UP, *base.DOWN),
     attributes=(
         *base.sizes(1e-5),
         base.kv_heads(),
@@ -61,9 +53,7 @@ SMOLLM3 = replace(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     attributes=(*base.sizes(tied=True), base.kv_heads(4), base.ATTENTION_BIAS, base.MLP_BIAS),
-    layer_attributes=base.COMMON
-    | base.WINDOW
-    | {"use_sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval"},
+    layer_attributes=base.COMMON | base.WINDOW | base.NO_ROPE_LAYERS | {"use_sliding_window", "layer_types"},
     default_window=None,
     window_period=0,
     rope_theta=2_000_000.0,

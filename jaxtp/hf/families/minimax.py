@@ -17,13 +17,8 @@ MINIMAX_M2 = base.Family(
         *base.QK_NORMS,
         replace(base.ROUTER, theirs=f"{_SPARSE}gate.weight", layout="separate"),
         replace(base.ROUTER, layout="stacked"),
-        base.Tensor("blocks.mlp.selection_bias", f"{_SPARSE}e_score_correction_bias", layout="separate", float32=True),
-        base.Tensor(
-            "blocks.mlp.selection_bias",
-            "model.layers.{layer}.mlp.e_score_correction_bias",
-            layout="stacked",
-            float32=True,
-        ),
+        replace(base.SELECTION_BIAS, theirs=f"{_SPARSE}e_score_correction_bias", layout="separate"),
+        replace(base.SELECTION_BIAS, theirs="model.layers.{layer}.mlp.e_score_correction_bias", layout="stacked"),
         *base.separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
         *base.STACKED_EXPERTS,
     ),
@@ -52,10 +47,5 @@ MINIMAX_M2 = base.Family(
         *("attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
         *("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
     },
-    tp_plan={
-        **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
-        "layers.*.self_attn.o_proj": "rowwise_split_input",
-        "lm_head": "colwise_gather_output",
-        **base.EXPERTS_TP_PLAN,
-    },
+    tp_plan=base.GATHERED_TP_PLAN | {"lm_head": "colwise_gather_output"} | base.EXPERTS_TP_PLAN,
 )

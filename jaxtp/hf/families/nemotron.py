@@ -4,17 +4,12 @@ from dataclasses import replace
 
 from jaxtp.hf.families import family as base
 
-_UP = base.Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.up_proj.weight", transposed=True)
-
 NEMOTRON = base.Family(
     model_type="nemotron",
     architecture="NemotronForCausalLM",
     tensors=(
-        base.Tensor("embedding.embedding", "model.embed_tokens.weight"),
-        base.Tensor("head.kernel", "lm_head.weight"),
-        *base.with_biases(
-            *(base.Tensor("norm.scale", "model.norm.weight"), *base.NORMS, *base.QKV, *base.OUT, _UP, *base.DOWN)
-        ),
+        *base.OUTER[::2],
+        *base.with_biases(base.OUTER[1], *base.NORMS, *base.QKV, *base.OUT, *base.UP, *base.DOWN),
     ),
     attributes=(
         *base.sizes(1e-5, eps_name="norm_eps"),

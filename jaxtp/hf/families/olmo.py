@@ -8,21 +8,8 @@ from dataclasses import replace
 from jaxtp.hf.families import family as base
 
 _CLIP = base.Attribute("clip_qkv", ("clip_qkv",), float, can_be_null=True)
-_TP_PLAN = {
-    **base.TP_PLAN,
-    # transformers gathers q and k to normalize them; jaxtp sums the squares over tp.
-    **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
-    "layers.*.self_attn.o_proj": "rowwise_split_input",
-}
+_TP_PLAN = base.TP_PLAN | base.GATHERED_TP_PLAN
 _EXPERTS_TP_PLAN = {module: style for module, style in _TP_PLAN.items() if ".mlp." not in module}
-
-
-def _num_experts(experts: int, per_token: int) -> tuple[base.Attribute, ...]:
-    return (
-        base.Attribute("num_experts", ("num_experts",), int, experts, alias="num_local_experts"),
-        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, per_token),
-        base.Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
-    )
 
 
 OLMO = base.Family(
@@ -46,10 +33,7 @@ OLMO2 = base.Family(
         *base.OUTER,
         base.Tensor("blocks.attention_after_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
         base.Tensor("blocks.mlp_after_norm.scale", "model.layers.{layer}.post_feedforward_layernorm.weight"),
-        *base.PROJECTIONS,
-        *base.QKV_BIASES,
-        *base.OUT_BIAS,
-        *base.QK_NORMS,
+        *(base.PROJECTIONS + base.QKV_BIASES + base.OUT_BIAS + base.QK_NORMS),
     ),
     attributes=(*base.sizes(1e-5), base.kv_heads(), base.ATTENTION_BIAS),
     always={"norm_placement": "after", "qk_norm": "projection"},
@@ -71,7 +55,7 @@ OLMOE = base.Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
     tensors=base.OUTER + base.NORMS + base.ATTENTION + base.QK_NORMS + base.EXPERTS,
-    attributes=(*base.sizes(1e-5), base.kv_heads(), base.ATTENTION_BIAS, _CLIP, *_num_experts(64, 8)),
+    attributes=(*base.sizes(1e-5), base.kv_heads(), base.ATTENTION_BIAS, _CLIP, *base.some_experts(64, 8)),
     layer_attributes=base.ROPE,  # its norms need a head_dim of hidden_size / num_attention_heads
     always={"qk_norm": "projection"},
     required=base.required(mlp_bias=False, sliding_window=None),
@@ -84,7 +68,7 @@ FLEX_OLMO = replace(
     model_type="flex_olmo",
     architecture="FlexOlmoForCausalLM",
     tensors=tuple(tensor for tensor in OLMO2.tensors if ".mlp." not in tensor.ours) + base.EXPERTS,
-    attributes=(*base.sizes(), base.kv_heads(), base.ATTENTION_BIAS, *_num_experts(7, 5)),
+    attributes=(*base.sizes(), base.kv_heads(), base.ATTENTION_BIAS, *base.some_experts(7, 5)),
     rope_theta=500_000.0,
     ignored_attributes=base.ROUTER_LOSS,
     tp_plan=_EXPERTS_TP_PLAN | base.EXPERTS_TP_PLAN,

@@ -10,8 +10,7 @@ PHI = base.Family(
     model_type="phi",
     architecture="PhiForCausalLM",
     tensors=(
-        base.Tensor("embedding.embedding", "model.embed_tokens.weight"),
-        base.Tensor("head.kernel", "lm_head.weight"),
+        *base.OUTER[::2],
         base.Tensor("head.bias", "lm_head.bias"),
         *base.with_biases(
             base.Tensor("norm.scale", "model.final_layernorm.weight"),

@@ -36,9 +36,7 @@ QWEN3_MOE = base.Family(
         *base.sizes(),
         base.kv_heads(4),
         base.ATTENTION_BIAS,
-        base.Attribute("num_experts", ("num_experts",), int, 128, alias="num_local_experts"),
-        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 8),
-        base.Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
+        *base.some_experts(128, 8),
     ),
     layer_attributes=base.COMMON | base.SWITCHED_WINDOW | base.DENSE_LAYERS,
     by_type={
@@ -70,9 +68,7 @@ QWEN2_MOE = replace(
         *base.sizes(),
         base.kv_heads(16),
         base.Attribute("qkv_bias", ("attention_bias",), bool, True),
-        base.Attribute("num_experts", ("num_experts",), int, 60),
-        base.Attribute("num_experts_per_tok", ("experts_per_token",), int, 4),
-        base.Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
+        *base.some_experts(60, 4, alias=None),
     ),
     layer_attributes=QWEN3_MOE.layer_attributes | {"layer_types"},
     by_type={

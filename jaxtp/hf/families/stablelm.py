@@ -8,9 +8,8 @@ STABLELM = base.Family(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
     tensors=(
-        base.Tensor("embedding.embedding", "model.embed_tokens.weight"),
-        base.Tensor("head.kernel", "lm_head.weight"),
-        *base.with_biases(base.Tensor("norm.scale", "model.norm.weight"), *base.NORMS),
+        *base.OUTER[::2],
+        *base.with_biases(base.OUTER[1], *base.NORMS),
         *base.PROJECTIONS,
         *base.QKV_BIASES,
         *(

@@ -6,34 +6,21 @@ from dataclasses import replace
 from jaxtp.hf.families import family as base
 from jaxtp.hf.families.gpt2 import GPT2
 
-_NORMS = (
-    ("norm", "model.norm"),
-    ("blocks.attention_norm", "model.layers.{layer}.input_layernorm"),
-    ("blocks.mlp_norm", "model.layers.{layer}.post_attention_layernorm"),
-)
 _FP32 = frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"})
 
 STARCODER2 = base.Family(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     tensors=(
-        *base.OUTER,
-        *base.NORMS,
-        *(base.Tensor(f"{ours}.bias", f"{theirs}.bias") for ours, theirs in _NORMS),
-        *base.QKV,
-        *base.OUT,
-        *base.QKV_BIASES,
-        *base.OUT_BIAS,
-        base.Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.c_fc.weight", transposed=True),
-        base.Tensor("blocks.mlp.up.biases.0", "model.layers.{layer}.mlp.c_fc.bias"),
-        base.Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.c_proj.weight", transposed=True),
-        base.Tensor("blocks.mlp.down.bias", "model.layers.{layer}.mlp.c_proj.bias"),
+        *base.OUTER[::2],
+        *base.with_biases(
+            *(base.OUTER[1], *base.NORMS, *base.QKV, *base.OUT),
+            base.Tensor("blocks.mlp.up.kernels.0", "model.layers.{layer}.mlp.c_fc.weight", transposed=True),
+            base.Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.c_proj.weight", transposed=True),
+        ),
     ),
     attributes=(
-        *(
-            replace(attribute, name="norm_epsilon", default=1e-5) if attribute.name == "rms_norm_eps" else attribute
-            for attribute in base.sizes(tied=True)
-        ),
+        *base.sizes(1e-5, eps_name="norm_epsilon", tied=True),
         base.kv_heads(2),
         base.Attribute("use_bias", ("attention_bias", "attention_out_bias", "mlp_bias"), bool, True),
         base.Attribute("hidden_act", ("activation",), base.ACTIVATIONS, "gelu_pytorch_tanh"),
@@ -56,15 +43,8 @@ GPT_BIGCODE = replace(
     tensors=tuple(
         replace(tensor, transposed=".h." in tensor.theirs and ".kernel" in tensor.ours) for tensor in GPT2.tensors
     ),
-    attributes=(
-        *(
-            replace(
-                attribute,
-                fields=attribute.fields[:1],
-                default="gelu_pytorch_tanh" if "act" in attribute.name else attribute.default,
-            )
-            for attribute in GPT2.attributes
-        ),
+    attributes=base.with_defaults(
+        [replace(each, fields=each.fields[:1]) for each in GPT2.attributes], activation_function="gelu_pytorch_tanh"
     ),
     always={**GPT2.always, "num_kv_heads": 1},
     required={**GPT2.required, "multi_query": True},

@@ -67,8 +67,7 @@ def delta_rule(
     tokens, initial = jax.tree.map(lambda x: vary_like(x, *arrays), (tokens, initial.astype(wide)))
 
     def run(tokens: Tokens, initial: Array) -> tuple[Array, Array]:
-        begin = state if callable(state) else None
-        return _Chunks(chunk, tokens).rule(scan or chunk_states, begin, initial)
+        return _Chunks(chunk, tokens).rule(scan or chunk_states, state if callable(state) else None, initial)
 
     policy = jax.checkpoint_policies.save_only_these_names(CARRIED)
     y, final = jax.checkpoint(run, policy=policy)(tokens, initial)
@@ -138,8 +137,7 @@ class _Chunks:
             *_, image = scan(w, columns, k, decay, jnp.concatenate([initial, identity], axis=-1))
             initial = vary_like(begin(image[..., -width:], image[..., :-width]).astype(initial.dtype), initial)
         states, new, final = scan(w, u, k, decay, initial)
-        split = self.v.shape[:3]
-        states, new = (x.reshape(*split, *x.shape[2:]) for x in (states, new))
+        states, new = (x.reshape(*self.v.shape[:3], *x.shape[2:]) for x in (states, new))
         y = self.from_state[..., None] * _product("bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype))
         scores = self.of_values(_product("bgnik,bgnjk->bgnij", self.q, self.k)) * self.between
         y += _product("bgrnij,bgrnjv->bgrniv", scores.astype(dtype), new)
@@ -207,8 +205,7 @@ def _backward(run: Recurrence, saved: tuple[Array, ...], grads: _Results) -> tup
     d_after, d_u, d_state = run(k, d_new, w, decay, d_final, d_states)
     d_w = -_product("bhncv,bhnkv->bhnck", d_u, states.astype(w.dtype))
     d_k = _product("bhncv,bhnkv->bhnck", new, d_after.astype(k.dtype))
-    d_decay = jnp.sum(states * d_after, axis=(-2, -1))
-    return d_w.astype(w.dtype), d_u, d_k.astype(k.dtype), d_decay, d_state
+    return d_w.astype(w.dtype), d_u, d_k.astype(k.dtype), jnp.sum(states * d_after, axis=(-2, -1)), d_state
 
 
 states_by.defvjp(_forward, _backward)

@@ -150,10 +150,7 @@ def _forward(
         blocks,
         blocks.queries,
         inputs=[*_queries_and_all_keys(q, k, v, blocks.queries), *_ranges(ranges[0], blocks.queries), *of_heads],
-        outputs=[
-            (o_BTNH, q.dtype, _block(blocks.queries, wide)),
-            (rows_BNT, jnp.float32, _statistics(blocks.queries)),
-        ],
+        outputs=[(o_BTNH, q.dtype, _block(blocks.queries, wide)), (rows_BNT, jnp.float32, _statistics(blocks.queries))],
     )
     o = checkpoint_name(o, ATTENDED)
     return o, (q, k, v, sinks, ranges, o, checkpoint_name(lse, ATTENDED))

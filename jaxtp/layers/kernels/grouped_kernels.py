@@ -112,8 +112,7 @@ def _tiles(sizes: Array, num_rows: int, size: int) -> tuple[Array, Array, Array]
     upto = jnp.cumsum(number)
     tile = jnp.arange(num_rows // size + len(ends))
     group = jnp.minimum(jnp.sum(tile[:, None] >= upto, axis=1, dtype=jnp.int32), len(sizes))
-    begin = begins[group] + (tile - (upto - number)[group]) * size
-    return group, jnp.minimum(begin, num_rows), ends[group]
+    return group, jnp.minimum(begins[group] + (tile - (upto - number)[group]) * size, num_rows), ends[group]
 
 
 def _run(
@@ -173,14 +172,12 @@ def _mask(rows: _Span, columns: _Span) -> Array | None:
 def _load(ref: Any, *place: Any) -> Array:
     rows, columns = place[-2:]
     mask = _mask(rows, columns)
-    at = ref.at[(*place[:-2], rows.slice, columns.slice)]
-    return triton.load(at, mask=mask, other=None if mask is None else 0)
+    return triton.load(ref.at[(*place[:-2], rows.slice, columns.slice)], mask=mask, other=None if mask is None else 0)
 
 
 def _store(ref: Any, block: Array, *place: Any) -> None:
     rows, columns = place[-2:]
-    at = ref.at[(*place[:-2], rows.slice, columns.slice)]
-    triton.store(at, block.astype(ref.dtype), mask=_mask(rows, columns))
+    triton.store(ref.at[(*place[:-2], rows.slice, columns.slice)], block.astype(ref.dtype), mask=_mask(rows, columns))
 
 
 def _product_kernel(blocks: Blocks, transposed: bool, program: tuple[Array, Array], *refs: Any) -> None:

@@ -71,9 +71,7 @@ def matmul_problem(matmul: str, architecture: str) -> str | None:
 
 def _capability(kind: str) -> str | None:
     here = jax.devices()[0]
-    if here.device_kind == kind:
-        return getattr(here, "compute_capability", None)
-    return CAPABILITIES.get(kind.strip())
+    return getattr(here, "compute_capability", None) if here.device_kind == kind else CAPABILITIES.get(kind.strip())
 
 
 @dataclass(frozen=True, kw_only=True)

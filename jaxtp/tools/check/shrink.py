@@ -118,8 +118,7 @@ def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
     cases[1:1] = cases_of(config, scaled, method)[1:] or cases_of(config, mesh_shape(tp=tp))[1:]
     over_cp = cases_of(config, mesh_shape(cp=2, tp=least), method)
     cases += [case for case in over_cp if case.sequence_parallel == over_cp[0].sequence_parallel]  # each method
-    small = [case for case in cases if 1 < case.devices <= MAX_DEVICES]
-    return list({str(case): case for case in small}.values())
+    return list({str(case): case for case in cases if 1 < case.devices <= MAX_DEVICES}.values())
 
 
 def cases_of(config: TrainConfig, sizes: Mapping[str, int], first_method: Context = "auto") -> list[Case]:
@@ -169,8 +168,7 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     block = BLOCK if config.model.precision.matmul == "mxfp8" else 1
     shards = math.lcm(block, *(parts(sizes, STORAGE) for sizes in meshes))
     tps = frozenset(sizes[TP] for sizes in meshes)
-    small = ShrinkSpec(tps=tps, shards=shards, length=sequence, before=length, block=block)
-    model = shrink_model(config.model, small)
+    model = shrink_model(config.model, ShrinkSpec(tps=tps, shards=shards, length=sequence, before=length, block=block))
     if same_batches:
         return in_three_updates(replace_nested(config, {"model": replace(model, vocab_size=config.model.vocab_size)}))
     batch = {"data.sequence_length": sequence, "data.global_batch_size": rows, "train.accumulation": accumulation}

@@ -264,8 +264,7 @@ def _origin(command: Export, source: StoredModel) -> Path | None:
     if command.text_only or (command.family is not None and not multimodal):
         return command.like
     if source.opened is not None:
-        whole = family_of(source.opened.attributes, str(command.run))
-        return command.run if is_part(whole) else command.like
+        return command.run if is_part(family_of(source.opened.attributes, str(command.run))) else command.like
     if (like := command.like or origin_of(hf_files_of(source.folder))) is not None and not like.is_dir():
         raise HFError(
             f"{like}: no such folder; {source.folder} has only the text model of the model there. Name the folder by "
@@ -280,10 +279,9 @@ def _origin(command: Export, source: StoredModel) -> Path | None:
 
 def _export_adapters(command: Export, source: StoredModel, mesh: Mesh, options: SaveOptions) -> str:
     checkpoint, config, base = source.folder, source.config, command.base
-    if base is None:
-        model = load_adapters(checkpoint, config, mesh)
-    else:
-        model = load_adapted(checkpoint, source.info, mesh, base)
+    model = (
+        load_adapters(checkpoint, config, mesh) if base is None else load_adapted(checkpoint, source.info, mesh, base)
+    )
     recorded = source.info[BASE]["from"] if config.from_hf is not None else None
     with _progress("written") as options["progress"]:
         save_peft(model, command.out, base=base or recorded, **options)

@@ -110,9 +110,7 @@ COMMAND = Command(
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 0, 1 if nothing fits or tier 3 disagrees, 2 for a user's mistake."""
-    if foreign.names_model(argv):
-        return foreign.main(argv)
-    return entry.attempt(PROGRAM, lambda: _estimate(argv))
+    return foreign.main(argv) if foreign.names_model(argv) else entry.attempt(PROGRAM, lambda: _estimate(argv))
 
 
 def _estimate(argv: Sequence[str]) -> int:

@@ -122,18 +122,14 @@ class Protocol(NamedTuple):
 
 SIMPLE = Protocol(Way(1, 1, 1, 1, 1), Way(1, 4.0 / 3.4, 1, 0.92, 0.92))
 LL128 = Protocol(
-    Way(14 / 8.4, 1.9 / 3.4, 4.0 / 14, 0.92, 0.92),
-    Way(14 / 8.4, 1.25 / 3.4, 8.5 / 14, 0.92 * 7 / 9, 0.92 * 120 / 128),
+    Way(14 / 8.4, 1.9 / 3.4, 4.0 / 14, 0.92, 0.92), Way(14 / 8.4, 1.25 / 3.4, 8.5 / 14, 0.92 * 7 / 9, 0.92 * 120 / 128)
 )
 LL = Protocol(
     # 0.38: at most 88 GB/s of the 240 that an A100's links reach, and 141 of an H100's 360
     Way(6.6 / 8.4, 0.6 / 3.4, 2.7 / 14, 0.38, 0.5, 20e9),
     Way(6.8 / 8.4, 0.6 / 3.4, 5.0 / 14, 0.92 / 3.8, 0.92 / 3.8, 20e9),
 )
-RCCL_LL = Protocol(
-    Way(12 / 17, 0.8 / 4.5, 9.5 / 24.1, 0.08, 0.08),
-    Way(12 / 17, 0.8 / 4.5, 10.5 / 24.1, 0.06, 0.06),
-)
+RCCL_LL = Protocol(Way(12 / 17, 0.8 / 4.5, 9.5 / 24.1, 0.08, 0.08), Way(12 / 17, 0.8 / 4.5, 10.5 / 24.1, 0.06, 0.06))
 POST = 1.0 / 3.4  # least share of a hop that a step of a ring across hosts takes
 PCIE = 64e9  # bytes/s one way of PCIe 5.0 x16; faster links are NVLink
 

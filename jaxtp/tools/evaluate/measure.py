@@ -131,8 +131,7 @@ class Scorer:
             each = Scores(*map(sequences.natural, (losses, counts & (found.label_logit >= found.highest))))
             if last_B is None:
                 return each, None
-            logits_BV = merged.logits_at(x_BTD, last_B[:, None]).astype(jnp.float32)
-            return each, jax.nn.log_softmax(logits_BV, axis=-1)
+            return each, jax.nn.log_softmax(merged.logits_at(x_BTD, last_B[:, None]).astype(jnp.float32), axis=-1)
 
         # Replicated, so that every process can read all scores.
         self._scores = jax.jit(scores, out_shardings=NamedSharding(self._mesh, P()))

@@ -197,8 +197,7 @@ def _record(config: ScoreConfig, source: ModelSource, dataset: Dataset, rows: Ma
 def _open_model(config: ScoreConfig, path: Path) -> ModelSource:
     # With weights as stored: their identity does not depend on --dtype.
     source, stored = open_source(path, config), open_stored(path, config)
-    precision = replace(source.config.precision, param=stored.dtype)
-    model = replace(source.config, precision=precision)
+    model = replace(source.config, precision=replace(source.config.precision, param=stored.dtype))
     return replace(source, config=model, load=partial(stored.load, model))
 
 
