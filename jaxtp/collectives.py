@@ -30,6 +30,7 @@ sequence-parallel forms.
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -146,9 +147,11 @@ def axis_size(*axes: str) -> int:
     return 1 if mesh is None else parts(mesh.shape, axes)
 
 
-def axis_index(axis: str) -> Array | int:
-    """Returns this device's position along `axis`, inside `device_view`; 0 without a mesh."""
-    return 0 if current_mesh() is None else lax.axis_index(axis)
+def axis_index(*axes: str) -> Array | int:
+    """Returns this device's position along `axes`, the last fastest, inside `device_view`; 0 without a mesh."""
+    if current_mesh() is None or not axes:
+        return 0
+    return reduce(lambda place, axis: place * axis_size(axis) + lax.axis_index(axis), axes[1:], lax.axis_index(axes[0]))
 
 
 def vary(x: Array, *axes: str) -> Array:

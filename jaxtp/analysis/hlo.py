@@ -245,11 +245,7 @@ def walk(
 
 
 def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
-    """Returns a `while`'s iterations, from the compiler's note or the condition; None if unknown.
-
-    Args:
-      around: the computation that contains the loop.
-    """
+    """Returns the iterations of a `while` in `around`, from the compiler's note or the condition; None if unknown."""
     if f"/{RARELY}/" in loop.op_name:
         return 0
     if known := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.rest):

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxtp.collectives import axis_index, axis_size, constrain, device_view, vary_everywhere
+from jaxtp.collectives import axis_index, constrain, device_view, vary_everywhere
 from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
@@ -108,8 +108,7 @@ def replica_groups(sharding: Sharding, shape: tuple[int, ...]) -> ReplicaGroups:
     indices = sharding.devices_indices_map(shape)
     groups: dict[tuple[tuple[int | None, int | None], ...], list[int]] = {}
     for position, device in enumerate(sharding.mesh.devices.flat):
-        part = tuple((dim.start, dim.stop) for dim in indices[device] or ())
-        groups.setdefault(part, []).append(position)
+        groups.setdefault(tuple((dim.start, dim.stop) for dim in indices[device] or ()), []).append(position)
     return list(groups.values())
 
 
@@ -179,7 +178,7 @@ def _sum_arrays(*arrays: Array) -> Array:
 def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
     def sum_part(part: Array, spec: PartitionSpec) -> Array:
         split = [axes_of(entry) for entry in spec] + [()] * (part.ndim - len(spec))
-        return vary_everywhere(_sums_at(part, [_part_index(a) * n for a, n in zip(split, part.shape, strict=True)]))
+        return vary_everywhere(_sums_at(part, [axis_index(*a) * n for a, n in zip(split, part.shape, strict=True)]))
 
     def on_device(*parts: Array) -> Array:
         return jnp.stack([sum_part(part, spec) for part, spec in zip(parts, specs, strict=True)])[:, :, None]
@@ -187,13 +186,6 @@ def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
     out = PartitionSpec(None, None, AXES)
     columns: Array = device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
     return constrain(columns, PartitionSpec())  # each process reads all
-
-
-def _part_index(axes: tuple[str, ...]) -> int | Array:
-    index: int | Array = 0
-    for axis in axes:
-        index = index * axis_size(axis) + axis_index(axis)
-    return index
 
 
 @jax.jit  # traced once for alike arrays: parameter and moments

@@ -22,8 +22,7 @@ Variable = nnx.Variable[Any]
 
 def may_be_infinite(variable: Variable) -> bool:
     """Returns whether a variable is of a user's class, such as a mask, and neither a parameter nor a statistic."""
-    own = type(variable).__module__.startswith("jaxtp.")
-    return not (own or isinstance(variable, nnx.Param | nnx.BatchStat))
+    return not (type(variable).__module__.startswith("jaxtp.") or isinstance(variable, nnx.Param | nnx.BatchStat))
 
 
 def named_variables(state: nnx.State) -> dict[str, Variable]:
@@ -115,5 +114,4 @@ def add_padding(array: Array, variable: Variable, mesh: Mesh) -> Array:
 def pad_array(array: Array, padding: Padding, sharding: Sharding) -> Array:
     """Returns a logical array, padded for the mesh of `sharding`."""
     assert isinstance(sharding, NamedSharding), "without a mesh nothing is padded"
-    pad_with_zeros = jax.jit(pad, static_argnums=(1, 2), out_shardings=sharding)
-    return pad_with_zeros(array, padding, mesh_sizes(sharding.mesh)[TP])
+    return jax.jit(pad, static_argnums=(1, 2), out_shardings=sharding)(array, padding, mesh_sizes(sharding.mesh)[TP])

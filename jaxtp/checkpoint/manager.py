@@ -88,10 +88,7 @@ class SaveBarriers:
 
 
 class _KeepBest(policies.PreservationPolicy):
-    """Keeps the checkpoint with the lowest validation loss (the newest on ties).
-
-    Orbax's policy keeps losses in memory, so a resumed run would delete the earlier best checkpoint.
-    """
+    """The newest on ties. Orbax's policy keeps losses in memory, so a resumed run would delete the earlier best."""
 
     def __init__(self, losses: Mapping[int, float]):
         self._losses = losses

@@ -45,8 +45,7 @@ class Position:
 
     def check_agreement(self, name: str) -> None:
         """Raises `BatchError` if processes read other rows from one source. All processes must call it."""
-        checksums = [record and record["crc32"] for record in self.streams or ()]
-        for seen in zip(*all_gather_json(checksums), strict=True):
+        for seen in zip(*all_gather_json([record and record["crc32"] for record in self.streams or ()]), strict=True):
             if len(set(seen) - {None}) > 1:
                 raise BatchError(
                     f"{name}, step {self.step}: processes read different rows; give the same whole source in each "

@@ -51,8 +51,7 @@ class Documents(ABC):
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
         """Yields document lengths in tokens, an array per shard."""
-        for shard in range(len(self._first_token) - 1):
-            yield np.diff(self._array(shard, DOCUMENTS))
+        yield from (np.diff(self._array(shard, DOCUMENTS)) for shard in range(len(self._first_token) - 1))
 
     def document(self, index: int, start: int = 0, stop: int | None = None) -> Tokens:
         """Returns tokens `[start:stop]` (nonnegative), a view of the shard."""
@@ -96,8 +95,7 @@ class Documents(ABC):
         if not 0 <= position < self.num_tokens:
             raise IndexError(f"token {position} of {self.num_tokens}")
         shard = bisect_right(self._first_token, position) - 1
-        offsets = self._array(shard, DOCUMENTS)
-        row = int(np.searchsorted(offsets, position - self._first_token[shard], side="right")) - 1
+        row = int(np.searchsorted(self._array(shard, DOCUMENTS), position - self._first_token[shard], side="right")) - 1
         return self._first_document[shard] + row
 
     def _locate(self, index: int) -> tuple[int, int]:

@@ -32,16 +32,15 @@ def on_mesh(
     """Yields batches from a position, split over (dp, fsdp), and the position after each.
 
     Args:
-      count: number of batches; None reads a source `once`.
-      micro_batches: number A of micro-batches of a step; micro-batch i has rows `[i * B / A, (i + 1) * B / A)`.
+      count: None reads a source `once`.
+      micro_batches: A; micro-batch i has rows `[i * B / A, (i + 1) * B / A)`.
 
     Raises:
       BatchError: B does not divide, or processes read different rows, which is checked from time to time.
     """
     size = source.global_batch_size
     order = _order(size, batch_parts(mesh_sizes(mesh)), micro_batches)
-    indices = NamedSharding(mesh, batch_spec()).addressable_devices_indices_map((size,))
-    places = local_rows(indices.values(), size)
+    places = local_rows(NamedSharding(mesh, batch_spec()).addressable_devices_indices_map((size,)).values(), size)
     for number, (columns, after) in enumerate(source.read(order[places].tolist(), position, count)):
         if after.streams and number % _CHECK_EVERY == 0 and is_multiprocess():
             after.check_agreement(source.name)

@@ -121,10 +121,8 @@ def _pieces(documents: Ints, lengths: Ints, room: int) -> tuple[Ints, Ints]:
     """Cuts at multiples of `room`; returns document and first token `[n, 2]`, and sizes `[n]`."""
     parts = -(-lengths // room)
     owner = np.repeat(np.arange(len(lengths)), parts)
-    part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
-    start = part * room
-    sizes = np.minimum(lengths[owner] - start, room)
-    return np.stack([documents[owner], start], axis=1), sizes
+    start = (np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)) * room
+    return np.stack([documents[owner], start], axis=1), np.minimum(lengths[owner] - start, room)
 
 
 def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints, Ints]:

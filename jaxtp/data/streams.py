@@ -167,7 +167,6 @@ class StreamBatches(Batches):
     """Batches of S streams: stream s yields rows `[s * B / S, (s + 1) * B / S)` of each.
 
     Args:
-      sources: iterables by name.
       once: whether `read` ends with the streams, for evaluation.
     """
 

@@ -47,8 +47,7 @@ def all_gather_json(value: object) -> list[Any]:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array([text.size], np.int32)).reshape(-1)
-    padded = np.pad(text, (0, int(sizes.max()) - text.size))
-    texts = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    texts = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size))).reshape(len(sizes), -1)
     return [json.loads(bytes(row[:size])) for row, size in zip(texts, sizes, strict=True)]
 
 

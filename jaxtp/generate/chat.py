@@ -34,7 +34,6 @@ class ConversationEncoder:
     """Encodes a conversation: special tokens are tokens in the template, and text in messages.
 
     Args:
-      system: the system message of conversations.
       special_tokens: also encode special tokens spelled in system and user messages as tokens.
 
     Raises:

@@ -79,7 +79,6 @@ class Programs:
 
     Args:
       num_ids: number of tokens that may be sampled.
-      end_ids: tokens that end a text.
     """
 
     def __init__(
@@ -115,11 +114,7 @@ class Programs:
         return self._program(key, self._read, caches, packed, rows)(self.weights, caches, packed, rows)
 
     def decode(self, caches: KVCaches, rows: RowArrays, steps: int, *, waiting: bool) -> tuple[KVCaches, Sampled]:
-        """Decodes `steps` (at most `MAX_STEPS`) times up to `width` tokens of each row.
-
-        Args:
-          waiting: whether a prompt waits, so that the call ends with the first row.
-        """
+        """Decodes `steps` (at most `MAX_STEPS`) times up to `width` tokens of each row; `waiting`: a prompt waits."""
         arguments = caches, rows, np.int32(steps), np.bool_(waiting)
         return self._program("decode", self._decode, *arguments)(self.weights, *arguments)
 

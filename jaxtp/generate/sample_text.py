@@ -36,9 +36,7 @@ def sample_text(
     layer and a KV cache, and is slower than `Generator`.
 
     Args:
-      prompt: the text, or several.
       every: steps between texts.
-      settings: of the generation.
       tokenizer: a dataset, a `tokenizer.json` or its folder; by default as the run's data.
 
     Raises:

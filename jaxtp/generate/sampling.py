@@ -97,8 +97,7 @@ def sample(
     """Samples the next token of each row, on the row's device.
 
     Args:
-      seen_BV: tokens already in a row, for the repetition penalty; None without penalty.
-      seeds_B: seed of each row.
+      seen_BV: tokens already in a row; None without repetition penalty.
       positions_B: number of tokens in each row, folded into its seed.
       num_ids: vocabulary size of the tokenizer; higher ids are padding and never sampled.
 

@@ -96,8 +96,7 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
         for routing, k in zip(local, experts_per_token, strict=True):
             choices = jnp.sum(routing.times_chosen, axis=-1)  # [layers, b], k for each token
             tokens = jnp.maximum(choices / k, 1)
-            num_experts = routing.times_chosen.shape[-1]
-            chosen = num_experts / (k * tokens[..., None]) * routing.times_chosen
+            chosen = routing.times_chosen.shape[-1] / (k * tokens[..., None]) * routing.times_chosen
             auxiliary.append(jnp.sum(chosen * routing.scores / tokens[..., None], axis=-1))
             squared.append(routing.squared_normaliser / tokens)
             entropies.append(k * jnp.sum(routing.entropy))  # k per token, like `choices`

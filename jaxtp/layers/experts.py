@@ -8,7 +8,7 @@ over tp:
     experts inside    otherwise: a device has F/tp of every expert, padded, and computes its part of every row.
 
 Under sequence parallelism both send as much as a dense MLP, plus two floats per choice, without all-to-all. Shared
-experts are a dense MLP, split over tp like any other, which uses the same gathered input and the same sum over tp.
+experts are a dense MLP with the same gathered input and sum over tp.
 
 fsdp and cp split E too, if they divide a device's experts: gathering them only concatenates. Otherwise they split D.
 If tokens are fewer bytes than such kernels, tokens are gathered instead, and outputs are reduce-scattered (`share`).
@@ -196,8 +196,7 @@ class ExpertsConfig(MLPConfig):
 
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`; the width of experts is padded only if it is split."""
-        whole = self.num_experts and self.over_tp(tp)
-        yield from super(MLPConfig, self).padding(tp) if whole else super().padding(tp)
+        yield from super(MLPConfig, self).padding(tp) if self.num_experts and self.over_tp(tp) else super().padding(tp)
         if self.num_experts and self.dense_mlp:
             yield "dense_mlp", self.dense_mlp, PaddedDim((self.dense_mlp,)).padded(tp)
         if self.num_experts and self.shared_experts:
@@ -281,7 +280,7 @@ class MixtureOfExperts(PositionwiseBranch):
             self.selection_bias = parameter("selection bias", bias, P(None), kind=SelectionBias)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> tuple[Array, Routing]:  # type: ignore[override]
-        """Transforms each position and returns the routing; padding has no experts but the shared ones."""
+        """Padding has no experts but the shared ones."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         activation = activation_spec(sequence)
         weights, specs = params_and_specs(self)
@@ -358,8 +357,7 @@ class MixtureOfExperts(PositionwiseBranch):
         if config.dense_mlp:
             shares *= jnp.take(load_scale(weights["expert_scale"], None), experts)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
-        log_total = normaliser if softmax else jax.nn.logsumexp(log_scores, axis=-1)
-        log_probabilities = log_scores - log_total[..., None]
+        log_probabilities = log_scores - (normaliser if softmax else jax.nn.logsumexp(log_scores, axis=-1))[..., None]
         valid = not_padding.astype(jnp.float32)
         sums = [
             jnp.sum(jax.nn.one_hot(experts, config.num_experts).sum(2) * valid[..., None], axis=1),
@@ -371,8 +369,7 @@ class MixtureOfExperts(PositionwiseBranch):
             sums = [_on_first_device(each) for each in sums]
         routing = Routing(*(each[:, None] for each in sums), computed=valid)  # type: ignore[misc]
         if record:
-            last = jnp.zeros_like(best[..., 0]) if best.shape[-1] == k else best[..., k]
-            margin = best[..., k - 1] - last
+            margin = best[..., k - 1] - (jnp.zeros_like(best[..., 0]) if best.shape[-1] == k else best[..., k])
             margin = margin if group_margin is None else jnp.minimum(margin, group_margin)
             routing = replace(routing, experts=choice, margin=margin)
         return jnp.where(not_padding[..., None], experts, config.num_experts), shares, routing
@@ -387,9 +384,8 @@ class MixtureOfExperts(PositionwiseBranch):
         return shares if config.experts_scale == 1 else shares * config.experts_scale
 
     def _project(self, x: Array, kernel: Array, sequence: int | None) -> Array:
-        """Returns the product, in float32, of this device's tokens with a kernel `[D, n]` that all devices have."""
-        in_float32 = replace(self.precision, compute="float32")
-        loaded = in_float32.load(kernel, 0, used_by_all_tp=sequence is not None)
+        """Returns tokens times a kernel `[D, n]` that all devices have, in float32."""
+        loaded = replace(self.precision, compute="float32").load(kernel, 0, used_by_all_tp=sequence is not None)
         return jnp.einsum("btd,de->bte", x.astype(jnp.float32), loaded, precision=jax.lax.Precision.HIGHEST)
 
     def _in_best_groups(self, scores: Array) -> tuple[Array, Array | None]:
@@ -436,10 +432,7 @@ class MixtureOfExperts(PositionwiseBranch):
         if share.shards > 1:
             together = all_gather(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), *STORAGE)
             x, shares, experts = all_gather(x, *STORAGE), together[:, :k], together[:, k:].astype(jnp.int32)
-        place: Array | int = 0
-        for axis in axes:
-            place = place * axis_size(axis) + axis_index(axis)
-        local, count = experts - place * share.experts, share.experts
+        local, count = experts - axis_index(*axes) * share.experts, share.experts
         rows = Rows.of(jnp.where((local >= 0) & (local < count), local, count), count)
         arrays = ((name, dims) for name, dims in config.arrays().items() if name in weights)
         loaded = {name: self._load(weights[name], dims, gathered=share.shards == 1) for name, dims in arrays}
@@ -482,12 +475,10 @@ class MixtureOfExperts(PositionwiseBranch):
         return self.precision.load(shard, None if at < 0 else at, gathered=gathered, used_by_all_tp=used_by_all_tp)
 
     def share(self, tokens: int, tp: int, shards: int, *, trained: bool) -> "Share":
-        """Returns a device's part: tokens are dispatched if that is fewer bytes in a training step."""
+        """Returns a device's part; bytes are a training step's."""
         # Tokens move in, out, in again, and with both gradients; kernels twice, and their gradients.
-        config, compute, reduced = (
-            self.config,
-            *(jnp.dtype(d).itemsize for d in (self.precision.compute, self.precision.reduce)),
-        )
+        config, dtypes = self.config, (self.precision.compute, self.precision.reduce)
+        compute, reduced = (jnp.dtype(dtype).itemsize for dtype in dtypes)
         kernels = config.num_experts * len(config.projections()) * config.d_ff * (2 * compute + trained * reduced)
         moved = config.stored_by_expert(tp, shards) and 5 * compute * tokens * shards * tp < kernels
         shards = shards if moved else 1
@@ -635,15 +626,14 @@ def _collect(rows: Array, row_of_choice: Array, choice_of_row: Array) -> Array:
 
 @jax.custom_vjp
 def _of_experts(values: Array, expert_of_row: Array, sizes_E: Array) -> Array:
-    """Gathers rows. The hand-written transpose is a product; JAX's would scatter-add row by row."""
+    """As `_spread`, but the transpose is a product."""
     return jnp.take(values, expert_of_row, axis=0, mode="fill", fill_value=0)
 
 
 def _sum_by_expert(indices: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
     expert_of_row, sizes_E = indices
     is_of = jax.nn.one_hot(expert_of_row, len(sizes_E), dtype=grad.dtype)
-    sums = jnp.einsum("me,mf->ef", is_of, grad, preferred_element_type=jnp.float32)
-    return sums.astype(grad.dtype), None, None
+    return jnp.einsum("me,mf->ef", is_of, grad, preferred_element_type=jnp.float32).astype(grad.dtype), None, None
 
 
 _of_experts.defvjp(lambda values, *indices: (_of_experts(values, *indices), indices), _sum_by_expert)

@@ -289,8 +289,7 @@ def _packed_rule(tokens: Tokens, state: Array, new: NewTokens, scan: Scan) -> tu
     later = jax.lax.cumsum(jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))[:, 1:], axis=1, reverse=True)
     weights = jnp.where(of_row[..., None], jnp.exp(later), 0)
     k = jnp.repeat(k, state.shape[1] // k.shape[2], axis=2) * weights[..., None].astype(k.dtype)
-    begins = jnp.any(starts & of_row, axis=1)[:, None]
-    rest = jnp.where(begins, 0, jnp.exp(jnp.sum(log_decay, axis=1)))
+    rest = jnp.where(jnp.any(starts & of_row, axis=1)[:, None], 0, jnp.exp(jnp.sum(log_decay, axis=1)))
     after = jnp.einsum("rchk,rhcv->rhkv", k, written[sequence, :, index], preferred_element_type=state.dtype)
     after += rest[..., None, None] * states[sequence, :, index]
     return y, jnp.where(there[:, None, None, None], after, state)

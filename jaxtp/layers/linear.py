@@ -150,10 +150,8 @@ class ColumnParallelLinear(nnx.Module):
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
         x = x.astype(self.precision.compute)
         tokens: Operand = tokens_in_float8(x) if self.matmul == "float8" else x
-        if self.joined:
-            products = _multiply_each(tokens, kernels, sequence)
-        else:
-            products = enter_matmul(tokens, kernels, sequence, self.overlap, keep=self.recomputed)
+        enter = partial(enter_matmul, overlap=self.overlap, keep=self.recomputed)
+        products = (_multiply_each if self.joined else enter)(tokens, kernels, sequence)
         outputs, inner = list(products[: len(self.features)]), products[len(self.features) :]
         if self.matmul != "compute":  # whole gradients are quantised, not summands of devices that share a head
             shared = (f.shared_by(axis_size(TP)) for f in self.features)

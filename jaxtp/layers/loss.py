@@ -155,10 +155,6 @@ def _project(dtype: DType, x: Array, table: Array, carrier: Array) -> Array:
     return jnp.einsum("td,vd->tv", x, table, preferred_element_type=dtype)
 
 
-def _project_forward(dtype: DType, x: Array, table: Array, carrier: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _project(dtype, x, table, carrier), (x, table)
-
-
 def _project_backward(dtype: DType, residuals: tuple[Array, Array], grad: Array) -> tuple[Array, None, Array]:
     x, table = residuals
     grad = grad.astype(x.dtype)
@@ -166,7 +162,7 @@ def _project_backward(dtype: DType, residuals: tuple[Array, Array], grad: Array)
     return jnp.einsum("tv,vd->td", grad, table), None, table_grad
 
 
-_project.defvjp(_project_forward, _project_backward)
+_project.defvjp(lambda dtype, x, table, carrier: (_project(dtype, x, table, carrier), (x, table)), _project_backward)
 
 
 def _first_id(logits: Array) -> Array | int:

@@ -3,8 +3,8 @@
 They replace sequence parallelism's all-gather or reduce-scatter and its products (Wang et al., ASPLOS 2023, doi
 10.1145/3567955.3567959):
 
-    gather_matmul     all_gather(x) @ w      [b, T/tp, D] @ [D, F/tp] -> [b, T, F/tp]
-    matmul_scatter    reduce_scatter(x @ w)  [b, T, F/tp] @ [F/tp, D] -> [b, T/tp, D]
+    gather_matmul     all_gather(x) @ w
+    matmul_scatter    reduce_scatter(x @ w)
     ring_mlp          reduce_scatter(hidden(all_gather(x) @ w) @ v)
 
 Gradients are hand-written rings, because autodiff would save every part. Weight gradients are summed in float32 and
@@ -51,7 +51,7 @@ def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
 
 
 def _beside(moving: object, compute: Callable[..., C], *args: object) -> tuple[Any, C]:
-    """Computes while `moving` goes to the next device; returns what arrives and the result."""
+    """Computes while `moving` goes to the next device."""
     if moving is None:
         return None, compute(*args)
     # XLA would merge products that share an operand, which then wait for all permutes, and hide only one permute.
@@ -198,8 +198,7 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
 
 
 def _mlp_forward(hidden: Callable[[Array], Array], *args: Any) -> tuple[Array, object]:
-    needs_grad = NeedsGrad((), tuple(map(perturbed, args[1:])))
-    return ring_mlp.fun(hidden, *unwrapped(args)), (unwrapped(args), needs_grad)
+    return ring_mlp.fun(hidden, *unwrapped(args)), (unwrapped(args), NeedsGrad((), tuple(map(perturbed, args[1:]))))
 
 
 def _mlp_backward(hidden: Callable[[Array], Array], residuals: Any, grad: Array) -> tuple[object, ...]:

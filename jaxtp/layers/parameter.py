@@ -182,8 +182,7 @@ def pad(array: Any, padding: Padding, tp: int) -> Any:
             axis = array.ndim + dim
             widths = [(0, 0)] * axis + [(0, more - less) for less, more in zip(split.factors, stored, strict=True)]
             factored = array.reshape(*array.shape[:axis], *split.factors, *array.shape[axis + 1 :])
-            library = np if isinstance(array, np.ndarray) else jnp
-            zeros = library.pad(factored, widths + [(0, 0)] * (-dim - 1))
+            zeros = (np if isinstance(array, np.ndarray) else jnp).pad(factored, widths + [(0, 0)] * (-dim - 1))
             array = zeros.reshape(*array.shape[:axis], split.padded(tp), *array.shape[axis + 1 :])
     return array
 

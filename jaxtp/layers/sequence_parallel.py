@@ -47,8 +47,7 @@ def segment_positions(segments_BT: Array) -> Array:
     """Returns each token's position in its document, `[B, T]`."""
     index = jnp.arange(segments_BT.shape[1])
     begins = segments_BT != jnp.roll(segments_BT, 1, axis=1)
-    start = jax.lax.cummax(jnp.where(begins.at[:, 0].set(True), index, 0), axis=1)
-    return index - start
+    return index - jax.lax.cummax(jnp.where(begins.at[:, 0].set(True), index, 0), axis=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +128,7 @@ def query_ranges(
 
 def segment_mask(segments_BT: Array) -> Array:
     """Returns whether query and key are in the same document, `[B, 1, T, S]`."""
-    changes = segments_BT[:, 1:] != segments_BT[:, :-1]
-    document = jnp.pad(jnp.cumsum(changes, axis=1), ((0, 0), (1, 0)))
+    document = jnp.pad(jnp.cumsum(segments_BT[:, 1:] != segments_BT[:, :-1], axis=1), ((0, 0), (1, 0)))
     return (document[:, :, None] == document[:, None, :])[:, None]
 
 

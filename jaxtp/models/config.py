@@ -248,8 +248,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
         for stack in stacks:
             last = first + stack.repeats * len(stack.pattern)
             for place, block in enumerate(stack.pattern, start=first):
-                path = BLOCKS if one else f"{BLOCKS}.{next(kind)}"
-                yield path, range(place, last, len(stack.pattern)), block
+                yield (BLOCKS if one else f"{BLOCKS}.{next(kind)}"), range(place, last, len(stack.pattern)), block
             first = last
 
     def layers(self) -> Iterator[BlockConfig]:
@@ -339,13 +338,11 @@ def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
     if len(set(pattern)) < 2:
         pattern = pattern[:1] or [config.block()]
     turns, rest = divmod(config.num_layers - len(first), len(pattern))
-    repeated = [Stack(tuple(pattern), turns)] if turns > 0 else []
-    return (*_runs(first), *repeated, *_runs(pattern[:rest]))
+    return (*_runs(first), *([Stack(tuple(pattern), turns)] if turns > 0 else []), *_runs(pattern[:rest]))
 
 
 def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
-    for block, equal in groupby(blocks):
-        yield Stack((block,), len(list(equal)))
+    yield from (Stack((block,), len(list(equal))) for block, equal in groupby(blocks))
 
 
 def validate_model(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> ModelConfig:

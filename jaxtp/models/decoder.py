@@ -370,8 +370,7 @@ class Decoder(EmbeddingAndHead):
     def stacked(self) -> Iterator[tuple[Stack, list[DecoderBlock]]]:
         """Yields each stack with its stacked blocks."""
         kinds = iter([self.blocks] if isinstance(self.blocks, DecoderBlock) else self.blocks)
-        for stack in self.stacks:
-            yield stack, [next(kinds) for _ in stack.pattern]
+        yield from ((stack, [next(kinds) for _ in stack.pattern]) for stack in self.stacks)
 
     def in_order(self) -> Iterator[DecoderBlock]:
         """Yields every block, in order."""

@@ -175,8 +175,7 @@ class _Aim:
     # A run in the Aim repository next to the run's folder (`aim up --repo`), resumed with this run.
 
     def __init__(self, config: TrainConfig, logs_from: int):
-        aim = importlib.import_module("aim")
-        self._run = aim.Run(
+        self._run = importlib.import_module("aim").Run(
             run_hash=_tracker_id(config.run.dir, "aim", None),
             repo=str(config.run.dir.parent),
             experiment=config.metrics.project,

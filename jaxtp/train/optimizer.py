@@ -42,9 +42,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         "constant": lambda: optax.constant_schedule(peak),
         "wsd": lambda: optax.linear_schedule(peak, end, decay, transition_begin=rest - decay),
     }[config.schedule]()
-    if warmup == 0:
-        return after
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
+    return after if warmup == 0 else optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

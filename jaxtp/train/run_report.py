@@ -310,8 +310,7 @@ def sharding_table(blueprint: Blueprint) -> list[str]:
     """Returns shape, sharding, and shape per device, a line for each parameter, or for equal ones of a user's model."""
     sizes, rows = mesh_sizes(blueprint.mesh), {}
     for name, variable in parameters(blueprint).items():
-        sharding = jax.sharding.NamedSharding(blueprint.mesh, spec_of(variable))
-        shard = sharding.shard_shape(variable.shape)
+        shard = jax.sharding.NamedSharding(blueprint.mesh, spec_of(variable)).shard_shape(variable.shape)
         named = map(axes_of, spec_of(variable))
         spec = [" x ".join([axis for axis in axes if sizes[axis] > 1] or axes[:1]) or None for axes in named]
         whole = "x".join(map(str, logical_shape(variable)))

@@ -118,8 +118,7 @@ def make_train_step(
             model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
 
         finite = jnp.isfinite(mean) & jnp.isfinite(norms["grad_norm"])
-        updated = nnx.state(train_state, STORED)
-        new, skipped = _skip_if_nonfinite(updated, state, finite, config.train.skips_allowed)
+        new, skipped = _skip_if_nonfinite(nnx.state(train_state, STORED), state, finite, config.train.skips_allowed)
 
         norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups, norm)
         scalars = {"loss": mean, "loss_tokens": terms.count}
@@ -146,8 +145,7 @@ def on_leaves(step: JittedTrainStep, blueprint: Blueprint, tree: PyTreeDef) -> J
         new, *others = step.__wrapped__(jax.tree.unflatten(tree, leaves), batch)
         return jax.tree.leaves(new), others
 
-    shardings = jax.tree.leaves(blueprint.shardings), _replicated(blueprint)
-    return jax.jit(flat, donate_argnums=0, out_shardings=shardings)
+    return jax.jit(flat, donate_argnums=0, out_shardings=(jax.tree.leaves(blueprint.shardings), _replicated(blueprint)))
 
 
 def loss_and_grads(
@@ -180,8 +178,7 @@ def loss_and_grads(
         micro_key = jax.random.fold_in(key, index)
         merged = nnx.merge(graph, params, rng_state(rngs, micro_key), frozen, copy=True)
         terms = user_loss.call(loss, merged, micro, micro_key)
-        changed = user_loss.changeable(merged, frozen) if accumulation == 1 else nnx.State({})
-        return terms.loss, (terms, None, changed)
+        return terms.loss, (terms, None, user_loss.changeable(merged, frozen) if accumulation == 1 else nnx.State({}))
 
     def micro_fn(micro: tuple[Batch, Array], index: Array) -> tuple[Any, Any]:
         (_, (terms, *others)), grads = jax.value_and_grad(objective, has_aux=True)(params, *micro, index)
@@ -382,8 +379,7 @@ def _choices(routing: Routing | None) -> tuple[Array, Array] | None:
 
 def _split_rows(array: Array, steps: int) -> Array:
     # [B, ...] -> [steps, B / steps, ...]: each device splits its own rows, so nothing moves.
-    sizes = mesh_sizes(jax.sharding.get_abstract_mesh())
-    devices = batch_parts(sizes)
+    devices = batch_parts(mesh_sizes(jax.sharding.get_abstract_mesh()))
     rest = array.shape[1:]
     micro = array.reshape(devices, steps, -1, *rest).swapaxes(0, 1)
     return constrain(micro.reshape(steps, -1, *rest), PartitionSpec(None, *batch_spec()))

@@ -66,9 +66,7 @@ class Stopping:
         """The signal that stops the run, or None."""
         if not is_multiprocess():
             return self._interrupt.received
-        if not self._process:
-            return None
-        return self._interrupt.received or f"a signal to process {self._process - 1}"
+        return (self._interrupt.received or f"a signal to process {self._process - 1}") if self._process else None
 
 
 class Watchdog:

@@ -129,7 +129,7 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
         reference = getattr(getattr(config, section), name)
         is_settings = part == "model" and not config.model.is_foreign
         if reference is not None and getattr(task, part) is None and not is_settings:
-            parts[part] = load_object(reference, _flag(setting))
+            parts[part] = load_object(reference, f"--{setting}".replace("_", "-"))
     if isinstance(loss := parts.get("loss", task.loss), type) or (callable(loss) and config.train.loss_arguments):
         parts["loss"] = _with_arguments(loss, config.train)
     model = parts.get("model", task.model)
@@ -256,7 +256,3 @@ def transformation(task: Task, steps: int) -> optax.GradientTransformation | opt
     if not isinstance(found, optax.GradientTransformation | optax.MultiSteps):
         raise ConfigError(f"optimizer is {found!r}, and should be an Optax transformation, such as optax.adamw(3e-4)")
     return found
-
-
-def _flag(setting: str) -> str:
-    return f"--{setting}".replace("_", "-")

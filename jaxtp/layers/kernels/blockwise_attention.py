@@ -54,7 +54,6 @@ def blockwise_attention(
       q_BTNH: queries; head n attends to kv head n // (N // K).
       k_BSKH, v_BSKH: keys and values, whose widths may differ.
       segments_BT: documents of whole sequences.
-      scale: factor of the scores.
       window: positions that each query sees, including its position; None for all.
       softcap: squashes each score s to `softcap * tanh(s / softcap)`.
       part: positions of the queries and keys; None for whole sequences.
@@ -198,8 +197,7 @@ class _Pairs:
             scores = softcap * jnp.tanh(scores / softcap)
         at = j * block + jnp.arange(block)
         first, last = (lax.dynamic_slice_in_dim(x, i * block, block, axis=1) for x in (self.first, self.last))
-        seen = (first[:, :, None] <= at) & (at <= last[:, :, None])
-        return scores, jnp.tile(seen, (1, self.group, 1))[:, None]
+        return scores, jnp.tile((first[:, :, None] <= at) & (at <= last[:, :, None]), (1, self.group, 1))[:, None]
 
     def of_queries(self, x: Array) -> Array:
         return self._blocks(x, self.group)

@@ -69,8 +69,7 @@ def delta_rule(
     def run(tokens: Tokens, initial: Array) -> tuple[Array, Array]:
         return _Chunks(chunk, tokens).rule(scan or chunk_states, state if callable(state) else None, initial)
 
-    policy = jax.checkpoint_policies.save_only_these_names(CARRIED)
-    y, final = jax.checkpoint(run, policy=policy)(tokens, initial)
+    y, final = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(CARRIED))(tokens, initial)
     return y[:, :length], final
 
 
@@ -82,8 +81,7 @@ def delta_step(q: Array, k: Array, v: Array, log_decay: Array, write: Array, sta
     read = decay[..., None] * jnp.einsum("bhsk,bhkv->bhsv", jnp.stack([q, k], axis=2), state)
     new = write[..., None] * (v - read[:, :, 1])
     after = decay[..., None] * state + k[..., None] * new[:, :, None]
-    y = read[:, :, 0] + jnp.sum(q * k, axis=-1, keepdims=True) * new
-    return y.astype(v.dtype), after
+    return (read[:, :, 0] + jnp.sum(q * k, axis=-1, keepdims=True) * new).astype(v.dtype), after
 
 
 class _Chunks:
@@ -121,8 +119,7 @@ class _Chunks:
 
     def rule(self, scan: Scan, begin: Callable[[Array, Array], Array] | None, initial: Array) -> tuple[Array, Array]:
         dtype = self.v.dtype
-        keys = self.of_values(_product("bgnik,bgnjk->bgnij", self.k, self.k))
-        weights = self.write[..., None] * keys * self.between
+        weights = self.write[..., None] * self.of_values(_product("bgnik,bgnjk->bgnij", self.k, self.k)) * self.between
         inverse = unit_inverse(jnp.where(self.lower, weights, 0)) * self.write[..., None, :]
         u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
         # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16 without optimization.

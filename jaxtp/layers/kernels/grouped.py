@@ -99,8 +99,7 @@ def _product(method: Method, rows: Array, kernels: Array, sizes: Array, *, trans
     if method == "pallas":
         return _kernels().product(rows, kernels, sizes, transposed=transposed)
     kernels = kernels.swapaxes(1, 2) if transposed else kernels
-    y = lax.ragged_dot(rows, kernels, sizes, preferred_element_type=jnp.float32)
-    return y.astype(rows.dtype)
+    return lax.ragged_dot(rows, kernels, sizes, preferred_element_type=jnp.float32).astype(rows.dtype)
 
 
 _SUM_OVER_ROWS = lax.RaggedDotDimensionNumbers(

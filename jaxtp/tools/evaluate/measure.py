@@ -260,9 +260,8 @@ def measure(
     """Measures a model on documents.
 
     Args:
-      inputs: the documents; inputs with equal names are one source.
-      length: tokens of a window.
-      stride: tokens between the starts of two windows.
+      inputs: equal names are one source.
+      length, stride: as in `spans`.
       progress: called after each batch.
 
     Raises:
