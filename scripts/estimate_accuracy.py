@@ -10,7 +10,8 @@ model's constants. When the optimizer update became in-place, 37 points were com
 accumulation, and all whose peak was in the update. The others stayed, because a peak in the backward pass had changed
 by less than 3 kB (except at dp 2 x fsdp 2 x tp 2: 0.5 GB of 42).
 When weights got a fixed layout, 32 points were compiled again: all with fsdp 8, and those with adapters and fsdp. The
-others with fsdp stayed; they need less now.
+others with fsdp stayed; they need less now. When rows of experts were bounded and tokens dispatched, the 9 points of
+mixtures were compiled again.
 """
 
 import argparse
