@@ -76,6 +76,10 @@ def balance_off(mesh):
 
 
 def errors(found, expected):
+    # A device counts the rows of tokens that it got from others, so that only the sum of these counts says something.
+    found, expected = (
+        {part: np.sum(a) if part == "computed" else a for part, a in each.items()} for each in (found, expected)
+    )
     errors = {part: relative_error(found[part], array) for part, array in expected.items()}
     return {part: float("inf") if np.isnan(error) else error for part, error in errors.items()}
 
