@@ -346,6 +346,8 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
 
     from jaxtp.analysis.hardware import find
     from jaxtp.analysis.schedule import read_parts
+    from jaxtp.data.loader import abstract_batch
+    from jaxtp.tools.estimate.compiler import at_peaks
     from jaxtp.train import optimizer as optimizers
     from jaxtp.train.state import plan_state
     from jaxtp.train.step import compiler_options, trace_step
@@ -363,7 +365,9 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     batch = make_batch(mesh, config.model.vocab_size, rows, length)
     runners = [ours]
     if case.beside_plain:
-        runners.append(plain_runner(Plain(config.model, mesh, rows, length), plan, abstract(batch), options))
+        runners.append(
+            plain_runner(Plain(config.model, mesh, rows, length), plan, abstract_batch(mesh, rows, length), options)
+        )
     for runner in runners:
         runner.start()
         runner.seconds(batch, 3)
@@ -371,7 +375,7 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     seconds = statistics.median(block[0] for block in blocks)
     memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     parts = read_parts(ours.compiled.as_text())
-    peaks = {part: at_peak(one, hardware) for part, one in parts.items()}
+    peaks = {part: sum(at_peaks(one, hardware)[:2]) for part, one in parts.items()}
     found: Result = {"rows": [["a step, ms", 1e3 * seconds, 1e3 * sum(peaks.values())]]}
     found |= {"tokens/s": rows * length / seconds, "compiled in s": ours.compile_seconds, "compiled GiB": ours.peak()}
     if case.beside_plain:
@@ -391,18 +395,6 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     for part, microseconds in spent.items():
         found["rows"].append([part, microseconds / PROFILED / 1e3, 1e3 * peaks.get(part, 0.0)])
     return found
-
-
-def abstract(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    import jax
-
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch)
-
-
-def at_peak(part: Mapping[str, float], hardware: Any) -> float:
-    """Returns the seconds of a part's kernels at the peaks of the hardware."""
-    products = max(part["flops_16"] / hardware.flops, part["product_bytes"] / hardware.bandwidth)
-    return products + part["other_bytes"] / hardware.bandwidth
 
 
 def scopes(text: str) -> dict[str, str]:
@@ -482,7 +474,7 @@ def ratios_of(script: str, pattern: str, log: Path, *words: str) -> Result:
 
 def start(machine: Machine, out: Path, log: Path) -> Result:
     """Times the way to the first step and a tiny step, beside plain JAX's."""
-    repeats = "1" if machine.is_small else "3"
+    repeats = "2" if machine.is_small else "3"
     return ratios_of("start_speed.py", r"(?m)^  (.*?) +[\d.]+ m?s .*\) +([\d.]+)$", log, "--here", "--repeats", repeats)
 
 

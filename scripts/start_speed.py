@@ -89,7 +89,7 @@ def plain_step() -> None:
     from jaxtp.train.step import make_train_step, trace_step
 
     config = TrainConfig()
-    mesh = jaxtp.make_mesh(fsdp=2, tp=4)
+    mesh = jaxtp.make_mesh(**({"fsdp": 2, "tp": 4} if jax.device_count() == 8 else {}))
     plan = plan_state(config.model, optimizer.build(config.optimizer, config.train.steps), mesh)
     state = plan.create(seed=0)
     step = trace_step(config, plan, make_train_step(config, plan)).lower().compile()
@@ -185,6 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--beside", type=Path, help="another checkout")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--here", action="store_true", help="on the devices of this machine, not on 8 virtual ones")
     parser.add_argument("--inner", choices=("run", "plain", "tiny"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -215,7 +216,8 @@ def main(argv: list[str] | None = None) -> None:
                         folder = Path(name) / cache
                         words = [str(Path(__file__).resolve()), "--inner", kind, "--folder", str(folder)]
                         variables = {"JAX_COMPILATION_CACHE_DIR": f"{name}/cache"}
-                        variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+                        if not arguments.here:
+                            variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
                         started, said = child(checkout, words, **variables)
                         result = json.loads(said.splitlines()[-1])
                         starts.setdefault(f"{cache}, {kind}{suffix}", []).append(result["ended"] - started)

@@ -149,9 +149,8 @@ class LearnedPositions(nnx.Module):
             return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
 
         in_specs = (token_spec(), spec_of(self.table))
-        return device_view(look_up, "learned_positions", in_specs, activation_spec(sequence))(
-            positions_BT, self.table[...]
-        )
+        view = device_view(look_up, "learned_positions", in_specs, out_specs=activation_spec(sequence))
+        return view(positions_BT, self.table[...])
 
 
 class VocabParallelHead(nnx.Module):

@@ -92,7 +92,7 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
 
 
 def _ordered(x: Array, w: Array) -> tuple[Array, Array]:
-    """Returns both; over fsdp `w`'s gradient precedes uses of the other, so that its sum over devices starts early."""
+    # Over fsdp `w`'s gradient precedes uses of the other, so that its sum over devices starts early.
     if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
         return x, w  # over tp, the product for `w` hides the reduction of the other gradient
     same = jax.custom_vjp(lambda *both: both)

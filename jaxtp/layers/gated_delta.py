@@ -205,7 +205,7 @@ class GatedDeltaNet(Branch):
         on; `positions` `[b, T]` are positions in documents, which hide the tokens before a document.
         """
         load = partial(self.precision.load, fsdp_dim=None, accumulate="float32")
-        shared = (1, self.config.delta_heads.keys.local(axis_size(TP)) // weights["k_conv"].shape[1])
+        shared = (1, self.config.delta_heads.keys.num_shards(axis_size(TP), weights["k_conv"].shape[1]))
         taps = [load(weights[name], tp_gather=shared) for name in ("q_conv", "k_conv")] + [load(weights["v_conv"])]
         widths = (self.config.delta_key_dim, self.config.delta_value_dim)
         return _recomputed(partial(_convolved_heads, widths), tokens, positions, *taps)

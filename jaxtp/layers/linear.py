@@ -144,7 +144,7 @@ class ColumnParallelLinear(nnx.Module):
         """Returns a device's columns; `sequence` as in `enter_matmul`."""
         kernels, tp = list[Kernel](), axis_size(TP)
         for f, shard in zip(self.features, (weights[f"kernels.{i}"] for i in range(len(self.features))), strict=True):
-            gather = 1, f.local(tp) // shard.shape[1]
+            gather = 1, f.num_shards(tp, shard.shape[1])
             kernels.append(_load_kernel(self, shard, 0, *STORAGE, early=self.early, tp_gather=gather))
         adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
         kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
@@ -175,8 +175,8 @@ class ColumnParallelLinear(nnx.Module):
         return kernel
 
     def _load(self, shard: Array, fsdp_dim: int | None, features: PaddedDim) -> Array:
-        shared = features.local(axis_size(TP)) // shard.shape[-1]
-        return self.precision.load(shard, fsdp_dim, tp_gather=(shard.ndim - 1, shared))
+        gather = shard.ndim - 1, features.num_shards(axis_size(TP), shard.shape[-1])
+        return self.precision.load(shard, fsdp_dim, tp_gather=gather)
 
 
 class RowParallelLinear(nnx.Module):

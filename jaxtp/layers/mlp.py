@@ -103,7 +103,7 @@ class MLP(PositionwiseBranch):
             self.gate_up = column((self.hidden, self.hidden), targets=("gate_proj", "up_proj"))
         else:
             self.up = column((self.hidden,), targets=("up_proj",))
-        (self.gate_up if config.mlp == "gated" else self.up).early = True  # attention's backward pass follows
+        self.columns.early = True  # attention's backward pass follows
         self.down = RowParallelLinear(self.hidden, d_model, context, use_bias=bias, target="down_proj", rngs=rngs)
         if config.activation == XIELU:
             initial = (jnp.log(jnp.expm1(jnp.full(1, slope, context.precision.param))) for slope in (0.8, 0.8 - _BETA))

@@ -131,7 +131,7 @@ class QKNorm(nnx.Module):
         if scale_shard is not None and self.one_scale:
             scale = self.precision.load(scale_shard, None, used_by_all_tp=True)
         elif scale_shard is not None:
-            scale = self.precision.load(scale_shard, None, tp_gather=(0, self.heads.local(tp) // scale_shard.size))
+            scale = self.precision.load(scale_shard, None, tp_gather=(0, self.heads.num_shards(tp, scale_shard.size)))
         if self.kind == "projection":
             x32, size = x.astype(jnp.float32), self.heads.size * self.heads.shared_by(tp)
             squares = all_reduce(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True), TP)

@@ -124,6 +124,10 @@ class PaddedDim:
         """Returns the size of a device's part, after that gather."""
         return self.padded(tp) * self.shared_by(tp) // tp
 
+    def num_shards(self, tp: int, size: int) -> int:
+        """Returns how many shards of this size make a device's part."""
+        return self.local(tp) // size
+
 
 class ExactDim(PaddedDim):
     """A dim that tp must divide."""
@@ -182,7 +186,8 @@ def pad(array: Any, padding: Padding, tp: int) -> Any:
             axis = array.ndim + dim
             widths = [(0, 0)] * axis + [(0, more - less) for less, more in zip(split.factors, stored, strict=True)]
             factored = array.reshape(*array.shape[:axis], *split.factors, *array.shape[axis + 1 :])
-            zeros = (np if isinstance(array, np.ndarray) else jnp).pad(factored, widths + [(0, 0)] * (-dim - 1))
+            library = np if isinstance(array, np.ndarray) else jnp
+            zeros = library.pad(factored, widths + [(0, 0)] * (-dim - 1))
             array = zeros.reshape(*array.shape[:axis], split.padded(tp), *array.shape[axis + 1 :])
     return array
 

@@ -338,7 +338,8 @@ def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
     if len(set(pattern)) < 2:
         pattern = pattern[:1] or [config.block()]
     turns, rest = divmod(config.num_layers - len(first), len(pattern))
-    return (*_runs(first), *([Stack(tuple(pattern), turns)] if turns > 0 else []), *_runs(pattern[:rest]))
+    repeated = [Stack(tuple(pattern), turns)] if turns > 0 else []
+    return (*_runs(first), *repeated, *_runs(pattern[:rest]))
 
 
 def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:

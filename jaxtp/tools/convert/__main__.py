@@ -279,9 +279,10 @@ def _origin(command: Export, source: StoredModel) -> Path | None:
 
 def _export_adapters(command: Export, source: StoredModel, mesh: Mesh, options: SaveOptions) -> str:
     checkpoint, config, base = source.folder, source.config, command.base
-    model = (
-        load_adapters(checkpoint, config, mesh) if base is None else load_adapted(checkpoint, source.info, mesh, base)
-    )
+    if base is None:
+        model = load_adapters(checkpoint, config, mesh)
+    else:
+        model = load_adapted(checkpoint, source.info, mesh, base)
     recorded = source.info[BASE]["from"] if config.from_hf is not None else None
     with _progress("written") as options["progress"]:
         save_peft(model, command.out, base=base or recorded, **options)

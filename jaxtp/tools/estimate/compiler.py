@@ -363,9 +363,7 @@ class Compiled:
         """Returns what each part of the step does, and seconds at the hardware's peaks; the last row has all."""
         hardware, parts = setting.target.hardware, {name: {**part} for name, part in self.parts.items()}
         for part in parts.values():
-            products = max(part["flops_16"] / hardware.flops, part["product_bytes"] / hardware.bandwidth)
-            others, copies = (part[key] / hardware.bandwidth for key in ("other_bytes", "copied_bytes"))
-            part |= zip(SECONDS, (products, others, copies, 0.0), strict=True)
+            part |= zip(SECONDS, (*at_peaks(part, hardware), 0.0), strict=True)
         if parts:
             sending = (m.bytes_sent / link_speed(hardware, setting.sizes, m.axes) for m in self.collectives)
             parts[COLLECTIVES][SECONDS[-1]] = sum(sending) * hardware.link_efficiency
@@ -382,6 +380,12 @@ class Compiled:
             "fits": self.fits(setting),
             "tier_1_to_peak": setting.memory.total / self.peak_bytes,
         }
+
+
+def at_peaks(part: Part, hardware: Hardware) -> tuple[float, float, float]:
+    """Returns the seconds of products, of other kernels, and of copies among these."""
+    products = max(part["flops_16"] / hardware.flops, part["product_bytes"] / hardware.bandwidth)
+    return products, part["other_bytes"] / hardware.bandwidth, part["copied_bytes"] / hardware.bandwidth
 
 
 def compile_for(
