@@ -59,6 +59,15 @@ def test_several_devices_are_measured_with_and_without_rings(tmp_path, monkeypat
     assert found["time / plain at tp 2, model.overlap=ring"] > 0
 
 
+@pytest.mark.slow
+def test_the_start_and_checkpoints_are_measured_by_their_scripts(tmp_path):
+    assert accept(tmp_path, "start", "checkpoint").returncode == 0
+    found = parts(tmp_path)
+    assert found["start"]["warm, run"] > 0
+    assert found["start"]["the trainer"] > 0
+    assert found["checkpoint"]["restore / Orbax, restore"] > 0
+
+
 @pytest.mark.journey
 def test_a_part_that_fails_is_named_and_run_again(tmp_path):
     assert accept(tmp_path, "devices").returncode == 0
