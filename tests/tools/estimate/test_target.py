@@ -228,16 +228,16 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there(monkeypatch):
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_no_stack_of_frozen_weights_is_copied(monkeypatch):
-    """A layer adds its input, 0.25 MiB; a copy of its weights would be 3."""
+    """A layer adds its input, 0.25 MiB, and gradients of adapters; a copy of its weights would be 3."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     low = jaxtp.Precision(param="bfloat16", compute="bfloat16")
     wide = {"d_model": 2048, "num_heads": 16, "num_kv_heads": 16, "head_dim": 128, "d_ff": 4096, "attention": "xla"}
     temp = []
-    for layers in (4, 20):
+    for layers in (4, 36):
         model = jaxtp.ModelConfig(num_layers=layers, lora=LoraConfig(rank=4), precision=low, remat="full", **wide)
         config = TrainConfig(model=model, data=DataConfig(sequence_length=64, global_batch_size=8))
         temp.append(ask(config, mesh_shape(fsdp=8), topology("h100", 1, 8), timeout_s=300).temp_bytes)
-    assert temp[1] - temp[0] < 16 * 2**19
+    assert temp[1] - temp[0] < 32 * 2**19
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
