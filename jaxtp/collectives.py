@@ -22,15 +22,15 @@ one collective. Autodiff derives the backward pass, except for `load_weight`:
 
 With accumulation the all-reduces over dp, and over axes that replicate a weight, follow once per step
 (`sum_over_replicas` in `layers/parameter.py`). Rings (`layers/overlap.py`) replace enter_parallel and leave_parallel.
-Without a mesh every function returns its argument. `check_vma` stays on (the default): a missing reduction is then a
-type error at trace time, not a wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their
+Without a mesh every function returns its argument, as along axes of one device, where XLA for CPUs would copy it;
+`device_view` leaves these axes out of its specs. `check_vma` stays on (the default): a missing reduction is then a type
+error at trace time, not a wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their
 sequence-parallel forms.
 """
 
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -71,8 +71,9 @@ def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], 
             if mesh is None:
                 return body(*args)
             jax.tree.map(lambda spec, arg: check_divides(name, arg.shape, spec), in_specs, args)
+            ins, outs = jax.tree.map(_split_spec, (in_specs, out_specs))
             try:
-                return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs)(*args)
+                return jax.shard_map(body, in_specs=ins, out_specs=outs)(*args)
             except ValueError as error:
                 if "require replication" not in str(error):
                     raise
@@ -147,16 +148,25 @@ def axis_size(*axes: str) -> int:
     return 1 if mesh is None else parts(mesh.shape, axes)
 
 
+def _split_axes(axes: Iterable[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis_size(axis) > 1)
+
+
+def _split_spec(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(_split_axes(axes_of(entry)) or None for entry in spec))
+
+
 def axis_index(*axes: str) -> Array | int:
     """Returns this device's position along `axes`, the last fastest, inside `device_view`; 0 without a mesh."""
-    if current_mesh() is None or not axes:
-        return 0
-    return reduce(lambda place, axis: place * axis_size(axis) + lax.axis_index(axis), axes[1:], lax.axis_index(axes[0]))
+    place: Array | int = 0
+    for axis in _split_axes(axes):
+        place = place * axis_size(axis) + lax.axis_index(axis)
+    return place
 
 
 def vary(x: Array, *axes: str) -> Array:
     """Marks `x`, replicated along `axes`, as varying over them, so that its gradient is summed over them."""
-    return x if current_mesh() is None else lax.pcast(x, axes, to="varying")
+    return lax.pcast(x, axes, to="varying") if (axes := _split_axes(axes)) else x
 
 
 def vary_like(x: Array, *others: Array) -> Array:
@@ -202,13 +212,13 @@ def sequence_first(x: V, sequence_dim: int | None) -> V:
 
 def all_reduce(x: Array, *axes: str) -> Array:
     """Returns the sum over the devices along `axes`."""
-    return x if current_mesh() is None else lax.psum(x, axes)
+    return lax.psum(x, axes) if (axes := _split_axes(axes)) else x
 
 
 def all_reduce_max(x: Array, *axes: str) -> Array:
     """Returns the maximum over the devices along `axes`, without a gradient."""
     x = lax.stop_gradient(x)
-    return x if current_mesh() is None or not axes else lax.pmax(x, axes)
+    return lax.pmax(x, axes) if (axes := _split_axes(axes)) else x
 
 
 def all_gather(x: Array, *axes: str, dim: int = 0, to: Literal["varying", "invarying"] = "varying") -> Array:
@@ -216,19 +226,17 @@ def all_gather(x: Array, *axes: str, dim: int = 0, to: Literal["varying", "invar
 
     An `invarying` result counts as one array that the devices share, so `device_view` can return it.
     """
-    if axis_size(*axes) == 1 and (to == "varying" or current_mesh() is None):
-        return x  # XLA for CPUs would copy `x` even on one device
-    return lax.all_gather(x, axes, axis=dim, tiled=True, to=to)
+    return lax.all_gather(x, axes, axis=dim, tiled=True, to=to) if (axes := _split_axes(axes)) else x
 
 
 def reduce_scatter(x: Array, *axes: str, dim: int = 0) -> Array:
     """Returns this device's part of the sum over the devices along `axes`: `[n * S, ...] -> [S, ...]`."""
-    return x if current_mesh() is None else lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if (axes := _split_axes(axes)) else x
 
 
 def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
     """Sends part i of dim `split` to device i along `axes`, and concatenates the received parts along `join`."""
-    return x if current_mesh() is None else lax.all_to_all(x, axes, split, join, tiled=True)
+    return lax.all_to_all(x, axes, split, join, tiled=True) if (axes := _split_axes(axes)) else x
 
 
 def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None) -> Array:
@@ -236,8 +244,7 @@ def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None)
 
     A device that is not a target gets zeros.
     """
-    size = axis_size(axis)
-    if current_mesh() is None:
+    if (size := axis_size(axis)) == 1:
         return x
     return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)] if pairs is None else list(pairs))
 

@@ -24,7 +24,7 @@ from jaxtp.collectives import Float8, Quantised, axis_size
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
 from jaxtp.layers.mxfp8 import kernel_gradient, mx_matmul
-from jaxtp.mesh import STORAGE, TP, current_device
+from jaxtp.mesh import STORAGE, TP, current_device, current_platform
 
 
 class BlockScaled(NamedTuple):
@@ -92,14 +92,21 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
 
 
 def _ordered(x: Array, w: Array) -> tuple[Array, Array]:
-    # Over fsdp `w`'s gradient precedes uses of the other, so that its sum over devices starts early.
-    if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
+    # Over fsdp `w`'s gradient precedes uses of the other, so that its sum over devices starts early. On CPUs XLA would
+    # fold the transposition of `w`'s gradient into its product, and has no fast kernel for that.
+    on_cpu = current_platform() == "cpu"
+    if not on_cpu and (axis_size(TP) > 1 or axis_size(*STORAGE) == 1):
         return x, w  # over tp, the product for `w` hides the reduction of the other gradient
+
+    def backward(saved: tuple[()] | None, grads: tuple[Array, Array]) -> tuple[Array, Array]:
+        if saved is None:  # no barrier for a frozen kernel: it would keep the gradient
+            return grads
+        grad_x, grad_w = lax.optimization_barrier((grads[0], grads[1].mT if on_cpu else grads[1]))
+        return grad_x, grad_w.mT if on_cpu else grad_w
+
     same = jax.custom_vjp(lambda *both: both)
-    same.defvjp(  # no barrier for a frozen kernel: it would keep the gradient
-        lambda x, w: ((x.value, w.value), () if x.perturbed and w.perturbed else None),
-        lambda both, grads: grads if both is None else lax.optimization_barrier(grads),
-        symbolic_zeros=True,
+    same.defvjp(
+        lambda x, w: ((x.value, w.value), () if x.perturbed and w.perturbed else None), backward, symbolic_zeros=True
     )
     ordered: tuple[Array, Array] = same(x, w)
     return ordered
