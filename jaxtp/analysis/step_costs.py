@@ -76,7 +76,7 @@ class StepCosts:
     traffic: Mapping[Collective, int]  # collectives, and how often each runs
     products: tuple[Product, ...]  # matrix products with weights
     attention: tuple[Product, ...]  # scores, and the values weighted by them
-    elementwise: float  # bytes through memory outside of products, but for `scores` and `logits`
+    elementwise: tuple[Bytes, ...]  # through memory outside of products, but for `scores` and `logits`
     scores: float  # bytes of attention scores through memory outside of products; 0 for a kernel that never holds them
     logits: float
     itemsize: int  # bytes of an element of the compute dtype
@@ -135,13 +135,14 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
     outside = [(1, cost) for cost in decoder_costs(model, work)]
     inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
     every, weights = inside + outside, [(n, cost) for n, cost in inside if isinstance(cost, Weight)]
-    products = _products(every, work)
+    products, passes = _products(every, work), work.accumulation * _passes(work)
+    elementwise = [(n, cost) for n, cost in every if isinstance(cost, Bytes) and cost.kind == "elementwise"]
 
     return StepCosts(
         traffic=_traffic(every, work),
         products=tuple(product for product in products if not product.attention),
         attention=tuple(product for product in products if product.attention),
-        elementwise=work.accumulation * _passes(work) * _bytes("elementwise", every),
+        elementwise=tuple(replace(cost, bytes=passes * n * cost.bytes) for n, cost in elementwise),
         scores=work.accumulation * _bytes("scores", every),
         logits=work.accumulation * _bytes("logits", every),
         itemsize=itemsize(config.precision.compute),
@@ -182,7 +183,7 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
         else:
             costs = traced_costs(_unstacked(branch), work, block.config.d_model, block.config.precision, read=read)
         yield from _within(name, costs)
-        yield Bytes("elementwise", 3 * size)
+        yield Bytes("elementwise", 3 * size, "norm")
 
 
 def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
@@ -190,7 +191,7 @@ def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
         if isinstance(cost, CollectiveCost):
             yield replace(cost, collective=replace(cost.collective, scope=f"{name}/{cost.collective.scope}"))
         else:
-            yield replace(cost, module=f"{name}/{cost.module}") if isinstance(cost, Weight) else cost
+            yield replace(cost, module=f"{name}/{cost.module}")
 
 
 def _unstacked(branch: Branch) -> Branch:
