@@ -61,7 +61,7 @@ class Workload(LocalShape):
     frozen: bool = False  # only adapters are trained
     training: bool = True  # there is a backward pass
     accumulation: int = 1  # micro-batches in a step, whose gradients are added up
-    once: bool = False  # count what loss and attention compute twice by design as if once
+    once: bool = False  # logits and scores that are not kept count as computed once
 
     @property
     def num_gradients(self) -> int:

@@ -148,7 +148,7 @@ def read_parts(text: str) -> dict[str, Part]:
 
 
 def part_of(*names: str) -> str:
-    """Returns the part of a step by the names of operations."""
+    """Returns the part by names of operations."""
     return next((part for name in names for part, pattern in PARTS.items() if re.search(pattern, name)), OTHER)
 
 

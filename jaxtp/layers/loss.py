@@ -35,9 +35,7 @@ from jaxtp.mesh import TOKENS, TP
 LOSS = "vocab_parallel_cross_entropy"
 
 IGNORE = -100  # the label of a position that the loss ignores
-
 _REDUCED = "softmax_reduction"
-
 _LOWEST = -1e4  # A finite logit, relative to the highest, whose probability is 0 in float32; 0 * -inf would be NaN
 
 Projection = tuple[Array, HeadConfig, Array | None]
@@ -134,8 +132,7 @@ def _on_devices(
 
     bias_spec = None if bias_V is None else head.bias_spec
     in_specs = (activation_spec(sequence), head.table_spec, bias_spec, *(token_spec() for _ in labels))
-    result: _Result = device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)
-    return result
+    return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)  # type: ignore[no-any-return]
 
 
 def _logits(head: HeadConfig, tables: tuple[Array, Array], bias: Array | None, x: Array) -> Array:

@@ -165,7 +165,7 @@ def costs_of_step(
 ) -> StepCosts:
     """Returns the costs of a step per device; ignores the run's mesh.
 
-    `platform` decides the kernels, which affect memory and time, not communication; `once` as in `Workload`.
+    `platform` decides the kernels, which affect memory and time, not communication; `once`: see `Workload`.
     """
     costs = step_costs(
         config.model,

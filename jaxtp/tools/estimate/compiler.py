@@ -370,14 +370,12 @@ class Compiled:
 
 
 def roofline(setting: Setting, parts: Mapping[str, Part], collectives: Sequence[Scheduled]) -> dict[str, Part]:
-    """Returns a program's parts with the least and seconds at the hardware's peaks; then all, and links by axes.
-
-    The least is the account of remat none, with logits computed once and no masked scores.
-    """
+    """Returns parts with seconds at the hardware's peaks and the least, the account of remat none; all; links."""
     hardware, once = setting.target.hardware, replace_nested(setting.config, {"model.remat": "none"})
     costs = costs_of_step(once, setting.sizes, hardware.architecture, once=True)
+    trained = 0 if once.model.lora.rank else setting.memory.parameters  # read, written, and their gradients read twice
     least = [
-        ("optimizer", 0.0, 2.0 * (setting.memory.state + setting.memory.gradients)),
+        ("optimizer", 0.0, 2.0 * setting.memory.optimizer + 4 * trained),
         ("embedding, loss", 0.0, costs.logits * LOGITS / LOGIT_PASSES),
         *((part_of(one.module), 0.0, one.bytes) for one in costs.elementwise),
     ]
@@ -402,18 +400,15 @@ def roofline(setting: Setting, parts: Mapping[str, Part], collectives: Sequence[
 
 
 def part_table(parts: Mapping[str, Part]) -> str:
-    """Returns a table of a roofline."""
+    """Formats a `roofline`."""
     header, rows = ("part", "kernels", "TFLOP", "/ least", "GB", "/ least", "products", "others", "copies", "links"), []
     for name, one in parts.items():
         flops, size = one["flops"], one["product_bytes"] + one["other_bytes"] + one["bytes_sent"]
-        computed = f"{one['kernels']:,.0f}", f"{flops / 1e12:,.2f}", _ratio(flops, one["least_flops"])
-        moved = f"{size / GB:,.2f}", _ratio(size, one["least_bytes"])
-        rows.append((name, *computed, *moved, *(f"{1e3 * one[key]:,.2f}" for key in SECONDS)))
+        both = (flops, one["least_flops"]), (size, one["least_bytes"])
+        ratios = [f"{amount / least:.2f}" if least else "" for amount, least in both]
+        amounts = f"{one['kernels']:,.0f}", f"{flops / 1e12:,.2f}", ratios[0], f"{size / GB:,.2f}", ratios[1]
+        rows.append((name, *amounts, *(f"{1e3 * one[key]:,.2f}" for key in SECONDS)))
     return columns(header, rows)
-
-
-def _ratio(amount: float, least: float) -> str:
-    return f"{amount / least:.2f}" if least else ""
 
 
 def compile_for(

@@ -257,6 +257,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
     numbers = {"bytes": 4 * 10**9, "count": 3, "overlapped": 2, "computing": 7, "hidden_bytes": 0}
     assert tier_3["collectives"] == [{"kind": "all-gather", "axes": ["tp"], "group": 4, **numbers}]
     rows = {name: [row[key] for key in SECONDS] for name, row in tier_3["parts"].items()}
+    assert tier_3["parts"]["sent over tp"]["bytes_sent"] == 3e9
     assert rows["MLP"] == pytest.approx([1e12 / 989.4e12, 2e-3, 1e-3, 0], rel=1e-3)
     assert rows["collectives"] == pytest.approx([0, 0, 0, 3e9 / 450e9])
     assert rows["all"] == pytest.approx([sum(each) for each in zip(rows["MLP"], rows["collectives"], strict=True)])

@@ -248,6 +248,7 @@ def test_a_compiled_part_does_no_less_than_the_least(remat, experts):
     ]
     assert min([*more.values(), *sent]) >= 1
     assert more["embedding, loss"] == 4 / 3
+    assert found["optimizer"]["product_bytes"] + found["optimizer"]["other_bytes"] >= found["optimizer"]["least_bytes"]
     if (remat, experts) == ("none", 0):
         assert list(more.values())[:2] == [1, 1]
         assert more["attention"] == 2
