@@ -509,9 +509,8 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     recomputed = work.remat in RECOMPUTE_POLICIES and not saved
     runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
     shared = (heads + kv_heads) / (2 * heads) if work.once else 1.0  # keys and values, by queries of their group
-    through = (
-        m * (config.head_dim + values) * compute * shared + kernel.streams_scores * (not work.once) * m * n * FLOAT32
-    )
+    streamed = m * n * FLOAT32 if kernel.streams_scores and not work.once else 0
+    through = m * (config.head_dim + values) * compute * shared + streamed
     counted = num_scores(chunks, config.sliding_window) / (number * m * n)
     # A kernel that does not hold the scores computes them again in its backward pass.
     for name, k, columns, num_backward in (

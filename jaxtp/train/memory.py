@@ -161,7 +161,7 @@ def with_attention(config: TrainConfig, implementation: KernelChoice) -> TrainCo
 
 
 def costs_of_step(
-    config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu", once: bool = False
+    config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu", *, once: bool = False
 ) -> StepCosts:
     """Returns the costs of a step per device; ignores the run's mesh.
 
