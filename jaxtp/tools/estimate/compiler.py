@@ -30,6 +30,7 @@ from jaxtp.analysis.collective import Axes, Traffic, bytes_by_axes, sums
 from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
+from jaxtp.analysis.layer_costs import itemsize
 from jaxtp.analysis.schedule import AMOUNTS, COLLECTIVES, Part, Scheduled, part_of, read_parts, read_schedule
 from jaxtp.analysis.step_costs import LOGIT_PASSES
 from jaxtp.analysis.tables import columns
@@ -373,9 +374,10 @@ def roofline(setting: Setting, parts: Mapping[str, Part], collectives: Sequence[
     """Returns parts with seconds at the hardware's peaks and the least, the account of remat none; all; links."""
     hardware, once = setting.target.hardware, replace_nested(setting.config, {"model.remat": "none"})
     costs = costs_of_step(once, setting.sizes, hardware.architecture, once=True)
-    trained = 0 if once.model.lora.rank else setting.memory.parameters  # read, written, and their gradients read twice
+    trained = 0 if once.model.lora.rank else setting.memory.parameters
+    gradients = trained * min(1.0, itemsize(once.model.precision.reduce) / costs.param_itemsize)
     least = [
-        ("optimizer", 0.0, 2.0 * setting.memory.optimizer + 4 * trained),
+        ("optimizer", 0.0, 2 * (setting.memory.optimizer + trained + gradients)),  # gradients: also for their norm
         ("embedding, loss", 0.0, costs.logits * LOGITS / LOGIT_PASSES),
         *((part_of(one.module), 0.0, one.bytes) for one in costs.elementwise),
     ]
