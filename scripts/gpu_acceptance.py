@@ -348,7 +348,8 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     from jaxtp.analysis.hardware import find
     from jaxtp.analysis.schedule import read_parts
     from jaxtp.data.loader import abstract_batch
-    from jaxtp.tools.estimate.compiler import at_peaks
+    from jaxtp.tools.estimate.compiler import SECONDS, roofline
+    from jaxtp.tools.estimate.search import describe_model, estimate, target
     from jaxtp.train import optimizer as optimizers
     from jaxtp.train.state import plan_state
     from jaxtp.train.step import compiler_options, trace_step
@@ -375,9 +376,13 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     blocks = [[runner.seconds(batch, 3) for runner in runners] for _ in range(BLOCKS)]
     seconds = statistics.median(block[0] for block in blocks)
     memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-    parts = read_parts(ours.compiled.as_text())
-    peaks = {part: sum(at_peaks(one, hardware)[:2]) for part, one in parts.items()}
-    found: Result = {"rows": [["a step, ms", 1e3 * seconds, 1e3 * sum(peaks.values())]]}
+    setting = estimate(config, target(hardware, 1), describe_model(config))
+    parts = roofline(setting, read_parts(ours.compiled.as_text()), ())
+    peaks = {part: one[SECONDS[0]] + one[SECONDS[1]] for part, one in parts.items()}
+    found: Result = {"rows": [["a step, ms", 1e3 * seconds, 1e3 * peaks["all"]]]}
+    moved = parts["all"]["product_bytes"] + parts["all"]["other_bytes"]
+    found |= {"FLOPs / least": parts["all"]["flops"] / parts["all"]["least_flops"]}
+    found |= {"bytes / least": moved / parts["all"]["least_bytes"]}
     found |= {"tokens/s": rows * length / seconds, "compiled in s": ours.compile_seconds, "compiled GiB": ours.peak()}
     if case.beside_plain:
         found["time / plain"] = statistics.median(block[0] / block[1] for block in blocks)

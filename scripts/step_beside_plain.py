@@ -11,8 +11,8 @@ over neighbouring blocks. `--absent` compiles both for H100s that are not there,
 """
 
 import argparse
+import dataclasses
 import functools
-import math
 import statistics
 import sys
 import time
@@ -30,15 +30,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
+from jaxtp.analysis.hardware import find
 from jaxtp.analysis.schedule import AMOUNTS, read_parts, read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import replace_nested
 from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import AXES, describe_mesh, mesh_of
-from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
+from jaxtp.tools.estimate.compiler import TARGET_CONFIGS, part_table, roofline
+from jaxtp.tools.estimate.search import describe_model, estimate, target
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import Blueprint, named_arrays, plan_state
 from jaxtp.train.step import compiler_options, trace_step
 
@@ -248,48 +250,6 @@ def runners(
     return found
 
 
-def least_bytes(model: jaxtp.ModelConfig, sizes: Mapping[str, int], tokens: int) -> dict[str, float]:
-    """Returns the least bytes through memory of a part's kernels without products, remat full, on one device.
-
-    Each elementwise pass is fused, and reads and writes its arrays once, activations in bfloat16. The forward pass runs
-    twice. Weights are cast in each pass (4 + 2 bytes), their gradients once; AdamW reads and writes a parameter and its
-    moments (24 bytes). Logits are read in float32 twice, and their gradient is written in bfloat16. Passes that XLA
-    fuses into products are not counted, so that a ratio may be below 1.
-    """
-    tp, devices, n = sizes["tp"], math.prod(sizes.values()), tokens / sizes["fsdp"]
-    heads = (model.num_heads + model.num_kv_heads) * model.head_dim
-    x, qk, hidden = (2 * n * width / tp for width in (model.d_model, heads, model.d_ff))
-    attention = model.d_model * (2 * heads) / devices
-    mlp, table = (3 * model.d_model * model.d_ff / devices, model.vocab_size * model.d_model / devices)
-    each_layer = {
-        "norms": 2 * 3 * 4 * x,  # forward: residual, block's output, their sum, normed; backward: as many
-        "attention": 3 * 2 * qk,  # rotations
-        "MLP": (2 * 3 + 5) * hidden + (2 * 6 + 6) * mlp,
-        "projections": (2 * 6 + 6) * attention,
-        "other": 2 * x,  # the saved input of the layer
-    }
-    whole = {name: model.num_layers * size for name, size in each_layer.items()}
-    rows = 3 * x  # looked up; the scatter of their gradients reads and adds
-    return whole | {
-        "embedding, loss": 10 * n * model.vocab_size / tp + (6 + 2 * 6) * table + rows,
-        "optimizer": 24 * (model.num_layers * (attention + mlp) + 2 * table),
-    }
-
-
-def roofline(parts: Mapping[str, Mapping[str, float]], least: Mapping[str, float]) -> str:
-    """Returns a table of what each part of a compiled step computes and moves."""
-    rows = []
-    for name, part in parts.items():
-        flops, products, others, copies = (
-            part.get(key, 0.0) for key in ("flops", "product_bytes", "other_bytes", "copied_bytes")
-        )
-        bound = least.get(name, 0.0)
-        ratio = f"{others / bound:.2f}" if bound else ""
-        sizes = (f"{size / 1e9:.1f}" for size in (products, others, copies, bound))
-        rows.append((name, f"{part['kernels']:,.0f}", f"{flops / 1e12:.1f}", *sizes, ratio))
-    return columns(("part", "kernels", "TFLOP", "GB products", "GB others", "of copies", "least others", "ratio"), rows)
-
-
 def random_ids(vocab_size: int, rows: int, length: int) -> np.ndarray:
     """Returns the ids of inputs and labels, `[rows, length + 1]`."""
     return np.random.default_rng(0).integers(0, vocab_size, (rows, length + 1)).astype(np.int32)
@@ -348,8 +308,8 @@ def main() -> None:
     if given.absent:
         jax.config.update("jax_platforms", "cpu")
         options = {"xla_gpu_autotune_level": 0}
-        target = topologies.get_topology_desc("1x1x8", "cuda", topology="1x1x8", target_config=TARGET_CONFIGS["h100"])
-        mesh = mesh_of(sizes, target.devices)
+        absent = topologies.get_topology_desc("1x1x8", "cuda", topology="1x1x8", target_config=TARGET_CONFIGS["h100"])
+        mesh = mesh_of(sizes, absent.devices)
     else:
         mesh = mesh_of(sizes)
     gpu = is_gpu(mesh)
@@ -378,17 +338,19 @@ def main() -> None:
         for i, runner in enumerate(found):
             (given.profile / f"{i}.hlo.txt").write_text(runner.compiled.as_text())
     if given.absent:
-        least = least_bytes(model, sizes, given.rows * length)
+        config = dataclasses.replace(our_config(model, given.rows, length), mesh=MeshConfig(**sizes))
+        setting = estimate(config, target(find("h100"), mesh.size), describe_model(config))
         for runner in found:
             text = runner.compiled.as_text()
-            moved = [(m.bytes_sent, m.hidden_bytes / m.bytes) for m in read_schedule(text, sizes)]
+            collectives = read_schedule(text, sizes)
+            moved = [(m.bytes_sent, m.hidden_bytes / m.bytes) for m in collectives]
             sent, exposed = sum(size for size, _ in moved), sum(size * (1 - hidden) for size, hidden in moved)
             parts = read_parts(text)
             all_ = {name: sum(part.get(name, 0.0) for part in parts.values()) for name in AMOUNTS}
             through = all_["product_bytes"] + all_["other_bytes"]
             traffic = f"{all_['kernels']:,.0f}", f"{through / 1e9:.1f}", f"{all_['copied_bytes'] / MEMORY:.1f}"
             table.append((runner.name, f"{sent / 1e9:.1f}", f"{exposed / 1e9:.1f}", f"{runner.peak():.2f}", *traffic))
-            print(f"\n{runner.name}\n{roofline(parts, least)}")
+            print(f"\n{runner.name}\n{part_table(roofline(setting, parts, collectives))}")
         header = ("step", "GB sent", "exposed", "peak GiB", "kernels", "GB through memory", "ms of copies")
         print(f"\n{columns(header, table)}")
         return

@@ -61,6 +61,7 @@ class Workload(LocalShape):
     frozen: bool = False  # only adapters are trained
     training: bool = True  # there is a backward pass
     accumulation: int = 1  # micro-batches in a step, whose gradients are added up
+    once: bool = False  # logits and scores that are not kept count as computed once
 
     @property
     def num_gradients(self) -> int:
@@ -69,7 +70,7 @@ class Workload(LocalShape):
 
     def num_evals(self, recomputed: bool, num_backward: int) -> int:
         """Returns how often a product runs: forward, recomputed and backward."""
-        return 1 + recomputed + num_backward if self.training else 1
+        return 1 + (recomputed and not self.once) + num_backward if self.training else 1
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class Product:
     attention: bool = False  # it is a product of attention, without weights
     counted: float = 1.0  # fraction of it that counts as model FLOPs: about half in causal attention
     dtype: str = ""  # float8 or mxfp8; empty: the compute dtype
+    module: str = ""  # names of the branch and of the layer, as far as known
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, int, int], itemsize: int, count: int) -> "Product":
@@ -204,6 +206,7 @@ class Bytes:
     alive at once in the layer's backward pass; alone: likewise, but of a branch, and never together with another's
     workspace; cached: KV cache for these tokens."""
     bytes: float
+    module: str = ""  # as in `Product`
 
 
 Cost = CollectiveCost | Weight | Product | Bytes
@@ -420,7 +423,7 @@ def norm_costs(norm: Norm, work: Workload, *, inside: bool = True, recomputed: b
             yield weight(size=norm.features, tp=False, used_by_all_tp=used_by_all, again=again)
     if inside:
         residual = work.between(norm.sequence_parallel) * norm.features
-        yield Bytes("elementwise", 2 * residual * itemsize(norm.precision.compute))
+        yield Bytes("elementwise", 2 * residual * itemsize(norm.precision.compute), norm.name)
         if work.remat == "none":  # the input, and the result for the gradient of the scale
             yield Bytes("saved", FLOAT32 * residual * (1 if work.frozen else 2))
 
@@ -505,22 +508,24 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     saved = kernel.can_save_result and work.remat == "save_dots"  # also the results of kernels
     recomputed = work.remat in RECOMPUTE_POLICIES and not saved
     runs = work.rows * (heads // cp if method == "ulysses" else heads) * number
-    through = m * (config.head_dim + values) * compute + (m * n * FLOAT32 if kernel.streams_scores else 0)
+    shared = (heads + kv_heads) / (2 * heads) if work.once else 1.0  # keys and values, by queries of their group
+    streamed = m * n * FLOAT32 if kernel.streams_scores and not work.once else 0
+    through = m * (config.head_dim + values) * compute * shared + streamed
     counted = num_scores(chunks, config.sliding_window) / (number * m * n)
     # A kernel that does not hold the scores computes them again in its backward pass.
     for name, k, columns, num_backward in (
-        ("scores", config.head_dim, n, 2 if kernel.stores_scores else 3),
+        ("scores", config.head_dim, n, 2 if kernel.stores_scores or work.once else 3),
         ("weighted values", n, values, 2),
     ):
         count = work.num_evals(recomputed, num_backward) * runs
-        yield Product(name, m, k, columns, count, through, attention=True, counted=counted)
+        yield Product(name, m, k, columns, count, through, attention=True, counted=counted, module=ATTEND)
     scores = runs * m * n if kernel.stores_scores else 0
     if kernel.streams_scores:
         yield Bytes("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
-    yield Bytes("elementwise", work.tokens * 2 * rotated * compute)
+    yield Bytes("elementwise", work.tokens * 2 * rotated * compute, ATTEND)
     if config.attention_gate:  # reads results and gates, writes products; saves the gates' sigmoid too
-        yield Bytes("elementwise", 3 * results * compute)
+        yield Bytes("elementwise", 3 * results * compute, ATTEND)
         yield Bytes("saved", 3 * results * compute if work.remat == "none" else 0)
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask selects, which XLA
     # takes out of the loop over the blocks. Two in the compute dtype: the softmax, in the layouts of two products.

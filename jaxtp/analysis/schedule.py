@@ -147,18 +147,24 @@ def read_parts(text: str) -> dict[str, Part]:
     return totals
 
 
+def part_of(*names: str) -> str:
+    """Returns the part by names of operations."""
+    return next((part for name in names for part, pattern in PARTS.items() if re.search(pattern, name)), OTHER)
+
+
 def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -> tuple[str, Part]:
     around = module[computation]
     if operation := _operation(kernel, module):
         size = sum(map(hlo.type_bytes, hlo.operand_types(around, kernel))) + hlo.type_bytes(operation.type)
         return COLLECTIVES, {"kernels": 1, "other_bytes": size}
+    if kernel.opcode.endswith(START):
+        kernel = replace(kernel, opcode=kernel.opcode.removesuffix(START), type=_result_of_start(kernel.type))
     inside = [(around, kernel)]
     for callee in kernel.callees if kernel.opcode == "fusion" else ():
         inside += [(module[name], inner) for name, inner, *_ in walk(module, callee)]
     products = [(whole, inner) for whole, inner in inside if hlo.is_product(inner)]
     names = [inner.op_name for _, inner in (*products, *inside) if inner.op_name]
-    paths = (re.sub(r"\bjit\([^()]*\)", "", name) for name in names or [scope])
-    part = next((part for path in paths for part, pattern in PARTS.items() if re.search(pattern, path)), OTHER)
+    part = part_of(*(re.sub(r"\bjit\([^()]*\)", "", name) for name in names or [scope]))
     size = _traffic(kernel, around, module)
     if not products:
         return part, {"kernels": 1, "other_bytes": size, "copied_bytes": size * _only_moves(kernel, module)}

@@ -57,8 +57,8 @@ from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
 
 LOGIT_PASSES = 6
-"""Estimated passes of all float32 logits through memory besides the matrix products: three forward (maximum,
-exponentials, label's logit), three backward (exponentials, label, their difference)."""
+"""Estimated passes of all float32 logits through memory besides the matrix products. Compiled steps make 3.5: maximum
+and exponentials; backward they read the logits, and write a gradient in 16 bits."""
 
 BACKWARD_OF_DELTA = 1.2
 """Memory of Gated DeltaNet's backward pass in units of all activations between its projections, which it recomputes:
@@ -76,7 +76,7 @@ class StepCosts:
     traffic: Mapping[Collective, int]  # collectives, and how often each runs
     products: tuple[Product, ...]  # matrix products with weights
     attention: tuple[Product, ...]  # scores, and the values weighted by them
-    elementwise: float  # bytes through memory outside of products, but for `scores` and `logits`
+    elementwise: tuple[Bytes, ...]  # through memory outside of products, but for `scores` and `logits`
     scores: float  # bytes of attention scores through memory outside of products; 0 for a kernel that never holds them
     logits: float
     itemsize: int  # bytes of an element of the compute dtype
@@ -136,12 +136,14 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
     inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
     every, weights = inside + outside, [(n, cost) for n, cost in inside if isinstance(cost, Weight)]
     products = _products(every, work)
+    passes = 2.5 + (work.remat in RECOMPUTE_POLICIES) if work.training else 1.0  # a backward pass counts 1.5
+    elementwise = [(n, cost) for n, cost in every if isinstance(cost, Bytes) and cost.kind == "elementwise"]
 
     return StepCosts(
         traffic=_traffic(every, work),
         products=tuple(product for product in products if not product.attention),
         attention=tuple(product for product in products if product.attention),
-        elementwise=work.accumulation * _passes(work) * _bytes("elementwise", every),
+        elementwise=tuple(replace(cost, bytes=work.accumulation * passes * n * cost.bytes) for n, cost in elementwise),
         scores=work.accumulation * _bytes("scores", every),
         logits=work.accumulation * _bytes("logits", every),
         itemsize=itemsize(config.precision.compute),
@@ -182,7 +184,7 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
         else:
             costs = traced_costs(_unstacked(branch), work, block.config.d_model, block.config.precision, read=read)
         yield from _within(name, costs)
-        yield Bytes("elementwise", 3 * size)
+        yield Bytes("elementwise", 3 * size, "norm")
 
 
 def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
@@ -190,13 +192,13 @@ def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
         if isinstance(cost, CollectiveCost):
             yield replace(cost, collective=replace(cost.collective, scope=f"{name}/{cost.collective.scope}"))
         else:
-            yield replace(cost, module=f"{name}/{cost.module}") if isinstance(cost, Weight) else cost
+            yield replace(cost, module=f"{name}/{cost.module}")
 
 
 def _unstacked(branch: Branch) -> Branch:
     graph, state = nnx.split(branch)
-    one: Branch = nnx.merge(graph, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state))
-    return one
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    return nnx.merge(graph, one)  # type: ignore[no-any-return]
 
 
 def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
@@ -251,11 +253,6 @@ def describe_active(config: ModelConfig, parameters: int) -> str:
 
 def _bytes(kind: str, costs: Iterable[tuple[int, Cost]]) -> float:
     return sum(times * cost.bytes for times, cost in costs if isinstance(cost, Bytes) and cost.kind == kind)
-
-
-def _passes(work: Workload) -> float:
-    # Passes over elementwise operations; a backward pass counts 1.5.
-    return (2.5 + (work.remat in RECOMPUTE_POLICIES)) if work.training else 1.0
 
 
 def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None:

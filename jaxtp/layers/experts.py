@@ -60,7 +60,7 @@ from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"
-RARELY = "rarely"  # scope of loops that seldom run: accounts of a program count none of their turns
+RARELY = "jaxtp_rarely"  # scope of loops that seldom run: accounts of a program count none of their turns
 _SMALL_EXPERTS, _SMALL_CHOICES = 4, 2
 SPARE = 1.5  # rows of a part, relative to a device's average
 FEW_ROWS = 8192  # rows that cost less than to ask whether there are more: a GPU stops for each answer

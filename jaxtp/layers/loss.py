@@ -35,9 +35,7 @@ from jaxtp.mesh import TOKENS, TP
 LOSS = "vocab_parallel_cross_entropy"
 
 IGNORE = -100  # the label of a position that the loss ignores
-
 _REDUCED = "softmax_reduction"
-
 _LOWEST = -1e4  # A finite logit, relative to the highest, whose probability is 0 in float32; 0 * -inf would be NaN
 
 Projection = tuple[Array, HeadConfig, Array | None]
@@ -134,8 +132,7 @@ def _on_devices(
 
     bias_spec = None if bias_V is None else head.bias_spec
     in_specs = (activation_spec(sequence), head.table_spec, bias_spec, *(token_spec() for _ in labels))
-    result: _Result = device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)
-    return result
+    return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)  # type: ignore[no-any-return]
 
 
 def _logits(head: HeadConfig, tables: tuple[Array, Array], bias: Array | None, x: Array) -> Array:
@@ -175,11 +172,7 @@ def _statistics(logits: Array, labels: Array, *, entropy: bool) -> TokenStatisti
     shifted = logits - highest[:, None]
     exp = jnp.exp(shifted)
     ids = labels.reshape(len(labels), -1) - _first_id(logits)
-    if ids.shape[1] == 1:  # a one-hot sum: the gradient needs no scatter of [tokens, V/tp]
-        label_logits = jnp.sum(jnp.where(ids == jnp.arange(logits.shape[1]), logits, 0), axis=-1)[None]
-    else:
-        found = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
-        label_logits = jnp.where((ids >= 0) & (ids < logits.shape[1]), found, 0).T
+    label_logits = (_logit_of if ids.shape[1] == 1 else _logits_of)(logits, ids).T
     sums = [jnp.sum(exp, axis=-1)]
     if entropy:
         sums.append(jnp.sum(exp * jnp.maximum(shifted, _LOWEST), axis=-1))
@@ -189,6 +182,17 @@ def _statistics(logits: Array, labels: Array, *, entropy: bool) -> TokenStatisti
     log_sum = jnp.log(exp_sum)
     entropies = log_sum - weighted[0] / exp_sum if entropy else None
     return TokenStatistics(log_sum + highest, label_logits.T.reshape(labels.shape), highest, entropies)
+
+
+def _logits_of(logits: Array, ids: Array) -> Array:
+    found = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
+    return jnp.where((ids >= 0) & (ids < logits.shape[1]), found, 0)
+
+
+@jax.custom_gradient  # type: ignore[untyped-decorator]
+def _logit_of(logits: Array, ids: Array) -> tuple[Array, Callable[[Array], tuple[Array, None]]]:
+    # Of one id per token: the gradient needs no scatter of [tokens, V/tp].
+    return _logits_of(logits, ids), lambda grad: (jnp.where(ids == jnp.arange(logits.shape[1]), grad, 0), None)
 
 
 def _top_k(k: int, logits: Array) -> tuple[Array, Array]:
@@ -206,15 +210,11 @@ def _map_chunks(fn: Callable[..., _PerToken], tokens: list[Array], chunk_size: i
     """Maps over chunks; the backward pass needs only a few floats per token."""
     fn = jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED), prevent_cse=False)
     num_chunks, rest = divmod(len(tokens[0]), chunk_size)
-
-    def chunked(a: Array) -> Array:  # [tokens, ...] -> [num_chunks, chunk_size, ...]
-        return a[: num_chunks * chunk_size].reshape(num_chunks, chunk_size, *a.shape[1:])
-
     pieces: list[_PerToken] = []
     if num_chunks:
-        numbers = jax.lax.map(lambda chunk: fn(*chunk), [chunked(each) for each in tokens])
+        whole = [each[: len(each) - rest].reshape(num_chunks, chunk_size, *each.shape[1:]) for each in tokens]
+        numbers = jax.lax.map(lambda chunk: fn(*chunk), whole)
         pieces.append(jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), numbers))
     if rest:
         pieces.append(fn(*(each[-rest:] for each in tokens)))
-    joined: _PerToken = jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)
-    return joined
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)  # type: ignore[no-any-return]

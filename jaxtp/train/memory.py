@@ -160,10 +160,12 @@ def with_attention(config: TrainConfig, implementation: KernelChoice) -> TrainCo
     return replace(config, model=replace(config.model, attention=implementation))
 
 
-def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> StepCosts:
+def costs_of_step(
+    config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu", *, once: bool = False
+) -> StepCosts:
     """Returns the costs of a step per device; ignores the run's mesh.
 
-    `platform` decides the kernels, which affect memory and time, not communication.
+    `platform` decides the kernels, which affect memory and time, not communication; `once`: see `Workload`.
     """
     costs = step_costs(
         config.model,
@@ -174,6 +176,7 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
         packed=config.data.packed,
         platform=platform,
         context=config.mesh.context,
+        once=once,
     )
     if config.optimizer.name != "muon":
         return costs

@@ -179,6 +179,6 @@ def with_muon(costs: StepCosts, variables: Mapping[str, Variable], sizes: Mappin
             traffic[Collective(ALL_TO_ALL, axes, devices, whole, f"{OPTIMIZER_SCOPE}/{MUON}")] += 2
         short, long = sorted(kind.shape)
         for shape in ((short, long, short), (short, short, short), (short, short, long)):  # x x^T, its square, times x
-            products.append(Product.of("newton-schulz", shape, itemsize, STEPS * count))
+            products.append(Product.of("optimizer's newton-schulz", shape, itemsize, STEPS * count))
         working = max(working, whole + 2 * short * (long + short) * itemsize)  # x, its successor, two [short, short]
     return replace(costs, traffic=traffic, update=tuple(products), owned=working)

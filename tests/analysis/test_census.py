@@ -71,7 +71,8 @@ def test_a_loop_that_rarely_runs_counts_nothing():
             return jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(moved(x)), x)
 
     assert counts_of(partial(loop, scope=RARELY), jnp.int32(3)) == {("all-reduce", ""): 0}
-    for scope, wave, turns in ((RARELY, "sine", {0}), ("often", "cosine", {1})):
+    assert counts_of(partial(loop, scope="rarely"), jnp.int32(3)) == {("all-reduce", "a turn"): 1}, "a user's name"
+    for scope, wave, turns in ((RARELY, "sine", {0}), ("rarely", "cosine", {1})):
         module, entry = parse_module(jax.jit(partial(loop_alone, scope)).lower(jnp.ones(2), 3).compile().as_text())
         assert {times for _, one, _, times, _ in walk(module, entry) if one.opcode == wave} == turns
 

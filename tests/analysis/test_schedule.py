@@ -171,6 +171,18 @@ def test_kernels_are_counted_by_the_part_of_the_step():
     assert read_parts(planted)["other"]["unknown"] == 1
 
 
+def test_asynchronous_kernels_read_and_write_what_others_do():
+    """A fusion that updates a slice of a stack, and a copy, as XLA of jax 0.12 starts them."""
+    stack, copy = "f32[3,8,2]{2,1,0}", "  %copied.1 = f32[8]{0} copy(%p)\n  %gather-start"
+    plain = PARTS_TEXT.replace("  %gather-start", copy)
+    started = f"(({stack}, f32[8,2]{{1,0}}, s32[]), {stack}, u32[]) fusion-start(%saved"
+    more = plain.replace(f"%more = {stack} fusion(%saved", f"%more-start = {started}")
+    more = more.replace("  ROOT %out", f"  %more = {stack} fusion-done(%more-start)\n  ROOT %out")
+    more = more.replace("f32[8]{0} copy(%p)", "(f32[8]{0}, f32[8]{0}, u32[]) copy-start(%p)")
+    assert more.count("-start(") == plain.count("-start(") + 2
+    assert read_parts(more) == read_parts(plain)
+
+
 def test_the_flops_and_bytes_of_a_compiled_program():
     def layer(x, w):
         with jax.named_scope("mlp"):

@@ -26,11 +26,13 @@ from jax.sharding import Mesh
 from jax.stages import Traced
 
 from jaxtp.analysis.audit import audit
-from jaxtp.analysis.collective import Axes, Traffic, sums
+from jaxtp.analysis.collective import Axes, Traffic, bytes_by_axes, sums
 from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
-from jaxtp.analysis.schedule import AMOUNTS, COLLECTIVES, Part, Scheduled, read_parts, read_schedule
+from jaxtp.analysis.layer_costs import itemsize
+from jaxtp.analysis.schedule import AMOUNTS, COLLECTIVES, Part, Scheduled, part_of, read_parts, read_schedule
+from jaxtp.analysis.step_costs import LOGIT_PASSES
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
@@ -42,7 +44,7 @@ from jaxtp.tools.estimate.roofline import link_speed
 from jaxtp.tools.estimate.search import Setting, is_plain
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import with_attention
+from jaxtp.train.memory import costs_of_step, with_attention
 from jaxtp.train.setup import open_task
 from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, plan_state
 from jaxtp.train.step import compiler_options, make_train_step, trace_step
@@ -68,6 +70,7 @@ GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
 SECONDS = ("seconds_of_products", "seconds_of_others", "seconds_of_copies", "seconds_of_links")
+LOGITS = 2.5  # passes over float32 logits that a loss needs: read forward and backward, and a gradient in 16 bits
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
 Bytes = Mapping[tuple[str, Axes], float]  # Bytes that each device sends, by kind and mesh axes
@@ -347,45 +350,67 @@ class Compiled:
             for overlap in [(f"{m.overlapped:,}", f"{m.computing:,}")]
         ]
         yield columns(("collective", "over", "times", "GB of messages", "overlapped", "operations that overlap"), rows)
-        if parts := self.roofline(setting):
+        if self.parts:
             yield "of each part of the step, and its milliseconds at the peaks of the hardware:"
-            lines = []
-            for name, one in parts.items():
-                size = (one["product_bytes"] + one["other_bytes"]) / GB
-                numbers = one["flops"] / 1e12, size, *(1e3 * one[key] for key in SECONDS)
-                lines.append((name, f"{one['kernels']:,.0f}", *(f"{number:,.2f}" for number in numbers)))
-            yield columns(("part", "kernels", "TFLOP", "GB", "products", "others", "copies", "links"), lines)
+            parts = roofline(setting, self.parts, self.collectives)
+            yield part_table(parts)
             if unknown := parts["all"]["unknown"]:
                 yield f"  (products counted as 0, because their kernels do not tell their FLOPs: {unknown:,.0f})"
         yield from (f"  ({note})" for note in self.notes)
-
-    def roofline(self, setting: Setting) -> dict[str, Part]:
-        """Returns what each part of the step does, and seconds at the hardware's peaks; the last row has all."""
-        hardware, parts = setting.target.hardware, {name: {**part} for name, part in self.parts.items()}
-        for part in parts.values():
-            part |= zip(SECONDS, (*at_peaks(part, hardware), 0.0), strict=True)
-        if parts:
-            sending = (m.bytes_sent / link_speed(hardware, setting.sizes, m.axes) for m in self.collectives)
-            parts[COLLECTIVES][SECONDS[-1]] = sum(sending) * hardware.link_efficiency
-            parts["all"] = {key: sum(part[key] for part in parts.values()) for key in (*AMOUNTS, *SECONDS)}
-        return parts
 
     def record(self, setting: Setting) -> dict[str, object]:
         """Returns tier 3 for JSON."""
         return {
             "provenance": "compiled",
             **dataclasses.asdict(self),
-            "parts": self.roofline(setting),
+            "parts": roofline(setting, self.parts, self.collectives) if self.parts else {},
             "collectives": [one.record() for one in self.collectives],
             "fits": self.fits(setting),
             "tier_1_to_peak": setting.memory.total / self.peak_bytes,
         }
 
 
-def at_peaks(part: Part, hardware: Hardware) -> tuple[float, float, float]:
-    """Returns the seconds of products, of other kernels, and of copies among these."""
-    products = max(part["flops_16"] / hardware.flops, part["product_bytes"] / hardware.bandwidth)
-    return products, part["other_bytes"] / hardware.bandwidth, part["copied_bytes"] / hardware.bandwidth
+def roofline(setting: Setting, parts: Mapping[str, Part], collectives: Sequence[Scheduled]) -> dict[str, Part]:
+    """Returns parts with seconds at the hardware's peaks and the least, the account of remat none; all; links."""
+    hardware, once = setting.target.hardware, replace_nested(setting.config, {"model.remat": "none"})
+    costs = costs_of_step(once, setting.sizes, hardware.architecture, once=True)
+    trained = 0 if once.model.lora.rank else setting.memory.parameters
+    gradients = trained * min(1.0, itemsize(once.model.precision.reduce) / costs.param_itemsize)
+    least = [
+        ("optimizer", 0.0, 2 * (setting.memory.optimizer + trained + gradients)),  # gradients: also for their norm
+        ("embedding, loss", 0.0, costs.logits * LOGITS / LOGIT_PASSES),
+        *((part_of(one.module), 0.0, one.bytes) for one in costs.elementwise),
+    ]
+    for one in (*costs.products, *costs.attention, *costs.update):
+        least.append((part_of(f"{one.module}/{one.name}"), one.counted * one.flops, one.count * one.bytes))
+    sent, needed = bytes_by_axes(dict.fromkeys(collectives, 1)), bytes_by_axes(costs.traffic)
+    zeros = dict.fromkeys((*AMOUNTS, *SECONDS, "bytes_sent", "least_flops", "least_bytes"), 0.0)
+    found = {name: zeros | part for name, part in parts.items()}
+    for part in found.values():
+        seconds = [part[key] / hardware.bandwidth for key in ("product_bytes", "other_bytes", "copied_bytes")]
+        part |= zip(SECONDS, (max(part["flops_16"] / hardware.flops, seconds[0]), *seconds[1:], 0.0), strict=True)
+    for name, flops, size in least:
+        found[name]["least_flops"] += setting.relative_work * flops
+        found[name]["least_bytes"] += setting.relative_work * size
+    links = dict[str, Part]()
+    for axes, size in sent.items():
+        each = {"bytes_sent": size, "least_bytes": setting.relative_work * needed.get(axes, 0.0)}
+        each[SECONDS[-1]] = size / link_speed(hardware, setting.sizes, axes) * hardware.link_efficiency
+        links[f"sent over {'+'.join(axes)}"] = zeros | each
+        found[COLLECTIVES][SECONDS[-1]] += each[SECONDS[-1]]
+    return found | {"all": {key: sum(part[key] for part in found.values()) for key in zeros}} | links
+
+
+def part_table(parts: Mapping[str, Part]) -> str:
+    """Formats a `roofline`."""
+    header, rows = ("part", "kernels", "TFLOP", "/ least", "GB", "/ least", "products", "others", "copies", "links"), []
+    for name, one in parts.items():
+        flops, size = one["flops"], one["product_bytes"] + one["other_bytes"] + one["bytes_sent"]
+        both = (flops, one["least_flops"]), (size, one["least_bytes"])
+        ratios = [f"{amount / least:.2f}" if least else "" for amount, least in both]
+        amounts = f"{one['kernels']:,.0f}", f"{flops / 1e12:,.2f}", ratios[0], f"{size / GB:,.2f}", ratios[1]
+        rows.append((name, *amounts, *(f"{1e3 * one[key]:,.2f}" for key in SECONDS)))
+    return columns(header, rows)
 
 
 def compile_for(

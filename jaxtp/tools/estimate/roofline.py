@@ -81,7 +81,7 @@ def step_time(
     return StepTime(
         products=work * products(costs.products, costs.itemsize),
         attention=work * (products(costs.attention, costs.itemsize) + costs.scores / speed),
-        elementwise=work * (costs.elementwise + costs.logits) / speed,
+        elementwise=work * (sum(one.bytes for one in costs.elementwise) + costs.logits) / speed,
         update=products(costs.update, costs.param_itemsize) + moved / speed,
         communication=communication,
         crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from support import sweep
 
-from jaxtp.analysis.schedule import AMOUNTS, Scheduled
+from jaxtp.analysis.schedule import AMOUNTS, COLLECTIVES, OTHER, PARTS, Scheduled
 from jaxtp.config.schema import from_yaml
 from jaxtp.mesh import AXES, mesh_shape
 from jaxtp.tools.estimate import __main__ as command
@@ -242,7 +242,8 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
         sizes = {"argument_bytes": 1, "temp_bytes": 2, "peak_bytes": int(peak)}
         moved = Scheduled("all-gather", ("tp",), 4, 4 * 10**9, count=3, overlapped=2, computing=7)
         read = {"flops": 2e12, "in_float8": 0, "not_in_float8": {}}
-        amounts = {"MLP": (2, 2e12, 1e12, 1e9, 6.7e9, 3.35e9, 0), "collectives": (3, 0, 0, 0, 0, 0, 1)}
+        amounts = dict.fromkeys((*PARTS, OTHER, COLLECTIVES), (0,) * len(AMOUNTS))
+        amounts |= {"MLP": (2, 2e12, 1e12, 1e9, 6.7e9, 3.35e9, 0), "collectives": (3, 0, 0, 0, 0, 0, 1)}
         parts = {name: dict(zip(AMOUNTS, values, strict=True)) for name, values in amounts.items()}
         return Compiled(**sizes, **read, parts=parts, collectives=(moved,), seconds=5.0, notes=("a note",))
 
@@ -256,12 +257,13 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
     numbers = {"bytes": 4 * 10**9, "count": 3, "overlapped": 2, "computing": 7, "hidden_bytes": 0}
     assert tier_3["collectives"] == [{"kind": "all-gather", "axes": ["tp"], "group": 4, **numbers}]
     rows = {name: [row[key] for key in SECONDS] for name, row in tier_3["parts"].items()}
+    assert tier_3["parts"]["sent over tp"]["bytes_sent"] == 3e9
     assert rows["MLP"] == pytest.approx([1e12 / 989.4e12, 2e-3, 1e-3, 0], rel=1e-3)
     assert rows["collectives"] == pytest.approx([0, 0, 0, 3e9 / 450e9])
     assert rows["all"] == pytest.approx([sum(each) for each in zip(rows["MLP"], rows["collectives"], strict=True)])
     out = capsys.readouterr().out
     assert f"of 63.70 for JAX: {verdict}; tier 1: " in out
-    assert re.search(r"MLP +2 +2\.00 +7\.70 +1\.01 +2\.00 +1\.00 +0\.00\n", out)
+    assert re.search(r"MLP +2 +2\.00 +[\d,.]+ +7\.70 +[\d,.]+ +1\.01 +2\.00 +1\.00 +0\.00\n", out)
     assert "do not tell their FLOPs: 1)" in out
     assert "(a note)" in out
 

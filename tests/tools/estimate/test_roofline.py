@@ -4,14 +4,18 @@ import dataclasses
 import itertools
 import math
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import sweep_of
 
 import jaxtp
 from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.hardware import TABLE, find
-from jaxtp.mesh import mesh_shape
+from jaxtp.analysis.schedule import read_parts, read_schedule
+from jaxtp.mesh import mesh_of, mesh_shape
+from jaxtp.tools.estimate.compiler import roofline, trace
 from jaxtp.tools.estimate.roofline import collective_seconds, leaves_domain, link_speed
 from jaxtp.tools.estimate.search import Target, describe_model, estimate
 from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
@@ -214,3 +218,40 @@ def test_more_tensor_parallelism_computes_less_and_moves_more():
     times = [timed(tp=tp) for tp in (1, 2, 4, 8)]
     assert all(a.products > b.products for a, b in itertools.pairwise(times))
     assert all(a.computing_share > b.computing_share for a, b in itertools.pairwise(times))
+
+
+TINY = jaxtp.ModelConfig(
+    vocab_size=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64, loss_chunk=8
+)
+
+
+@pytest.mark.parametrize(
+    ("remat", "experts"), sweep_of([["none", "save_dots", "full"], [0, 4]], ("none", 0), ("full", 0))
+)
+def test_a_compiled_part_does_no_less_than_the_least(remat, experts):
+    """Without recomputation as much, but for logits, computed twice, and masked scores of attention."""
+    mesh = mesh_shape(fsdp=2, tp=2)
+    model = dataclasses.replace(TINY, remat=remat, attention="xla", num_experts=experts, experts_per_token=2)
+    data = DataConfig(sequence_length=32, global_batch_size=4)
+    config = TrainConfig(model=model, data=data, mesh=MeshConfig(fsdp=2, tp=2))
+    with jax.set_mesh(mesh_of(mesh)):
+        text = trace(config, mesh_of(mesh)).lower().compile().as_text()
+    setting = estimate(config, Target(find("h100"), 4, 80e9), describe_model(config))
+    found = roofline(setting, read_parts(text), read_schedule(text, mesh))
+    parts = {name: found[name] for name in ("MLP", "projections", "embedding, loss", "attention", "all")}
+    parts["attention"]["flops"] += found["other"]["flops"]  # a CPU's compiler drops the names of its products
+    more = {name: part["flops"] / part["least_flops"] for name, part in parts.items()}
+    sent = [
+        part["bytes_sent"] / part["least_bytes"]
+        for name, part in found.items()
+        if name in ("sent over fsdp", "sent over tp")
+    ]
+    assert min([*more.values(), *sent]) >= 1
+    assert more["embedding, loss"] == 4 / 3
+    assert found["optimizer"]["product_bytes"] + found["optimizer"]["other_bytes"] >= found["optimizer"]["least_bytes"]
+    if (remat, experts) == ("none", 0):
+        assert list(more.values())[:2] == [1, 1]
+        assert more["attention"] == 2
+        assert sent == pytest.approx([1, 1], rel=3e-3)
+    if (remat, experts) == ("full", 0):
+        assert list(more.values())[:2] == [11 / 9, 4 / 3]
