@@ -54,12 +54,10 @@ def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
 def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the logical shape, dtype and sharding of each array."""
     sizes = mesh_sizes(mesh)
-
-    def describe(variable: Variable) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, logical_spec(variable, sizes))
-        return jax.ShapeDtypeStruct(logical_shape(variable), variable.dtype, sharding=sharding)
-
-    return {name: describe(variable) for name, variable in named_variables(state).items()}
+    return {
+        name: jax.ShapeDtypeStruct(logical_shape(v), v.dtype, sharding=NamedSharding(mesh, logical_spec(v, sizes)))
+        for name, v in named_variables(state).items()
+    }
 
 
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:

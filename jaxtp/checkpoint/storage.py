@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
 from jax.sharding import SingleDeviceSharding
@@ -260,18 +259,3 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
     if missing := sorted(info[_CHECKSUMS].keys() - arrays.keys()):
         raise CheckpointError(f"{folder}: saved arrays are missing: {', '.join(missing[:3])}")
     return StoredCheckpoint(folder, info, arrays, metadata)
-
-
-def describe_difference(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> str | None:
-    """Returns the relative L2 norm of a difference, or a description; None if equal."""
-    for present, absent in ((a, b), (b, a)):
-        if name not in absent.arrays:
-            return f"only in {present.folder}"
-    if a.arrays[name].shape != b.arrays[name].shape:
-        return f"{a.arrays[name].shape} and {b.arrays[name].shape}"
-    stored_sums = [checkpoint.info[_CHECKSUMS].get(name) for checkpoint in (a, b)]
-    if None not in stored_sums and stored_sums[0] == stored_sums[1]:
-        return None
-    one, other = (np.asarray(checkpoint.read(name), dtype=np.float64) for checkpoint in (a, b))
-    norm = float(np.linalg.norm(one)) or 1.0
-    return f"{float(np.linalg.norm(one - other)) / norm:.3e}"
