@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
 
 from jaxtp.checkpoint import silence_orbax
-from jaxtp.checkpoint.storage import StoredCheckpoint, describe_difference, open_checkpoint
+from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json
@@ -106,6 +107,21 @@ def diff(args: Diff) -> int:
     print(f"{len(differ) or 'none'} of {len(names)} arrays differ")
     write_json("--json", args.json, {"a": str(one.folder), "b": str(other.folder), "differ": differ})
     return 1 if differ else 0
+
+
+def describe_difference(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> str | None:
+    """Returns the relative L2 norm of a difference, or a description; None if equal."""
+    for present, absent in ((a, b), (b, a)):
+        if name not in absent.arrays:
+            return f"only in {present.folder}"
+    if a.arrays[name].shape != b.arrays[name].shape:
+        return f"{a.arrays[name].shape} and {b.arrays[name].shape}"
+    stored_sums = [checkpoint.info["checksums"].get(name) for checkpoint in (a, b)]
+    if None not in stored_sums and stored_sums[0] == stored_sums[1]:
+        return None
+    one, other = (np.asarray(checkpoint.read(name), dtype=np.float64) for checkpoint in (a, b))
+    norm = float(np.linalg.norm(one)) or 1.0
+    return f"{float(np.linalg.norm(one - other)) / norm:.3e}"
 
 
 _COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {

@@ -61,6 +61,7 @@ class Sums:
         parts = [names[at : at + _GROUP] for names in alike.values() for at in range(0, len(names), _GROUP)]
         self._groups = [(names, _columns([arrays[name] for name in names])) for names in parts]
         self.shapes = {name: list(array.shape) for name, array in arrays.items()}
+        self.dtypes = {name: array.dtype for name, array in arrays.items()}
         self.replicas = replica_groups_by_name(arrays)
 
     @cached_property

@@ -53,14 +53,11 @@ def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
 
 def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the logical shape, dtype and sharding of each array."""
+    sizes = mesh_sizes(mesh)
     return {
-        name: jax.ShapeDtypeStruct(logical_shape(variable), variable.dtype, sharding=_logical_sharding(variable, mesh))
-        for name, variable in named_variables(state).items()
+        name: jax.ShapeDtypeStruct(logical_shape(v), v.dtype, sharding=NamedSharding(mesh, logical_spec(v, sizes)))
+        for name, v in named_variables(state).items()
     }
-
-
-def _logical_sharding(variable: Variable, mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, logical_spec(variable, mesh_sizes(mesh)))
 
 
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
@@ -72,7 +69,7 @@ def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
 def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes that split each dim of a variable."""
     axes = [axes_of(entry) for entry in spec_of(variable)]
-    return (*axes, *[()] * (len(variable.shape) - len(axes)))
+    return (*axes, *[()] * (len(variable.get_raw_value().shape) - len(axes)))
 
 
 def divisible_axes(
@@ -100,13 +97,14 @@ def _remove_padding(variable: Variable, mesh: Mesh) -> Array:
     array: Array = variable[...]
     if array.shape == logical_shape(variable):
         return array
-    without_padding = jax.jit(unpad, static_argnums=(1, 2), out_shardings=_logical_sharding(variable, mesh))
-    return without_padding(array, padding_of(variable), mesh_sizes(mesh)[TP])
+    sizes = mesh_sizes(mesh)
+    sharding = NamedSharding(mesh, logical_spec(variable, sizes))
+    return jax.jit(unpad, static_argnums=(1, 2), out_shardings=sharding)(array, padding_of(variable), sizes[TP])
 
 
 def add_padding(array: Array, variable: Variable, mesh: Mesh) -> Array:
     """Returns a logical array in a variable's shape and sharding on `mesh`."""
-    if array.shape == tuple(variable.shape):
+    if array.shape == tuple(variable.get_raw_value().shape):
         return array
     return pad_array(array, padding_of(variable), NamedSharding(mesh, spec_of(variable)))
 

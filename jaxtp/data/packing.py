@@ -106,7 +106,7 @@ class Packed(Rows):
             else:
                 self.num_split += int(too_long.sum())
             self._num_tokens += int(lengths.sum())
-            pieces, _, counts = pack(*_pieces(documents, lengths, self._length), self._length)
+            pieces, counts = pack(*_pieces(documents, lengths, self._length), self._length)
             if pairs:  # its two documents
                 pieces, counts = np.repeat(pieces * 2, 2, axis=0), counts * 2
                 pieces[1::2, 0] += 1
@@ -120,29 +120,28 @@ class LongDocumentError(UserError):
 def _pieces(documents: Ints, lengths: Ints, room: int) -> tuple[Ints, Ints]:
     """Cuts at multiples of `room`; returns document and first token `[n, 2]`, and sizes `[n]`."""
     parts = -(-lengths // room)
-    owner = np.repeat(np.arange(len(lengths)), parts)
-    start = (np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)) * room
-    return np.stack([documents[owner], start], axis=1), np.minimum(lengths[owner] - start, room)
+    start = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * room
+    return np.stack([np.repeat(documents, parts), start], axis=1), np.minimum(np.repeat(lengths, parts) - start, room)
 
 
-def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints, Ints]:
-    """Returns pieces in row order, their sizes, and the pieces per row."""
+def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints]:
+    """Returns pieces in row order, and the pieces per row."""
     histogram = np.bincount(sizes, minlength=room + 1)
     patterns = best_fit(histogram, room)
-    widths, repeats = np.array([(len(pattern), count) for pattern, count in patterns], np.int64).reshape(-1, 2).T
+    repeats = np.fromiter((count for _, count in patterns), np.int64)
+    widths = np.fromiter((len(pattern) for pattern, _ in patterns), np.int64)
     columns = np.fromiter(chain.from_iterable(pattern for pattern, _ in patterns), np.int64)
     # All pieces of a size are placed, column by column.
     dtype = np.min_scalar_type(room)  # NumPy sorts 16 bits by radix
     by_size, in_order = (np.argsort(each.astype(dtype), kind="stable") for each in (sizes, columns))
-    placed = np.repeat(repeats, widths)[in_order]
-    first_of_column = np.empty_like(columns)
-    first_of_column[in_order] = histogram[0] + np.cumsum(placed) - placed
-    # Row by row: of the pattern of each piece the width and the first column, and the piece's place in its rows.
-    many = widths * repeats
-    width, first = (np.repeat(each, many) for each in (widths, np.cumsum(widths) - widths))
-    row, column = np.divmod(np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many), width)
-    chosen = by_size[first_of_column[first + column] + row]
-    return pieces[chosen], sizes[chosen], np.repeat(widths, repeats)
+    # Of each column the place of its first piece, and the distance of its pieces: the width of its rows.
+    first = np.cumsum(widths * repeats) - widths * repeats - np.cumsum(widths) + widths
+    first = (np.repeat(first, widths) + np.arange(len(columns)))[in_order]
+    placed, step = (np.repeat(each, widths)[in_order] for each in (repeats, widths))
+    row = np.arange(placed.sum()) - np.repeat(np.cumsum(placed) - placed, placed)
+    chosen = np.empty_like(row)
+    chosen[np.repeat(first, placed) + row * np.repeat(step, placed)] = by_size[histogram[0] :]
+    return pieces.take(chosen, axis=0), np.repeat(widths, repeats)
 
 
 def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
@@ -159,6 +158,7 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
         rows.append((pattern, count))
 
     for size, remaining in reversed([*enumerate(histogram.tolist())][1:]):
+        one = (size,)
         while remaining:
             pattern: Pattern = ()
             count, left = remaining, room
@@ -166,15 +166,26 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
                 left = rooms[fitting]
                 rows = by_room[left]
                 pattern, count = rows.pop()
+                if (after := left - size) < size:  # the usual case, without calls
+                    if count > remaining:
+                        rows.append((pattern, count - remaining))
+                        count = remaining
+                    elif not rows:
+                        del rooms[fitting]
+                    if not (fuller := by_room.setdefault(after, [])):
+                        bisect.insort(rooms, after)
+                    fuller.append((pattern + one, count))
+                    remaining -= count
+                    continue
                 if not rows:
                     del rooms[fitting]
             each = left // size  # after the first, this is still the least room that fits
             full, rest = divmod(min(remaining, count * each), each)
             remaining -= full * each + rest
             if full:
-                add_rows(pattern + (size,) * each, full, left - each * size)
+                add_rows(pattern + one * each, full, left - each * size)
             if rest:
-                add_rows(pattern + (size,) * rest, 1, left - rest * size)
+                add_rows(pattern + one * rest, 1, left - rest * size)
             if pattern and (same := count - full - (rest > 0)):
                 add_rows(pattern, same, left)
     return [row for rows in by_room.values() for row in rows]

@@ -172,7 +172,7 @@ def padding_of(variable: Variable) -> Padding:
 
 def logical_shape(variable: Variable) -> tuple[int, ...]:
     """Returns the shape without padding, equal on every mesh."""
-    shape = list(variable.shape)
+    shape = list(variable.get_raw_value().shape)  # not `shape`, which copies the value's tree
     for dim, split in padding_of(variable):
         shape[dim] = split.size
     return tuple(shape)
@@ -222,7 +222,7 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
 def spec_of(variable: Variable) -> PartitionSpec:
     """Returns a variable's spec, P() if undeclared, without a stack's dim after unstacking."""
     declared = tuple(variable.get_metadata().get("out_sharding") or ())
-    return PartitionSpec(*declared[max(0, len(declared) - len(variable.shape)) :])
+    return PartitionSpec(*declared[max(0, len(declared) - len(variable.get_raw_value().shape)) :])
 
 
 def check_sizes(layer: str, **sizes: object) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import jaxtp
 from jaxtp.checkpoint import storage
-from jaxtp.checkpoint.__main__ import main
+from jaxtp.checkpoint.__main__ import describe_difference, main
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.train import optimizer
 from jaxtp.train.config import OptimizerConfig
@@ -77,4 +77,4 @@ def test_an_array_that_was_not_part_of_the_saved_state_is_compared_by_its_elemen
     sums = first.info["checksums"]
     without = {name: sums[name] for name in sums if name != "model.norm.scale"}
     unknown = dataclasses.replace(first, info={**first.info, "checksums": without})
-    assert storage.describe_difference(unknown, second, "model.norm.scale") == "1.000e+00"
+    assert describe_difference(unknown, second, "model.norm.scale") == "1.000e+00"

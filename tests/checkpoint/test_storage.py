@@ -1,6 +1,8 @@
 """What saves and restores hold in memory, and that plain Orbax and older checkpoints can be read."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +12,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtp
 from jaxtp.checkpoint import storage
 from jaxtp.checkpoint.checksum import Sums
+from jaxtp.checkpoint.io_errors import DamagedError
 from jaxtp.checkpoint.logical import to_logical
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import describe_arrays, seal
@@ -80,14 +84,16 @@ def test_no_pinned_memory_is_used(tmp_path, monkeypatch):
     assert storage.BoundedHandler.typestr() == ocp.PyTreeCheckpointHandler.typestr()
 
 
-def test_a_checkpoint_of_an_older_version_is_read(tmp_path):
+@pytest.mark.parametrize("absent", [("dtypes",), pytest.param(("dtypes", "shapes"), marks=pytest.mark.wide)], ids=str)
+def test_a_checkpoint_of_an_older_version_is_read(tmp_path, absent):
     """Those of 0.1 and 0.2 were written by Orbax's handler of standard states."""
     plan = blueprint((1, 1, 2))
     state = plan.create(seed=0)
 
     arrays = to_logical(state, plan.mesh)
     with ocp.CheckpointManager(tmp_path, item_names=("state", "info")) as written:
-        info = ocp.args.JsonSave(seal(describe_arrays(Sums(arrays))))
+        described = {name: entry for name, entry in describe_arrays(Sums(arrays)).items() if name not in absent}
+        info = ocp.args.JsonSave(seal(described))
         written.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), info=info))
     assert "StandardCheckpointHandler" in (tmp_path / "1/_CHECKPOINT_METADATA").read_text()
     with Checkpoints(tmp_path) as checkpoints:
@@ -96,6 +102,38 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path):
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert "PyTreeCheckpointHandler" in (tmp_path / "2/_CHECKPOINT_METADATA").read_text()
+
+
+def test_a_restore_opens_each_array_once_and_finds_those_that_are_not_as_saved(tmp_path, monkeypatch):
+    mesh = jaxtp.make_mesh(fsdp=2)
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    def state(size, dtype):
+        values = jax.random.normal(jax.random.key(0), (size,), dtype)
+        return nnx.State({name: nnx.Param(jax.device_put(values, split), out_sharding=("fsdp",)) for name in "ab"})
+
+    with jax.set_mesh(mesh):
+        states = [state(4, "float32"), state(6, "float32"), state(4, "bfloat16")]
+    for index, each in enumerate(states):
+        with Checkpoints(tmp_path / str(index)) as checkpoints:
+            checkpoints.save(1, each, mesh, {})
+    monkeypatch.setattr(storage, "read_metadata", lambda folder: pytest.fail("opens each array once more"))
+    stored = tmp_path / "0/1/state"
+    with Checkpoints(tmp_path / "0") as checkpoints:
+        for restored, saved in zip(
+            *map(jax.tree.leaves, (checkpoints.restore(1, states[0], mesh), states[0])), strict=True
+        ):
+            np.testing.assert_array_equal(np.asarray(restored), np.asarray(saved))
+        record = json.loads((stored / "_METADATA").read_text())
+        del record["tree_metadata"]["('b',)"]
+        (stored / "_METADATA").write_text(json.dumps(record))
+        with pytest.raises(DamagedError, match="arrays are missing: b"):
+            checkpoints.restore(1, states[0], mesh)
+        for index, why in ((1, "Requested shape"), (2, "checksums differ")):
+            shutil.rmtree(stored)
+            shutil.copytree(tmp_path / str(index) / "1/state", stored)
+            with pytest.raises(DamagedError, match=f"1 is damaged.*{why}"):
+                checkpoints.restore(1, states[0], mesh)
 
 
 @pytest.mark.journey

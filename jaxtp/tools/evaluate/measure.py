@@ -73,7 +73,7 @@ def rows(windows: Iterable[Window], length: int, multiple: int = 1) -> Iterator[
     for pool in _pools(windows):
         sizes = np.array([len(window.tokens) - 1 for window in pool], np.int64)
         room = row_length(int(sizes.sum()), length, multiple)
-        order, _, counts = pack(np.arange(len(pool))[:, None], sizes, room)
+        order, counts = pack(np.arange(len(pool))[:, None], sizes, room)
         ends = np.cumsum(counts)
         for first, last in zip(ends - counts, ends, strict=True):
             yield _row([pool[index] for index in order[first:last, 0]], room)
