@@ -130,14 +130,13 @@ class VocabParallelEmbedding(nnx.Module):
 
 def _rows(table: Array, ids: Array) -> Array:
     def backward(ids: Array, grad: Array) -> tuple[Array, None]:
-        # Otherwise XLA would share these zeros with the head's gradient, and keep them from then on.
+        # Else XLA shares the zeros with the head's gradient, and keeps them from there to here.
         zero, _ = jax.lax.optimization_barrier((jnp.zeros_like(grad[0, 0, 0]), grad[0, 0, 0]))
         return jnp.full(table.shape, zero).at[ids].add(grad), None
 
     look_up = jax.custom_vjp(lambda table, ids: jnp.take(table, ids, axis=0))
     look_up.defvjp(lambda table, ids: (jnp.take(table, ids, axis=0), ids), backward)
-    rows: Array = look_up(vary_like(table, ids), ids)
-    return rows
+    return look_up(vary_like(table, ids), ids)  # type: ignore[no-any-return]
 
 
 class LearnedPositions(nnx.Module):

@@ -96,7 +96,7 @@ def _ring_scatter(
     # one moves while a product adds to the other.
     tp, size = axis_size(TP), inputs[0].shape[SEQUENCE_DIM] // axis_size(TP)
     ws, half = _joined(kernels, 0), kernels[0].shape[-1] // 2
-    lows, highs = ([jax.tree.map(lambda w: w[..., at], w) for w in ws] for at in (slice(half), slice(half, None)))
+    lows, highs = jax.tree.map(lambda w: w[..., :half], ws), jax.tree.map(lambda w: w[..., half:], ws)
 
     def plus(total: Array | None, xs: Sequence[Value], ws: Sequence[Value]) -> Array:
         found = (product(x, w, dtype) for x, w in zip(xs, ws, strict=True))
@@ -136,8 +136,7 @@ def _gather_matmul(x: Operand, kernels: tuple[Kernel, ...]) -> tuple[list[Value]
 
 
 def _split(joined: Array, kernels: Sequence[Value]) -> list[Array]:
-    ends = list(accumulate(w.shape[-1] for w in kernels))
-    return jnp.split(joined, ends[:-1], -1)
+    return jnp.split(joined, [*accumulate(w.shape[-1] for w in kernels)][:-1], -1)
 
 
 def _gather_forward(keep: bool, x: object, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], object]:
@@ -213,7 +212,7 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
 
     `x` and the result are `[b, T/tp, ..., D]`; `hidden` sees each token alone.
     """
-    return _accompany(lambda x: (x @ columns,), lambda y: (hidden(y), None), lambda h: h @ rows, lambda *_: [], x)[0]
+    return _accompany(lambda x: (hidden(x @ columns), None), lambda h: h @ rows, lambda *_: [], x)[0]
 
 
 def _mlp_forward(hidden: Callable[[Array], Array], *args: Any) -> tuple[Array, object]:
@@ -224,18 +223,15 @@ def _mlp_backward(hidden: Callable[[Array], Array], residuals: Any, grad: Array)
     (x, columns, rows), needs_grad = residuals
 
     def work(x: Array, grad: Array) -> tuple[Array, Array]:
-        return x @ columns, grad @ rows.T
-
-    def between(y: Array, grad_h: Array) -> tuple[Array, Array]:
-        h, transpose = jax.vjp(hidden, y)
-        return transpose(grad_h)[0], h
+        h, transpose = jax.vjp(hidden, x @ columns)
+        return transpose(grad @ rows.T)[0], h
 
     def weigh(sums: Sums, grad_y: Array, h: Array, x: Array, grad: Array) -> Sums:
         pairs = (x, grad_y), (h, grad)
         return _added(sums, [_kernel_gradient(*pairs[i]) for i in trained])
 
     trained = [i for i, needed in enumerate(needs_grad.kernels) if needed]
-    grad_x, sums = _accompany(work, between, lambda grad_y: grad_y @ columns.T, weigh, x, grad)
+    grad_x, sums = _accompany(work, lambda grad_y: grad_y @ columns.T, weigh, x, grad)
     return grad_x, *_cast_kernel_grads(sums, trained, (columns, rows), grad.dtype)
 
 
@@ -243,32 +239,27 @@ ring_mlp.defvjp(_mlp_forward, _mlp_backward, symbolic_zeros=True)
 
 
 def _accompany(
-    work: Callable[..., tuple[Array, ...]],
-    between: Callable[..., tuple[Array, object]],
+    work: Callable[..., tuple[Array, object]],
     finish: Callable[[Array], Array],
     weigh: Callable[..., Sums],
     *parts: Array,
 ) -> tuple[Array, Sums]:
-    # Returns this device's part of the sum over tp of `finish(found)`, where `found, kept = between(*work(*parts))`, and
-    # the last of `sums = weigh(sums, found, kept, *parts)`. Parts go around, and sums over tp follow them: a sum begins
-    # on the device after its part's and ends at home, which computes `work` while its part leaves, and `finish` last.
+    # Returns this device's part of the sum over tp of `finish(found)`, where `found, kept = work(*parts)`, and the last
+    # of `sums = weigh(sums, found, kept, *parts)`. Parts go around, and sums over tp follow them: a sum begins on the
+    # device after its part's and ends at home, which computes `work` while its part leaves, and `finish` last.
 
     def plus(before: Array | None, found: Array) -> Array:
         return finish(found) if before is None else before + finish(found)
-
-    def begin(moving: object, *parts: Array) -> tuple[Any, Any]:
-        arrived, products = _beside(moving, work, *parts)
-        return arrived, between(*products)  # what moved is freed
 
     def weighed(sums: Sums, found: Array, *rest: object) -> tuple[Sums, Array]:
         return weigh(sums, found, *rest), found  # `found` waits, so that `rest` is freed
 
     tp, total = axis_size(TP), None
-    first, (own, kept) = begin(parts[0], *parts)
+    first, (own, kept) = _beside(parts[0], work, *parts)
     others, (sums, own) = _beside(parts[1:], weighed, Sums(), own, kept, *parts)
     for number in range(1, tp):
         parts, moves = (first, *others), number < tp - 1
-        before, (found, kept) = begin(total, *parts)
+        before, (found, kept) = _beside(total, work, *parts)
         others, (sums, found) = _beside(parts[1:] if moves else None, weighed, sums, found, kept, *parts)
         first, total = _beside(parts[0] if moves else None, plus, before, found)
     return operator.add(*_beside(total, finish, own)), sums
