@@ -25,7 +25,6 @@ from jaxtp.collectives import (
     enter_parallel,
     leave_parallel,
     token_spec,
-    vary_like,
 )
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.linear import LayerContext, default_kernel_init
@@ -110,7 +109,7 @@ class VocabParallelEmbedding(nnx.Module):
         ids = all_gather(ids, *STORAGE) if exchanges else ids  # [B/(dp*fsdp), T/cp], or [B*cp/dp, T/cp]
         local = ids - axis_index(TP) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
-        rows = _rows(table, jnp.where(mine, local, 0))
+        rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
         rows = jnp.where(mine[..., None], rows, 0).astype(self.precision.compute)
         rows = leave_parallel(rows, sequence)
         if exchanges:  # after the sum over tp, which leaves less to move
@@ -126,17 +125,6 @@ class VocabParallelEmbedding(nnx.Module):
         table = self.features * PaddedDim((self.vocab_size,)).local(shape.tp) * (compute + reduce)
         rows = 2 * self.features * shape.between(self.sequence_parallel) * compute
         return shards > 1 and 4 * shards * shape.tokens + rows < table
-
-
-def _rows(table: Array, ids: Array) -> Array:
-    def backward(ids: Array, grad: Array) -> tuple[Array, None]:
-        # Else XLA shares the zeros with the head's gradient, and keeps them from there to here.
-        zero, _ = jax.lax.optimization_barrier((jnp.zeros_like(grad[0, 0, 0]), grad[0, 0, 0]))
-        return jnp.full(table.shape, zero).at[ids].add(grad), None
-
-    look_up = jax.custom_vjp(lambda table, ids: jnp.take(table, ids, axis=0))
-    look_up.defvjp(lambda table, ids: (jnp.take(table, ids, axis=0), ids), backward)
-    return look_up(vary_like(table, ids), ids)  # type: ignore[no-any-return]
 
 
 class LearnedPositions(nnx.Module):

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8, axis_index, axis_size, permute
+from jaxtp.collectives import Float8, axis_index, axis_size, by_rows, permute
 from jaxtp.layers.float8 import (
     Kernel,
     NeedsGrad,
@@ -56,7 +56,7 @@ def _beside(moving: object, compute: Callable[..., C], *args: object) -> tuple[A
     """Computes while `moving`, if any, goes to the next device."""
     # XLA would merge products that share an operand, which then wait for all permutes, and hide only one permute.
     moving, args = lax.optimization_barrier((moving, args))
-    arrived = jax.tree.map(partial(permute, axis=TP), moving)
+    arrived = jax.tree.map(lambda each: permute(by_rows(each), TP), moving)
     return lax.optimization_barrier((arrived, compute(*args)))  # type: ignore[no-any-return]
 
 
@@ -163,8 +163,9 @@ def _gather_backward(keep: bool, residuals: Any, grads: tuple[Any, ...]) -> tupl
         grad_x, sums = _ring_scatter(ys, ws, grads[used[0]].dtype, weigh)
     elif keep:
         sums = reduce(lambda sums, i: weigh(sums, i, _position(i, size)), range(axis_size(TP)), sums)
-    if trained and not keep:
-        *_, sums = _ring_gather(passed[0], visit)
+    if trained and not keep:  # one ring after the other, or XLA would join permutes of both
+        x, grad_x = lax.optimization_barrier((passed[0], grad_x))
+        *_, sums = _ring_gather(x, visit)
     each = _split(sums[0], [kernels[i] for i in trained]) if trained else []
     return gradient_of(passed[0], grad_x), _cast_kernel_grads(each, trained, kernels, grads[used[0]].dtype)
 
