@@ -129,9 +129,6 @@ def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
     return scaled, Float8(w.bits.T, jnp.ones((1, w.shape[0])))
 
 
-# Arguments and gradients of a `custom_vjp` with symbolic zeros.
-
-
 def unwrapped(operands: object) -> Any:
     """Returns the values of arguments."""
     return jax.tree.map(lambda leaf: leaf.value, operands)

@@ -44,7 +44,6 @@ Overlap = Literal["none", "ring"]
 C = TypeVar("C")
 V = TypeVar("V", Array, Value)
 Sums = list[Array]  # of gradients of several kernels
-Weigh = Callable[[Sums, int, Array], Sums]
 
 
 def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
@@ -65,13 +64,14 @@ def _ring_gather(x: Value, visit: Callable[..., tuple[list[Array], Sums]]) -> tu
 
     `position` is where `part` begins. Returns the parts, `found` as whole arrays `[b, T, ...]`, and the last sums.
     """
-    tp, passed, every, sums = axis_size(TP), [x], [], Sums()
+    tp, size, passed, every, sums = axis_size(TP), x.shape[SEQUENCE_DIM], [x], [], Sums()
     for number in range(tp):  # XLA would copy what a loop sends
-        part, at = passed[-1], _position(number, x.shape[SEQUENCE_DIM])
+        part, at = passed[-1], _position(number, size)
         arrived, (found, sums) = _beside(part if number < tp - 1 else None, visit, sums, part, at)
         passed.append(arrived)
         every.append(found)
-    return passed[:-1], [_in_order(parts) for parts in zip(*every, strict=True)], sums
+    reverse = [jnp.concatenate(parts[::-1], SEQUENCE_DIM) for parts in zip(*every, strict=True)]
+    return passed[:-1], [jnp.roll(y, _position(-1, size), SEQUENCE_DIM) for y in reverse], sums
 
 
 def _added(sums: Sums, each: list[Array]) -> Sums:
@@ -83,14 +83,8 @@ def _joined(values: Sequence[Value], dim: int) -> Sequence[Value]:
     return values if any(isinstance(w, Float8) for w in values) else [jnp.concatenate(values, dim)]  # type: ignore[arg-type]
 
 
-def _in_order(parts: Sequence[Array]) -> Array:
-    # Parts come in the order of `_position`.
-    size = parts[0].shape[SEQUENCE_DIM]
-    return jnp.roll(jnp.concatenate(parts[::-1], SEQUENCE_DIM), _position(-1, size), SEQUENCE_DIM)
-
-
 def _ring_scatter(
-    inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike, weigh: Weigh = lambda sums, *_: sums
+    inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike, weigh: Callable[..., Sums] = lambda s, *_: s
 ) -> tuple[Array, Sums]:
     # Returns the sum's part, and the last of `sums = weigh(sums, number, at)`. Halves of the sum's features take turns:
     # one moves while a product adds to the other.
@@ -110,7 +104,7 @@ def _ring_scatter(
     for number in range(1, tp + 1):
         high, (xs, total, sums) = _beside(high, partial(begin, number), low, sums, _position(number, size))
         low, high = _beside(total if number < tp else None, plus, high, xs, highs)
-    return jnp.concatenate([total, high], -1), sums
+    return jnp.concatenate([total, high], -1), sums  # type: ignore[list-item]
 
 
 def _position(number: int, size: int) -> Array:
@@ -129,8 +123,7 @@ def gather_matmul(keep: bool, x: Operand, kernels: tuple[Kernel, ...]) -> tuple[
 
 
 def _gather_matmul(x: Operand, kernels: tuple[Kernel, ...]) -> tuple[list[Value], list[Array], tuple[Value, ...]]:
-    ws = tuple(map(value_of, kernels))
-    factors = _joined(ws, -1)
+    factors = _joined(ws := tuple(map(value_of, kernels)), -1)
     passed, ys, _ = _ring_gather(value_of(x), lambda _, part, at: ([product(part, w, x.dtype) for w in factors], []))
     return passed, ys if len(ys) == len(ws) else _split(ys[0], ws), ws
 
@@ -267,8 +260,7 @@ def _accompany(
 
 
 def _part(x: V, at: Array, size: int) -> V:
-    part: V = jax.tree.map(lambda each: lax.dynamic_slice_in_dim(each, at, size, SEQUENCE_DIM), x)
-    return part
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, size, SEQUENCE_DIM), x)  # type: ignore[no-any-return]
 
 
 def _kernel_gradient(x: Value, grad: Array) -> Array:
