@@ -603,12 +603,12 @@ def mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
         yield from (alpha, alpha)
     in_float32 = (3 * FLOAT32 + 2) * features if learned else 0  # input, exponent and square; two masks
     costs += hidden_costs(columns, work, features * itemsize(layer.precision.compute), in_float32)
-    for cost in costs:  # of a ring, parts are alive, and three gradients of the kernels
+    for cost in costs:  # of a ring, parts are alive, and the sum of the kernels' gradients
         if fused and isinstance(cost, Bytes) and cost.kind == "workspace":
             cost = replace(cost, bytes=2 * cost.bytes / work.tp)
         yield cost
     kernels = (columns + 1) * layer.down.features * features // work.tokens
-    yield Bytes("workspace", 3 * FLOAT32 * kernels if fused else 0)
+    yield Bytes("workspace", FLOAT32 * kernels if fused else 0)
 
 
 def num_columns(config: MLPConfig) -> int:

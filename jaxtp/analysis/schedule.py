@@ -165,6 +165,8 @@ def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -
     products = [(whole, inner) for whole, inner in inside if hlo.is_product(inner)]
     names = [inner.op_name for _, inner in (*products, *inside) if inner.op_name]
     part = part_of(*(re.sub(r"\bjit\([^()]*\)", "", name) for name in names or [scope]))
+    if kernel.opcode == "custom-call":  # its workspace is not traffic
+        kernel = replace(kernel, type=re.sub(r"\b[su]8\[\d+\]", "", kernel.type))
     size = _traffic(kernel, around, module)
     if not products:
         return part, {"kernels": 1, "other_bytes": size, "copied_bytes": size * _only_moves(kernel, module)}

@@ -245,8 +245,7 @@ class MixtureOfExperts(PositionwiseBranch):
         def stacked(name: str, names: str, initial: Callable[[tuple[int, ...]], Array]) -> nnx.Param[Array]:
             value = initial(tuple(dims[dim].size for dim in names))
             padding = tuple((i - len(names), dims[dim]) for i, dim in enumerate(names))
-            param: nnx.Param[Array] = parameter(name, value, spec(names), padding=padding)
-            return param
+            return parameter(name, value, spec(names), padding=padding)  # type: ignore[no-any-return]
 
         def kernel(name: str, shape: tuple[int, ...], spec: P) -> nnx.Param[Array]:
             param: nnx.Param[Array] = parameter(name, default_kernel_init(rngs.params(), shape, dtype), spec)
@@ -296,8 +295,7 @@ class MixtureOfExperts(PositionwiseBranch):
             in_specs=(activation, specs, {name: token_spec() for name in of_tokens}),
             out_specs=(activation, Routing(*[sums] * 5, *[recorded] * 2)),  # type: ignore[arg-type]
         )
-        result: tuple[Array, Routing] = transform(x_BTD, weights, of_tokens)
-        return result
+        return transform(x_BTD, weights, of_tokens)  # type: ignore[no-any-return]
 
     def _transform(
         self, sequence: int | None, record: bool, x: Array, weights: Weights, of_tokens: Weights

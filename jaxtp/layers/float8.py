@@ -132,10 +132,8 @@ def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
     """Returns the operands of the gradient of `x` in `x @ w`; the mesh axes `axes` split the output features."""
     if not isinstance(w, Float8):
         return grad, w.T
-    return Float8.of(grad.astype(jnp.float32) * w.scale[0], dim=-1, axes=axes), Float8(w.bits.T, jnp.ones((1, 1)))
-
-
-# Arguments and gradients of a `custom_vjp` with symbolic zeros.
+    scaled = Float8.of(grad.astype(jnp.float32) * w.scale[0], dim=-1, axes=axes)
+    return scaled, Float8(w.bits.T, jnp.ones((1, w.shape[0])))
 
 
 def unwrapped(operands: object) -> Any:

@@ -149,8 +149,7 @@ class MLP(PositionwiseBranch):
 
         spec, of_alphas = token_spec(TP), [spec_of(alpha) for alpha in alphas]
         view = device_view(activate, XIELU, in_specs=(spec, of_alphas), out_specs=spec)
-        result: Array = view(x_BTF, [jnp.asarray(alpha[...]) for alpha in alphas])
-        return result
+        return view(x_BTF, [jnp.asarray(alpha[...]) for alpha in alphas])  # type: ignore[no-any-return]
 
 
 def hidden_features(activate: Callable[[Array], Array], products: Sequence[Array], limit: float | None = None) -> Array:

@@ -14,6 +14,7 @@ rounded once. Rings are unidirectional: XLA runs one collective at a time, at th
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -22,7 +23,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8, axis_index, axis_size, permute
+from jaxtp.collectives import Float8, axis_index, axis_size, by_rows, permute
 from jaxtp.layers.float8 import (
     Kernel,
     NeedsGrad,
@@ -42,7 +43,7 @@ from jaxtp.mesh import TP
 Overlap = Literal["none", "ring"]
 C = TypeVar("C")
 V = TypeVar("V", Array, Value)
-Sums = list[list[Array]]  # summands, each of gradients of several kernels
+Sums = list[Array]  # of gradients of several kernels
 
 
 def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
@@ -51,12 +52,10 @@ def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
 
 
 def _beside(moving: object, compute: Callable[..., C], *args: object) -> tuple[Any, C]:
-    """Computes while `moving` goes to the next device."""
-    if moving is None:
-        return None, compute(*args)
+    """Computes while `moving`, if any, goes to the next device."""
     # XLA would merge products that share an operand, which then wait for all permutes, and hide only one permute.
     moving, args = lax.optimization_barrier((moving, args))
-    arrived = jax.tree.map(partial(permute, axis=TP), moving)
+    arrived = jax.tree.map(lambda each: permute(by_rows(each), TP), moving)
     return lax.optimization_barrier((arrived, compute(*args)))  # type: ignore[no-any-return]
 
 
@@ -65,43 +64,47 @@ def _ring_gather(x: Value, visit: Callable[..., tuple[list[Array], Sums]]) -> tu
 
     `position` is where `part` begins. Returns the parts, `found` as whole arrays `[b, T, ...]`, and the last sums.
     """
-    tp, passed, every, sums = axis_size(TP), [x], [], Sums()
+    tp, size, passed, every, sums = axis_size(TP), x.shape[SEQUENCE_DIM], [x], [], Sums()
     for number in range(tp):  # XLA would copy what a loop sends
-        part, at = passed[-1], _position(number, x.shape[SEQUENCE_DIM])
+        part, at = passed[-1], _position(number, size)
         arrived, (found, sums) = _beside(part if number < tp - 1 else None, visit, sums, part, at)
         passed.append(arrived)
         every.append(found)
-    return passed[:-1], [_in_order(parts) for parts in zip(*every, strict=True)], sums
+    reverse = [jnp.concatenate(parts[::-1], SEQUENCE_DIM) for parts in zip(*every, strict=True)]
+    return passed[:-1], [jnp.roll(y, _position(-1, size), SEQUENCE_DIM) for y in reverse], sums
 
 
 def _added(sums: Sums, each: list[Array]) -> Sums:
-    # Two are added at a time, so that sums are read and written half as often.
-    return [_total([*sums, each])] if len(sums) == 2 else [*sums, each]
+    return [*map(operator.add, sums, each)] if sums else each
 
 
-def _total(sums: Sums) -> list[Array]:
-    return [reduce(operator.add, each) for each in zip(*sums, strict=True)]
+def _joined(values: Sequence[Value], dim: int) -> Sequence[Value]:
+    # Factors of one product instead of several, if they are not in 8 bits.
+    return values if any(isinstance(w, Float8) for w in values) else [jnp.concatenate(values, dim)]  # type: ignore[arg-type]
 
 
-def _in_order(parts: Sequence[Array]) -> Array:
-    # Parts come in the order of `_position`.
-    size = parts[0].shape[SEQUENCE_DIM]
-    return jnp.roll(jnp.concatenate(parts[::-1], SEQUENCE_DIM), _position(-1, size), SEQUENCE_DIM)
-
-
-def _ring_scatter(inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike) -> Array:
+def _ring_scatter(
+    inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike, weigh: Callable[..., Sums] = lambda s, *_: s
+) -> tuple[Array, Sums]:
+    # Returns the sum's part, and the last of `sums = weigh(sums, number, at)`. Halves of the sum's features take turns:
+    # one moves while a product adds to the other.
     tp, size = axis_size(TP), inputs[0].shape[SEQUENCE_DIM] // axis_size(TP)
+    ws, half = _joined(kernels, 0), kernels[0].shape[-1] // 2
+    lows, highs = jax.tree.map(lambda w: w[..., :half], ws), jax.tree.map(lambda w: w[..., half:], ws)
 
-    def summand(at: Array) -> Array:
-        xs, ws = [_part(x, at, size) for x in inputs], kernels
-        if not any(isinstance(w, Float8) for w in ws):
-            xs, ws = [jnp.concatenate(xs, -1)], [jnp.concatenate(ws)]  # type: ignore[arg-type]  # one product
-        return reduce(operator.add, (product(x, w, dtype) for x, w in zip(xs, ws, strict=True)))
+    def plus(total: Array | None, xs: Sequence[Value], ws: Sequence[Value]) -> Array:
+        found = (product(x, w, dtype) for x, w in zip(xs, ws, strict=True))
+        return reduce(operator.add, found if total is None else (total, *found))
 
-    total = summand(_position(1, size))
-    for number in range(2, tp + 1):
-        total = operator.add(*_beside(total, summand, _position(number, size)))
-    return total
+    def begin(number: int, total: Array | None, sums: Sums, at: Array) -> tuple[Sequence[Value], Array, Sums]:
+        xs = _joined([_part(x, at, size) for x in inputs], -1)
+        return xs, plus(total, xs, lows), weigh(sums, number, at)
+
+    low, high, sums = None, None, Sums()
+    for number in range(1, tp + 1):
+        high, (xs, total, sums) = _beside(high, partial(begin, number), low, sums, _position(number, size))
+        low, high = _beside(total if number < tp else None, plus, high, xs, highs)
+    return jnp.concatenate([total, high], -1), sums  # type: ignore[list-item]
 
 
 def _position(number: int, size: int) -> Array:
@@ -120,9 +123,13 @@ def gather_matmul(keep: bool, x: Operand, kernels: tuple[Kernel, ...]) -> tuple[
 
 
 def _gather_matmul(x: Operand, kernels: tuple[Kernel, ...]) -> tuple[list[Value], list[Array], tuple[Value, ...]]:
-    ws = tuple(map(value_of, kernels))
-    passed, ys, _ = _ring_gather(value_of(x), lambda _, part, at: ([product(part, w, x.dtype) for w in ws], []))
-    return passed, ys, ws
+    factors = _joined(ws := tuple(map(value_of, kernels)), -1)
+    passed, ys, _ = _ring_gather(value_of(x), lambda _, part, at: ([product(part, w, x.dtype) for w in factors], []))
+    return passed, ys if len(ys) == len(ws) else _split(ys[0], ws), ws
+
+
+def _split(joined: Array, kernels: Sequence[Value]) -> list[Array]:
+    return jnp.split(joined, [*accumulate(w.shape[-1] for w in kernels)][:-1], -1)
 
 
 def _gather_forward(keep: bool, x: object, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], object]:
@@ -132,23 +139,28 @@ def _gather_forward(keep: bool, x: object, kernels: tuple[Any, ...]) -> tuple[tu
 
 
 def _gather_backward(keep: bool, residuals: Any, grads: tuple[Any, ...]) -> tuple[object, tuple[object, ...]]:
-    (x, *others), kernels, needs_grad = residuals
-    size = x.shape[SEQUENCE_DIM]
+    passed, kernels, needs_grad = residuals
+    size = passed[0].shape[SEQUENCE_DIM]
     used = [i for i, grad in enumerate(grads) if not isinstance(grad, SymbolicZero)]
-    grad_x = None
-    if needs_grad.inputs[0]:
-        ys, ws = zip(*(input_gradient(grads[i], kernels[i], TP) for i in used), strict=True)
-        grad_x = _ring_scatter(ys, ws, grads[used[0]].dtype)
-    trained, sums = [i for i in used if needs_grad.kernels[i]], Sums()
+    trained, grad_x, sums = [i for i in used if needs_grad.kernels[i]], None, Sums()
 
     def visit(sums: Sums, part: Value, at: Array) -> tuple[list[Array], Sums]:
-        return [], _added(sums, [_kernel_gradient(part, _part(grads[i], at, size)) for i in trained])
+        joined = jnp.concatenate([_part(grads[i], at, size) for i in trained], -1)
+        return [], _added(sums, [_kernel_gradient(part, joined)])
 
-    if trained and not keep:
+    def weigh(sums: Sums, number: int, at: Array) -> Sums:
+        return visit(sums, passed[number % len(passed)], at)[1] if trained and keep else sums
+
+    if needs_grad.inputs[0]:
+        ys, ws = zip(*(input_gradient(grads[i], kernels[i], TP) for i in used), strict=True)
+        grad_x, sums = _ring_scatter(ys, ws, grads[used[0]].dtype, weigh)
+    elif keep:
+        sums = reduce(lambda sums, i: weigh(sums, i, _position(i, size)), range(axis_size(TP)), sums)
+    if trained and not keep:  # one ring after the other, or XLA would join permutes of both
+        x, grad_x = lax.optimization_barrier((passed[0], grad_x))
         *_, sums = _ring_gather(x, visit)
-    for number, part in enumerate([x, *others] if keep else ()):
-        _, sums = visit(sums, part, _position(number, size))
-    return gradient_of(x, grad_x), _cast_kernel_grads(sums, trained, kernels, grads[used[0]].dtype)
+    each = _split(sums[0], [kernels[i] for i in trained]) if trained else []
+    return gradient_of(passed[0], grad_x), _cast_kernel_grads(each, trained, kernels, grads[used[0]].dtype)
 
 
 @jax.custom_vjp
@@ -158,7 +170,7 @@ def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Kernel, ...]) -> 
     Inputs are `[b, T, ..., F_i/tp]`, kernels the matching rows, `[F_i/tp, D]`; returns `[b, T/tp, ..., D]`.
     """
     xs, ws = (tuple(map(value_of, each)) for each in (inputs, kernels))
-    return _ring_scatter(xs, ws, inputs[0].dtype)
+    return _ring_scatter(xs, ws, inputs[0].dtype)[0]
 
 
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, object]:
@@ -233,20 +245,22 @@ def _accompany(
     def plus(before: Array | None, found: Array) -> Array:
         return finish(found) if before is None else before + finish(found)
 
-    tp, sums, total = axis_size(TP), Sums(), None
+    def weighed(sums: Sums, found: Array, *rest: object) -> tuple[Sums, Array]:
+        return weigh(sums, found, *rest), found  # `found` waits, so that `rest` is freed
+
+    tp, total = axis_size(TP), None
     first, (own, kept) = _beside(parts[0], work, *parts)
-    found = own
+    others, (sums, own) = _beside(parts[1:], weighed, Sums(), own, kept, *parts)
     for number in range(1, tp):
-        others, sums = _beside(parts[1:], weigh, sums, found, kept, *parts)
-        parts = (first, *others)
+        parts, moves = (first, *others), number < tp - 1
         before, (found, kept) = _beside(total, work, *parts)
-        first, total = _beside(parts[0] if number < tp - 1 else None, plus, before, found)
-    return operator.add(*_beside(total, finish, own)), weigh(sums, found, kept, *parts)
+        others, (sums, found) = _beside(parts[1:] if moves else None, weighed, sums, found, kept, *parts)
+        first, total = _beside(parts[0] if moves else None, plus, before, found)
+    return operator.add(*_beside(total, finish, own)), sums
 
 
 def _part(x: V, at: Array, size: int) -> V:
-    part: V = jax.tree.map(lambda each: lax.dynamic_slice_in_dim(each, at, size, SEQUENCE_DIM), x)
-    return part
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, size, SEQUENCE_DIM), x)  # type: ignore[no-any-return]
 
 
 def _kernel_gradient(x: Value, grad: Array) -> Array:
@@ -254,5 +268,5 @@ def _kernel_gradient(x: Value, grad: Array) -> Array:
 
 
 def _cast_kernel_grads(sums: Sums, at: Sequence[int], kernels: Sequence[Value], dtype: DTypeLike) -> tuple[object, ...]:
-    by_index = {i: total.astype(dtype) for i, total in zip(at, _total(sums), strict=True)}
+    by_index = {i: total.astype(dtype) for i, total in zip(at, sums, strict=True)}
     return tuple(gradient_of(w, by_index.get(i)) for i, w in enumerate(kernels))

@@ -381,8 +381,7 @@ class Decoder(EmbeddingAndHead):
 
 def create_decoder(config: ModelConfig, *, rngs: nnx.Rngs) -> Decoder:
     """Returns the decoder that the settings describe."""
-    decoder: Decoder = (config.decoder or Decoder)(config, rngs=rngs)
-    return decoder
+    return (config.decoder or Decoder)(config, rngs=rngs)  # type: ignore[no-any-return]
 
 
 def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
@@ -396,8 +395,7 @@ def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.St
 def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
     """Returns block `index` of stacked blocks."""
     graph, state = nnx.split(blocks)
-    block: DecoderBlock = nnx.merge(graph, jax.tree.map(lambda stacked: stacked[index], state))
-    return block
+    return nnx.merge(graph, jax.tree.map(lambda stacked: stacked[index], state))  # type: ignore[no-any-return]
 
 
 def _run_stack(
@@ -431,8 +429,7 @@ def _run_stack(
         return x_BTD, routings
 
     by_turn = None if keys is None else keys.reshape(stack.repeats, len(blocks), *keys.shape[1:])
-    result: tuple[Array, Routings] = turn(x_BTD, blocks, by_turn, sequences, experts)
-    return result
+    return turn(x_BTD, blocks, by_turn, sequences, experts)  # type: ignore[no-any-return]
 
 
 def _create_blocks(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> DecoderBlock:
@@ -441,8 +438,7 @@ def _create_blocks(config: ModelConfig, block: BlockConfig, repeats: int, rngs: 
     def create(rngs: nnx.Rngs) -> DecoderBlock:
         return DecoderBlock(config, block, rngs=rngs)
 
-    stacked: DecoderBlock = create(rngs)
-    return stacked
+    return create(rngs)  # type: ignore[no-any-return]
 
 
 def _scaled(x_BTD: Array, factor: float | Array) -> Array:

@@ -355,8 +355,8 @@ def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str
         # although no device is at fault.
         if config.train.verify_every:
             options["xla_gpu_exclude_nondeterministic_ops"] = True
-        # Else XLA times Triton's tiles for each product, some 100 times slower than cuBLAS: minutes on an H200.
-        if config.model.precision.matmul == "float8":
+        # Else XLA times Triton's tiles, 100 times slower than cuBLAS, and Triton's products add to no ring's sum.
+        if config.model.precision.matmul == "float8" or config.model.overlap == "ring":
             options["xla_gpu_enable_triton_gemm"] = False
     return options
 

@@ -169,6 +169,11 @@ def test_kernels_are_counted_by_the_part_of_the_step():
     mine = f"f32[8]{{0}} {KERNEL.replace('func', 'dot')}"
     planted = PARTS_TEXT.replace("  ROOT %gather-done", f"  %mine = {mine}\n  ROOT %gather-done")
     assert read_parts(planted)["other"]["unknown"] == 1
+    cublas = 'custom-call(%p), custom_call_target="__cublas$gemm"'
+    planted = PARTS_TEXT.replace(
+        "  ROOT %gather-done", f"  %mine = (f32[8]{{0}}, s8[64]{{0}}) {cublas}\n  ROOT %gather-done"
+    )
+    assert read_parts(planted)["other"]["product_bytes"] == 2 * 8 * 4, "its workspace is not traffic"
 
 
 def test_asynchronous_kernels_read_and_write_what_others_do():

@@ -294,8 +294,8 @@ def test_only_gpus_need_an_option():
     assert not compiler_options(on, "cpu")
     assert not compiler_options(off, "cuda")
     assert compiler_options(on, "cuda") == {"xla_gpu_exclude_nondeterministic_ops": True}
-    float8 = replace_nested(off, {"model.precision.matmul": "float8"})
-    assert compiler_options(float8, "cuda") == {"xla_gpu_enable_triton_gemm": False}
+    for changes in ({"model.precision.matmul": "float8"}, {"model.overlap": "ring"}):
+        assert compiler_options(replace_nested(off, changes), "cuda") == {"xla_gpu_enable_triton_gemm": False}
 
 
 def test_a_host_without_the_memory_is_refused(monkeypatch):
