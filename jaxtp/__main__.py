@@ -74,7 +74,11 @@ def _run(argv: Sequence[str]) -> int:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
     name, rest = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
-    return _complete(rest) if name == COMPLETION else importlib.import_module(f"{COMMANDS[name]}.__main__").main(rest)
+    if name == COMPLETION:
+        return _complete(rest)
+    with entry.without_gc():
+        module = importlib.import_module(f"{COMMANDS[name]}.__main__")
+    return module.main(rest)
 
 
 class _StandIns(MetaPathFinder, Loader):

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from itertools import count as count_from
 from itertools import islice
@@ -61,19 +62,22 @@ class Batches(ABC):
       global_batch_size: number of rows of a batch.
       with_weights: whether short batches are padded; then each batch has the column `WEIGHTS`.
       num_rows: in an epoch, if known.
-      description: JSON, compared when a run resumes.
     """
 
-    def __init__(self, name: str, first: Columns, size: int | None, identity: Mapping[str, object]):
+    def __init__(self, name: str, first: Columns, size: int | None, identity: Callable[[], Mapping[str, object]]):
         if size is None:
             raise BatchError(f"{name} has rows, not batches: set the number of rows of a batch (batch_size)")
         self.name, self.global_batch_size = name, size
         self.with_weights = False
         self.num_rows: int | None = None
         self._threads = 1
-        self._layout = layout_of(first)
+        self._layout, self._identity = layout_of(first), identity
+
+    @cached_property
+    def description(self) -> dict[str, object]:
+        """JSON, compared when a run resumes."""
         columns = {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self._layout.items())}
-        self.description = {**identity, "columns": columns}
+        return {**self._identity(), "columns": columns}
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -155,8 +159,12 @@ class SampleBatches(Batches):
         with reading(name, 0):
             first = self._sample(0)
         num_rows = None if endless else rows
-        order = {"algorithm": f"grain {version('grain')}", "sha256": shuffle_identity()}
-        super().__init__(name, first, size, {"kind": "samples", "rows": num_rows, ORDER: {SHUFFLE: order}})
+
+        def identity() -> dict[str, object]:
+            order = {"algorithm": f"grain {version('grain')}", "sha256": shuffle_identity()}
+            return {"kind": "samples", "rows": num_rows, ORDER: {SHUFFLE: order}}
+
+        super().__init__(name, first, size, identity)
         self.num_rows, self._threads = num_rows, 2 if is_grain else 1  # a user's dataset need not allow several
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
