@@ -128,8 +128,7 @@ if not TYPE_CHECKING:  # type checkers would accept any name
         if name == "__version__":
             value = import_module("importlib.metadata").version(__name__)
         elif name in _MODULE_OF:
-            with _entry.without_gc():
-                value = getattr(import_module(_MODULE_OF[name]), name)
+            value = getattr(_entry.import_fast(_MODULE_OF[name]), name)
             if isinstance(value, type) and type(value).__call__ is not type.__call__:
                 value.__signature__ = _InitSignature()
             elif hasattr(value, "__dataclass_fields__") and isinstance(value, type):

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import version
 from itertools import count as count_from
 from itertools import islice
@@ -62,22 +61,19 @@ class Batches(ABC):
       global_batch_size: number of rows of a batch.
       with_weights: whether short batches are padded; then each batch has the column `WEIGHTS`.
       num_rows: in an epoch, if known.
+      description: JSON, compared when a run resumes.
     """
 
-    def __init__(self, name: str, first: Columns, size: int | None, identity: Callable[[], Mapping[str, object]]):
+    def __init__(self, name: str, first: Columns, size: int | None, identity: Mapping[str, object]):
         if size is None:
             raise BatchError(f"{name} has rows, not batches: set the number of rows of a batch (batch_size)")
         self.name, self.global_batch_size = name, size
         self.with_weights = False
         self.num_rows: int | None = None
         self._threads = 1
-        self._layout, self._identity = layout_of(first), identity
-
-    @cached_property
-    def description(self) -> dict[str, object]:
-        """JSON, compared when a run resumes."""
+        self._layout = layout_of(first)
         columns = {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in sorted(self._layout.items())}
-        return {**self._identity(), "columns": columns}
+        self.description = {**identity, "columns": columns}
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -146,7 +142,9 @@ class SampleBatches(Batches):
     own order.
     """
 
-    def __init__(self, name: str, dataset: Any, size: int | None, *, seed: int = 0, once: bool = False):
+    def __init__(
+        self, name: str, dataset: Any, size: int | None, *, seed: int = 0, once: bool = False, describe: bool = True
+    ):
         rows = len(dataset)
         is_grain, endless = isinstance(dataset, grain.MapDataset), rows == sys.maxsize
         if not rows:
@@ -159,11 +157,10 @@ class SampleBatches(Batches):
         with reading(name, 0):
             first = self._sample(0)
         num_rows = None if endless else rows
-
-        def identity() -> dict[str, object]:
+        identity: dict[str, object] = {"kind": "samples", "rows": num_rows}
+        if describe:
             order = {"algorithm": f"grain {version('grain')}", "sha256": shuffle_identity()}
-            return {"kind": "samples", "rows": num_rows, ORDER: {SHUFFLE: order}}
-
+            identity[ORDER] = {SHUFFLE: order}
         super().__init__(name, first, size, identity)
         self.num_rows, self._threads = num_rows, 2 if is_grain else 1  # a user's dataset need not allow several
 
@@ -195,4 +192,4 @@ class SampleBatches(Batches):
 
 def token_batches(samples: Samples, size: int, *, once: bool = False) -> SampleBatches:
     """Returns batches of samples in their order."""
-    return SampleBatches("data", samples, size, once=once)
+    return SampleBatches("data", samples, size, once=once, describe=False)  # `Data.description` does

@@ -33,7 +33,7 @@ class FunctionBatches(Batches):
         with reading(name, 0):
             first = self._call(0, [0])
             size = batch_size if by_rows else count_rows(first)
-        super().__init__(name, first, size, lambda: {"kind": "function"})
+        super().__init__(name, first, size, {"kind": "function"})
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         if position.streams and not self._by_rows and self._read(rows, position.step - 1)[1] != position.streams:

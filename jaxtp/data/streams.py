@@ -177,7 +177,7 @@ class StreamBatches(Batches):
         stream = self._streams[process * number // processes]  # most likely one that this process reads
         with reading(stream.name, 0):
             first = stream.peek()
-            super().__init__(name, first, count_rows(first) * number, lambda: {"kind": "streams", "streams": number})
+            super().__init__(name, first, count_rows(first) * number, {"kind": "streams", "streams": number})
 
     def read(
         self, rows: Sequence[int], position: Position, count: int | None = None

@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -229,7 +228,7 @@ class Trainer:
         self._trackers.write({"step": self._run.step, **{name: float(value) for name, value in values.items()}})
 
     def line(self, text: str) -> None:
-        """Prints a line, from process 0 and above the progress bar."""
+        """Prints a line, from process 0, above the progress bar."""
         self._report.line(text)
 
     @contextmanager
@@ -350,32 +349,21 @@ class Trainer:
         with self._timing.lost_to("start"):
             run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what, advice)
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        # Evaluates the first state in a thread while the block compiles, and reports before errors of the block. Not on
-        # GPUs, where XLA times kernels while it compiles.
+    def _evaluate_during(self, block: ExitStack) -> None:
+        # In a thread, and reported also if the block fails. Not on GPUs, where XLA times kernels while it compiles.
         if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
             self._evaluate()
-            yield
             return
-        phase = partial(self._phase, "the evaluation at step 0", "evaluate")
-        with ThreadPoolExecutor(1) as pool:
-            with phase():
-                evaluation = pool.submit(self._begin_evaluation())
-            try:
-                yield
-            finally:
-                with phase():
-                    values = evaluation.result()
-                self._report_evaluation(values)
+        with self._phase("the evaluation at step 0", "evaluate"):
+            evaluation = block.enter_context(ThreadPoolExecutor(1)).submit(self._begin_evaluation())
+        block.callback(lambda: self._evaluate(evaluation.result))
 
     def _compile(self) -> TrainStep:
         run = self._run
-        # A resumed run has the baseline in its log.
-        with (
-            self._evaluating() if run.step == 0 else nullcontext(),
-            self._phase("compiling the training step", "compile"),
-        ):
+        with ExitStack() as block:
+            if run.step == 0:  # a resumed run has the baseline in its log
+                self._evaluate_during(block)
+            block.enter_context(self._phase("compiling the training step", "compile"))
             started = time.perf_counter()
             batch = run.data.abstract(self.mesh)
             platform = platform_of(self.mesh.devices.flat[0])
@@ -489,7 +477,7 @@ class Trainer:
         self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
 
     def evaluate(self) -> dict[str, float]:
-        """Returns `eval_loss` and further metrics of the current parameters, on the validation batches."""
+        """Returns `eval_loss` and further metrics of the current parameters."""
         self._finish_step()
         with self._phase(f"the evaluation at step {self._run.step}", "evaluate"):
             return self._begin_evaluation()()
@@ -509,11 +497,10 @@ class Trainer:
 
         return evaluate
 
-    def _evaluate(self, *, log: bool = True) -> None:
-        self._report_evaluation(self.evaluate(), log=log)
-
-    def _report_evaluation(self, values: dict[str, float], *, log: bool = True) -> None:
+    def _evaluate(self, evaluation: Callable[[], dict[str, float]] | None = None, *, log: bool = True) -> None:
         run = self._run
+        with self._phase(f"the evaluation at step {run.step}", "evaluate"):
+            values = (evaluation or self._begin_evaluation())()
         if not values:
             return
         if self._last[0] == run.step:
