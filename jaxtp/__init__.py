@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from jaxtp.config import entry as _entry  # noqa: F401 (first: it handles Ctrl-C during the other imports)
+from jaxtp.config import entry as _entry  # first: it handles Ctrl-C during the other imports
 
 if TYPE_CHECKING:
     from jaxtp.analysis.audit import Audit as Audit
@@ -128,7 +128,7 @@ if not TYPE_CHECKING:  # type checkers would accept any name
         if name == "__version__":
             value = import_module("importlib.metadata").version(__name__)
         elif name in _MODULE_OF:
-            value = getattr(import_module(_MODULE_OF[name]), name)
+            value = getattr(_entry.import_fast(_MODULE_OF[name]), name)
             if isinstance(value, type) and type(value).__call__ is not type.__call__:
                 value.__signature__ = _InitSignature()
             elif hasattr(value, "__dataclass_fields__") and isinstance(value, type):

@@ -74,7 +74,7 @@ def _run(argv: Sequence[str]) -> int:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
     name, rest = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
-    return _complete(rest) if name == COMPLETION else importlib.import_module(f"{COMMANDS[name]}.__main__").main(rest)
+    return _complete(rest) if name == COMPLETION else entry.import_fast(f"{COMMANDS[name]}.__main__").main(rest)
 
 
 class _StandIns(MetaPathFinder, Loader):

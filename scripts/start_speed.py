@@ -4,7 +4,9 @@
 
 1. Imports, help and an estimate, each in a fresh process.
 2. From the start of a process to the end of step 1 of the default run, without and with a compilation cache; "plain"
-   plans the same state and compiles the same initialisation and step, and does nothing else.
+   plans the same state and compiles the same initialisation and step, and does nothing else: it steps on zeros, reads
+   no data, checks and evaluates nothing. Its imports are the run's but for tensorboardX: the batch's shapes come from a
+   module that imports Grain, and Grain imports Orbax, which a trainer of pure JAX would not have.
 3. The programs that are compiled before step 1. jaxtp/train/README.md says why each is needed.
 4. A tiny step on one device: the jitted step called on the leaves of the state, on the state, on batches of the loader,
    and by the trainer, which also logs.

@@ -204,13 +204,15 @@ def _sums_at(part: Array, starts: Sequence[int | Array]) -> Array:
 def _mixed(array: Array, seed: np.uint32, starts: Sequence[int | Array]) -> Array:
     bits = array.astype(jnp.uint8) if array.dtype == bool else array
     bits = lax.bitcast_convert_type(bits, _UNSIGNED[bits.dtype.itemsize]).astype(jnp.uint32)
-    position = jnp.full(array.shape, seed)
+    position = lax.full(array.shape, seed)
     for dim, start in enumerate(starts):
-        position = _mix(position + (lax.broadcasted_iota(jnp.uint32, array.shape, dim) + jnp.uint32(start)))
-    return _mix(bits ^ position)
+        along = lax.add(lax.broadcasted_iota(jnp.uint32, array.shape, dim), lax.convert_element_type(start, jnp.uint32))
+        position = _mix(lax.add(position, along))
+    return _mix(lax.bitwise_xor(bits, position))
 
 
 def _mix(x: Array) -> Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+    # By `lax`, which traces faster than operators of arrays.
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = lax.mul(lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(shift))), np.uint32(factor))
+    return lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(16)))

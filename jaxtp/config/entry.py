@@ -5,6 +5,8 @@ A command's `__main__.py` defines `main(argv)`, which calls `attempt`, and ends 
 
 import contextlib
 import errno
+import gc
+import importlib
 import io
 import os
 import re
@@ -12,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn, Self
 
 STANDARD_OUTPUT = "standard output"  # The `filename` of errors in writing to standard output
@@ -92,10 +94,23 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (stays open)
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout = text_output(sys.stdout.fileno(), sys.stdout)
+    gc.freeze()  # later collections skip what the imports made
+    gc.enable()
     code = attempt(program, flushed)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no message for Ctrl-C while libraries shut down
     sys.exit(code)
+
+
+def import_fast(name: str) -> ModuleType:
+    """Imports a module; pauses garbage collection."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Output(io.FileIO):
@@ -216,7 +231,10 @@ def _command() -> str:
 
 
 # The package imports this module first, and this module imports only the standard library. So Ctrl-C also prints one
-# line during the other imports, which take seconds. The handler is set only in jaxtp's own commands.
+# line during the other imports, which take seconds. The handler is set only in jaxtp's own commands; `run` starts the
+# garbage collector again.
 _starting = sys.argv[:1] == ["-m"] or os.path.basename(next(iter(sys.argv), "")) == "jaxtp"
-if _starting and _command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _exit_during_import)
+if _starting and _command():
+    gc.disable()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit_during_import)

@@ -142,7 +142,9 @@ class SampleBatches(Batches):
     own order.
     """
 
-    def __init__(self, name: str, dataset: Any, size: int | None, *, seed: int = 0, once: bool = False):
+    def __init__(
+        self, name: str, dataset: Any, size: int | None, *, seed: int = 0, once: bool = False, describe: bool = True
+    ):
         rows = len(dataset)
         is_grain, endless = isinstance(dataset, grain.MapDataset), rows == sys.maxsize
         if not rows:
@@ -155,8 +157,11 @@ class SampleBatches(Batches):
         with reading(name, 0):
             first = self._sample(0)
         num_rows = None if endless else rows
-        order = {"algorithm": f"grain {version('grain')}", "sha256": shuffle_identity()}
-        super().__init__(name, first, size, {"kind": "samples", "rows": num_rows, ORDER: {SHUFFLE: order}})
+        identity: dict[str, object] = {"kind": "samples", "rows": num_rows}
+        if describe:
+            order = {"algorithm": f"grain {version('grain')}", "sha256": shuffle_identity()}
+            identity[ORDER] = {SHUFFLE: order}
+        super().__init__(name, first, size, identity)
         self.num_rows, self._threads = num_rows, 2 if is_grain else 1  # a user's dataset need not allow several
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
@@ -187,4 +192,4 @@ class SampleBatches(Batches):
 
 def token_batches(samples: Samples, size: int, *, once: bool = False) -> SampleBatches:
     """Returns batches of samples in their order."""
-    return SampleBatches("data", samples, size, once=once)
+    return SampleBatches("data", samples, size, once=once, describe=False)  # `Data.description` does

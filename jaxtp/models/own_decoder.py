@@ -106,7 +106,7 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
 def recorded(config: ModelConfig) -> ModelConfig:
     """Returns the settings of a subclass with its name and arguments, so that they can be read from a file."""
     kind: Any = type(config)
-    if kind is ModelConfig or config.build is not None:
+    if config.build is not None:
         return config
     plain, settings = to_plain(config), (each for each in settings_of(kind).values() if len(each.path) == 1)
     changed = {each.name: plain[each.name] for each in settings if getattr(config, each.path[0]) != each.default}

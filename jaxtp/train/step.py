@@ -53,7 +53,7 @@ class Scalars:
 
 
 TrainStep = Callable[..., tuple[Any, ...]]  # See `make_train_step` and `on_leaves`.
-EvalStep = Callable[..., LossTerms]  # See `make_eval_step`.
+EvalStep = jax.stages.Wrapped  # See `make_eval_step`.
 JittedTrainStep = Any  # A `TrainStep` from `jax.jit`, which can also be traced and lowered.
 
 Norm = Callable[[Sequence[Variable]], Array]

@@ -17,7 +17,6 @@ from jax import Array
 from jaxtp.config.python_object import check_arguments, load_object, reference_to, user_code_error
 from jaxtp.config.schema import ConfigError, leaves, replace_nested, to_plain, validate
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.own_decoder import decoder_settings, recorded
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 Metrics = Mapping[str, Array | tuple[Array, Array]]
@@ -69,9 +68,17 @@ class Task:
 
     def settings(self) -> dict[str, object]:
         """Returns the settings among the parts, by dotted name."""
-        model = recorded(self.model) if isinstance(self.model, ModelConfig) else None
+        model = _recorded(self.model) if isinstance(self.model, ModelConfig) else None
         parts = {"model": model, "optimizer": self.optimizer}
         return {name: part for name, part in parts.items() if isinstance(part, ModelConfig | OptimizerConfig)}
+
+
+def _recorded(config: ModelConfig) -> ModelConfig:
+    if type(config) is ModelConfig:
+        return config
+    from jaxtp.models.own_decoder import recorded
+
+    return recorded(config)
 
 
 LOSS_ARGUMENTS = "train.loss_arguments"
@@ -99,7 +106,7 @@ def with_references(config: TrainConfig, task: Task, explicit: Set[str] = frozen
     Raises:
       ConfigError: an explicit setting names a part that the task has too.
     """
-    names: dict[str, object] = {"model": recorded(config.model)} | task.settings()
+    names: dict[str, object] = {"model": _recorded(config.model)} | task.settings()
     functions = [part for part in (task.model, task.loss, task.batches) if callable(part)]
     for part, setting in _REFERENCES.items():
         value = getattr(task, part)
@@ -133,8 +140,11 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
     if isinstance(loss := parts.get("loss", task.loss), type) or (callable(loss) and config.train.loss_arguments):
         parts["loss"] = _with_arguments(loss, config.train)
     model = parts.get("model", task.model)
-    if config.model.is_foreign and (settings := decoder_settings(model, config.model)) is not None:
-        parts["model"] = settings
+    if config.model.is_foreign:
+        from jaxtp.models.own_decoder import decoder_settings
+
+        if (settings := decoder_settings(model, config.model)) is not None:
+            parts["model"] = settings
     parts["callbacks"] = (*task.callbacks, *(load_object(name, "--train.callbacks") for name in config.train.callbacks))
     loaded = replace(task, **parts)
     check(config, loaded)

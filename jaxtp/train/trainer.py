@@ -5,8 +5,10 @@ One step is in flight while the host reads the previous step's numbers, so that 
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -226,7 +228,7 @@ class Trainer:
         self._trackers.write({"step": self._run.step, **{name: float(value) for name, value in values.items()}})
 
     def line(self, text: str) -> None:
-        """Prints a line, from process 0 and above the progress bar."""
+        """Prints a line, from process 0, above the progress bar."""
         self._report.line(text)
 
     @contextmanager
@@ -270,8 +272,6 @@ class Trainer:
     def _train_steps(self, total: int) -> Iterator[Step]:
         run = self._run
         self._require_sound_start()
-        if run.step == 0:
-            self._evaluate()  # the baseline; a resumed run has it in its log
         train_step = self._compile()
         self._report.begin(run.step, total)
         batches = run.data.batches(self.mesh, run.position, total - run.step)
@@ -349,10 +349,22 @@ class Trainer:
         with self._timing.lost_to("start"):
             run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what, advice)
 
+    def _evaluate_during(self, block: ExitStack) -> None:
+        # In a thread, and reported also if the block fails. Not on GPUs, where XLA times kernels while it compiles.
+        if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
+            self._evaluate()
+            return
+        with self._phase("the evaluation at step 0", "evaluate"):
+            evaluation = block.enter_context(ThreadPoolExecutor(1)).submit(self._begin_evaluation())
+        block.callback(lambda: self._evaluate(evaluation.result))
+
     def _compile(self) -> TrainStep:
-        started = time.perf_counter()
-        with self._phase("compiling the training step", "compile"):
-            run = self._run
+        run = self._run
+        with ExitStack() as block:
+            if run.step == 0:  # a resumed run has the baseline in its log
+                self._evaluate_during(block)
+            block.enter_context(self._phase("compiling the training step", "compile"))
+            started = time.perf_counter()
             batch = run.data.abstract(self.mesh)
             platform = platform_of(self.mesh.devices.flat[0])
             try:
@@ -364,7 +376,8 @@ class Trainer:
                 if run.task.loss is None:
                     raise
                 raise user_code_error(f"compiling the training step for {platform}", error) from error
-        self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")
+            seconds = time.perf_counter() - started
+        self._report.line(f"compiled the training step in {seconds:.1f} s")
         return compiled
 
     def _begin_verification(self, train_step: TrainStep, batch: Batch, inputs: Batch) -> None:
@@ -464,18 +477,31 @@ class Trainer:
         self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
 
     def evaluate(self) -> dict[str, float]:
-        """Returns `eval_loss` and further metrics of the current parameters, on the validation batches."""
+        """Returns `eval_loss` and further metrics of the current parameters."""
         self._finish_step()
+        with self._phase(f"the evaluation at step {self._run.step}", "evaluate"):
+            return self._begin_evaluation()()
+
+    def _begin_evaluation(self) -> Callable[[], dict[str, float]]:
+        # Traces in this thread, whose settings of JAX apply.
+        run, state = self._run, self._run.state
+        batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
+        if (first := next(batches, None)) is None:
+            return dict
+        lowered = run.eval_step.lower(state, first, 0)
+
+        def evaluate() -> dict[str, float]:
+            step = lowered.compile()
+            results = [step(state, batch, number) for number, batch in enumerate(chain([first], batches))]
+            return evaluation_metrics(jax.device_get(results), own_loss=run.task.loss is not None)
+
+        return evaluate
+
+    def _evaluate(self, evaluation: Callable[[], dict[str, float]] | None = None, *, log: bool = True) -> None:
         run = self._run
         with self._phase(f"the evaluation at step {run.step}", "evaluate"):
-            batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
-            results = [run.eval_step(run.state, batch, number) for number, batch in enumerate(batches)]
-            results = jax.device_get(results)  # all at once
-        return evaluation_metrics(results, own_loss=run.task.loss is not None) if results else {}
-
-    def _evaluate(self, *, log: bool = True) -> None:
-        run = self._run
-        if not (values := self.evaluate()):
+            values = (evaluation or self._begin_evaluation())()
+        if not values:
             return
         if self._last[0] == run.step:
             self._last = run.step, self._last[1] | values

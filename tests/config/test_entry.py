@@ -1,6 +1,7 @@
 """How commands start and end: closed pipes, full disks, Ctrl-C."""
 
 import errno
+import gc
 import io
 import os
 import resource
@@ -150,6 +151,18 @@ def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
     with open("/dev/full", "w") as full, started(module, *flags, stdout=full) as process:
         assert process.stderr.read() == f"{name}: error: standard output: No space left on device\n"
     assert process.returncode == 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_import_leaves_the_garbage_collector_as_it_was(enabled):
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert entry.import_fast("jaxtp.config.entry") is entry
+        with pytest.raises(ModuleNotFoundError):
+            entry.import_fast("jaxtp.absent")
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

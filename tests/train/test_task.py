@@ -239,6 +239,20 @@ def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):
     assert {step: half * 2 for step, half in halves.items()} == pytest.approx(losses)
 
 
+@pytest.mark.parametrize("rows", [ROWS, ROWS // 2])
+def test_the_first_evaluation_reports_although_the_step_fails_to_compile_meanwhile(tmp_path, monkeypatch, rows):
+    def fail(*_):
+        raise RuntimeError("no step")
+
+    def held_out(step):
+        return {name: column[: rows if step else ROWS] for name, column in batches(step).items()}
+
+    monkeypatch.setattr("jaxtp.train.trainer.trace_step", fail)
+    with pytest.raises(UserError, match="no step" if rows == ROWS else "short"):
+        train(tmp_path, validation=held_out)
+    assert list(records(tmp_path, "eval_loss")) == ([0] if rows == ROWS else [])
+
+
 def test_a_loop_that_is_left_saves_and_one_that_fails_does_not(tmp_path):
     task = jaxtp.Task(model=Net, loss=loss, batches=batches, optimizer=optimizer)
     with jaxtp.Trainer(task, mesh="dp=1", folder=tmp_path, steps=9) as trainer:
