@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8, Quantised, axis_size
+from jaxtp.collectives import Float8, Quantised, axis_size, vary_like
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
 from jaxtp.layers.mxfp8 import kernel_gradient, mx_matmul
@@ -69,9 +69,12 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     """Returns `x @ w`, in the dtype of the kernel; the mesh axes `axes` split the output features."""
     if isinstance(w, BlockScaled):
         return mx_matmul(x.astype(w.kernel.dtype), w.kernel)
-    if not isinstance(x, Quantised) or not isinstance(w, Quantised):
-        x, w = _ordered(x.astype(w.dtype), w.astype(w.dtype))
-        return x @ w
+    low = isinstance(x, Quantised) and isinstance(w, Quantised)
+    if not low:
+        x, w = x.astype(w.dtype), w.astype(w.dtype)
+        if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
+            return x @ w  # over tp, the product for `w` hides the reduction of the other gradient
+        x, w = vary_like(x, w), vary_like(w, x)
 
     def forward(x: object, w: object) -> tuple[Array, tuple[Value | None, Value | None]]:
         # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
@@ -81,28 +84,20 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
 
     def backward(residuals: tuple[Value | None, Value | None], grad: Array) -> tuple[Any, Any]:
         x, w = residuals
+        if not low and x is not None:
+            # Else XLA joins the products for gradients of several kernels, and copies the parts of the result.
+            x, grad = lax.optimization_barrier((x, grad))
         grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
         grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
-        return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
+        if low:
+            return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
+        # The sum of a kernel's gradient over devices starts before its input's gradient is used.
+        return (grad_x, grad_w) if w is None or x is None else lax.optimization_barrier((grad_x, grad_w))
 
     dtype = x.dtype
-    multiplied = jax.custom_vjp(lambda x, w: product(x.array, w.array, dtype))
+    multiplied = jax.custom_vjp(lambda x, w: product(value_of(x), value_of(w), dtype))
     multiplied.defvjp(forward, backward, symbolic_zeros=True)
     return multiplied(x, w)
-
-
-def _ordered(x: Array, w: Array) -> tuple[Array, Array]:
-    # Over fsdp `w`'s gradient precedes uses of the other, so that its sum over devices starts early.
-    if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
-        return x, w  # over tp, the product for `w` hides the reduction of the other gradient
-    same = jax.custom_vjp(lambda *both: both)
-    same.defvjp(  # no barrier for a frozen kernel: it would keep the gradient
-        lambda x, w: ((x.value, w.value), () if x.perturbed and w.perturbed else None),
-        lambda both, grads: grads if both is None else lax.optimization_barrier(grads),
-        symbolic_zeros=True,
-    )
-    ordered: tuple[Array, Array] = same(x, w)
-    return ordered
 
 
 def product(x: Value, w: Value, dtype: DTypeLike) -> Array:
