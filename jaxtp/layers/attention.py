@@ -393,9 +393,8 @@ class CausalSelfAttention(Branch):
         kernel, _ = pick_kernel(config.attention, use)
         sinks = self._load_sinks(weights, method)
         run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
-        if kernel.platforms and segments is None and sinks is None and shape.sizes[CP] == 1 < shape.tp:
-            if shape.is_split(self.out.sequence_parallel):
-                run = partial(rows_as_heads, run)
+        if kernel.platforms and segments is None is sinks and shape.sizes[CP] == 1 and shape.tp > 1:
+            run = partial(rows_as_heads, run) if shape.is_split(self.out.sequence_parallel) else run
         return self._merge_heads(sequences.attend(run, method, use.window, q, k, v), *qkv[3:])
 
     def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
@@ -463,10 +462,8 @@ class CausalSelfAttention(Branch):
 
 
 def rows_as_heads(run: Callable[..., Array], q: Array, k: Array, v: Array, segments: None) -> Array:
-    """Attends with all rows' heads as those of one row, whose layout `[1, T, B * N, H]` is `sequence_first`'s.
-
-    A GPU kernel's layout is fixed: XLA would swap `[T, B, N, H]` around it.
-    """
+    """Runs an attention kernel on one row that has the heads of all rows, `[1, T, B * N, H]`."""
+    # XLA would swap arrays of `sequence_first` for a kernel, whose layout is fixed.
     rows, length = q.shape[:2]
     y = run(*(x.swapaxes(0, 1).reshape(1, length, -1, x.shape[3]) for x in (q, k, v)), segments)
     return y.reshape(length, rows, -1, y.shape[3]).swapaxes(0, 1)

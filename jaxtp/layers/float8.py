@@ -84,15 +84,13 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
 
     def backward(residuals: tuple[Value | None, Value | None], grad: Array) -> tuple[Any, Any]:
         x, w = residuals
-        if not low and x is not None:
-            # Else XLA joins the products for gradients of several kernels, and copies the parts of the result.
+        if x is not None and not low:  # XLA would join the products for several kernels, and copy their parts
             x, grad = lax.optimization_barrier((x, grad))
         grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
         grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
         if low:
             return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
-        # The sum of a kernel's gradient over devices starts before its input's gradient is used.
-        return (grad_x, grad_w) if w is None or x is None else lax.optimization_barrier((grad_x, grad_w))
+        return lax.optimization_barrier((grad_x, grad_w))  # the sum of `w`'s gradient over devices starts early
 
     dtype = x.dtype
     multiplied = jax.custom_vjp(lambda x, w: product(value_of(x), value_of(w), dtype))
