@@ -78,9 +78,8 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
 
     def forward(x: object, w: object) -> tuple[Array, tuple[Value | None, Value | None]]:
         # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
-        saved = perturbed(w), perturbed(x)
-        values = value_of(unwrapped(x)), value_of(unwrapped(w))
-        return product(*values, dtype), (values[0] if saved[0] else None, values[1] if saved[1] else None)
+        tokens, kernel = value_of(unwrapped(x)), value_of(unwrapped(w))
+        return product(tokens, kernel, dtype), (tokens if perturbed(w) else None, kernel if perturbed(x) else None)
 
     def backward(residuals: tuple[Value | None, Value | None], grad: Array) -> tuple[Any, Any]:
         x, w = residuals
@@ -88,9 +87,9 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
             x, grad = lax.optimization_barrier((x, grad))
         grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
         grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
-        if low:
-            return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
-        return lax.optimization_barrier((grad_x, grad_w))  # the sum of `w`'s gradient over devices starts early
+        if not low:
+            return lax.optimization_barrier((grad_x, grad_w))  # the sum of `w`'s gradient over devices starts early
+        return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
 
     dtype = x.dtype
     multiplied = jax.custom_vjp(lambda x, w: product(value_of(x), value_of(w), dtype))

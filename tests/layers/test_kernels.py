@@ -17,7 +17,7 @@ import jaxtp
 from jaxtp.analysis.hardware import TABLE
 from jaxtp.collectives import axis_index, device_view
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.attention import rows_as_heads
+from jaxtp.layers.attention import _rows_as_heads
 from jaxtp.layers.kernels import blockwise_attention as blockwise
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.layers.kernels.blockwise_attention import block_size, num_visited
@@ -518,7 +518,7 @@ def test_the_heads_of_all_rows_may_be_those_of_one():
     kernel = KERNELS["blockwise"].run
 
     def merged(q, k, v, segments, **settings):
-        return rows_as_heads(partial(kernel, **settings), q, k, v, segments)
+        return _rows_as_heads(partial(kernel, **settings), q, k, v, segments)
 
     given, options = arrays(20, (4, 2), "float32", values=7), {"scale": 0.5, "window": 5, "softcap": None}
     for x, y in zip(run(merged, *given, None, **options), run(kernel, *given, None, **options), strict=True):
