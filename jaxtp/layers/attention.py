@@ -393,7 +393,7 @@ class CausalSelfAttention(Branch):
         kernel, _ = pick_kernel(config.attention, use)
         sinks = self._load_sinks(weights, method)
         run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
-        if kernel.platforms and segments is None is sinks and shape.sizes[CP] == 1 and shape.tp > 1:
+        if kernel.platforms and segments is sinks is None and shape.sizes[CP] == 1 and shape.tp > 1:
             run = partial(_rows_as_heads, run) if shape.is_split(self.out.sequence_parallel) else run
         return self._merge_heads(sequences.attend(run, method, use.window, q, k, v), *qkv[3:])
 
