@@ -362,7 +362,7 @@ class WeightLayout:
         if group > 1:
             groups = _groups_over_tp(group)
             grad = lax.psum_scatter(grad, TP, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
-        return by_rows(all_reduce(grad, *self.replicas(shard)).astype(shard.dtype))
+        return by_rows(all_reduce(grad, *self.replicas(shard))).astype(shard.dtype)
 
     def replicas(self, shard: Array) -> tuple[str, ...]:
         """Returns the axes over which the shard's gradient is summed, but for those over which it varies already."""

@@ -391,7 +391,10 @@ class CausalSelfAttention(Branch):
         for problem in unsupported(config.attention, use):
             raise ConfigError(problem)
         kernel, _ = pick_kernel(config.attention, use)
-        run = partial(kernel.run, **use.scores, window=use.window, sinks=self._load_sinks(weights, method))
+        sinks = self._load_sinks(weights, method)
+        run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
+        if kernel.platforms and segments is sinks is None and shape.sizes[CP] == 1 and shape.tp > 1:
+            run = partial(_rows_as_heads, run) if shape.is_split(self.out.sequence_parallel) else run
         return self._merge_heads(sequences.attend(run, method, use.window, q, k, v), *qkv[3:])
 
     def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
@@ -456,3 +459,10 @@ class CausalSelfAttention(Branch):
             y = jnp.where(((kv_head < kv_heads) & (member < group))[:, None], y, 0)
         y = y.reshape(*y.shape[:2], -1)
         return y * jax.nn.sigmoid(gate[0]) if gate else y
+
+
+def _rows_as_heads(run: Callable[..., Array], q: Array, k: Array, v: Array, segments: None) -> Array:
+    # Runs a kernel, around which XLA would swap `sequence_first`'s arrays, on all rows' heads as one row's.
+    rows, length = q.shape[:2]
+    y = run(*(x.swapaxes(0, 1).reshape(1, length, -1, x.shape[3]) for x in (q, k, v)), segments)
+    return y.reshape(length, rows, -1, y.shape[3]).swapaxes(0, 1)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import Float8, Quantised, axis_size
+from jaxtp.collectives import Float8, Quantised, axis_size, vary_like
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
 from jaxtp.layers.mxfp8 import kernel_gradient, mx_matmul
@@ -69,47 +69,34 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     """Returns `x @ w`, in the dtype of the kernel; the mesh axes `axes` split the output features."""
     if isinstance(w, BlockScaled):
         return mx_matmul(x.astype(w.kernel.dtype), w.kernel)
-    if not isinstance(x, Quantised) or not isinstance(w, Quantised):
-        x, w = _ordered(x.astype(w.dtype), w.astype(w.dtype))
-        return x @ w
+    low = isinstance(x, Quantised) and isinstance(w, Quantised)
+    if not low:
+        x, w = x.astype(w.dtype), w.astype(w.dtype)
+        # Over tp the product for `w` hides the reduction of the other gradient. On CPUs XLA would fold the transposition
+        # of `w`'s gradient into its product, and has no fast kernel for that.
+        if current_platform() != "cpu" and (axis_size(TP) > 1 or axis_size(*STORAGE) == 1):
+            return x @ w
+        x, w = vary_like(x, w), vary_like(w, x)
 
     def forward(x: object, w: object) -> tuple[Array, tuple[Value | None, Value | None]]:
         # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
-        saved = perturbed(w), perturbed(x)
-        values = value_of(unwrapped(x)), value_of(unwrapped(w))
-        return product(*values, dtype), (values[0] if saved[0] else None, values[1] if saved[1] else None)
+        tokens, kernel = value_of(unwrapped(x)), value_of(unwrapped(w))
+        return product(tokens, kernel, dtype), (tokens if perturbed(w) else None, kernel if perturbed(x) else None)
 
     def backward(residuals: tuple[Value | None, Value | None], grad: Array) -> tuple[Any, Any]:
         x, w = residuals
+        if x is not None and not low:  # XLA would join the products for several kernels, and copy their parts
+            x, grad = lax.optimization_barrier((x, grad))
         grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
         grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
+        if not low:
+            return lax.optimization_barrier((grad_x, grad_w))  # the sum of `w`'s gradient over devices starts early
         return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
 
     dtype = x.dtype
-    multiplied = jax.custom_vjp(lambda x, w: product(x.array, w.array, dtype))
+    multiplied = jax.custom_vjp(lambda x, w: product(value_of(x), value_of(w), dtype))
     multiplied.defvjp(forward, backward, symbolic_zeros=True)
     return multiplied(x, w)
-
-
-def _ordered(x: Array, w: Array) -> tuple[Array, Array]:
-    # Over fsdp `w`'s gradient precedes uses of the other, so that its sum over devices starts early. On CPUs XLA would
-    # fold the transposition of `w`'s gradient into its product, and has no fast kernel for that.
-    on_cpu = current_platform() == "cpu"
-    if not on_cpu and (axis_size(TP) > 1 or axis_size(*STORAGE) == 1):
-        return x, w  # over tp, the product for `w` hides the reduction of the other gradient
-
-    def backward(saved: tuple[()] | None, grads: tuple[Array, Array]) -> tuple[Array, Array]:
-        if saved is None:  # no barrier for a frozen kernel: it would keep the gradient
-            return grads
-        grad_x, grad_w = lax.optimization_barrier((grads[0], grads[1].mT if on_cpu else grads[1]))
-        return grad_x, grad_w.mT if on_cpu else grad_w
-
-    same = jax.custom_vjp(lambda *both: both)
-    same.defvjp(
-        lambda x, w: ((x.value, w.value), () if x.perturbed and w.perturbed else None), backward, symbolic_zeros=True
-    )
-    ordered: tuple[Array, Array] = same(x, w)
-    return ordered
 
 
 def product(x: Value, w: Value, dtype: DTypeLike) -> Array:

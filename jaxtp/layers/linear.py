@@ -217,7 +217,7 @@ class RowParallelLinear(nnx.Module):
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         x = x.astype(self.precision.compute)
         inputs: list[Operand] = [tokens_in_float8(x, TP) if self.matmul == "float8" else x]  # [B/(dp*fsdp), T/cp, F/tp]
-        kernels = [_load_kernel(self, weights["kernel"], 1, TP)]  # [F/tp, D]
+        kernels = [_load_kernel(self, weights["kernel"], 1, TP, early=axis_size(TP) == 1)]  # [F/tp, D]
         for at, lora in enumerate(self.loras):
             a, b = weights[f"loras.{at}.a"], weights[f"loras.{at}.b"]
             inner = lora.scale * (x @ self.precision.load(a, None))  # [B/(dp*fsdp), T/cp, rank], a summand

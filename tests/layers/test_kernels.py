@@ -17,6 +17,7 @@ import jaxtp
 from jaxtp.analysis.hardware import TABLE
 from jaxtp.collectives import axis_index, device_view
 from jaxtp.config.schema import ConfigError
+from jaxtp.layers.attention import _rows_as_heads
 from jaxtp.layers.kernels import blockwise_attention as blockwise
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.layers.kernels.blockwise_attention import block_size, num_visited
@@ -511,6 +512,17 @@ def test_cudnn_gets_values_as_wide_as_keys(monkeypatch):
         found, right = (run(KERNELS[name].run, *given, None, **options) for name in ("cudnn", "blockwise"))
         for x, y in zip(found, right, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_the_heads_of_all_rows_may_be_those_of_one():
+    kernel = KERNELS["blockwise"].run
+
+    def merged(q, k, v, segments, **settings):
+        return _rows_as_heads(partial(kernel, **settings), q, k, v, segments)
+
+    given, options = arrays(20, (4, 2), "float32", values=7), {"scale": 0.5, "window": 5, "softcap": None}
+    for x, y in zip(run(merged, *given, None, **options), run(kernel, *given, None, **options), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 def test_the_table_has_the_fused_kernels_limit():
