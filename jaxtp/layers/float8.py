@@ -72,8 +72,8 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     low = isinstance(x, Quantised) and isinstance(w, Quantised)
     if not low:
         x, w = x.astype(w.dtype), w.astype(w.dtype)
-        # Over tp the product for `w` hides the reduction of the other gradient. On CPUs XLA would fold the transposition
-        # of `w`'s gradient into its product, and has no fast kernel for that.
+        # Over tp the product for `w` hides the reduction of the other gradient. On CPUs XLA would fold a transposition
+        # into the product for `w`, and has no fast kernel for that.
         if current_platform() != "cpu" and (axis_size(TP) > 1 or axis_size(*STORAGE) == 1):
             return x @ w
         x, w = vary_like(x, w), vary_like(w, x)
