@@ -198,11 +198,11 @@ class Product:
 class Bytes:
     """Bytes of memory, or of traffic through it."""
 
-    kind: Literal["elementwise", "scores", "logits", "saved", "workspace", "alone", "cached"]
+    kind: Literal["elementwise", "scores", "logits", "saved", "workspace", "alone", "gradient", "cached"]
     """elementwise: traffic of a forward pass, each operation fused into one kernel; scores and logits: estimated
     traffic outside of products, in all passes; saved: activations that the remat policy saves; workspace: activations
     alive at once in the layer's backward pass; alone: likewise, but of a branch, and never together with another's
-    workspace; cached: KV cache for these tokens."""
+    workspace; gradient: the head's; cached: KV cache for these tokens."""
     bytes: float
 
 

@@ -84,7 +84,8 @@ class StepCosts:
     kept: int  # bytes that all blocks keep for the backward pass
     working: int  # bytes of activations that the backward pass of the largest block works on
     weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
-    loss: int  # bytes of the head, of the logits of a chunk, and of their gradients
+    loss: int  # bytes of the head, of the logits of a chunk, and of its share of the head's gradient
+    head: int  # bytes of the head's gradient before it is reduced
     cached: int  # bytes that all blocks remember of the tokens of all rows
     adapters: int  # elements of all adapters
     unused: float  # elements of a device's weights that none of its tokens uses: experts that none chose, on average
@@ -152,6 +153,7 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         ),
         weights=int(max(sum(c.loaded_bytes(work) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
         loss=int(_bytes("workspace", outside)),
+        head=int(_bytes("gradient", outside)),
         cached=int(_bytes("cached", every)),
         adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
         unused=sum(n * w.over_tp(work.sizes) * (1 - w.active) ** work.tokens for n, w in weights),  # uniform routing
@@ -231,11 +233,12 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
     yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
-    # Float32 arrays of the table's size: its summed gradient, and most of a chunk's contribution (fitted). A frozen
-    # table has no gradient, and exists in float32 only if it is gathered.
-    tables = int(parts(work.sizes, STORAGE) > 1) if work.frozen else 1.75
-    logits = min(config.loss_chunk, tokens) * local  # and their gradient
-    yield Bytes("workspace", int(tables * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
+    table, logits = local * features, min(config.loss_chunk, tokens) * local
+    gradient = FLOAT32 * table * (not work.frozen)
+    # XLA transposes a gathered table. Later, a chunk's gradient of the table is added to the others'.
+    forward = compute * table * (parts(work.sizes, STORAGE) > 1) + FLOAT32 * logits
+    yield Bytes("workspace", compute * table + max(forward, gradient * (chunks > 1) + compute * logits))
+    yield Bytes("gradient", gradient)
 
 
 def active_parameters(config: ModelConfig, parameters: int) -> int:
