@@ -1,8 +1,8 @@
 """Memory of a training step per device: exact for the state, modeled for the rest.
 
-A step peaks in the last block's backward pass, when the blocks' gradients have been allocated and the head's is not yet
-reduced; or in the loss, or with muon in the update. Activations and workspace (`analysis/layer_costs.py`) follow XLA's
-compiler for H100s (`scripts/estimate_accuracy.py`). Not modeled: temporaries of adafactor and dropout, fragmentation.
+A step peaks in the last block's backward pass, in the loss, or with muon in the update. Activations and workspace
+(`analysis/layer_costs.py`) follow XLA's compiler for H100s (`scripts/estimate_accuracy.py`). Not modeled: temporaries
+of adafactor and dropout, fragmentation.
 """
 
 import math
@@ -55,11 +55,11 @@ class Memory:
     parameters: int  # Exact, as are `optimizer` and `batch`
     optimizer: int  # Moments and counters
     gradients: int
-    """Gradients in the parameters' dtype, the head's before reduction, and sums over micro-batches, maybe wider."""
+    """The blocks' in the parameters' dtype, the head's before reduction, sums over micro-batches, maybe wider."""
     whole_matrices: int  # Whole matrices that muon orthogonalises, and their updates
     gathered_weights: int
     """Weights as layers multiply with them (cast, gathered), and their gradients before reduction."""
-    activations: int  # Activations saved for the backward pass, and the workspace of one block
+    activations: int  # Activations saved for the backward pass, and the workspace of one branch
     logits: int  # Logits of one chunk of the loss, the head, and the chunk's share of its gradient
     batch: int  # Tokens, labels and segment ids
 
