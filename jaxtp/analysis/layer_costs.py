@@ -201,10 +201,11 @@ class Product:
 class Bytes:
     """Bytes of memory, or of traffic through it."""
 
-    kind: Literal["elementwise", "scores", "logits", "saved", "workspace", "gradient", "cached"]
+    kind: Literal["elementwise", "scores", "logits", "saved", "copied", "workspace", "gradient", "cached"]
     """elementwise: traffic of a forward pass, each operation fused into one kernel; scores and logits: estimated
-    traffic outside of products, in all passes; saved: activations that the remat policy saves; workspace: activations
-    alive at once in the branch's backward pass; gradient: the head's; cached: KV cache for these tokens."""
+    traffic outside of products, in all passes; saved: activations that the remat policy saves; copied: their
+    copies before the backward pass; workspace: activations alive at once in the branch's backward pass; gradient: the
+    head's; cached: KV cache for these tokens."""
     bytes: float
 
 
@@ -530,9 +531,10 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     yield Bytes("workspace", scores * 2 * (FLOAT32 + compute) + remote)
     if work.remat == "none":
         # Scores before and after the softmax, and queries and keys before their rotation, in float32. With several kv
-        # heads the backward loop reads the scores in another layout than the forward loop writes, and XLA copies them.
-        copies = 2 + (kv_heads > 1)
-        yield Bytes("saved", FLOAT32 * (copies * scores + queries + keys) + compute * (queries + keys))
+        # heads the backward loop reads the scores in another layout than the forward loop writes. XLA copies both:
+        # the second after it frees the first, but (as compiled) with two kv heads before.
+        yield Bytes("saved", FLOAT32 * (2 * scores + queries + keys) + compute * (queries + keys))
+        yield Bytes("copied", FLOAT32 * scores * ((kv_heads > 1) + (kv_heads == 2)))
         yield Bytes("saved", remote)
     if saved:
         yield Bytes("saved", results * compute + work.tokens * heads * FLOAT32)

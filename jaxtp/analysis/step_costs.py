@@ -82,6 +82,7 @@ class StepCosts:
     itemsize: int  # bytes of an element of the compute dtype
     param_itemsize: int  # bytes of an element of the trained parameters' dtype
     kept: int  # bytes that all blocks keep for the backward pass
+    copied: int  # bytes of their copies before it
     working: int  # bytes of activations that the backward pass of the largest branch works on
     weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
     loss: int  # bytes of the head, of the logits of a chunk, and of its share of the head's gradient
@@ -148,6 +149,7 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         itemsize=itemsize(config.precision.compute),
         param_itemsize=itemsize(config.trained_dtype),
         kept=int(_bytes("saved", every)),
+        copied=int(_bytes("copied", every)),
         working=int(max(_bytes("workspace", [(1, cost)]) for _, cost in inside)),
         weights=int(max(_loaded(costs, work) for _, costs in blocks)),
         loss=int(_bytes("workspace", outside)),

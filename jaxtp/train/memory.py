@@ -55,12 +55,12 @@ class Memory:
     parameters: int  # Exact, as are `optimizer` and `batch`
     optimizer: int  # Moments and counters
     gradients: int
-    """The blocks' in the parameters' dtype, the head's before reduction, sums over micro-batches, maybe wider."""
+    """Gradients in the parameters' dtype, and their sums over micro-batches, maybe in a wider dtype."""
     whole_matrices: int  # Whole matrices that muon orthogonalises, and their updates
     gathered_weights: int
     """Weights as layers multiply with them (cast, gathered), and their gradients before reduction."""
     activations: int  # Activations saved for the backward pass, and the workspace of one branch
-    logits: int  # Logits of one chunk of the loss, the head, and the chunk's share of its gradient
+    logits: int  # Logits of one chunk of the loss, with the head and its gradient
     batch: int  # Tokens, labels and segment ids
 
     @property
@@ -126,19 +126,19 @@ def memory_per_device(
     loss = Memory(
         parameters=sum(size for array, size in stored if array.name.startswith(MODEL)),
         optimizer=sum(size for array, size in stored if not array.name.startswith(MODEL)),
-        gradients=summed + costs.head,
+        gradients=summed,
         whole_matrices=0,
         gathered_weights=0,
         activations=costs.kept,
-        logits=costs.loss,
+        logits=costs.loss + costs.head,
         batch=inputs * tokens * _INT32,
     )
+    copies = replace(loss, activations=costs.kept + costs.copied, logits=costs.head)
     block = replace(
-        loss,
-        gradients=loss.gradients + sum(size for array, size in trained if array.name.startswith(BLOCKS)),
+        copies,
+        gradients=summed + sum(size for array, size in trained if array.name.startswith(BLOCKS)),
         gathered_weights=costs.weights,
         activations=costs.kept + costs.working,
-        logits=0,
     )
     # The update is in place (`step.make_train_step`); muon adds whole matrices and their updates to all gradients.
     updated = sum(size for _, size in trained)
@@ -149,7 +149,7 @@ def memory_per_device(
         activations=0,
         logits=0,
     )
-    return max(block, loss, update, key=lambda memory: memory.total)
+    return max(block, loss, copies, update, key=lambda memory: memory.total)
 
 
 def with_attention(config: TrainConfig, implementation: KernelChoice) -> TrainConfig:

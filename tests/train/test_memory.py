@@ -172,6 +172,7 @@ def test_only_adapters_have_gradients():
     plain = memory_per_device(TrainConfig(model=MODEL), sizes)
     assert frozen.gradients < plain.gradients / 2
     assert frozen.gathered_weights < plain.gathered_weights
+    assert frozen.logits < plain.logits  # of the head
 
 
 @pytest.mark.parametrize("remat", sweep([*POLICIES], "full", "save_gathered"))
