@@ -239,9 +239,9 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
     table, logits = local * features, min(config.loss_chunk, tokens) * local
     gradient = FLOAT32 * table * (not work.frozen)
-    # XLA transposes a gathered table. Later, a chunk's gradient of the table is added to the others'.
-    forward = compute * table * (parts(work.sizes, STORAGE) > 1) + FLOAT32 * logits
-    yield Bytes("workspace", compute * table + max(forward, gradient * (chunks > 1) + compute * logits))
+    # First XLA transposes a gathered table, last a chunk's gradient of the table is added to that of the others.
+    first = compute * table * (parts(work.sizes, STORAGE) > 1) + FLOAT32 * logits
+    yield Bytes("workspace", compute * (table + logits) + max(first, gradient * (chunks > 1)))
     yield Bytes("gradient", gradient)
 
 
