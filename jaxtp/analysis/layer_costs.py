@@ -117,12 +117,15 @@ class Weight:
 
     def loaded_bytes(self, work: Workload) -> float:
         """Returns the bytes of the loaded weight, with its gradient before reduction over fsdp."""
-        shards = parts(work.sizes, STORAGE)
-        reduced = shards > 1 and self.gathered and not self.is_frozen(work)
+        shards, compute = parts(work.sizes, STORAGE), itemsize(self.precision.compute)
         in_8_bits = self.matmul == "float8" or (self.float8 and shards > 1)  # maybe beside the dequantised weight
-        whole = 0 if self.matmul == "float8" else itemsize(self.precision.compute)
-        each = whole + (itemsize(self.precision.reduce) if reduced else 0) + in_8_bits
+        each = (0 if self.matmul == "float8" else compute) + (compute if self.reduced_bytes(work) else 0) + in_8_bits
         return self.over_tp(work.sizes) * self.group * each / (1 if self.gathered else shards)
+
+    def reduced_bytes(self, work: Workload) -> float:
+        """Returns the bytes of the gradient during its reduction."""
+        reduced = parts(work.sizes, STORAGE) > 1 and self.gathered and not self.is_frozen(work)
+        return self.over_tp(work.sizes) * self.group * itemsize(self.precision.reduce) * reduced
 
     def stored(self, sizes: Mapping[str, int]) -> float:
         """Returns the elements a device stores."""
@@ -200,11 +203,11 @@ class Product:
 class Bytes:
     """Bytes of memory, or of traffic through it."""
 
-    kind: Literal["elementwise", "scores", "logits", "saved", "workspace", "alone", "cached"]
+    kind: Literal["elementwise", "scores", "logits", "saved", "copied", "workspace", "gradient", "cached"]
     """elementwise: traffic of a forward pass, each operation fused into one kernel; scores and logits: estimated
-    traffic outside of products, in all passes; saved: activations that the remat policy saves; workspace: activations
-    alive at once in the layer's backward pass; alone: likewise, but of a branch, and never together with another's
-    workspace; cached: KV cache for these tokens."""
+    traffic outside of products, in all passes; saved: activations that the remat policy saves; copied: their
+    copies before the backward pass; workspace: activations alive at once in the branch's backward pass; gradient: the
+    head's; cached: KV cache for these tokens."""
     bytes: float
     module: str = ""  # as in `Product`
 
@@ -533,9 +536,10 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     yield Bytes("workspace", scores * 2 * (FLOAT32 + compute) + remote)
     if work.remat == "none":
         # Scores before and after the softmax, and queries and keys before their rotation, in float32. With several kv
-        # heads the backward loop reads the scores in another layout than the forward loop writes, and XLA copies them.
-        copies = 2 + (kv_heads > 1)
-        yield Bytes("saved", FLOAT32 * (copies * scores + queries + keys) + compute * (queries + keys))
+        # heads the backward loop reads the scores in another layout than the forward loop writes. XLA copies both:
+        # the second after it frees the first, but (as compiled) with two kv heads before.
+        yield Bytes("saved", FLOAT32 * (2 * scores + queries + keys) + compute * (queries + keys))
+        yield Bytes("copied", FLOAT32 * scores * ((kv_heads > 1) + (kv_heads == 2)))
         yield Bytes("saved", remote)
     if saved:
         yield Bytes("saved", results * compute + work.tokens * heads * FLOAT32)

@@ -82,9 +82,11 @@ class StepCosts:
     itemsize: int  # bytes of an element of the compute dtype
     param_itemsize: int  # bytes of an element of the trained parameters' dtype
     kept: int  # bytes that all blocks keep for the backward pass
-    working: int  # bytes of activations that the backward pass of the largest block works on
+    copied: int  # bytes of their copies before it
+    working: int  # bytes of activations that the backward pass of the largest branch works on
     weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
-    loss: int  # bytes of the head, of the logits of a chunk, and of their gradients
+    loss: int  # bytes of the head, of the logits of a chunk, and of its share of the head's gradient
+    head: int  # bytes of the head's gradient before it is reduced, which is after the blocks' backward passes
     cached: int  # bytes that all blocks remember of the tokens of all rows
     adapters: int  # elements of all adapters
     unused: float  # elements of a device's weights that none of its tokens uses: experts that none chose, on average
@@ -149,11 +151,11 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         itemsize=itemsize(config.precision.compute),
         param_itemsize=itemsize(config.trained_dtype),
         kept=int(_bytes("saved", every)),
-        working=int(
-            max(_bytes(kind, ((1, c) for c in costs)) for _, costs in blocks for kind in ("workspace", "alone"))
-        ),
-        weights=int(max(sum(c.loaded_bytes(work) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
+        copied=int(_bytes("copied", every)),
+        working=int(max(_bytes("workspace", [(1, cost)]) for _, cost in inside)),
+        weights=int(max(_loaded(costs, work) for _, costs in blocks)),
         loss=int(_bytes("workspace", outside)),
+        head=int(_bytes("gradient", outside)),
         cached=int(_bytes("cached", every)),
         adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
         unused=sum(n * w.over_tp(work.sizes) * (1 - w.active) ** work.tokens for n, w in weights),  # uniform routing
@@ -188,11 +190,15 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
 
 
 def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
+    workspace = 0.0
     for cost in costs:
         if isinstance(cost, CollectiveCost):
             yield replace(cost, collective=replace(cost.collective, scope=f"{name}/{cost.collective.scope}"))
+        elif isinstance(cost, Bytes) and cost.kind == "workspace":
+            workspace += cost.bytes
         else:
             yield replace(cost, module=f"{name}/{cost.module}")
+    yield Bytes("workspace", workspace)  # one for the branch
 
 
 def _unstacked(branch: Branch) -> Branch:
@@ -233,11 +239,12 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
     yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
-    # Float32 arrays of the table's size: its summed gradient, and most of a chunk's contribution (fitted). A frozen
-    # table has no gradient, and exists in float32 only if it is gathered.
-    tables = int(parts(work.sizes, STORAGE) > 1) if work.frozen else 1.75
-    logits = min(config.loss_chunk, tokens) * local  # and their gradient
-    yield Bytes("workspace", int(tables * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
+    table, logits = local * features, min(config.loss_chunk, tokens) * local
+    gradient = FLOAT32 * table * (not work.frozen)
+    # First XLA transposes a gathered table, last a chunk's gradient of the table is added to that of the others.
+    first = compute * table * (parts(work.sizes, STORAGE) > 1) + FLOAT32 * logits
+    yield Bytes("workspace", compute * (table + logits) + max(first, gradient * (chunks > 1)))
+    yield Bytes("gradient", gradient)
 
 
 def active_parameters(config: ModelConfig, parameters: int) -> int:
@@ -253,6 +260,11 @@ def describe_active(config: ModelConfig, parameters: int) -> str:
 
 def _bytes(kind: str, costs: Iterable[tuple[int, Cost]]) -> float:
     return sum(times * cost.bytes for times, cost in costs if isinstance(cost, Bytes) and cost.kind == kind)
+
+
+def _loaded(costs: Iterable[Cost], work: Workload) -> float:
+    weights = [cost for cost in costs if isinstance(cost, Weight)]
+    return sum(each.loaded_bytes(work) for each in weights) + max(each.reduced_bytes(work) for each in weights)
 
 
 def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None:
@@ -308,7 +320,6 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator
     config, compute = layer.config, itemsize(layer.precision.compute)
     heads, width, values = config.delta_heads, config.delta_key_dim, config.delta_value_dim
     (queries, keys), numbers = heads.on_device(work.tp), heads.numbers()
-    hidden = work.tokens * layer.in_proj.in_features * compute
     taps = heads.keys, heads.keys, heads.numbers(values)
     yield from column_costs(layer.in_proj, work, "delta in")
     weight = partial(Weight, module=DELTA, fsdp=False, precision=layer.precision)
@@ -325,7 +336,6 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator
     shape = {name: getattr(work, name) for name in ("length", "zigzag", "platform", "training")}
     for cost in _inside_delta(one, layer.precision, work.sizes[CP], (*shape.items(), ("remat", policy))):
         yield _repeated(cost, work.rows * keys)
-    yield Bytes("alone", 3 * hidden)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
 
@@ -356,8 +366,8 @@ def _inside_delta(
     products = (cost for cost in costs if isinstance(cost, Product))
     rule = (replace(product, name="delta rule", attention=True, counted=counted) for product in products)
     memory = {cost.kind: cost.bytes for cost in costs if isinstance(cost, Bytes)}
-    alone = BACKWARD_OF_DELTA * memory.pop("workspace")
-    return (*(Bytes(kind, size) for kind, size in memory.items()), Bytes("alone", alone), *moved, *rule)
+    memory["workspace"] *= BACKWARD_OF_DELTA
+    return (*(Bytes(kind, size) for kind, size in memory.items()), *moved, *rule)
 
 
 def _repeated(cost: Bytes | CollectiveCost | Product, times: int) -> Cost:

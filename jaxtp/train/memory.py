@@ -1,8 +1,8 @@
 """Memory of a training step per device: exact for the state, modeled for the rest.
 
-A step peaks between forward and backward pass, or with muon in the update. Activations and workspace
-(`analysis/layer_costs.py`) follow the allocations of XLA's GPU compiler for dense Llama shapes
-(`scripts/estimate_accuracy.py`). Not modeled: temporaries of adafactor and dropout, small arrays, fragmentation.
+A step peaks in the last block's backward pass, in the loss, or with muon in the update. Activations and workspace
+(`analysis/layer_costs.py`) follow XLA's compiler for H100s (`scripts/estimate_accuracy.py`). Not modeled: temporaries
+of adafactor and dropout, fragmentation.
 """
 
 import math
@@ -25,10 +25,6 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import TrainState
 
 MODEL, BLOCKS = "model.", "model.blocks."
-OVERLAP = 3
-"""Divisor of the smaller working set of two, the loss's and the last block's; the larger counts in full. XLA's schedule
-overlaps them, sometimes completely, sometimes not at all."""
-
 _INT32 = 4
 
 
@@ -63,7 +59,7 @@ class Memory:
     whole_matrices: int  # Whole matrices that muon orthogonalises, and their updates
     gathered_weights: int
     """Weights as layers multiply with them (cast, gathered), and their gradients before reduction."""
-    activations: int  # Activations saved for the backward pass, and the workspace of one block
+    activations: int  # Activations saved for the backward pass, and the workspace of one branch
     logits: int  # Logits of one chunk of the loss, with the head and its gradient
     batch: int  # Tokens, labels and segment ids
 
@@ -125,34 +121,35 @@ def memory_per_device(
         sum_dtype = config.model.precision.sum_dtype
         summed = sum(array.bytes_per_device(sizes, sum_dtype(array.dtype)) for array, _ in trained)
     costs = costs or costs_of_step(config, sizes, platform)
-    weights, working, logits = costs.weights, costs.working, costs.loss
-    if logits < weights + working:
-        logits //= OVERLAP
-    else:
-        weights, working = weights // OVERLAP, working // OVERLAP
     inputs = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
     tokens = config.data.global_batch_size // batch_parts(sizes) * config.data.sequence_length
-    backward = Memory(
+    loss = Memory(
         parameters=sum(size for array, size in stored if array.name.startswith(MODEL)),
         optimizer=sum(size for array, size in stored if not array.name.startswith(MODEL)),
-        gradients=sum(size for array, size in trained if array.name.startswith(BLOCKS)) + summed,
+        gradients=summed,
         whole_matrices=0,
-        gathered_weights=weights,
-        activations=costs.kept + working,
-        logits=logits,
+        gathered_weights=0,
+        activations=costs.kept,
+        logits=costs.loss + costs.head,
         batch=inputs * tokens * _INT32,
+    )
+    copies = replace(loss, activations=costs.kept + costs.copied, logits=costs.head)
+    block = replace(
+        copies,
+        gradients=summed + sum(size for array, size in trained if array.name.startswith(BLOCKS)),
+        gathered_weights=costs.weights,
+        activations=costs.kept + costs.working,
     )
     # The update is in place (`step.make_train_step`); muon adds whole matrices and their updates to all gradients.
     updated = sum(size for _, size in trained)
     update = replace(
-        backward,
+        loss,
         gradients=summed or updated,
         whole_matrices=costs.owned + updated if costs.owned else 0,
-        gathered_weights=0,
         activations=0,
         logits=0,
     )
-    return max(backward, update, key=lambda memory: memory.total)
+    return max(block, loss, copies, update, key=lambda memory: memory.total)
 
 
 def with_attention(config: TrainConfig, implementation: KernelChoice) -> TrainConfig:

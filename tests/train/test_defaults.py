@@ -149,7 +149,7 @@ H100S = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="h100", platform=
     ("length", "param", "memory"),
     [
         pytest.param(1024, "float32", 63.7e9, marks=pytest.mark.wide),
-        (2048, "float32", 46.5e9),
+        (2048, "float32", 44.5e9),
         (4096, "float32", 63.7e9),
         pytest.param(8192, "float32", 63.7e9, marks=pytest.mark.wide),
         (8192, "bfloat16", 63.7e9),
