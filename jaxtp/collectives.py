@@ -52,6 +52,7 @@ GATHERED = "gathered"  # a column layer's all-gathered input; in a ring, this de
 REDUCED = "reduced"  # a row layer's output
 PROJECTED = "projected"  # residuals of projections: outputs of column layers, and `x @ A` of every adapter
 ATTENDED = "attended"  # an attention kernel's residuals: its output and log-sum-exp
+SHARED = "shared"  # keys and values of all devices along cp
 KEPT = "kept"  # what every remat policy saves: routers' choices, and sines and cosines of positions
 
 
@@ -86,7 +87,8 @@ class MissingReductionError(ValueError):
     """A layer's result varies over an axis along which its spec replicates it; `message` is JAX's message."""
 
     def __init__(self, name: str, message: str):
-        axes = sorted(set(re.findall(r"across mesh ax[ie]s \(?'(\w+)'", message)))
+        found = ",".join(re.findall(r"(?:across mesh axis '|and not {)([\w,]+)", message))
+        axes = sorted(set(filter(None, found.split(","))))
         where = f" along {' and '.join(axes)}" if axes else ""
         super().__init__(
             f"{name}: out_specs declares its result equal{where}, but it differs between devices; a reduction "
@@ -463,6 +465,6 @@ def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
-    """Returns whether a jaxpr primitive is `load_weight`'s gather, which remat policies never save."""
-    over_storage = set(STORAGE) <= set(params.get("axis_name", ()))
+    """Returns whether a jaxpr primitive is `load_weight`'s gather, which remat policies never save, or `SHARED`."""
+    over_storage = set(params.get("axis_name", ())) <= set(STORAGE)
     return primitive.name == "all_gather" and (over_storage or params["axis_index_groups"] is not None)

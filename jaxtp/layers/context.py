@@ -27,6 +27,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import (
+    SHARED,
     all_gather,
     all_to_all,
     axis_index,
@@ -141,7 +142,8 @@ class Sequences:
         reach = halo(length, cp, window, zigzag=self.zigzag)
         if reach is None:
             # The transpose sums gradients over cp in the compute dtype, like gradients of activations over tp.
-            k, v = (self.natural(all_gather(x, *CONTEXT, dim=1)) for x in (k, v))  # [b, T, K/tp, H]
+            k, v = (checkpoint_name(all_gather(x, *CONTEXT, dim=1), SHARED) for x in (k, v))
+            k, v = self.natural(k), self.natural(v)  # [b, T, K/tp, H]
             return run(q, k, v, self.segments, part=Part(self.local_positions(length), 0))
         seen = with_halo(jnp.concatenate([k, v], axis=3), reach, len(chunks))
         results = []

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxtp.collectives import ATTENDED, GATHERED, KEPT, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
+from jaxtp.collectives import ATTENDED, GATHERED, KEPT, PROJECTED, REDUCED, SHARED, is_tp_reduction, is_weight_gather
 from jaxtp.config.entry import UserError
 from jaxtp.layers.kernels.delta_rule import CARRIED
 
@@ -39,7 +39,7 @@ _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
     "full": (KEPT,),
 }
 _VIEWS = {
-    *("name", "pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"),
+    *("pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"),
     "layout_constraint",
 }
 _FROZEN = "custom_vjp_call"  # primitive of `load_weight` for frozen weights; for others autodiff replaces it
@@ -69,6 +69,8 @@ def policy(name: RematPolicy) -> Callable[..., Any]:
 def _save_all(primitive: Any, *_: Any, **params: Any) -> bool:
     # If only the gather were refused, autodiff would save the cast or reshape after it, which is as large, so views are
     # refused too. So is _FROZEN, whose result is a gathered weight: autodiff keeps it if the weight has no gradient.
+    if primitive.name == "name":
+        return bool(params["name"] == SHARED)
     return primitive.name not in _VIEWS | {_FROZEN} and not is_weight_gather(primitive, params)
 
 
