@@ -393,8 +393,9 @@ class CausalSelfAttention(Branch):
         kernel, _ = pick_kernel(config.attention, use)
         sinks = self._load_sinks(weights, method)
         run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
-        if kernel.platforms and segments is sinks is None and shape.sizes[CP] == 1 and shape.tp > 1:
-            run = partial(_rows_as_heads, run) if shape.is_split(self.out.sequence_parallel) else run
+        swapped = self.out.overlap == "none" and shape.tp > 1 and shape.is_split(self.out.sequence_parallel)
+        if kernel.platforms and segments is sinks is None and shape.sizes[CP] == 1 and swapped:
+            run = partial(_rows_as_heads, run)
         return self._merge_heads(sequences.attend(run, method, use.window, q, k, v), *qkv[3:])
 
     def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
