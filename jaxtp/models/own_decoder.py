@@ -117,8 +117,7 @@ def _abstract(build: Builder) -> nnx.Module:
     # On one device, which every model fits.
     none, one = AbstractMesh((), ()), abstract_mesh(mesh_shape())  # a context mesh cannot change its size directly
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
-        model: nnx.Module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    return model
+        return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
 
 
 def _shapes(model: nnx.Module) -> dict[str, str]:
