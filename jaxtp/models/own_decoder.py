@@ -23,11 +23,7 @@ Builder = Callable[[nnx.Rngs], nnx.Module]
 
 
 def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
-    """Returns a function that builds a model with the arguments of the settings.
-
-    Raises:
-      ConfigError: `function` does not take these arguments.
-    """
+    """Returns a function that builds a model with the settings' arguments; raises `ConfigError` if it takes others."""
     name, arguments = config.build or repr(function), dict(config.arguments)
     if isinstance(function, nnx.Module):
         raise ConfigError(f"{name} is a model; give its class, or a function that returns it")
