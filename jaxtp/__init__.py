@@ -141,5 +141,4 @@ if not TYPE_CHECKING:  # type checkers would accept any name
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, also those not imported yet."""
     return [*__all__, "__version__"]

@@ -209,7 +209,7 @@ def sequence_first(x: V, sequence_dim: int | None) -> V:
     """
     if sequence_dim is None or axis_size(TP) == 1:
         return x
-    return jax.tree.map(lambda each: jnp.swapaxes(each, 0, sequence_dim), x)  # type: ignore[no-any-return]
+    return jax.tree.map(lambda each: jnp.swapaxes(each, 0, sequence_dim), x)
 
 
 def all_reduce(x: Array, *axes: str) -> Array:
@@ -277,13 +277,11 @@ class Float8(NamedTuple):
     @property
     def numbers(self) -> Array:
         """The float8 numbers."""
-        numbers: Array = lax.bitcast_convert_type(self.bits, jnp.float8_e4m3fn)
-        return numbers
+        return lax.bitcast_convert_type(self.bits, jnp.float8_e4m3fn)
 
     def astype(self, dtype: DTypeLike) -> Array:
         """Returns the array, rounded once to `dtype`."""
-        array: Array = (self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)).astype(dtype)
-        return array
+        return (self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)).astype(dtype)
 
 
 class Quantised(NamedTuple):

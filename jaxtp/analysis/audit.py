@@ -108,11 +108,7 @@ class Audit:
         ]
 
     def check(self, large: int = LARGE) -> None:
-        """Raises if there are `problems`.
-
-        Raises:
-          AuditError: lists them.
-        """
+        """Raises an `AuditError` that lists the `problems`, if there are any."""
         if problems := self.problems(large):
             raise AuditError("the compiled step breaks its plan:\n" + "\n".join(f"  {p}" for p in problems))
 

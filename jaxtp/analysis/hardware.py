@@ -231,11 +231,7 @@ def link_of(hardware: Hardware, devices: int) -> float:
 
 
 def find(name: str) -> Hardware:
-    """Returns the hardware of a name (in any case) or YAML file.
-
-    Raises:
-      ConfigError: unknown name; suggests the nearest.
-    """
+    """Returns the hardware of a name (in any case) or YAML file; raises `ConfigError` with the nearest name."""
     return read(Path(name)) if name.endswith((".yaml", ".yml")) else _of_table(name, ", or a YAML file of yours")
 
 

@@ -96,11 +96,7 @@ Module = Mapping[str, Sequence[Instruction]]
 
 @lru_cache(maxsize=1)  # a program is read several times
 def parse_module(text: str) -> tuple[Module, str]:
-    """Returns the computations, and the entry's name.
-
-    Raises:
-      HloError: not the text of a module.
-    """
+    """Returns the computations, and the entry's name; raises `HloError` if it is not the text of a module."""
     module: dict[str, list[Instruction]] = {}
     entry = current = ""
     for line in text.splitlines():
@@ -288,11 +284,7 @@ def _constant(computation: Sequence[Instruction], operand: Operand) -> int | Non
 
 
 def check_counted(instruction: Instruction, counted: Counted) -> None:
-    """Checks that an instruction's count is known.
-
-    Raises:
-      HloError: it is in a loop with a data-dependent trip count.
-    """
+    """Raises `HloError` if an instruction is in a loop with a data-dependent trip count."""
     if counted == A_TURN:
         raise HloError(f"cannot tell how often the loop turns that has {instruction.name}: its data decide")
 

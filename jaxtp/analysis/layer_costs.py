@@ -309,7 +309,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     in_float32 = tokens * sum(local) * (FLOAT32 - compute) if layer.matmul == "float8" else 0  # scaled, before the cast
     saved = {"none": saved_input + in_float32, "save_gathered": saved_input, "save_dots": outputs}
     yield Bytes("saved", saved.get(work.remat, 0))
-    yield from column_lora_costs(layer, work, COLUMN)
+    yield from _column_lora_costs(layer, work, COLUMN)
 
 
 def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool, module: str = ROW) -> Iterator[Cost]:
@@ -339,7 +339,7 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
         yield Bytes("saved", work.between(layer.sequence_parallel) * layer.features * compute)
-    yield from row_lora_costs(layer, work, module, recomputed=recomputed)
+    yield from _row_lora_costs(layer, work, module, recomputed=recomputed)
 
 
 def projection_weights(
@@ -347,10 +347,8 @@ def projection_weights(
 ) -> Iterator[Cost]:
     """Yields the costs of loading a kernel; `weights` are it and its bias, `axes` split its input features."""
     weight, bias = weights
-    quantised = layer.matmul == "float8" and not isinstance(kernel, Float8Kernel)
-    weight = replace(weight, matmul=layer.matmul)
-    yield from kernel_weights(kernel, weight, bias)
-    if quantised:  # for each gather
+    yield from kernel_weights(kernel, replace(weight, matmul=layer.matmul), bias)
+    if layer.matmul == "float8" and not isinstance(kernel, Float8Kernel):  # for each gather
         scales, times = _scales(bias), 1 + work.training
         yield collective_cost(ALL_REDUCE, axes, scales.module, work, FLOAT32 * scales.stored(work.sizes), times)
         yield from scales.loads(work, trained=False)
@@ -383,8 +381,7 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterat
         yield CollectiveCost(Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), times)
 
 
-def column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) -> Iterator[Cost]:
-    """Yields the costs of a column layer's adapters."""
+def _column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) -> Iterator[Cost]:
     weight = partial(Weight, module=module, precision=layer.precision)
     for i, lora in zip(layer.adapted, layer.loras, strict=True):
         f = layer.features[i]
@@ -394,8 +391,7 @@ def column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) 
         yield from lora_costs(lora, work, features, (a, b), recomputed=work.remat in REPROJECT_POLICIES)
 
 
-def row_lora_costs(layer: RowParallelLinear, work: Workload, module: str, *, recomputed: bool) -> Iterator[Cost]:
-    """Yields the costs of a row layer's adapters."""
+def _row_lora_costs(layer: RowParallelLinear, work: Workload, module: str, *, recomputed: bool) -> Iterator[Cost]:
     weight, rows = partial(Weight, module=module, precision=layer.precision), layer.in_features
     for lora in layer.loras:
         a = weight(size=rows.size * lora.rank, split=rows, fsdp=False)
@@ -431,8 +427,7 @@ def norm_costs(norm: Norm, work: Workload, *, inside: bool = True, recomputed: b
             yield Bytes("saved", FLOAT32 * residual * (1 if work.frozen else 2))
 
 
-def qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
-    """Yields the costs of a norm of queries or keys."""
+def _qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
     weight = partial(Weight, module=ATTEND, precision=norm.precision)
     if norm.one_scale:
         for _ in range(2 if norm.bias is not None else 1):
@@ -445,12 +440,11 @@ def qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
 
 
 @branch_costs.register
-def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -> Iterator[Cost]:
-    """Yields the costs of attention."""
+def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -> Iterator[Cost]:
     config = layer.config
     yield from column_costs(layer.qkv, work, "q, k, v")
     for norm in layer.qk_norms:
-        yield from qk_norm_costs(norm, work)
+        yield from _qk_norm_costs(norm, work)
     if config.attention_sinks:
         in_float32, split = replace(layer.precision, compute="float32"), config.heads.numbers()
         yield Weight(module=ATTEND, size=split.size, split=split, fsdp=False, precision=in_float32)
@@ -461,8 +455,7 @@ def attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -
 
 
 @branch_costs.register
-def latent_attention_costs(layer: LatentAttention, work: Workload, *, read: bool) -> Iterator[Cost]:
-    """Yields the costs of latent attention."""
+def _latent_attention_costs(layer: LatentAttention, work: Workload, *, read: bool) -> Iterator[Cost]:
     config, compute, split = layer.config, itemsize(layer.precision.compute), work.is_split(layer.sequence_parallel)
     own = replace(work, length=work.length // work.tp) if split else work  # of the down projections
     recomputed, inputs = work.remat in REPROJECT_POLICIES, [(layer.latent_down, layer.latent_norm)]
@@ -594,8 +587,7 @@ def context_costs(
 
 
 @branch_costs.register
-def mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
-    """Yields the costs of an MLP."""
+def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
     columns, features = num_columns(layer.config), work.tokens * layer.hidden.padded(work.tp) // work.tp
     fused = work.remat in REPROJECT_POLICIES and not (read and work.remat in REREDUCE_POLICIES)
     fused = fused and layer.has_ring(work.tp, split=work.is_split(layer.down.sequence_parallel))
@@ -708,7 +700,7 @@ def experts_beside_mlp_costs(layer: ExpertsBesideMLP, work: Workload, *, read: b
     """Yields the costs of experts, a dense MLP and their norms; `read` does not matter, as norms read both results."""
     for norm in (layer.mlp_norm, layer.experts_norm, layer.mlp_after_norm, layer.experts_after_norm):
         yield from norm_costs(norm, work)
-    yield from mlp_costs(layer.mlp, work, read=True)
+    yield from _mlp_costs(layer.mlp, work, read=True)
     yield from experts_costs(layer.experts, work, read=True)
 
 
@@ -738,8 +730,8 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     if work.remat == "save_dots":
         yield Bytes("saved", work.tokens * columns * local * compute)
     shared, again = layer.shared, read and work.remat in REREDUCE_POLICIES
-    yield from column_lora_costs(shared.up if config.mlp == "plain" else shared.gate_up, work, EXPERTS)
-    yield from row_lora_costs(shared.down, work, EXPERTS, recomputed=again)
+    yield from _column_lora_costs(shared.up if config.mlp == "plain" else shared.gate_up, work, EXPERTS)
+    yield from _row_lora_costs(shared.down, work, EXPERTS, recomputed=again)
     if config.shared_experts_gate:
         if work.remat in ("none", "save_gathered"):
             yield Bytes("saved", FLOAT32 * work.tokens)

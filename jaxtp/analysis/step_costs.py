@@ -204,7 +204,7 @@ def _within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
 def _unstacked(branch: Branch) -> Branch:
     graph, state = nnx.split(branch)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    return nnx.merge(graph, one)  # type: ignore[no-any-return]
+    return nnx.merge(graph, one)
 
 
 def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
@@ -310,8 +310,7 @@ def described(config: ModelConfig, tp: int = 1, shards: int = 1) -> Decoder:
 @lru_cache(maxsize=32)
 def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
     with _abstract(mesh_shape(fsdp=shards, tp=tp)):
-        model: Decoder = nnx.eval_shape(lambda: create_decoder(config, rngs=nnx.Rngs(0)))
-    return model
+        return nnx.eval_shape(lambda: create_decoder(config, rngs=nnx.Rngs(0)))
 
 
 @branch_costs.register

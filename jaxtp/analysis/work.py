@@ -132,7 +132,6 @@ class _Counter(Walk[_Split, list[Product]]):
             self.count(equation, each, 1, repeated=repeated, scope=scope)
 
     def count(self, equation: JaxprEqn, times: int, num_shards: int, *, repeated: bool, scope: str = "") -> None:
-        """Counts a product split into `num_shards`."""
         if (terms := _contraction_size(equation)) is not None:
             flops = 2.0 * math.prod(shape_of(equation.outvars[0])) * terms
             moved = sum(map(_bytes, (*equation.invars, *equation.outvars)))

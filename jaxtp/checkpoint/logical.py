@@ -63,7 +63,7 @@ def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeSt
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
     """Returns `state` with logical arrays, padded and sharded for `mesh`."""
     variables = named_variables(state)
-    return replace_arrays(state, {name: add_padding(arrays[name], variables[name], mesh) for name in variables})
+    return replace_arrays(state, {name: _add_padding(arrays[name], variables[name], mesh) for name in variables})
 
 
 def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
@@ -102,8 +102,7 @@ def _remove_padding(variable: Variable, mesh: Mesh) -> Array:
     return jax.jit(unpad, static_argnums=(1, 2), out_shardings=sharding)(array, padding_of(variable), sizes[TP])
 
 
-def add_padding(array: Array, variable: Variable, mesh: Mesh) -> Array:
-    """Returns a logical array in a variable's shape and sharding on `mesh`."""
+def _add_padding(array: Array, variable: Variable, mesh: Mesh) -> Array:
     if array.shape == tuple(variable.get_raw_value().shape):
         return array
     return pad_array(array, padding_of(variable), NamedSharding(mesh, spec_of(variable)))

@@ -94,7 +94,6 @@ class _KeepBest(policies.PreservationPolicy):
         self._losses = losses
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> Sequence[bool]:
-        """Returns whether to keep each checkpoint."""
         steps = [each.step for each in checkpoints]
         best = min((step for step in steps if step in self._losses), key=lambda s: (self._losses[s], -s), default=None)
         return [step == best for step in steps]

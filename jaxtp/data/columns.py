@@ -86,11 +86,7 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
 
 
 def count_rows(columns: Columns) -> int:
-    """Returns the number of rows of a batch.
-
-    Raises:
-      BatchError: columns differ in it, or are scalars, as in a sample.
-    """
+    """Returns the number of rows of a batch; raises `BatchError` if columns differ in it, or are scalars."""
     shapes = {name: array.shape for name, array in columns.items()}
     if scalars := [name for name, shape in shapes.items() if not shape]:
         raise BatchError(f"column {scalars[0]!r} is one number: these are samples; give batches (.batch(8))")

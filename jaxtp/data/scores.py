@@ -154,11 +154,7 @@ class Scores:
         return " ".join(["jaxtp score DATASET --model MODEL --out FOLDER", *top_k, *flags])
 
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
-        """Adds the scores as columns to the rows of documents.
-
-        Raises:
-          ScoresError: the documents or rows are others, or a file has another size.
-        """
+        """Adds the scores as columns to rows; raises `ScoresError` if they are of others, or files have other sizes."""
         found = {split.documents: (name, split) for name, split in self.record.splits.items()}
         if documents.identity not in found:
             raise ScoresError(

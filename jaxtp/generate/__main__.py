@@ -169,12 +169,11 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
         yield "--system and --template need --chat"
     if (cp := config.mesh.cp) != 1:
         yield f"--mesh.cp {cp}: a KV cache cannot be split over cp; give its devices to tp: --mesh.tp {cp}"
-    if config.field != _DEFAULT_FIELD and not (config.prompt_file is not None and is_jsonl(config.prompt_file)):
+    if config.field != _DEFAULT_FIELD and not (config.prompt_file is not None and _is_jsonl(config.prompt_file)):
         yield f"--field {config.field} needs --prompt-file FILE.jsonl"
 
 
-def is_jsonl(path: Path) -> bool:
-    """Whether a file name has a JSON Lines suffix."""
+def _is_jsonl(path: Path) -> bool:
     return path.suffix in (".jsonl", ".ndjson")
 
 
@@ -200,7 +199,7 @@ def read_prompts(path: Path, field: str) -> list[str | None]:
     texts = [line.removesuffix("\r") if line.strip() else None for line in lines]
     if not any(texts):
         raise ConfigError(f"{path}: no prompts in it")
-    if not is_jsonl(path):
+    if not _is_jsonl(path):
         return texts
     return [
         None if line is None else _json_field(f"{path}, line {number}", line, field)

@@ -49,11 +49,7 @@ class ConversationEncoder:
         self._model_tokens = SpecialTokens(self._rendered.tokens)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the ids up to the model's answer.
-
-        Raises:
-          ChatError: the template refuses it, or a message contains a Unicode noncharacter.
-        """
+        """Returns the ids up to the model's answer; raises `ChatError` for a refused message or a noncharacter."""
         tokens = [self._model_tokens if each["role"] == ASSISTANT else self._user_tokens for each in messages]
         escaped = [kind.escape(message) for kind, message in zip(tokens, messages, strict=True)]
         marked = self._user_tokens.mark(self._template.render(escaped))

@@ -163,8 +163,7 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
 
     targets = jax.tree.map(target, abstract, is_leaf=is_variable)
     arrays = dict(decode_weights(model, named_variables(targets), config.precision.compute, donate=donate))
-    decode: DecodeModel = nnx.merge(graph, replace_arrays(targets, arrays))
-    return decode
+    return nnx.merge(graph, replace_arrays(targets, arrays))
 
 
 def decode_weights(

@@ -121,7 +121,7 @@ class Programs:
     def copy(self, caches: KVCaches, sources: Ints) -> KVCaches:
         """Copies rows; `sources` `[rows]` counts within the part; -1 copies none."""
         copied = self._program("copy", self._copy, caches, sources)(self.weights, caches, sources)
-        return jax.block_until_ready(copied)  # type: ignore[no-any-return]
+        return jax.block_until_ready(copied)
 
     def compiled_decode(self, caches: KVCaches) -> jax.stages.Compiled:
         """Returns the compiled decode program; `caches` may be abstract."""
@@ -204,7 +204,7 @@ class Programs:
             return lax.fori_loop(0, sources.size, copy_row, caches)  # row by row, so that no second cache is made
 
         specs = jax.tree.map(lambda x: P(*(None,) * (x.ndim - 4), *LAYER_SPEC), caches)
-        return device_view(copy, "copy", (specs, batch_spec()), specs)(caches, sources)  # type: ignore[no-any-return]
+        return device_view(copy, "copy", (specs, batch_spec()), specs)(caches, sources)
 
     def _empty(self, model: DecodeModel) -> KVCaches:
         return model.empty(self.shape.rows, self.shape.slots)

@@ -101,8 +101,7 @@ def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
         return variable.replace(jax.device_put(variable[...], NamedSharding(mesh, spec)))
 
     graph, state = nnx.split(model)
-    placed: Decoder = nnx.merge(graph, jax.tree.map(place, state, is_leaf=is_variable))
-    return placed
+    return nnx.merge(graph, jax.tree.map(place, state, is_leaf=is_variable))
 
 
 def _tokenizer_of(data: Any) -> Tokenizer:

@@ -63,8 +63,7 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
 
     shardings = None if current_mesh() is None else nnx.get_named_sharding(factors, jax.sharding.get_mesh())
     created: nnx.State = jax.jit(create, out_shardings=shardings)()
-    adapted: Decoder = nnx.merge(graph, nnx.merge_state(freeze_as(nnx.state(model), abstract), created))
-    return adapted
+    return nnx.merge(graph, nnx.merge_state(freeze_as(nnx.state(model), abstract), created))
 
 
 def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
@@ -78,8 +77,7 @@ def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
     graph, abstract = abstract_decoder(plain)
     arrays = {path: variable[...] for path, variable in merged_variables(model, dtype)}
     cast = {path: arrays[path].astype(variable.dtype) for path, variable in named_variables(abstract).items()}
-    merged: Decoder = nnx.merge(graph, replace_arrays(abstract, cast))
-    return merged
+    return nnx.merge(graph, replace_arrays(abstract, cast))
 
 
 Factors = tuple[Array, Array, float]

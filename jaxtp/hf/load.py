@@ -82,8 +82,7 @@ def import_config(
 
 def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None) -> Decoder:
     """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
-    model: Decoder = nnx.merge(*load_state(folder, config, mesh, progress=progress))
-    return model
+    return nnx.merge(*load_state(folder, config, mesh, progress=progress))
 
 
 def load_state(

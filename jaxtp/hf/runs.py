@@ -69,16 +69,14 @@ def load_merged(
         weights = nnx.state(merge_adapters(load_adapted(checkpoint, info, mesh, base), dtype=config.precision.param))
     else:
         weights, _ = load_weights(checkpoint, abstract, mesh)
-    model: Decoder = nnx.merge(graph, weights)
-    return model
+    return nnx.merge(graph, weights)
 
 
 def merge_peft(model: Decoder, folder: PeftFolder, config: ModelConfig, mesh: Mesh) -> Decoder:
     """Merges PEFT adapters into kernels in float32, rounded once to the dtype of `config`."""
     with jax.set_mesh(mesh):
         added = merge_adapters(with_peft(model, folder, mesh), dtype=config.precision.param)
-        merged: Decoder = nnx.merge(abstract_decoder(config)[0], nnx.state(added))
-        return merged
+        return nnx.merge(abstract_decoder(config)[0], nnx.state(added))
 
 
 def load_adapted(checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Path | None = None) -> Decoder:
@@ -103,8 +101,7 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config)
     factors, _ = load_weights(checkpoint, nnx.filter_state(abstract, nnx.LoRAParam), mesh)
-    model: Decoder = nnx.merge(graph, nnx.merge_state(abstract, factors))
-    return model
+    return nnx.merge(graph, nnx.merge_state(abstract, factors))
 
 
 def run_model_config(checkpoint: Path, info: Mapping[str, Any], build: object = None) -> ModelConfig:

@@ -108,13 +108,11 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
             entropy=jnp.sum(jnp.stack(entropies)),
             dropped=jnp.sum(jnp.stack(dropped)),
         )
-        result: Balance = _reduce_flat(lambda sums: all_reduce(sums, *BATCH), sums)
-        return result
+        return _reduce_flat(lambda sums: all_reduce(sums, *BATCH), sums)
 
     measured = [replace(routing, experts=None, margin=None) for routing in routings]
     in_specs = (jax.tree.map(lambda _: by_layer, measured), batch_spec(None))
-    result: Balance = device_view(total, BALANCE, in_specs, out_specs=P())(measured, labels_BT)
-    return result
+    return device_view(total, BALANCE, in_specs, out_specs=P())(measured, labels_BT)
 
 
 def updated_selection_bias(bias: Array, times_chosen: Array, rate: float) -> Array:

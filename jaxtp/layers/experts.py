@@ -245,11 +245,10 @@ class MixtureOfExperts(PositionwiseBranch):
         def stacked(name: str, names: str, initial: Callable[[tuple[int, ...]], Array]) -> nnx.Param[Array]:
             value = initial(tuple(dims[dim].size for dim in names))
             padding = tuple((i - len(names), dims[dim]) for i, dim in enumerate(names))
-            return parameter(name, value, spec(names), padding=padding)  # type: ignore[no-any-return]
+            return parameter(name, value, spec(names), padding=padding)
 
         def kernel(name: str, shape: tuple[int, ...], spec: P) -> nnx.Param[Array]:
-            param: nnx.Param[Array] = parameter(name, default_kernel_init(rngs.params(), shape, dtype), spec)
-            return param
+            return parameter(name, default_kernel_init(rngs.params(), shape, dtype), spec)
 
         zeros = partial(jnp.zeros, dtype=dtype)
         self.router = kernel("router", (d_model, experts), P(STORAGE, None))
@@ -295,7 +294,7 @@ class MixtureOfExperts(PositionwiseBranch):
             in_specs=(activation, specs, {name: token_spec() for name in of_tokens}),
             out_specs=(activation, Routing(*[sums] * 5, *[recorded] * 2)),  # type: ignore[arg-type]
         )
-        return transform(x_BTD, weights, of_tokens)  # type: ignore[no-any-return]
+        return transform(x_BTD, weights, of_tokens)
 
     def _transform(
         self, sequence: int | None, record: bool, x: Array, weights: Weights, of_tokens: Weights
@@ -607,7 +606,7 @@ def _in_parts(
 
     summed = jax.custom_vjp(lambda *args: forward(*args)[0])
     summed.defvjp(forward, backward)
-    return summed(*jax.tree.map(lambda x: vary_like(x, *leaves), (variable, fixed, rows)))  # type: ignore[no-any-return]
+    return summed(*jax.tree.map(lambda x: vary_like(x, *leaves), (variable, fixed, rows)))
 
 
 @jax.custom_vjp

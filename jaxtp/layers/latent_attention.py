@@ -282,7 +282,7 @@ class DownProjection(nnx.Module):
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         spec, (weights, specs) = activation_spec(sequence), params_and_specs(self)
         project = partial(self._project, sequence is not None)
-        return device_view(project, LATENT, (spec, specs), spec)(x_BTD, weights)  # type: ignore[no-any-return]
+        return device_view(project, LATENT, (spec, specs), spec)(x_BTD, weights)
 
     def _project(self, split: bool, x: Array, weights: Weights) -> Array:
         load, x = partial(self.precision.load, used_by_all_tp=split), x.astype(self.precision.compute)

@@ -132,7 +132,7 @@ def _on_devices(
 
     bias_spec = None if bias_V is None else head.bias_spec
     in_specs = (activation_spec(sequence), head.table_spec, bias_spec, *(token_spec() for _ in labels))
-    return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)  # type: ignore[no-any-return]
+    return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)
 
 
 def _logits(head: HeadConfig, tables: tuple[Array, Array], bias: Array | None, x: Array) -> Array:
@@ -217,4 +217,4 @@ def _map_chunks(fn: Callable[..., _PerToken], tokens: list[Array], chunk_size: i
         pieces.append(jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), numbers))
     if rest:
         pieces.append(fn(*(each[-rest:] for each in tokens)))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)  # type: ignore[no-any-return]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)

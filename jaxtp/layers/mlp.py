@@ -125,7 +125,7 @@ class MLP(PositionwiseBranch):
         sequence, _, outside = activation_specs(self.down.sequence_parallel, x_BTD.shape)
         if self.fused and self.has_ring(axis_size(TP), split=sequence is not None):
             weights, specs = params_and_specs(self)
-            return device_view(self._ring, COLUMN, (outside, specs), outside)(x_BTD, weights)  # type: ignore[no-any-return]
+            return device_view(self._ring, COLUMN, (outside, specs), outside)(x_BTD, weights)
         products_BTF = [*self.columns(x_BTD)]
         activate = self._xielu if self.config.activation == XIELU else ACTIVATIONS[self.config.activation]
         return self.down(hidden_features(activate, products_BTF, self.config.swiglu_limit))
@@ -149,7 +149,7 @@ class MLP(PositionwiseBranch):
 
         spec, of_alphas = token_spec(TP), [spec_of(alpha) for alpha in alphas]
         view = device_view(activate, XIELU, in_specs=(spec, of_alphas), out_specs=spec)
-        return view(x_BTF, [jnp.asarray(alpha[...]) for alpha in alphas])  # type: ignore[no-any-return]
+        return view(x_BTF, [jnp.asarray(alpha[...]) for alpha in alphas])
 
 
 def hidden_features(activate: Callable[[Array], Array], products: Sequence[Array], limit: float | None = None) -> Array:

@@ -56,7 +56,7 @@ def _beside(moving: object, compute: Callable[..., C], *args: object) -> tuple[A
     # XLA would merge products that share an operand, which then wait for all permutes, and hide only one permute.
     moving, args = lax.optimization_barrier((moving, args))
     arrived = jax.tree.map(lambda each: permute(by_rows(each), TP), moving)
-    return lax.optimization_barrier((arrived, compute(*args)))  # type: ignore[no-any-return]
+    return lax.optimization_barrier((arrived, compute(*args)))
 
 
 def _ring_gather(x: Value, visit: Callable[..., tuple[list[Array], Sums]]) -> tuple[list[Value], list[Array], Sums]:
@@ -260,7 +260,7 @@ def _accompany(
 
 
 def _part(x: V, at: Array, size: int) -> V:
-    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, size, SEQUENCE_DIM), x)  # type: ignore[no-any-return]
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, size, SEQUENCE_DIM), x)
 
 
 def _kernel_gradient(x: Value, grad: Array) -> Array:

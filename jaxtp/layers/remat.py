@@ -50,11 +50,7 @@ class RematError(UserError):
 
 
 def policy(name: RematPolicy) -> Callable[..., Any]:
-    """Returns the `jax.checkpoint` policy with this name.
-
-    Raises:
-      RematError: `offload` on devices that cannot address pinned host memory.
-    """
+    """Returns the `jax.checkpoint` policy of a name; raises `RematError` for `offload` without pinned host memory."""
 
     def save_named(primitive: Any, *_: Any, **params: Any) -> bool:
         if name in ("save_dots", "save_reduced") and is_tp_reduction(primitive, params):

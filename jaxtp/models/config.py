@@ -41,7 +41,7 @@ from jaxtp.layers.experts import ExpertsBesideMLP, ExpertsConfig, MixtureOfExper
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear, matmul_obstacle, mx_obstacle
-from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig, Target
+from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig, NormKind
 from jaxtp.layers.overlap import Overlap
@@ -459,7 +459,8 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
             "trains all; add --model.lora.rank 8, or leave it out"
         )
     if config.lora.rank and config.lora.targets not in (TARGETS, LLAMA_TARGETS):  # these mean all that there are
-        possible = adapter_targets(config)
+        adaptable = {target for block in config.block_kinds() for target, _ in block.adapter_kernels()}
+        possible = [target for target in TARGETS if target in adaptable]
         if lacking := [target for target in config.lora.targets if target not in possible]:
             yield Problem(f"model.lora.targets: no block has {', '.join(lacking)}; it can be {', '.join(possible)}")
     axes = [axis for axis in STORAGE if mesh[axis] > 1]
@@ -472,12 +473,6 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     if unaware := sorted({type(branch).__name__ for branch in branches if not branch.over_cp}):
         text = f"mesh.cp={mesh[CP]} splits each sequence, which is not supported by {' and '.join(unaware)}"
         yield Problem(text, among={f"mesh.{CP}": 1})
-
-
-def adapter_targets(config: ModelConfig) -> tuple[Target, ...]:
-    """Returns the projections that can have adapters."""
-    found = {target for block in config.block_kinds() for target, _ in block.adapter_kernels()}
-    return tuple(target for target in TARGETS if target in found)
 
 
 def matmul_layers(config: ModelConfig) -> dict[str, str | None]:

@@ -381,7 +381,7 @@ class Decoder(EmbeddingAndHead):
 
 def create_decoder(config: ModelConfig, *, rngs: nnx.Rngs) -> Decoder:
     """Returns the decoder that the settings describe."""
-    return (config.decoder or Decoder)(config, rngs=rngs)  # type: ignore[no-any-return]
+    return (config.decoder or Decoder)(config, rngs=rngs)
 
 
 def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
@@ -395,7 +395,7 @@ def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.St
 def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
     """Returns block `index` of stacked blocks."""
     graph, state = nnx.split(blocks)
-    return nnx.merge(graph, jax.tree.map(lambda stacked: stacked[index], state))  # type: ignore[no-any-return]
+    return nnx.merge(graph, jax.tree.map(lambda stacked: stacked[index], state))
 
 
 def _run_stack(
@@ -429,7 +429,7 @@ def _run_stack(
         return x_BTD, routings
 
     by_turn = None if keys is None else keys.reshape(stack.repeats, len(blocks), *keys.shape[1:])
-    return turn(x_BTD, blocks, by_turn, sequences, experts)  # type: ignore[no-any-return]
+    return turn(x_BTD, blocks, by_turn, sequences, experts)
 
 
 def _create_blocks(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> DecoderBlock:
@@ -438,7 +438,7 @@ def _create_blocks(config: ModelConfig, block: BlockConfig, repeats: int, rngs: 
     def create(rngs: nnx.Rngs) -> DecoderBlock:
         return DecoderBlock(config, block, rngs=rngs)
 
-    return create(rngs)  # type: ignore[no-any-return]
+    return create(rngs)
 
 
 def _scaled(x_BTD: Array, factor: float | Array) -> Array:

@@ -32,7 +32,7 @@ def token_log_probs(
     sequences = model.sequences(ids_BT, segments_BT)
     x_BTD, labels = model.hidden(ids_BT, sequences=sequences), sequences.local_tokens(labels)
     found = hidden_log_probs(model, x_BTD, labels, temperature=temperature, entropy=entropy)
-    return jax.tree.map(sequences.natural, found)  # type: ignore[no-any-return]
+    return jax.tree.map(sequences.natural, found)
 
 
 def hidden_log_probs(

@@ -23,11 +23,7 @@ Builder = Callable[[nnx.Rngs], nnx.Module]
 
 
 def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
-    """Returns a function that builds a model with the arguments of the settings.
-
-    Raises:
-      ConfigError: `function` does not take these arguments.
-    """
+    """Returns a function that builds a model with the settings' arguments; raises `ConfigError` if it takes others."""
     name, arguments = config.build or repr(function), dict(config.arguments)
     if isinstance(function, nnx.Module):
         raise ConfigError(f"{name} is a model; give its class, or a function that returns it")
@@ -117,8 +113,7 @@ def _abstract(build: Builder) -> nnx.Module:
     # On one device, which every model fits.
     none, one = AbstractMesh((), ()), abstract_mesh(mesh_shape())  # a context mesh cannot change its size directly
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(one):
-        model: nnx.Module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    return model
+        return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
 
 
 def _shapes(model: nnx.Module) -> dict[str, str]:

@@ -288,11 +288,7 @@ def _can_use(config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo) 
 def missing_bytes(
     config: TrainConfig, mesh: Mapping[str, int], devices: DeviceInfo, arrays: Iterable["StoredArray"] | None = None
 ) -> float:
-    """Returns the bytes that a step lacks on each device, or 0.
-
-    Args:
-      arrays: `stored_arrays(config)`, if known.
-    """
+    """Returns the bytes that a step lacks on each device, or 0; `arrays` are `stored_arrays(config)`, if known."""
     if devices.memory is None:
         return 0.0
     from jaxtp.train.memory import memory_per_device

@@ -81,9 +81,9 @@ def by_path(groups: Mapping[str, optax.GradientTransformation]) -> optax.Gradien
     def labels(params: optax.Params) -> optax.Params:
         paths = tree_map_with_path(lambda path, _: keystr(path, simple=True, separator="."), params)
         check_patterns("by_path", groups, jax.tree.leaves(paths))
-        if rest := [path for path in jax.tree.leaves(paths) if first_match(groups, path) is None]:
+        if rest := [path for path in jax.tree.leaves(paths) if _first_match(groups, path) is None]:
             raise ConfigError(f"by_path: no pattern matches {', '.join(rest)}; end with the pattern '*'")
-        return jax.tree.map(lambda path: first_match(groups, path), paths)
+        return jax.tree.map(lambda path: _first_match(groups, path), paths)
 
     return optax.partition(groups, labels)
 
@@ -92,7 +92,7 @@ def check_patterns(setting: str, patterns: Iterable[str], paths: Sequence[str]) 
     """Raises ConfigError unless each pattern is some path's first match."""
     for pattern in patterns:
         matched = matching(setting, pattern, paths)
-        if all(first_match(patterns, path) != pattern for path in matched):
+        if all(_first_match(patterns, path) != pattern for path in matched):
             raise ConfigError(
                 f"{setting}: earlier patterns match everything that {pattern!r} matches; the first matching pattern "
                 "applies, so put it earlier"
@@ -109,8 +109,7 @@ def matching(setting: str, pattern: str, paths: Sequence[str]) -> list[str]:
     return matched
 
 
-def first_match(patterns: Iterable[str], path: str) -> str | None:
-    """Returns the first pattern that matches."""
+def _first_match(patterns: Iterable[str], path: str) -> str | None:
     return next((pattern for pattern in patterns if matches(pattern, path)), None)
 
 
@@ -243,5 +242,5 @@ def _scaled_by_group(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _group_of(config: OptimizerConfig, path: str) -> GroupConfig:
-    pattern = first_match(config.groups, path)
+    pattern = _first_match(config.groups, path)
     return GroupConfig() if pattern is None else config.groups[pattern]

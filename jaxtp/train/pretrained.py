@@ -119,11 +119,7 @@ class Pretrained(InitSource):
         return differences(before | {"lora": now["lora"]}, now, "model.")
 
     def open_adapters(self, config: TrainConfig) -> PeftFolder:
-        """Returns the adapters of `model.lora.from`, checked against the model.
-
-        Raises:
-          HFError: unreadable adapters, or another model's.
-        """
+        """Returns the adapters of `model.lora.from`; raises `HFError` if they are unreadable, or another model's."""
         family = self.attributes.get("model_type")
         return open_peft(Path(str(config.model.lora.from_peft)), self.model or config.model, family)
 

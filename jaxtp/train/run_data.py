@@ -89,11 +89,7 @@ class RunData:
 
 
 def load_tokens(config: TrainConfig, source: InitSource) -> Data:
-    """Opens jaxtp's token data and plans its rows.
-
-    Raises:
-      ValueError: a user's mistake (`CorpusError`, `DatasetError`, `LongDocumentError`, `ConfigError`).
-    """
+    """Opens jaxtp's token data and plans its rows; raises a `ValueError` for a user's mistake."""
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
     if not config.model.is_foreign:
@@ -135,11 +131,7 @@ def _check_temperature(data: Data, loss: Loss | None) -> None:
 
 
 def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
-    """Opens a run's batches.
-
-    Raises:
-      ValueError: a user's mistake.
-    """
+    """Opens a run's batches; raises a `ValueError` for a user's mistake."""
     size, seed = config.data.global_batch_size, config.run.seed
     micro_batches = 1 if task.loss is None else config.train.accumulation
     if config.data.scores is not None and (task.loss is None or task.batches is not None):

@@ -122,11 +122,7 @@ class Blueprint:
 def plan_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, make_model: MakeModel | None = None
 ) -> Blueprint:
-    """Traces a `TrainState` on a mesh, which may be abstract; computes nothing.
-
-    Raises:
-      ConfigError: nothing is trained.
-    """
+    """Traces a `TrainState` on a mesh, which may be abstract; raises `ConfigError` if nothing is trained."""
     with as_current(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
         graph, rngs, abstract, constants = nnx.split(abstract_state, nnx.RngState, STORED, ...)  # type: ignore[misc]

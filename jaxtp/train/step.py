@@ -223,8 +223,7 @@ def _no_terms(micro_fn: Callable[[Any, Array], Any], inputs: object, count: int)
         return None
     micro = jax.tree.map(lambda array: array[: len(array) // count], inputs)
     (terms, _), _ = jax.eval_shape(micro_fn, micro, jnp.zeros((), jnp.int32))
-    zeros: LossTerms = jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), terms)
-    return zeros
+    return jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), terms)
 
 
 def _sum_over_micro_batches(fn: Callable[[Any, Array], tuple[Any, Any]], inputs: Any, count: int, zeros: Any) -> Any:
@@ -312,8 +311,7 @@ def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None 
 
         no_terms = _no_terms(micro_fn, batch, config.train.accumulation)
         (sums, _), _ = _sum_over_micro_batches(micro_fn, batch, config.train.accumulation, (no_terms, None))
-        result: LossTerms = sums
-        return result
+        return sums
 
     return jax.jit(step, out_shardings=_replicated(blueprint))
 

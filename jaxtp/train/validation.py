@@ -144,19 +144,18 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
 def problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields each conflict of settings and mesh; ignores `config.mesh`."""
     if config.model.is_foreign:  # the other settings of the model have no effect
-        yield from general_problems(config, mesh)
+        yield from _general_problems(config, mesh)
         return
     of_model = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
     yield from of_model or (*map(Problem, kernel_problems(config, mesh)), *padding_problems(config, mesh))
-    yield from general_problems(config, mesh)
+    yield from _general_problems(config, mesh)
     length, positions = config.data.sequence_length, config.model.learned_positions
     if positions is not None and length > positions:
         yield Problem(f"data.sequence_length={length} is more than model.learned_positions={positions}")
     yield from map(Problem, (*_moment_problems(config), *_contradictions(config)))
 
 
-def general_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """Yields conflicts that any model has."""
+def _general_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     if config.data.batches is None:  # a user's batches have a size of their own
         yield from batch_problems(config, mesh)
     if config.data.path is not None and config.data.mixture:

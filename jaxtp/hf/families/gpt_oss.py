@@ -9,9 +9,7 @@ GPT_OSS = base.Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     tensors=(
-        *base.OUTER,
-        *base.NORMS,
-        *base.ATTENTION,
+        *(base.OUTER + base.NORMS + base.ATTENTION),
         base.Tensor("blocks.attention.sinks", "model.layers.{layer}.self_attn.sinks"),
         base.Tensor("blocks.mlp.router", f"{_MLP}router.weight", transposed=True),
         base.Tensor("blocks.mlp.router_bias", f"{_MLP}router.bias"),

@@ -51,9 +51,7 @@ GRANITEMOE = base.Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     tensors=(
-        *base.OUTER,
-        *base.NORMS,
-        *base.ATTENTION,
+        *(base.OUTER + base.NORMS + base.ATTENTION),
         # Both stack experts: files, and transformers 5 in memory.
         *_experts("separate", gate=_IN, up=_IN, down="output_linear.weight", router="router.layer.weight"),
         *_experts("stacked", gate=_GATE_UP, up=_GATE_UP, down="experts.down_proj", router="router.weight"),

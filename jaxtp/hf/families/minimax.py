@@ -10,11 +10,7 @@ MINIMAX_M2 = base.Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     tensors=(
-        *base.OUTER,
-        *base.NORMS,
-        *base.QKV,
-        *base.OUT,
-        *base.QK_NORMS,
+        *(base.OUTER + base.NORMS + base.QKV + base.OUT + base.QK_NORMS),
         replace(base.ROUTER, theirs=f"{_SPARSE}gate.weight", layout="separate"),
         replace(base.ROUTER, layout="stacked"),
         replace(base.SELECTION_BIAS, theirs=f"{_SPARSE}e_score_correction_bias", layout="separate"),

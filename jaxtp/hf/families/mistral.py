@@ -23,10 +23,7 @@ MIXTRAL = base.Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     tensors=(
-        *base.OUTER,
-        *base.NORMS,
-        *base.QKV,
-        *base.OUT,
+        *(base.OUTER + base.NORMS + base.QKV + base.OUT),
         replace(base.ROUTER, theirs="model.layers.{layer}.block_sparse_moe.gate.weight", layout="separate"),
         replace(base.ROUTER, layout="stacked"),
         *base.separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),

@@ -32,12 +32,7 @@ QWEN3_MOE = base.Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     tensors=(*QWEN3.tensors, *base.EXPERTS),
-    attributes=(
-        *base.sizes(),
-        base.kv_heads(4),
-        base.ATTENTION_BIAS,
-        *base.some_experts(128, 8),
-    ),
+    attributes=(*base.sizes(), base.kv_heads(4), base.ATTENTION_BIAS, *base.some_experts(128, 8)),
     layer_attributes=base.COMMON | base.SWITCHED_WINDOW | base.DENSE_LAYERS,
     by_type={
         "experts": (base.Attribute("moe_intermediate_size", ("d_ff",), int, 768),),

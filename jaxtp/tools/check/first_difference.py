@@ -165,8 +165,7 @@ def _is_float(leaf: object) -> bool:
 
 
 def _array(leaf: Array | Copies) -> Array:
-    array: Array = leaf.array if isinstance(leaf, Copies) else leaf
-    return array
+    return leaf.array if isinstance(leaf, Copies) else leaf
 
 
 def _plus(leaf: Array | Copies, zero: Array) -> Array | Copies:

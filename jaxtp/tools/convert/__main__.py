@@ -188,7 +188,7 @@ def _run(argv: Sequence[str]) -> None:
     elif isinstance(command, Export):
         print(export_run(command))
     elif isinstance(command, List):
-        print("\n".join(list_lines()))
+        print("\n".join(_list_lines()))
     else:
         print("\n".join(plan_lines(command.source, command.ignore_config)))
 
@@ -302,8 +302,7 @@ def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
     return attributes, tokenizer
 
 
-def list_lines() -> Iterator[str]:
-    """Yields a line per `model_type`."""
+def _list_lines() -> Iterator[str]:
     for family in FAMILIES.values():
         yield f"{family.model_type:<20}{family.architecture}"
     for wrapper in WRAPPERS.values():

@@ -141,11 +141,7 @@ def request_devices(setting: Setting) -> None:
 
 
 def compile_partitioned(setting: Setting) -> Partitioned:
-    """Compiles the step for virtual CPU devices.
-
-    Raises:
-      MeshError: JAX has started with fewer devices.
-    """
+    """Compiles the step for virtual CPU devices; raises `MeshError` if JAX has started with fewer."""
     started = time.monotonic()
     config, notes = _for_cpu(setting.config)
     mesh = mesh_of(setting.sizes)
@@ -260,11 +256,7 @@ class Topology:
 
 
 def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
-    """Describes devices of the hardware table, which may be absent.
-
-    Raises:
-      TargetError: no compiler for the hardware is installed, or none works without it.
-    """
+    """Describes devices of the hardware table, perhaps absent; raises `TargetError` without a compiler for them."""
     if hardware in TARGET_CONFIGS:
         compiler = installed(GPU_COMPILERS, GPU_EXTRA)
         name = f"1x{hosts}x{devices_per_host}"

@@ -232,11 +232,7 @@ def search(
 
 
 def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict[str, int]]:
-    """Returns the meshes of --mesh, which have all `devices` of --hardware.
-
-    Raises:
-      ConfigError: malformed, or another number of devices.
-    """
+    """Returns the meshes of --mesh; raises `ConfigError` unless each has all `devices` of --hardware."""
     meshes = [parse_mesh(text, AXES) for text in texts]
     for text, sizes in zip(texts, meshes, strict=True):
         if (needed := math.prod(sizes.values())) != devices:

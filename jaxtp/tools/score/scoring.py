@@ -253,13 +253,11 @@ class _Writer:
         self._saved = time.monotonic()
 
     def close(self) -> None:
-        """Closes the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
 
     def finish(self) -> None:
-        """Writes `scores.json`."""
         self.save()
         out, record = self._job.out, self._job.record
         print_status(f"sha256  of {len(_sizes(self._job)):,} files")
