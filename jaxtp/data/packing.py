@@ -29,7 +29,7 @@ class Packed(Rows):
 
     `long` handles documents longer than a row: "split" cuts them into full rows and a rest (each token is an input
     once), "drop" omits them, "stop" raises `LongDocumentError`. A pair is placed as one document, and is never cut.
-    Planning takes a quarter of a second and 24 MB of memory for each million documents.
+    Planning takes a quarter of a second and 45 MB of memory for each million documents.
     """
 
     algorithm = f"best fit {VERSION}"
