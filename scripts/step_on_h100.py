@@ -1,4 +1,4 @@
-"""Measures communication, memory and overlap of the Llama 3 8B and 70B training step, compiled for absent H100s.
+"""Measures communication, memory and overlap of training steps, compiled for absent H100s.
 
     python scripts/step_on_h100.py | tee scripts/results/step_on_h100.txt
     python scripts/step_on_h100.py --of ../before | tee scripts/results/step_on_h100_before.txt
@@ -7,8 +7,8 @@ Sequences have 4,096 tokens of packed documents, one per device outside tp (or 3
 reductions are in bfloat16. The 8B rows include MaxText 0.2.5 on the same meshes (cuDNN's attention, which ignores
 packing; remat full), measured once with the same compiler. Sent: bytes that each device sends in a step, with ring
 collectives. Exposed: the part of them that the schedule does not overlap with a matrix product. T x T: whether the
-program has an array of this size. TFLOP: matrix products of each device outside attention kernels. Needs the extra
-estimate-gpu.
+program has an array of this size. Copies: milliseconds of kernels that only copy, transpose or convert, at the memory's
+peak. TFLOP: matrix products of each device outside attention kernels. Needs the extra estimate-gpu.
 
 `--of` compiles the step of another checkout of this repository, with its own layers and default attention.
 """
@@ -22,13 +22,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxtp.analysis.schedule import read_schedule
+from jaxtp.analysis.schedule import read_parts, read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.mesh import describe_mesh, mesh_shape
 from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
 
 ROOT = Path(__file__).parent.parent
-GIB, GB = 2**30, 1e9
+GIB, GB, MEMORY = 2**30, 1e9, 3.35e9  # MEMORY: bytes that an H100 reads or writes in a millisecond
 MAXTEXT = {(1, 1, 8): (101.5, 17.76), (1, 2, 4): (50.7, 21.43), (1, 8, 1): (38.5, 20.77)}
 """GB sent, and peak GiB, by mesh."""
 LONG = 32768
@@ -36,6 +36,8 @@ STEPS = [
     *(("llama3_8b", mesh, 4096, 8, remat) for mesh in MAXTEXT for remat in ("full", "save_reduced")),
     *(("llama3_8b", (1, 1, 8), length, 1, "full") for length in (LONG // 2, LONG)),
     *(("llama3_70b", (1, 8, 8), 4096, 64, remat) for remat in ("full", "save_reduced")),
+    *(("qwen3_30b_a3b", mesh, 4096, 8, "full") for mesh in ((1, 8, 1), (1, 2, 4))),
+    ("lora_llama31_70b", (1, 8, 1), 4096, 8, "full"),
 ]
 RINGS = [("llama3_8b", (1, 1, 8), 4096, 8, remat, "ring") for remat in ("full", "save_reduced")]
 
@@ -47,10 +49,9 @@ from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_flops_in_hlo
 from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.mesh import make_mesh
-from jaxtp.train import optimizer
+from jaxtp.train import optimizer, step
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import trace_step
 
 asked = json.load(sys.stdin)
 name = f"1x{asked['hosts']}x8"
@@ -59,8 +60,9 @@ mesh = make_mesh(*asked["mesh"], devices=described.devices)
 config = replace_nested(from_yaml(TrainConfig, asked["config"]), asked["changes"])
 plan = plan_state(config.model, optimizer.build(config.optimizer, config.train.steps), mesh)
 with jax.set_mesh(mesh):
-    lowered = trace_step(config, plan).lower()
-compiled, text = compile_with_spmd_text(lowered, {"xla_gpu_autotune_level": 0})
+    lowered = step.trace_step(config, plan).lower()
+options = getattr(step, "compiler_options", lambda *_: {})(config, "cuda")
+compiled, text = compile_with_spmd_text(lowered, {"xla_gpu_autotune_level": 0, **options})
 memory = compiled.memory_analysis()
 held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
 with open(asked["out"], "w") as file:
@@ -113,8 +115,9 @@ def row(
     theirs = MAXTEXT.get(mesh) if name == "llama3_8b" and length == 4096 else None
     peak = found["peak"]
     beside = ("", "") if theirs is None else (f"{sent / GB / theirs[0]:.2f}", f"{peak / GIB / theirs[1]:.2f}")
-    numbers = (f"{sent / GB:.1f}", f"{exposed / GB:.1f}", f"{peak / GIB:.2f}", square, f"{found['flops'] / 1e12:.1f}")
-    return (*opening, *numbers, *beside)
+    copied = sum(part.get("copied_bytes", 0.0) for part in read_parts(found["text"]).values())
+    numbers = (f"{sent / GB:.1f}", f"{exposed / GB:.1f}", f"{peak / GIB:.2f}", f"{copied / MEMORY:.1f}", square)
+    return (*opening, *numbers, f"{found['flops'] / 1e12:.1f}", *beside)
 
 
 def main() -> None:
@@ -122,7 +125,7 @@ def main() -> None:
     parser.add_argument("--of", type=Path, default=ROOT, help="checkout whose step is compiled")
     checkout = parser.parse_args().of.resolve()
     print(__doc__.split("\n\n")[2], end="\n\n")
-    header = ("model", "mesh", "tokens", "remat", "GB sent", "exposed", "peak GiB", "T x T", "TFLOP")
+    header = ("model", "mesh", "tokens", "remat", "GB sent", "exposed", "peak GiB", "copies", "T x T", "TFLOP")
     header += ("sent / MaxText", "peak / MaxText")
     steps = [*STEPS, *(RINGS if checkout == ROOT.resolve() else ())]
     print(columns(header, [row(checkout, *step) for step in steps]), flush=True)
