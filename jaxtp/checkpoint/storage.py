@@ -84,7 +84,13 @@ def _open_reader(metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct])
     one_process = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     known = [(metadata[name], array) for name, array in target.items() if name in metadata]
     largest = max((_read_bytes(stored, array) for stored, array in known), default=0)
-    return ocp.PyTreeCheckpointHandler(multiprocessing_options=one_process, restore_concurrent_gb=_limit_gb(largest))
+    # Orbax's default handler reads a description of the arrays too, in a coroutine that a failed read never awaits.
+    arrays = ocp.type_handlers.create_type_handler_registry((jax.Array, ocp.type_handlers.ArrayHandler()))
+    return ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=one_process,
+        restore_concurrent_gb=_limit_gb(largest),
+        type_handler_registry=arrays,
+    )
 
 
 def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct) -> int:
