@@ -59,7 +59,8 @@ KEPT = "kept"  # what every remat policy saves: routers' choices, and sines and 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """Returns a function that runs `body` on the shards of each device; without a mesh it calls `body`.
 
-    `name` appears in profiles and errors. Each spec is a `PartitionSpec`, or a pytree of specs like its argument.
+    `name` appears in profiles and errors. Each spec is a `PartitionSpec`, or a pytree of specs like its argument. Axes
+    of one device are left out of the specs: `body` uses the functions below, not `jax.lax`.
 
     Raises:
       ValueError: when called, if a dim of an argument is not divisible by its mesh axes.
@@ -247,7 +248,7 @@ def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None)
     A device that is not a target gets zeros.
     """
     if (size := axis_size(axis)) == 1:
-        return x
+        return x if pairs is None or current_mesh() is None or list(pairs) else jnp.zeros_like(x)
     return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)] if pairs is None else list(pairs))
 
 

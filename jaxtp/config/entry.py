@@ -223,7 +223,7 @@ def _exit_during_import(number: int, frame: FrameType | None) -> None:
 
 def _command() -> str:
     # Returns the running command, such as `jaxtp train`; empty for other programs.
-    found = re.search(r"\bjaxtp(?:\.(?:\w+\.)*(\w+))?$", sys.orig_argv[-len(sys.argv)])
+    found = re.search(r"(?<![\w.])jaxtp(?:\.(?:\w+\.)*(\w+))?$", sys.orig_argv[-len(sys.argv)])
     if found is None:
         return ""
     name = found[1] or next((word for word in sys.argv[1:2] if word.isidentifier()), "")

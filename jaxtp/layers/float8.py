@@ -72,10 +72,11 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     low = isinstance(x, Quantised) and isinstance(w, Quantised)
     if not low:
         x, w = x.astype(w.dtype), w.astype(w.dtype)
-        # Over tp the product for `w` hides the reduction of the other gradient. On CPUs XLA would fold a transposition
-        # into the product for `w`, and has no fast kernel for that.
-        if current_platform() != "cpu" and (axis_size(TP) > 1 or axis_size(*STORAGE) == 1):
-            return x @ w
+        if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:  # over tp, the product for `w` hides the other's reduction
+            if current_platform() != "cpu":
+                return x @ w
+            # XLA for CPUs would fold a transposition into the product for `w`, and has no fast kernel for that.
+            return lax.dot_general(x, lax.optimization_barrier(w.T), (((x.ndim - 1,), (1,)), ((), ())))
         x, w = vary_like(x, w), vary_like(w, x)
 
     def forward(x: object, w: object) -> tuple[Array, tuple[Value | None, Value | None]]:

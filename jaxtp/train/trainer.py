@@ -4,9 +4,10 @@ One step is in flight while the host reads the previous step's numbers, so that 
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -354,9 +355,22 @@ class Trainer:
         if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
             self._evaluate()
             return
+        evaluation: Future[dict[str, float]] = Future()
         with self._phase("the evaluation at step 0", "evaluate"):
-            evaluation = block.enter_context(ThreadPoolExecutor(1)).submit(self._begin_evaluation())
-        block.callback(lambda: self._evaluate(evaluation.result))
+            evaluate = self._begin_evaluation()
+
+        def run() -> None:
+            try:
+                evaluation.set_result(evaluate())
+            except BaseException as error:
+                evaluation.set_exception(error)
+
+        def finish(kind: type[BaseException] | None, *_: object) -> None:
+            if kind is None or issubclass(kind, Exception):  # a second Ctrl-C does not wait
+                self._evaluate(evaluation.result)
+
+        block.push(finish)
+        threading.Thread(target=run, daemon=True).start()
 
     def _compile(self) -> TrainStep:
         run = self._run

@@ -7,6 +7,7 @@ and dies silently, so every field is set.
 """
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -536,4 +537,5 @@ def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Mapping[str, i
 
 
 if __name__ == "__main__":
+    gc.enable()  # paused during the imports of commands
     main()
