@@ -73,9 +73,10 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     if not low:
         x, w = x.astype(w.dtype), w.astype(w.dtype)
         if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:  # over tp, the product for `w` hides the other's reduction
-            if current_platform() != "cpu":
+            if current_platform() != "cpu" or x.size < w.size:
                 return x @ w
-            # XLA for CPUs would fold a transposition into the product for `w`, and has no fast kernel for that.
+            # XLA for CPUs would fold a transposition into the product for `w`, and has no fast kernel for that. The
+            # barrier makes it copy `w`, which a product with few tokens is not worth.
             return lax.dot_general(x, lax.optimization_barrier(w.T), (((x.ndim - 1,), (1,)), ((), ())))
         x, w = vary_like(x, w), vary_like(w, x)
 
