@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtp
 from jaxtp.analysis.hardware import find
-from jaxtp.analysis.schedule import AMOUNTS, read_parts, read_schedule
+from jaxtp.analysis.schedule import read_parts, read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import replace_nested
@@ -50,7 +50,6 @@ MODELS = {
     "8b": {"vocab_size": 128256, "d_model": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "d_ff": 14336},
 }
 RATE, DECAY, CHUNK = 1e-4, 0.1, 4096  # CHUNK: tokens of a device whose logits exist at a time
-MEMORY = 3.35e9  # bytes that an H100 reads or writes in a millisecond
 SPECS = {
     "embedding": P("tp", "fsdp"),
     "head": P("fsdp", "tp"),
@@ -345,12 +344,12 @@ def main() -> None:
             collectives = read_schedule(text, sizes)
             moved = [(m.bytes_sent, m.hidden_bytes / m.bytes) for m in collectives]
             sent, exposed = sum(size for size, _ in moved), sum(size * (1 - hidden) for size, hidden in moved)
-            parts = read_parts(text)
-            all_ = {name: sum(part.get(name, 0.0) for part in parts.values()) for name in AMOUNTS}
+            parts = roofline(setting, read_parts(text), collectives)
+            all_ = parts["all"]
             through = all_["product_bytes"] + all_["other_bytes"]
-            traffic = f"{all_['kernels']:,.0f}", f"{through / 1e9:.1f}", f"{all_['copied_bytes'] / MEMORY:.1f}"
+            traffic = f"{all_['kernels']:,.0f}", f"{through / 1e9:.1f}", f"{1e3 * all_['seconds_of_copies']:.1f}"
             table.append((runner.name, f"{sent / 1e9:.1f}", f"{exposed / 1e9:.1f}", f"{runner.peak():.2f}", *traffic))
-            print(f"\n{runner.name}\n{part_table(roofline(setting, parts, collectives))}")
+            print(f"\n{runner.name}\n{part_table(parts)}")
         header = ("step", "GB sent", "exposed", "peak GiB", "kernels", "GB through memory", "ms of copies")
         print(f"\n{columns(header, table)}")
         return

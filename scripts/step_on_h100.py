@@ -22,13 +22,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jaxtp.analysis.hardware import find
 from jaxtp.analysis.schedule import read_parts, read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.mesh import describe_mesh, mesh_shape
 from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
 
 ROOT = Path(__file__).parent.parent
-GIB, GB, MEMORY = 2**30, 1e9, 3.35e9  # MEMORY: bytes that an H100 reads or writes in a millisecond
+GIB, GB = 2**30, 1e9
 MAXTEXT = {(1, 1, 8): (101.5, 17.76), (1, 2, 4): (50.7, 21.43), (1, 8, 1): (38.5, 20.77)}
 """GB sent, and peak GiB, by mesh."""
 LONG = 32768
@@ -117,7 +118,8 @@ def row(
     peak = found["peak"]
     beside = ("", "") if theirs is None else (f"{sent / GB / theirs[0]:.2f}", f"{peak / GIB / theirs[1]:.2f}")
     copied = sum(part.get("copied_bytes", 0.0) for part in read_parts(found["text"]).values())
-    numbers = (f"{sent / GB:.1f}", f"{exposed / GB:.1f}", f"{peak / GIB:.2f}", f"{copied / MEMORY:.1f}", square)
+    copies = f"{1e3 * copied / find('h100').bandwidth:.1f}"
+    numbers = (f"{sent / GB:.1f}", f"{exposed / GB:.1f}", f"{peak / GIB:.2f}", copies, square)
     return (*opening, *numbers, f"{found['flops'] / 1e12:.1f}", *beside)
 
 

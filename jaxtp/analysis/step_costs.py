@@ -241,7 +241,7 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
     yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
     table, logits = local * features, min(config.loss_chunk, tokens) * local
     gradient = FLOAT32 * table * (not work.frozen)
-    # First XLA transposes a gathered table, last a chunk's gradient of the table is added to that of the others.
+    # XLA transposes a gathered table before the first chunk, and adds up the chunks' gradients of the table.
     first = compute * table * (parts(work.sizes, STORAGE) > 1) + FLOAT32 * logits
     yield Bytes("workspace", compute * (table + logits) + max(first, gradient * (chunks > 1)))
     yield Bytes("gradient", gradient)

@@ -176,8 +176,8 @@ def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: M
 
 def _read_as_stored(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
     # Orbax opens every array to describe it. Only an array beyond the memory limit needs its chunks.
-    described = {n: (info[_SHAPES][n], dtype) for n, dtype in info.get(_DTYPES, {}).items() if n in info[_SHAPES]}
-    known = {name: jax.ShapeDtypeStruct(*each) for name, each in described.items()}
+    listed, dtypes = info.get(_SHAPES, {}), info.get(_DTYPES, {})
+    known = {name: jax.ShapeDtypeStruct(listed[name], dtypes[name]) for name in listed.keys() & dtypes.keys()}
     small = all(math.prod(a.shape) * a.dtype.itemsize <= MAX_BYTES_IN_FLIGHT for a in known.values())
     metadata = known if small and known.keys() == target.keys() else read_metadata(folder)
     shapes = {name: tuple(array.shape) for name, array in metadata.items()}

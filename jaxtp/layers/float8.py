@@ -73,11 +73,7 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     if not low:
         x, w = x.astype(w.dtype), w.astype(w.dtype)
         if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:  # over tp, the product for `w` hides the other's reduction
-            if current_platform() != "cpu" or x.size < w.size:
-                return x @ w
-            # XLA for CPUs would fold a transposition into the product for `w`, and has no fast kernel for that. The
-            # barrier makes it copy `w`, which a product with few tokens is not worth.
-            return lax.dot_general(x, lax.optimization_barrier(w.T), (((x.ndim - 1,), (1,)), ((), ())))
+            return _matmul(x, w)
         x, w = vary_like(x, w), vary_like(w, x)
 
     def forward(x: object, w: object) -> tuple[Array, tuple[Value | None, Value | None]]:
@@ -99,6 +95,14 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     multiplied = jax.custom_vjp(lambda x, w: product(value_of(x), value_of(w), dtype))
     multiplied.defvjp(forward, backward, symbolic_zeros=True)
     return multiplied(x, w)
+
+
+def _matmul(x: Array, w: Array) -> Array:
+    if current_platform() != "cpu" or x.size < w.size:
+        return x @ w
+    # XLA for CPUs would fold a transposition into the product for `w`'s gradient, and has no fast kernel for that. The
+    # barrier makes it copy `w`, which a product of few tokens is not worth.
+    return lax.dot_general(x, lax.optimization_barrier(w.T), (((x.ndim - 1,), (1,)), ((), ())))
 
 
 def product(x: Value, w: Value, dtype: DTypeLike) -> Array:

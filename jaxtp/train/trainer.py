@@ -491,10 +491,13 @@ class Trainer:
         self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
 
     def evaluate(self) -> dict[str, float]:
-        """Returns `eval_loss` and further metrics of the current parameters."""
+        """Returns `eval_loss` and further metrics of the current parameters, on the validation batches."""
         self._finish_step()
+        return self._evaluated()
+
+    def _evaluated(self, evaluation: Callable[[], dict[str, float]] | None = None) -> dict[str, float]:
         with self._phase(f"the evaluation at step {self._run.step}", "evaluate"):
-            return self._begin_evaluation()()
+            return (evaluation or self._begin_evaluation())()
 
     def _begin_evaluation(self) -> Callable[[], dict[str, float]]:
         # Traces in this thread, whose settings of JAX apply.
@@ -513,9 +516,7 @@ class Trainer:
 
     def _evaluate(self, evaluation: Callable[[], dict[str, float]] | None = None, *, log: bool = True) -> None:
         run = self._run
-        with self._phase(f"the evaluation at step {run.step}", "evaluate"):
-            values = (evaluation or self._begin_evaluation())()
-        if not values:
+        if not (values := self._evaluated(evaluation)):
             return
         if self._last[0] == run.step:
             self._last = run.step, self._last[1] | values
