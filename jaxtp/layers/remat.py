@@ -40,7 +40,7 @@ _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
 }
 _VIEWS = {
     *("pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"),
-    "layout_constraint",
+    *("layout_constraint", "optimization_barrier"),
 }
 _FROZEN = "custom_vjp_call"  # primitive of `load_weight` for frozen weights; for others autodiff replaces it
 
