@@ -36,6 +36,7 @@ BARRIER_SECONDS = 1200
 _BARRIERS = ("async_write_complete", "async_commit_complete")  # Orbax's names of a save's two barriers
 _FREE_SPACE = "; free some space and run the same command again, which first deletes the unfinished checkpoint"
 _CLOSE_SECONDS = 3.0  # How long a failing process waits for the save in progress, if there are other processes
+_SWITCH_SECONDS = 0.0005
 _instances = itertools.count()
 
 
@@ -357,7 +358,10 @@ class Checkpoints:
 def _frequent_switches() -> Iterator[None]:
     # Each launch of a program releases the interpreter, and Orbax's writing threads hold it for an interval: 5 ms.
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(interval / 10)
+    if interval <= _SWITCH_SECONDS:  # perhaps another thread's save
+        yield
+        return
+    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         yield
     finally:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+import pydantic
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import future
@@ -31,6 +33,12 @@ Metadata = Mapping[str, Any]  # Orbax's metadata of arrays, by name
 
 MAX_BYTES_IN_FLIGHT = 2 * 10**9
 _SHAPES, _DTYPES, _CHECKSUMS = "shapes", "dtypes", "checksums"
+_NAMES = pydantic.TypeAdapter(dict[str, str])
+_ENTRIES: dict[str, pydantic.TypeAdapter[Any]] = {
+    _SHAPES: pydantic.TypeAdapter(dict[str, list[int]]),
+    _DTYPES: _NAMES,
+    _CHECKSUMS: _NAMES,
+}
 
 
 def save_host_bytes(bytes_per_device: int, devices: int, total: int) -> int:
@@ -118,6 +126,13 @@ def read_info(folder: Path) -> Info:
     sealed = read_or_explain(folder, lambda: dict(ocp.JsonCheckpointHandler().restore((folder / "info").resolve())))
     if sealed.pop("sha256", None) != fingerprint(sealed):
         raise DamagedError(f"{folder} is damaged (its info does not match its checksum)")
+    try:
+        for entry, kind in _ENTRIES.items():
+            kind.validate_python(sealed[entry] if entry == _CHECKSUMS else sealed.get(entry, {}), strict=True)
+        for dtype in sealed.get(_DTYPES, {}).values():
+            jnp.dtype(dtype)
+    except (pydantic.ValidationError, KeyError, TypeError):
+        raise DamagedError(f"{folder} is damaged (its info describes no arrays)") from None
     return sealed
 
 
@@ -247,6 +262,9 @@ class StoredCheckpoint:
         expected = self.info[_CHECKSUMS].get(name)
         if expected is None:
             return "was not saved with this checkpoint"
+        shape = self.info.get(_SHAPES, {}).get(name)
+        if shape is not None and tuple(shape) != self.arrays[name].shape:
+            return f"has the shape {list(self.arrays[name].shape)}, and was saved with {shape}"
         try:
             array = self.read(name)
         except DamagedError as error:

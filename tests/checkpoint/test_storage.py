@@ -104,6 +104,28 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path, absent):
     assert "PyTreeCheckpointHandler" in (tmp_path / "2/_CHECKPOINT_METADATA").read_text()
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"dtypes": {"a": "bogus"}},
+        {"dtypes": 3},
+        {"shapes": {"a": ["2"]}},
+        {"shapes": {"a": [[2]]}},
+        {"checksums": {"a": 1}},
+        {"checksums": []},
+    ],
+    ids=str,
+)
+def test_an_info_that_describes_no_arrays_is_damaged(tmp_path, entries):
+    described = {"shapes": {"a": [2]}, "dtypes": {"a": "float32"}, "checksums": {"a": "0" * 16}}
+    (tmp_path / "info").mkdir()
+    (tmp_path / "info/metadata").write_text(json.dumps(seal(described)))
+    assert storage.read_info(tmp_path) == described
+    (tmp_path / "info/metadata").write_text(json.dumps(seal(described | entries)))
+    with pytest.raises(storage.DamagedError, match="its info describes no arrays"):
+        storage.read_info(tmp_path)
+
+
 def test_a_restore_opens_each_array_once_and_finds_those_that_are_not_as_saved(tmp_path, monkeypatch):
     mesh = jaxtp.make_mesh(fsdp=2)
     split = NamedSharding(mesh, PartitionSpec("fsdp"))

@@ -1,5 +1,6 @@
 """Chunks of the loss: of a device's tokens, however many rows they are in."""
 
+import contextlib
 import itertools
 import math
 import re
@@ -66,6 +67,23 @@ def test_chunks_add_up_their_gradients_in_float32():
     )
     assert relative_error(added, whole) < 2**-8
     assert jnp.linalg.norm(whole) > 1
+
+
+@pytest.mark.parametrize("tp", [None, 2])
+def test_second_derivatives(tp):
+    x, table, labels = given(2, 4)
+
+    def plain(x, table):
+        return -jnp.take_along_axis(jax.nn.log_softmax(x @ table.T), labels[..., None], axis=-1).sum()
+
+    def second(loss):
+        along = lambda *args: sum(map(jnp.vdot, jax.grad(loss, (0, 1))(*args), (x, table)))
+        return jax.jit(jax.grad(along, (0, 1)))(x, table)
+
+    with contextlib.nullcontext() if tp is None else jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+        found = second(lambda x, table: total(x, table, labels, CHUNK))
+    for one, expected in zip(found, second(plain), strict=True):
+        assert relative_error(one, expected) < 1e-5
 
 
 MESHES = [(1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 1, 8), (1, 2, 1, 4), (2, 1, 2, 2)]

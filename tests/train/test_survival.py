@@ -1,5 +1,6 @@
 """What a run survives: signals, damaged checkpoints, numbers that are not finite, a second run on its folder."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -61,6 +62,22 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start
     assert f"resumed from the checkpoint at step {last}" in finish(start(again))
     for key in ("loss", "grad_norm", "eval_loss"):
         assert records(stopped, key) == records(whole, key)
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("delay", [0, 0.4, 1.5])
+def test_repeated_ctrl_c_while_the_step_is_compiled_ends_without_a_crash(tmp_path, command, start, delay):
+    """The interpreter's exit would crash threads in which XLA compiles."""
+    process = start([*command, "--run.dir", str(tmp_path / "run"), "--model.num-layers", "3"])
+    while not (tmp_path / "run").exists() and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(delay)
+    for _ in range(100):
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
+            break
+    assert process.returncode in (0, INTERRUPTED)
 
 
 IN_ITS_TERMINAL = """
