@@ -198,7 +198,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
     overlap: Annotated[Overlap, COST] = "none"
     """Overlap of a block's products with the communication of sequence parallelism. none all-gathers before products
     and reduce-scatters after them. ring multiplies one part of the sequence while the next part arrives, and sends up
-    to 1.5 times as much."""
+    to a quarter more."""
 
     loss_chunk: Annotated[Count, COST] = CHUNK_SIZE
     """Tokens per device whose logits the loss computes at a time."""

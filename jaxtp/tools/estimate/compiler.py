@@ -344,7 +344,7 @@ class Compiled:
         ]
         yield columns(("collective", "over", "times", "GB of messages", "overlapped", "operations that overlap"), rows)
         if self.parts:
-            yield "of each part of the step, and its milliseconds at the peaks of the hardware:"
+            yield "Parts of the step, with milliseconds at the peaks of the hardware (copies are among the others):"
             parts = roofline(setting, self.parts, self.collectives)
             yield part_table(parts)
             if unknown := parts["all"]["unknown"]:
