@@ -358,14 +358,12 @@ class Checkpoints:
 def _frequent_switches() -> Iterator[None]:
     # Each launch of a program releases the interpreter, and Orbax's writing threads hold it for an interval: 5 ms.
     interval = sys.getswitchinterval()
-    if interval <= _SWITCH_SECONDS:  # perhaps another thread's save
-        yield
-        return
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.setswitchinterval(min(interval, _SWITCH_SECONDS))
     try:
         yield
     finally:
-        sys.setswitchinterval(interval)
+        if interval > _SWITCH_SECONDS:  # else another thread's save restores it
+            sys.setswitchinterval(interval)
 
 
 def _steps_in(folder: Path) -> list[int]:

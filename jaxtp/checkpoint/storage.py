@@ -33,12 +33,7 @@ Metadata = Mapping[str, Any]  # Orbax's metadata of arrays, by name
 
 MAX_BYTES_IN_FLIGHT = 2 * 10**9
 _SHAPES, _DTYPES, _CHECKSUMS = "shapes", "dtypes", "checksums"
-_NAMES = pydantic.TypeAdapter(dict[str, str])
-_ENTRIES: dict[str, pydantic.TypeAdapter[Any]] = {
-    _SHAPES: pydantic.TypeAdapter(dict[str, list[int]]),
-    _DTYPES: _NAMES,
-    _CHECKSUMS: _NAMES,
-}
+_TEXTS, _LISTS = pydantic.TypeAdapter(dict[str, str]), pydantic.TypeAdapter(dict[str, list[int]])
 
 
 def save_host_bytes(bytes_per_device: int, devices: int, total: int) -> int:
@@ -127,9 +122,9 @@ def read_info(folder: Path) -> Info:
     if sealed.pop("sha256", None) != fingerprint(sealed):
         raise DamagedError(f"{folder} is damaged (its info does not match its checksum)")
     try:
-        for entry, kind in _ENTRIES.items():
-            kind.validate_python(sealed[entry] if entry == _CHECKSUMS else sealed.get(entry, {}), strict=True)
-        for dtype in sealed.get(_DTYPES, {}).values():
+        _TEXTS.validate_python(sealed[_CHECKSUMS], strict=True)
+        _LISTS.validate_python(sealed.get(_SHAPES, {}), strict=True)
+        for dtype in _TEXTS.validate_python(sealed.get(_DTYPES, {}), strict=True).values():
             jnp.dtype(dtype)
     except (pydantic.ValidationError, KeyError, TypeError):
         raise DamagedError(f"{folder} is damaged (its info describes no arrays)") from None

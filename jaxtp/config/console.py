@@ -58,6 +58,10 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Ends the progress bar; later lines follow it."""
         if self._bar:
             self._write("\n")
         self._bar, self._total = "", 0

@@ -190,10 +190,11 @@ class Interrupt:
     """Context manager that records signals; inactive outside the main thread.
 
     `check` raises after the first signal; the second ends the process. Signals that are ignored, such as
-    SIGHUP under nohup, stay ignored.
+    SIGHUP under nohup, stay ignored. A terminal shows `notice` after the first Ctrl-C.
     """
 
-    def __init__(self, *signals: signal.Signals) -> None:
+    def __init__(self, *signals: signal.Signals, notice: str = "") -> None:
+        self._notice = notice
         self.received: str | None = None  # name of the first signal
         self._signals = signals or SIGNALS
         self._before: dict[signal.Signals, Any] = {}
@@ -218,6 +219,8 @@ class Interrupt:
         self.received = signal.Signals(number).name
         for each in self._before:
             signal.signal(each, _SECOND_HANDLERS[each])
+        if number == signal.SIGINT and self._notice and os.isatty(2):
+            os.write(2, f"\n{self._notice}\n".encode())  # a handler cannot use `sys.stderr`, which may be busy
 
 
 def _exit_during_import(number: int, frame: FrameType | None) -> None:

@@ -40,6 +40,8 @@ from jaxtp.train.task import Task, load_task, transformation, with_parts, with_r
 from jaxtp.train.user_loss import Traits, attribute, example_batch, inspect_loss
 from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse
 
+_NOTICE = "stops and saves after this step; a second Ctrl-C ends at once"
+
 
 @dataclass
 class Run:
@@ -95,7 +97,7 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
     exit_stack.enter_context(jax.set_mesh(blueprint.mesh))
     with raise_everywhere():
         exit_stack.enter_context(run_folder.locked(config.run.dir))
-    report, interrupt = exit_stack.enter_context(Report()), exit_stack.enter_context(Interrupt())
+    report, interrupt = exit_stack.enter_context(Report()), exit_stack.enter_context(Interrupt(notice=_NOTICE))
     for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
     report.line(summary(config, data, blueprint, _notes(config, source, blueprint, setup.memory), setup.before))

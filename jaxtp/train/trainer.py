@@ -312,9 +312,11 @@ class Trainer:
                     by_signal = reason != self._stop_reason
                     how = f"by {reason} at step {run.step}" if by_signal else f"at step {run.step}: {reason};"
                     then = "; the same command resumes it" if by_signal else ""
+                    self._report.end()
                     self._report.line(f"stopped {how} and saved{then}")
                     return
         saved = self.save()
+        self._report.end()
         pairs = run.data.tokens is not None and run.data.tokens.corpus.has_pairs
         for line in next_steps(self.config, saved, decoder=run.blueprint.is_decoder, pairs=pairs):
             self._report.line(line)

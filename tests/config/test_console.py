@@ -39,6 +39,15 @@ def show(display):
     display.line("after")
 
 
+def test_lines_after_the_end_of_the_bar_follow_it():
+    stream = Failing(None, sys.maxsize)
+    with Display("step {done}", stream=stream) as display:
+        display.begin(0, 3)
+        display.end()
+        display.line("last")
+    assert stream.getvalue().endswith("\nlast\n")
+
+
 ERRORS = [OSError(errno.EIO, "closed terminal"), OSError(errno.ENOSPC, "full"), BrokenPipeError(), ValueError("closed")]
 
 

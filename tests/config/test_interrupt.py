@@ -54,3 +54,15 @@ def test_what_was_ignored_stays_ignored():
         os.kill(os.getpid(), signal.SIGHUP)
         assert interrupt.received == "SIGTERM"
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_that_the_first_ctrl_c_was_received(capfd, monkeypatch, terminal):
+    monkeypatch.setattr(os, "isatty", lambda descriptor: terminal)
+    with Interrupt(notice="stops soon") as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        assert not capfd.readouterr().err
+        assert interrupt.received
+    with Interrupt(notice="stops soon"):
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err == "\nstops soon\n" * terminal
