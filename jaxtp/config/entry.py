@@ -8,7 +8,6 @@ import errno
 import gc
 import importlib
 import io
-import multiprocessing
 import os
 import re
 import signal
@@ -99,8 +98,9 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
     gc.enable()
     code = attempt(program, flushed)
     if code == INTERRUPTED:
-        for child in multiprocessing.active_children():
-            child.terminate()
+        if "multiprocessing" in sys.modules:
+            for child in sys.modules["multiprocessing"].active_children():
+                child.terminate()
         os._exit(code)  # at the interpreter's exit, threads in which XLA still compiles would crash
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no message for Ctrl-C while libraries shut down
