@@ -36,7 +36,6 @@ BARRIER_SECONDS = 1200
 _BARRIERS = ("async_write_complete", "async_commit_complete")  # Orbax's names of a save's two barriers
 _FREE_SPACE = "; free some space and run the same command again, which first deletes the unfinished checkpoint"
 _CLOSE_SECONDS = 3.0  # How long a failing process waits for the save in progress, if there are other processes
-_SWITCH_SECONDS = 0.0005
 _instances = itertools.count()
 
 
@@ -357,12 +356,12 @@ class Checkpoints:
 @contextlib.contextmanager
 def _frequent_switches() -> Iterator[None]:
     # Each launch of a program releases the interpreter, and Orbax's writing threads hold it for an interval: 5 ms.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(min(interval, _SWITCH_SECONDS))
+    interval, short = sys.getswitchinterval(), 0.0005
+    sys.setswitchinterval(min(interval, short))
     try:
         yield
     finally:
-        if interval > _SWITCH_SECONDS:  # else another thread's save restores it
+        if interval > short:  # else another thread's save restores it
             sys.setswitchinterval(interval)
 
 
