@@ -165,7 +165,7 @@ def others(folder, wrapper):
 @pytest.mark.parametrize("name", UPDATED)
 def test_twenty_updates(name):
     """With AdamW of torch, which decays what has two dims."""
-    # With seed 0 a token's experts of DeepSeek tie within rounding at update 10, and CPUs with AVX-512 differ.
+    # With seed 0 DeepSeek differs from update 10 on where a CPU has AVX-512: probably two experts tie within rounding.
     batches = np.random.default_rng(1).integers(0, 71, (20, 4, 24))
     model, losses, norms = updated(FOLDER / name, jaxtp.make_mesh(1, 2, 2), batches, eps=1e-5)
     copy, found = loaded(FOLDER / name), []
