@@ -57,14 +57,13 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
+    def end(self, *_: object) -> None:
         """Ends the progress bar; later lines follow it."""
         if self._bar:
             self._write("\n")
         self._bar, self._total = "", 0
+
+    __exit__ = end
 
     def line(self, text: str) -> None:
         """Prints a line, above any progress bar."""

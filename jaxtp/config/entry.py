@@ -227,7 +227,8 @@ class Interrupt:
         for each in self._before:
             signal.signal(each, _SECOND_HANDLERS[each])
         if number == signal.SIGINT and self._notice and os.isatty(2):
-            os.write(2, f"\n{self._notice}\n".encode())  # a handler cannot use `sys.stderr`, which may be busy
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{self._notice}\n".encode())  # a handler cannot use `sys.stderr`, which may be busy
 
 
 def _exit_during_import(number: int, frame: FrameType | None) -> None:

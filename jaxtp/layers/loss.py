@@ -145,7 +145,7 @@ def _logits(head: HeadConfig, tables: tuple[Array, Array], bias: Array | None, x
 
 @jax.custom_vjp
 def _as_read(table: Array, carrier: Array) -> Array:
-    return table  # for second derivatives
+    return table  # Without this, second derivatives would lose what the backward pass reads.
 
 
 _as_read.defvjp(lambda table, _: (table, None), lambda _, grad: (None, grad.astype(jnp.float32)))

@@ -84,6 +84,13 @@ def test_no_pinned_memory_is_used(tmp_path, monkeypatch):
     assert storage.BoundedHandler.typestr() == ocp.PyTreeCheckpointHandler.typestr()
 
 
+def test_a_save_restores_the_switch_interval_of_threads(tmp_path):
+    plan, before = blueprint((1, 1, 2)), sys.getswitchinterval()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, plan.create(seed=0), plan.mesh, {})
+    assert sys.getswitchinterval() == before
+
+
 @pytest.mark.parametrize("absent", [("dtypes",), pytest.param(("dtypes", "shapes"), marks=pytest.mark.wide)], ids=str)
 def test_a_checkpoint_of_an_older_version_is_read(tmp_path, absent):
     """Those of 0.1 and 0.2 were written by Orbax's handler of standard states."""
