@@ -52,7 +52,7 @@ from jaxtp.layers.branch import Padded, PositionwiseBranch, ShrinkSpec, smallest
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.grouped import Implementation, grouped_matmul, pick_method
 from jaxtp.layers.linear import LayerContext, default_kernel_init
-from jaxtp.layers.lora import Lora, Target
+from jaxtp.layers.lora import Float8Kernel, Lora, Target
 from jaxtp.layers.mlp import ACTIVATIONS, MIN_FEATURES, MLP, MLP_TARGETS, XIELU, MLPConfig, hidden_features
 from jaxtp.layers.norm import Norm, NormConfig
 from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
@@ -476,7 +476,8 @@ class MixtureOfExperts(PositionwiseBranch):
         # Tokens move in, out, in again, and with both gradients; kernels twice, and their gradients.
         config, dtypes = self.config, (self.precision.compute, self.precision.reduce)
         compute, reduced = (jnp.dtype(dtype).itemsize for dtype in dtypes)
-        kernels = config.num_experts * len(config.projections()) * config.d_ff * (2 * compute + trained * reduced)
+        gathered = 1 if isinstance(self.down, Float8Kernel) else compute
+        kernels = config.num_experts * len(config.projections()) * config.d_ff * (2 * gathered + trained * reduced)
         moved = config.stored_by_expert(tp, shards) and 5 * compute * tokens * shards * tp < kernels
         shards = shards if moved else 1
         devices = shards * (tp if config.over_tp(tp) else 1)
