@@ -476,10 +476,9 @@ class MixtureOfExperts(PositionwiseBranch):
         # Tokens move in, out, in again, and with both gradients; kernels twice, and their gradients.
         config, dtypes = self.config, (self.precision.compute, self.precision.reduce)
         compute, reduced = (jnp.dtype(dtype).itemsize for dtype in dtypes)
-        gathered = 1 if isinstance(self.down, Float8Kernel) else compute
+        gathered = 1 if isinstance(vars(self)["down"], Float8Kernel) else compute
         kernels = config.num_experts * len(config.projections()) * config.d_ff * (2 * gathered + trained * reduced)
-        moved = config.stored_by_expert(tp, shards) and 5 * compute * tokens * shards * tp < kernels
-        shards = shards if moved else 1
+        shards = shards if config.stored_by_expert(tp, shards) and 5 * compute * tokens * shards * tp < kernels else 1
         devices = shards * (tp if config.over_tp(tp) else 1)
         width = config.d_ff if config.over_tp(tp) else PaddedDim((config.d_ff,)).local(tp)
         choices = shards * tokens * config.experts_per_token
