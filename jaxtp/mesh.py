@@ -124,17 +124,21 @@ def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """Returns the mesh set by `jax.set_mesh`, or None; raises a MeshError if it lacks one of `AXES`."""
+    """Returns the mesh set by `jax.set_mesh`, or None; raises as `check_axes`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
-    missing = [axis for axis in AXES if axis not in mesh.axis_names]
-    if missing:
-        raise MeshError(
-            f"the mesh in context has axes {mesh.axis_names} and lacks {missing}; "
-            "build it with jaxtp.make_mesh, where an unused axis has size 1"
-        )
+    check_axes(mesh)
     return mesh
+
+
+def check_axes(mesh: Mesh | AbstractMesh) -> None:
+    """Raises a `MeshError` if a mesh lacks one of `AXES`, or has axes of `jax.make_mesh`'s default type, Explicit."""
+    made = "build it with jaxtp.make_mesh, where an unused axis has size 1"
+    if missing := [axis for axis in AXES if axis not in mesh.axis_names]:
+        raise MeshError(f"the mesh has axes {mesh.axis_names} and lacks {missing}; {made}")
+    if mesh.explicit_axes:
+        raise MeshError(f"axes {mesh.explicit_axes} of the mesh have AxisType.Explicit, not Auto; {made}")
 
 
 def current_device() -> jax.Device | AbstractDevice:

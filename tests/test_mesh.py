@@ -9,6 +9,7 @@ from flax import nnx
 import jaxtp
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import (
+    AXES,
     MeshError,
     current_mesh,
     fitting_meshes,
@@ -91,9 +92,21 @@ def test_fitting_meshes_use_every_device(devices):
     assert len({tuple(sizes.items()) for sizes in meshes}) == len(meshes)
 
 
-def test_a_mesh_of_other_axes_is_refused():
-    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh), pytest.raises(MeshError, match=r"lacks \['dp', 'fsdp', 'cp', 'tp'\]"):
+@pytest.mark.parametrize(
+    ("axes", "kind", "problem"),
+    [
+        (("model",), jax.sharding.AxisType.Auto, r"lacks \['dp', 'fsdp', 'cp', 'tp'\]"),
+        (
+            AXES,
+            jax.sharding.AxisType.Explicit,
+            r"\('dp', 'fsdp', 'cp', 'tp'\) .* AxisType.Explicit, .*make_mesh",
+        ),
+    ],
+    ids=["axes", "types"],
+)
+def test_a_mesh_of_other_axes_is_refused(axes, kind, problem):
+    mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.devices()[:1], axis_types=(kind,) * len(axes))
+    with jax.set_mesh(mesh), pytest.raises(MeshError, match=problem):
         current_mesh()
 
 

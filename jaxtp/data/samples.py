@@ -1,7 +1,6 @@
 """The samples of a run: document rows, in an order that depends only on the seed.
 
-Sample `i` is the same row on any mesh, with any number of processes and any batch size, so a run stores only the next
-sample's global index.
+Sample `i` is the same row with any mesh, number of processes and batch size, so a run stores only the next index.
 
 A checkpoint stores hashes of the rows, of a mixture's cycle, and of Grain's shuffle of a few fixed lengths. Names and
 versions next to them are for messages. Only an upgrade that changes the order stops a run.

@@ -20,8 +20,7 @@ from jaxtp.layers.lora import Target
 from jaxtp.layers.sequence_parallel import LocalShape
 
 KVCache = tuple[Array, ...]
-"""Cached arrays of a branch: `[B, K, S, H]` with a slot S for each position of a row, or states of one size. tp splits
-the second dim."""
+"""Cached arrays of a branch: `[B, K, S, H]` with a slot S for each position, or states. tp splits the second dim."""
 
 
 class Branch(nnx.Module):

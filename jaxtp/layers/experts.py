@@ -328,8 +328,7 @@ class MixtureOfExperts(PositionwiseBranch):
     ) -> tuple[Array, Array, Routing]:
         """Returns the experts of this device's tokens, their weights, both `[b, t, k]`, and router statistics.
 
-        Padding gets expert E, which does not exist. `replayed` experts replace the router's choice, which is then only
-        recorded.
+        Padding gets expert E, which does not exist. `replayed` experts replace the router's choice, which is recorded.
         """
         config, k = self.config, self.config.experts_per_token
         load_scale = partial(replace(self.precision, compute="float32").load, used_by_all_tp=sequence is not None)

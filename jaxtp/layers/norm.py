@@ -1,7 +1,6 @@
 """Normalisation of the residual stream, and of queries and keys.
 
-Scales are split over fsdp like all weights, so that fsdp communication is only weight gathers and gradient
-reduce-scatters.
+Scales are split over fsdp like all weights, so fsdp only gathers weights and reduce-scatters gradients.
 """
 
 from dataclasses import dataclass, replace

@@ -17,7 +17,7 @@ from flax.errors import TraceContextError
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config.python_object import signature_of
-from jaxtp.mesh import AXES, MeshError, mesh_sizes
+from jaxtp.mesh import MeshError, check_axes, mesh_sizes
 from jaxtp.parallelize.module_wrappers import Model, ModuleInfo, find_modules, original_class, set_class
 from jaxtp.parallelize.plan import Plan, PlanError, is_inside, matches
 from jaxtp.parallelize.run_styles import role_of, swap_class
@@ -89,8 +89,7 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
         raise MeshError(f"parallelize takes a mesh, such as jaxtp.make_mesh(fsdp=2, tp=4), not {mesh!r}")
     if mesh.empty:
         raise MeshError("parallelize needs a mesh: call it under jax.set_mesh(jaxtp.make_mesh(...)), or pass mesh=")
-    if missing := [axis for axis in AXES if axis not in mesh.axis_names]:
-        raise MeshError(f"the mesh has axes {mesh.axis_names} and lacks {missing}; build it with jaxtp.make_mesh")
+    check_axes(mesh)
     return mesh
 
 

@@ -86,7 +86,8 @@ def _check(argv: Sequence[str]) -> int:
     flags = "--model.precision", "--optimizer.first-moment"
     if coarse and not any(word.replace("_", "-").startswith(flags) for word in argv):
         config = replace_nested(config, IN_FLOAT32)
-        notes.append(f"model.precision=float32: --model.precision.compute {coarse[0]} also compares in {coarse[0]}")
+        note = f"model.precision=float32: --model.precision.compute {coarse[0]} also compares in {coarse[0]}"
+        notes = [*(line for line in notes if not line.startswith("model.precision")), note]
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
     request_virtual_devices(MAX_DEVICES)
