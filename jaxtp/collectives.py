@@ -327,8 +327,7 @@ class WeightLayout:
     """Dim that is split over fsdp and gathered; None if fsdp holds replicas."""
 
     gathered: bool = True
-    """False keeps the weight split over fsdp, for layers that gather tokens instead; its gradient is summed over
-    replicas only."""
+    """False keeps the weight split over fsdp, for layers that gather tokens; replicas alone sum its gradient."""
 
     tp_gather: tuple[int, int] = (0, 1)
     """(dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the kv heads."""

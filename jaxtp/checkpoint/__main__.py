@@ -9,7 +9,7 @@ import numpy as np
 import tyro
 
 from jaxtp.checkpoint import silence_orbax
-from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
+from jaxtp.checkpoint.storage import OF_ARRAYS, StoredCheckpoint, is_of_run, open_checkpoint
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json
@@ -51,14 +51,19 @@ def inspect(args: Inspect) -> int:
     stored = open_checkpoint(args.dir)
     info, record = stored.info, _record(stored)
     print(f"{stored.folder}, {record['bytes']:,} bytes on disk")
-    print(f"step      {stored.folder.name}, next sample {info['next_sample']:,}")
-    print(f"written   on mesh {describe_mesh(mesh_shape(**info['mesh']))} by {info['processes']} process(es)")
-    print(f"versions  {', '.join(f'{name} {version}' for name, version in info['versions'].items())}")
-    print(f"data      {json.dumps(info['corpus'])}")
-    config = dict(info["config"])
-    if config["model"].get("build") is not None:
-        config["model"] = {name: config["model"][name] for name in _OF_OWN_MODEL}
-    print(*(f"{section:<10}{json.dumps(values)}" for section, values in config.items()), "", sep="\n")
+    if is_of_run(info):
+        print(f"step      {record['step']}, next sample {info['next_sample']:,}")
+        mesh = describe_mesh(mesh_shape(**info["mesh"]))
+        print(f"written   on mesh {mesh} by {info.get('processes', 'unknown')} process(es)")
+        print(f"versions  {', '.join(f'{name} {version}' for name, version in info.get('versions', {}).items())}")
+        print(f"data      {json.dumps(info['corpus'])}")
+        config = dict(info["config"])
+        if config["model"].get("build") is not None:
+            config["model"] = {name: config["model"][name] for name in _OF_OWN_MODEL}
+        print(*(f"{section:<10}{json.dumps(values)}" for section, values in config.items()), "", sep="\n")
+    else:
+        others = {name: value for name, value in info.items() if name not in OF_ARRAYS}
+        print(f"step      {record['step']}\ninfo      {json.dumps(others)}\n")
     for name, array in record["arrays"].items():
         shape = "x".join(map(str, array["shape"])) or "scalar"
         print(f"{name:<60}{shape:<18}{array['dtype']:<10}{array['bytes']:>14,}  {array['split'] or ''}")
@@ -72,13 +77,14 @@ def _record(stored: StoredCheckpoint) -> dict[str, Any]:
             "shape": list(array.shape),
             "dtype": str(array.dtype),
             "bytes": array.size * array.dtype.itemsize,
-            "split": stored.info["specs"].get(name),
+            "split": stored.info.get("specs", {}).get(name),
         }
         for name, array in stored.arrays.items()
     }
     size = sum(path.stat().st_size for path in stored.folder.rglob("*") if path.is_file())
-    recorded = {name: stored.info[name] for name in _RECORDED}
-    return {"folder": str(stored.folder), "step": int(stored.folder.name), "bytes": size, **recorded, "arrays": arrays}
+    recorded = {name: stored.info[name] for name in _RECORDED if name in stored.info}
+    step = int(stored.folder.name) if stored.folder.name.isdecimal() else stored.folder.name  # of a copy: any name
+    return {"folder": str(stored.folder), "step": step, "bytes": size, **recorded, "arrays": arrays}
 
 
 def verify(args: Inspect) -> int:

@@ -32,7 +32,7 @@ Info = dict[str, Any]  # The JSON object that a checkpoint stores with its array
 Metadata = Mapping[str, Any]  # Orbax's metadata of arrays, by name
 
 MAX_BYTES_IN_FLIGHT = 2 * 10**9
-_SHAPES, _DTYPES, _CHECKSUMS = "shapes", "dtypes", "checksums"
+OF_ARRAYS = _SPECS, _SHAPES, _DTYPES, _CHECKSUMS = "specs", "shapes", "dtypes", "checksums"
 _TEXTS, _LISTS = pydantic.TypeAdapter(dict[str, str]), pydantic.TypeAdapter(dict[str, list[int]])
 
 
@@ -123,12 +123,19 @@ def read_info(folder: Path) -> Info:
         raise DamagedError(f"{folder} is damaged (its info does not match its checksum)")
     try:
         _TEXTS.validate_python(sealed[_CHECKSUMS], strict=True)
+        _TEXTS.validate_python(sealed.get(_SPECS, {}), strict=True)
         _LISTS.validate_python(sealed.get(_SHAPES, {}), strict=True)
         for dtype in _TEXTS.validate_python(sealed.get(_DTYPES, {}), strict=True).values():
             jnp.dtype(dtype)
     except (pydantic.ValidationError, KeyError, TypeError):
         raise DamagedError(f"{folder} is damaged (its info describes no arrays)") from None
     return sealed
+
+
+def is_of_run(info: Mapping[str, Any]) -> bool:
+    """Returns whether `jaxtp train` wrote an info; other loops write any entries."""
+    dicts = all(isinstance(info.get(name), dict) for name in ("config", "corpus", "mesh"))
+    return dicts and isinstance(info.get("next_sample"), int)
 
 
 def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
@@ -234,9 +241,9 @@ def newest_with_info(run: Path) -> tuple[Path, Info] | None:
 
 
 def newest_info(run: Path) -> Info | None:
-    """Returns the info of `newest_with_info`."""
+    """Returns the info of `newest_with_info` if `is_of_run`."""
     newest = newest_with_info(run)
-    return None if newest is None else newest[1]
+    return newest[1] if newest is not None and is_of_run(newest[1]) else None
 
 
 @dataclass(frozen=True)

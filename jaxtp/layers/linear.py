@@ -1,7 +1,6 @@
 """Linear layers split over tp by columns (output features) or rows (input features).
 
-A column and a row layer cost one reduction in the forward and one in the backward pass (Megatron-LM, arXiv 1909.08053,
-section 3):
+A column and a row layer cost one reduction in the forward and one in the backward pass (Megatron-LM, arXiv 1909.08053):
 
     [X W1_0 | X W1_1]   each device holds a block of columns of W1 and of the result
     sum_i Y_i W2_i      each device holds the matching rows of W2 and computes one summand
@@ -98,9 +97,8 @@ class ColumnParallelLinear(nnx.Module):
       features: F of each output; a `PaddedDim` if tp may pad it.
       targets: names of the outputs, which `context.lora` matches to add adapters.
 
-    Shapes: `[B, ..., D] -> [B, ..., F]`, split over tp; a tuple if `features` is a sequence. Devices that
-    share a head (`PaddedDim.shared_by`) each output it. Kernels `[D, F]` are stored as `P(STORAGE, TP)`, biases
-    `[F]` as `P(TP)`.
+    Shapes: `[B, ..., D] -> [B, ..., F]`, split over tp; a tuple if `features` is a sequence. Devices that share a head
+    (`PaddedDim.shared_by`) each output it. Kernels `[D, F]` are stored as `P(STORAGE, TP)`, biases as `P(TP)`.
     """
 
     matmul: Matmul = "compute"

@@ -56,8 +56,7 @@ class MLPConfig(BranchConfig):
     relu (arXiv 2109.08668); xielu has two learned scalars in each layer (arXiv 2411.13010)."""
 
     swiglu_limit: Positive | None = None
-    """Limits a gated MLP: gate(x) is at most this, up(x) between minus this and this, and 1 is added to up(x)
-    (gpt-oss)."""
+    """Limits a gated MLP (gpt-oss): gate(x) to at most this, up(x) to between minus this and this, and adds 1 to it."""
 
     mlp_bias: bool = False
     """Biases on the MLP's projections."""

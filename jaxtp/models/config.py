@@ -197,8 +197,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     overlap: Annotated[Overlap, COST] = "none"
     """Overlap of a block's products with the communication of sequence parallelism. none all-gathers before products
-    and reduce-scatters after them. ring multiplies one part of the sequence while the next part arrives, and sends up
-    to a quarter more."""
+    and reduce-scatters after them. ring multiplies each part of the sequence as it arrives; it sends up to 1/4 more."""
 
     loss_chunk: Annotated[Count, COST] = CHUNK_SIZE
     """Tokens per device whose logits the loss computes at a time."""

@@ -156,8 +156,7 @@ class OptimizerConfig:
     orthogonalises the updates of matrices in the blocks, and uses adamw for the rest."""
 
     first_moment: Annotated[Literal["param", "bfloat16"], Affects(cost=True, numbers=True, fixed=True)] = "param"
-    """Dtype of the first moment, or of the momentum of lion and muon: the parameters', or bfloat16, rounded
-    stochastically."""
+    """Dtype of the first moment, or momentum of lion and muon: the parameters', or bfloat16, rounded at random."""
 
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning rate after the warm-up; wsd stays at the peak and decays at the end."""
@@ -253,8 +252,7 @@ class LoopConfig:
     75, so that a scheduler can restart it; 0 is off."""
 
     stopped_exit_code: Annotated[int, Field(ge=0, le=255), allowed("from 0 to 255"), NOTHING] = 0
-    """Exit code when a signal stops a run early. Schedulers that restart only failed jobs, such as Kubernetes, need a
-    code other than 0."""
+    """Exit code when a signal stops a run early; not 0 for schedulers that restart only failed jobs (Kubernetes)."""
 
     verify_every: Annotated[CountOrZero, NOTHING] = 0
     """Steps between checks for silent corruption: the run compares replicas, and computes a step twice. A difference

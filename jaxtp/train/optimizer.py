@@ -29,8 +29,7 @@ _TABLES = {"embedding", "head"}
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns linear warm-up from zero, then the schedule until the last step.
 
-    `wsd` (warm-up, stable, decay; arXiv 2404.06395) is constant, then linear over the last `decay_fraction` of all
-    steps.
+    `wsd` (warm-up, stable, decay; arXiv 2404.06395) is constant, then linear over the last `decay_fraction` of steps.
     """
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = min(config.warmup_steps, steps)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
+from jaxtp.checkpoint.storage import is_of_run
 from jaxtp.config import schema as configuration
 from jaxtp.config.affects import affects
 from jaxtp.config.schema import validate
@@ -98,6 +99,8 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
     Raises:
       RunFolderError: model, data or sample order differ.
     """
+    if not is_of_run(info):
+        raise RunFolderError(f"{config.run.dir} has checkpoints of another loop; name another --run.dir")
     defaults, now = configuration.to_plain(type(config)()), configuration.to_plain(config)
     written = {**info["config"], "model": upgrade_settings(info["config"]["model"])}
     # With defaults for settings that are newer than the checkpoint, and without model settings that are gone.

@@ -247,7 +247,7 @@ def _notes(
 def progress(config: TrainConfig) -> tuple[int, int]:
     """Returns the run's steps and sequences so far; raises `CheckpointError` if the newest checkpoint is unreadable."""
     found = newest_with_info(config.run.dir / run_folder.CHECKPOINTS)
-    return (0, 0) if found is None else (int(found[0].name), found[1]["next_sample"])
+    return (0, 0) if found is None else (int(found[0].name), found[1].get("next_sample", 0))
 
 
 def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) -> TrainConfig:

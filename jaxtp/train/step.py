@@ -63,8 +63,7 @@ Choices = list[tuple[Array, Array] | None] | None
 """For each kind of block the router's choices and their margin, if they are recorded."""
 
 EXPERTS = "experts"
-"""Key of a batch in `jaxtp check`: for each kind of block the experts of each token `[B, layers, T, k]`, which replace
-the router's choice."""
+"""Key of a batch in `jaxtp check`: for each kind of block the experts to use for each token, `[B, layers, T, k]`."""
 
 
 def make_train_step(
@@ -291,8 +290,7 @@ def _checksums(state: nnx.State) -> Array:
 def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None = None) -> EvalStep:
     """Returns a jitted `state, batch, number of the batch -> terms`, summed over the batch.
 
-    With the training step's micro-batches it needs no more memory. A user's model evaluates as after
-    `nnx.Module.eval()`.
+    With the training step's micro-batches it needs no more memory. A user's model is as after `nnx.Module.eval()`.
     """
 
     def step(state: nnx.State, batch: Batch, number: Array | int = 0) -> LossTerms:

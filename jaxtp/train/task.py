@@ -53,8 +53,7 @@ class Task:
     It sees the parameters as a dict by dotted path, `{"blocks.0.mlp.kernel": ...}` (see `jaxtp.by_path`)."""
 
     plan: Mapping[str, Any] | None = None
-    """Styles by pattern of module paths, for `parallelize`. By default the model's own PartitionSpecs, or else the plan
-    of `propose_plan`."""
+    """Styles by pattern of module paths, for `parallelize`. By default the model's specs, or else `propose_plan`'s."""
 
     validation: object = None
     """Batches to evaluate on, as `batches`."""

@@ -1,6 +1,7 @@
 """`jaxtp checkpoint`: inspect, verify, diff."""
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -42,6 +43,19 @@ def test_inspect(run, capsys):
     line = next(line for line in out.splitlines() if line.startswith("model.embedding.embedding"))
     assert line.split()[1:4] == ["19x8", "float32", "608"]
     assert line.endswith("P('tp', ('fsdp', 'cp'))") or line.endswith("PartitionSpec('tp', ('fsdp', 'cp'))")
+
+
+def test_inspect_a_copy_of_a_checkpoint_that_another_loop_wrote(tmp_path, capsys):
+    plan = plan_state(MODEL, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(1, 2, 2))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, plan.create(seed=0), plan.mesh, {"config": "mine.yaml", "mesh": [4]})
+    copy = (tmp_path / "1").rename(tmp_path / "best")
+    assert main(["inspect", str(copy), "--json", str(tmp_path / "record.json")]) == 0
+    out = capsys.readouterr().out
+    assert 'info      {"config": "mine.yaml", "mesh": [4], "eval_loss": null}\n' in out
+    assert "model.embedding.embedding" in out
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["step"], record["config"]) == ("best", "mine.yaml")
 
 
 def test_verify(run, tmp_path, capsys):

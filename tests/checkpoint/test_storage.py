@@ -120,6 +120,7 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path, absent):
         {"shapes": {"a": [[2]]}},
         {"checksums": {"a": 1}},
         {"checksums": []},
+        {"specs": {"a": 1}},
     ],
     ids=str,
 )

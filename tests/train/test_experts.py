@@ -241,7 +241,7 @@ def test_a_run_generates_and_goes_on_where_its_kernel_is_not(tmp_path):
     """Trained on GPUs by a kernel of theirs, and opened on a CPU."""
     model = dataclasses.replace(MODEL, grouped="pallas")
     assert _inference_config(model, "float32").grouped == "auto"
-    stored = {"config": to_plain(dataclasses.replace(RUN, model=model)), "corpus": {}}
+    stored = {"config": to_plain(dataclasses.replace(RUN, model=model)), "corpus": {}, "mesh": {}, "next_sample": 0}
     (changed,) = check_resumable(RUN, {}, stored)
     assert changed == "changed since, without effect on the numbers: model.grouped: pallas -> auto"
 

@@ -189,7 +189,7 @@ def test_an_estimate_has_two_bytes_less_for_each_parameter():
 
 
 def test_another_dtype_cannot_resume_and_adafactor_has_none():
-    info = {"config": to_plain(RUN), "corpus": {}}
+    info = {"config": to_plain(RUN), "corpus": {}, "mesh": {}, "next_sample": 0}
     assert not check_resumable(RUN, {}, info)
     with pytest.raises(RunFolderError, match=r"optimizer\.first_moment: bfloat16 -> param"):
         check_resumable(dataclasses.replace(RUN, optimizer=OptimizerConfig()), {}, info)

@@ -87,6 +87,11 @@ def test_the_same_order_goes_on_without_a_word():
     assert check_resumable(CONFIG, data().description, stored_by(data().description)) == []
 
 
+def test_a_checkpoint_of_another_loop_is_refused():
+    with pytest.raises(RunFolderError, match=r"has checkpoints of another loop; name another --run.dir"):
+        check_resumable(CONFIG, data().description, {"next_sample": 8, "config": "mine.yaml"})
+
+
 @pytest.mark.parametrize("part", [ROWS, SHUFFLE, MIXTURE])
 def test_another_order_is_refused_by_name(part, monkeypatch):
     stored = stored_by(data().description)
