@@ -320,11 +320,13 @@ def test_a_copy_that_differs_is_found_by_the_save(tmp_path, sizes):
     state, count = plan.create(seed=0), np.prod(sizes)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, plan.mesh, {})
-        for position in (0, count - 1):
+        for step, position in ((2, 0), (3, count - 1)):
             bad = with_flip(state, "model.blocks.mlp.down.kernel", position, bit=29)
             which = rf".*device.* {position}" if count > 2 else " on devices 0, 1"
-            with pytest.raises(UnequalCopiesError, match=f"step 2 is not saved: .*model.blocks.mlp.down.kernel{which}"):
-                save_and_wait(checkpoints, 2, bad, plan.mesh)
+            with pytest.raises(
+                UnequalCopiesError, match=f"step {step} is not saved: .*model.blocks.mlp.down.kernel{which}"
+            ):
+                save_and_wait(checkpoints, step, bad, plan.mesh)
         assert checkpoints.steps() == [1]
 
 
