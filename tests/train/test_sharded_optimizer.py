@@ -109,7 +109,7 @@ def last_two_dims(params):
 
 R = 1e-2
 TRANSFORMATIONS = {
-    "adamw": optax.adamw(R),
+    "adamw": optax.adamw(R / 10),  # a step of R is half of a decoder's weights: rounding would grow to 1e-5
     "adafactor": optax.adafactor(R, min_dim_size_to_factor=8, weight_decay_rate=1e-3),
     "momentum": optax.sgd(R, momentum=0.9, nesterov=True),
     "lion": optax.lion(R),
