@@ -261,8 +261,7 @@ class Decoder(EmbeddingAndHead):
     def __call__(self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto") -> Array:
         """Returns next-token logits `[B, T, V]`.
 
-        `segments_BT` mark documents (`layers/sequence_parallel.py`), `context` is the method of attention over cp
-        (`layers/context.py`).
+        `segments_BT` mark documents (`layers/sequence_parallel.py`), `context` is attention's method over cp.
         """
         sequences = self.sequences(ids_BT, segments_BT, context)
         return self.logits_of_hidden(sequences.natural(self.hidden(ids_BT, sequences=sequences)))

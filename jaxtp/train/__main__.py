@@ -67,9 +67,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-      Exit code: 0; `train.stopped_exit_code` after a signal; 2 for a user's mistake; 3 for a non-finite number, or a
-      difference in a verification or save; 74 if files could not be written; 75 if another process was lost; 130 for a
-      second Ctrl-C.
+      Exit code: 0; `train.stopped_exit_code` after a signal; 2 for a user's mistake; 3 for a non-finite number or
+      silent corruption; 74 if files could not be written; 75 if another process was lost; 130 for a second Ctrl-C.
     """
     silence_orbax()
     return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED))
