@@ -284,6 +284,17 @@ def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
     assert held - 2**16 < read <= 1.1 * held
 
 
+def test_every_device_has_the_tokens():
+    """Each process reads them."""
+    make = lambda: build(CONFIG)
+    model = nnx.merge(*state_on_mesh(make, random_weights(make), jaxtp.make_mesh(fsdp=2, tp=2)))
+    generator = jaxtp.Generator(model, ByteTokenizer())
+    generator.generate(["a", "b"], dataclasses.replace(SETTINGS, max_tokens=2))
+    (programs,) = generator._programs.values()
+    _, sampled = programs.compiled_decode(generator._cache.arrays).output_shardings
+    assert [sharding.is_fully_replicated for sharding in sampled] == [True] * 3
+
+
 REPEATING = [*PROMPTS, "abcabcabcabc", "hello hello hello"]
 SPECULATIVE = {
     "windows": (None, {"num_layers": 1, "sliding_window": 5}, {}),
