@@ -35,6 +35,7 @@ REPLICAS = (DP,)
 
 MAX_VIRTUAL_DEVICES = 1024  # of one process: they start in a second and share the cores
 _MAX_LISTED = 12  # meshes listed in a message
+_MADE = "build it with jaxtp.make_mesh, where an unused axis has size 1"
 
 
 class MeshError(UserError):
@@ -124,21 +125,20 @@ def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """Returns the mesh set by `jax.set_mesh`, or None; raises as `check_axes`."""
+    """Returns the mesh set by `jax.set_mesh`, or None; raises as `check_axes`, or if axes are explicit."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
     check_axes(mesh)
+    if mesh.explicit_axes:
+        raise MeshError(f"axes {mesh.explicit_axes} of the mesh have AxisType.Explicit, not Auto; {_MADE}")
     return mesh
 
 
 def check_axes(mesh: Mesh | AbstractMesh) -> None:
-    """Raises a `MeshError` if a mesh lacks one of `AXES`, or has axes of `jax.make_mesh`'s default type, Explicit."""
-    made = "build it with jaxtp.make_mesh, where an unused axis has size 1"
+    """Raises a `MeshError` if a mesh lacks one of `AXES`."""
     if missing := [axis for axis in AXES if axis not in mesh.axis_names]:
-        raise MeshError(f"the mesh has axes {mesh.axis_names} and lacks {missing}; {made}")
-    if mesh.explicit_axes:
-        raise MeshError(f"axes {mesh.explicit_axes} of the mesh have AxisType.Explicit, not Auto; {made}")
+        raise MeshError(f"the mesh has axes {mesh.axis_names} and lacks {missing}; {_MADE}")
 
 
 def current_device() -> jax.Device | AbstractDevice:
