@@ -138,7 +138,7 @@ class Programs:
         logits_BV = constrain(model.logits_at(x_PCD, jnp.asarray(packed.last)), batch_spec(None))
         seen_BV = self._seen(model, rows.history, jnp.asarray(rows.tokens)[:, None])
         tokens_B, logprobs_B = self._sample(logits_BV, seen_BV, jnp.asarray(rows.seeds), jnp.asarray(rows.lengths))
-        return caches, _replicated(tokens_B[None], logprobs_B[None], jnp.int32(1))
+        return caches, (tokens_B[None], logprobs_B[None], jnp.int32(1))
 
     def _decode(
         self, model: DecodeModel, caches: KVCaches, rows: RowArrays, max_steps: Array, waiting: Array
@@ -182,7 +182,9 @@ class Programs:
         history, *state = jax.tree.map(jnp.asarray, (rows.history, rows.tokens, rows.lengths, rows.left))
         carry = jnp.int32(0), caches, history, *state, tokens, tokens.astype(jnp.float32)
         steps, caches, *_, tokens, logprobs = lax.while_loop(unfinished, decode_step, carry)
-        return caches, _replicated(*(x.reshape(-1, self.shape.rows) for x in (tokens, logprobs)), steps * width)
+        # Each process reads them; XLA would split what a loop returns, though `sample` replicates each step's.
+        tokens, logprobs = (constrain(x.reshape(-1, self.shape.rows), P()) for x in (tokens, logprobs))
+        return caches, (tokens, logprobs, steps * width)
 
     def _seen(self, model: DecodeModel, history_BS: Ints | None, ids_BT: Array) -> Array | None:
         # Whether a row has a token, up to each of `ids_BT`: [B * T, V].
@@ -225,9 +227,3 @@ class Programs:
         if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
         return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=NamedSharding(self._mesh, P()))
-
-
-def _replicated(*sampled: Array) -> Sampled:
-    # Each process reads them; XLA would split what a loop returns.
-    tokens, logprobs, steps = (constrain(x, P()) for x in sampled)
-    return tokens, logprobs, steps
