@@ -138,7 +138,8 @@ def _index(numbers: list[int]) -> slice | list[int]:
 class SampleBatches(Batches):
     """Batches of a dataset: once, or endless.
 
-    Endless batches are shuffled by `seed` anew in each epoch, except for a `grain.MapDataset`, which has an order.
+    Endless batches are shuffled by `seed` anew in each epoch, unless they come from a `grain.MapDataset`, which has its
+    own order.
     """
 
     def __init__(

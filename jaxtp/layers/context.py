@@ -126,7 +126,8 @@ class Sequences:
     ) -> Array:
         """Attends from this device's tokens to all that they see, inside `device_view`.
 
-        `run(q, k, v, segments, part=)` is a kernel with the sinks of `of_heads`. `q` is `[b, T/cp, N/tp, H]`, rotated.
+        `run(q, k, v, segments, part=)` is a kernel; it has sinks from `of_heads`. `q` is `[b, T/cp, N/tp, H]`; `q` and
+        `k` are rotated.
         """
         cp = axis_size(CP)
         if cp == 1:

@@ -156,7 +156,8 @@ class OptimizerConfig:
     orthogonalises the updates of matrices in the blocks, and uses adamw for the rest."""
 
     first_moment: Annotated[Literal["param", "bfloat16"], Affects(cost=True, numbers=True, fixed=True)] = "param"
-    """Dtype of the first moment, or momentum of lion and muon: the parameters', or bfloat16, rounded at random."""
+    """Dtype of the first moment, or of the momentum of lion and muon: the parameters', or bfloat16, rounded
+    stochastically."""
 
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning rate after the warm-up; wsd stays at the peak and decays at the end."""
