@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -95,14 +96,12 @@ def test_a_docstring_is_a_sentence_or_a_name(path):
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "lines": 46_243,
+    "tokens of code": 340_000,
     "files": 239,
     "files under 80 lines, families aside": 3,
     "rooms": 14,
     "arrows between rooms": 71,
     "files that training imports": 84,
-    "lines that training imports": 17_651,
-    "words of docstrings": 43_202,
     "functions of more than 6 parameters": 4,
     "Any": 528,
     "file names used more than twice": 0,
@@ -156,6 +155,21 @@ def docstrings():
     return " ".join(filter(None, map(ast.get_docstring, nodes)))
 
 
+def tokens_of_code(path):
+    """The names, operators and numbers of a file, without its imports.
+
+    Tokens measure the size of the package, because a budget of lines rewards statements that are joined.
+    """
+    imports = [node for node in ast.walk(trees()[path]) if isinstance(node, ast.Import | ast.ImportFrom)]
+    lines_of_imports = set()
+    for node in imports:
+        lines_of_imports.update(range(node.lineno, node.end_lineno + 1))
+    counted = {tokenize.NAME, tokenize.OP, tokenize.NUMBER}
+    with path.open() as source:
+        tokens = list(tokenize.generate_tokens(source.readline))
+    return sum(token.type in counted and token.start[0] not in lines_of_imports for token in tokens)
+
+
 def parameters(function):
     names = [a.arg for a in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]]
     return len(names) - (names[:1] in (["self"], ["cls"]))
@@ -168,14 +182,12 @@ def test_budgets():
     names = Counter(path.name for path in SOURCES if not path.name.startswith("__"))
     short = [p for p in SOURCES if lines[p] < 80 and not p.name.startswith("__") and p.parent.name != "families"]
     measured = {
-        "lines": sum(lines.values()),
+        "tokens of code": sum(tokens_of_code(path) for path in SOURCES),
         "files": len(lines),
         "files under 80 lines, families aside": len(short),
         "rooms": len(arrows()),
         "arrows between rooms": sum(map(len, arrows().values())),
         "files that training imports": len(trained),
-        "lines that training imports": sum(lines[path] for path in trained),
-        "words of docstrings": len(docstrings().split()),
         "functions of more than 6 parameters": sum(parameters(function) > 6 for function in functions),
         "Any": sum(len(re.findall(r"\bAny\b", path.read_text())) for path in SOURCES),
         "file names used more than twice": sum(count > 2 for count in names.values()),
