@@ -4,14 +4,18 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from jaxtp.config.reading import read_bytes
 from jaxtp.config.schema import ConfigError
 
 PARTIAL = ".partial"  # Suffix of a file that is being written
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_MAX_MARK = 100  # Maximum bytes of a mark of `mark_as_own`
 
 
 def sha256(path: Path) -> str:
@@ -53,6 +57,45 @@ def write_atomically(path: Path, content: bytes) -> None:
             partial.unlink()
         raise
     sync_folder(path.parent)
+
+
+def mark_as_own(path: Path) -> None:
+    """Records that this user wrote a file at this place, for `is_own`."""
+    mark = _mark_of(path)
+    _keep_others_from_writing(path)
+    write_atomically(mark, _identity(path))
+    _keep_others_from_writing(mark)
+
+
+def is_own(path: Path) -> bool:
+    """Returns whether `mark_as_own` marked a file that nobody has changed, copied or unpacked since."""
+    mark = _mark_of(path)
+    try:
+        is_private = _only_user_writes(path) and _only_user_writes(mark)
+        return is_private and read_bytes(mark, _MAX_MARK) == _identity(path)
+    except OSError:
+        return False
+
+
+def _mark_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.own")
+
+
+def _identity(path: Path) -> bytes:
+    # The owner alone proves nothing: a file of an archive belongs to the user who unpacks it. But it
+    # gets another inode, and the kernel sets the time of its last change, which nobody can choose.
+    status = path.lstat()
+    return f"{status.st_ino} {status.st_ctime_ns}\n".encode()
+
+
+def _keep_others_from_writing(path: Path) -> None:
+    path.chmod(stat.S_IMODE(path.lstat().st_mode) & ~_WRITABLE_BY_OTHERS)
+
+
+def _only_user_writes(path: Path) -> bool:
+    status = path.lstat()
+    is_of_user = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return is_of_user and not status.st_mode & _WRITABLE_BY_OTHERS
 
 
 def require_writable(flag: str, path: Path | None) -> None:

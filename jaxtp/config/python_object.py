@@ -1,4 +1,8 @@
-"""Python objects that settings name: `FILE.py:NAME`, or `package.module:NAME`."""
+"""Python objects that settings name: `FILE.py:NAME`, or `package.module:NAME`.
+
+Anyone may have written a configuration, so a name in a file is imported only with the user's consent
+(`require_consent`). Names on the command line, and in a program that calls jaxtp, are the user's own.
+"""
 
 import importlib
 import importlib.util
@@ -6,16 +10,22 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jaxtp
+from jaxtp.config.affects import settings_of
+from jaxtp.config.entry import say
+from jaxtp.config.files import is_own
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, nearest_file
 
+ALLOW_CODE = "--allow-code"
 _PACKAGE = str(Path(__file__).parent.parent)
 _LIBRARIES = tuple({_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))})
 
@@ -38,6 +48,64 @@ def load_object(text: str, setting: str) -> Any:
         hint = f"did you mean {found[0]}?" if found else f"it has {', '.join(each for each in names if each[0] != '_')}"
         raise ConfigError(f"{setting} {text}: {place} has no {name}; {hint}")
     return getattr(module, name)
+
+
+def is_public(reference: str) -> bool:
+    """Returns whether a reference names settings or a loss of jaxtp's own, such as `jaxtp:DPO`.
+
+    These are dataclasses, which only hold values. Public functions do not count: with arguments from
+    a file they could write files.
+    """
+    place, _, name = reference.rpartition(":")
+    if place.partition(".")[0] != "jaxtp" or name not in jaxtp.__all__:
+        return False
+    thing = getattr(jaxtp, name)
+    if not (isinstance(thing, type) and is_dataclass(thing)):
+        return False
+    return place in ("jaxtp", thing.__module__)
+
+
+def named_code(config: object, but: Set[tuple[str, ...]] = frozenset()) -> list[tuple[str, str]]:
+    """Returns the flags and values of the settings that name code, except for jaxtp's own.
+
+    Args:
+      config: a configuration.
+      but: the keys of settings to leave out.
+    """
+    found = []
+    for setting in settings_of(type(config)).values():
+        if not setting.runs_code or setting.keys in but:
+            continue
+        value: object = config
+        for name in setting.path:
+            value = getattr(value, name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if each is not None and not (isinstance(each, str) and is_public(each)):
+                found.append((setting.flag, str(each)))
+    return found
+
+
+def require_consent(file: Path, named: Sequence[tuple[str, str]], is_allowed: bool) -> None:
+    """Prints the code that a configuration file names.
+
+    Args:
+      file: the file that `--config` names.
+      named: flags and values, as `named_code` returns them.
+      is_allowed: whether the user gave `ALLOW_CODE`.
+
+    Raises:
+      ConfigError: the user did not consent: there is no flag, and no run of the user's wrote the file.
+    """
+    if not named:
+        return
+    names = [f"{flag} {truncate(value, 300)}" for flag, value in named]
+    if not (is_allowed or is_own(file)):
+        listed = "".join(f"\n  {name}" for name in names)
+        raise ConfigError(
+            f"{file} names code, and jaxtp runs no code that a file names; if you trust it, add "
+            f"{ALLOW_CODE}, or give these flags:{listed}"
+        )
+    say(f"{file} names code that runs: {', '.join(names)}")
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:

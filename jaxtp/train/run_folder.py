@@ -17,7 +17,8 @@ import jax
 
 from jaxtp.config import schema as configuration
 from jaxtp.config.entry import FILES, UserError
-from jaxtp.config.files import write_atomically
+from jaxtp.config.files import mark_as_own, write_atomically
+from jaxtp.config.python_object import named_code
 from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.train.config import TrainConfig
 
@@ -116,7 +117,10 @@ def write_config(config: TrainConfig) -> None:
     if jax.process_index() == 0:
         path = config.run.dir / CONFIG
         with writing(path):
-            write_atomically(path, configuration.to_yaml(replace(config, model=config.model.for_file())).encode())
+            recorded = replace(config, model=config.model.for_file())
+            write_atomically(path, configuration.to_yaml(recorded).encode())
+            if named_code(recorded):  # the user consented to it when this run started
+                mark_as_own(path)
 
 
 def checkpoint_info(
