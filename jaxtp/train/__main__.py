@@ -1,6 +1,9 @@
 """`jaxtp train`."""
 
 if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp train")
     from jaxtp.__main__ import hasten_help
 
     hasten_help()

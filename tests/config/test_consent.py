@@ -89,7 +89,7 @@ def test_consent_is_the_same_flag_or_a_flag_for_all(name, folder, capsys):
 
 def test_consent_to_one_name_is_not_consent_to_another(folder):
     words = write(folder / "mine.yaml", {"model.build": "evil.py:code", "train.loss": "os:system"})
-    with pytest.raises(ConfigError, match="--train.loss os:system") as caught:
+    with pytest.raises(ConfigError, match=r"--train\.loss os:system") as caught:
         TRAIN.load([*words, "--model.build", "evil.py:code"])
     assert "--model.build" not in str(caught.value)
 
@@ -103,7 +103,7 @@ def test_a_file_cannot_consent(folder):
 def test_a_base_of_a_file_is_a_file(folder):
     write(folder / "base.yaml", {"model.build": "evil.py:code"})
     words = write(folder / "shared.yaml", {"base": "base.yaml"})
-    with pytest.raises(ConfigError, match="shared.yaml names code"):
+    with pytest.raises(ConfigError, match=r"shared\.yaml names code"):
         TRAIN.load(words)
 
 

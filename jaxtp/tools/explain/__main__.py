@@ -1,5 +1,10 @@
 """The command `jaxtp explain`."""
 
+if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp explain")
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
