@@ -10,7 +10,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -65,7 +65,7 @@ def is_public(reference: str) -> bool:
     return place in ("jaxtp", thing.__module__)
 
 
-def named_code(config: object, but: Set[tuple[str, ...]] = frozenset()) -> list[tuple[str, str]]:
+def named_code(config: Hashable, but: Set[tuple[str, ...]] = frozenset()) -> list[tuple[str, str]]:
     """Returns the flags and values of the settings that name code, except for jaxtp's own.
 
     Args:

@@ -12,8 +12,9 @@ import shlex
 import stat
 from collections import Counter
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
@@ -28,7 +29,7 @@ _BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErro
 """Errors of PyYAML for, say, the 45th of a month, an invalid code point, or an integer without digits."""
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a regular file; raises an `OSError` for a folder, pipe, device or unfetched Git LFS pointer."""
     try:
         mode = path.stat().st_mode

@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError, paused_collection
 from jaxtp.data.documents import Documents
+from jaxtp.data.manifest import DatasetError
 from jaxtp.data.rows import PAIRS, SEGMENTS, Row, Rows, check_vocabulary, empty_row
+from jaxtp.distributed.devices import host_memory
 
 VERSION = 1  # Version of the packing: a change of its rows needs another version
+_BYTES_OF_PIECE = 45  # Memory to plan a document, or a part of one
 BLOCK = 2**17  # Documents that are packed together
 
 Ints = NDArray[np.int64]
@@ -37,6 +40,7 @@ class Packed(Rows):
 
     def __init__(self, documents: Documents, length: int, vocab_size: int, long: str = "split"):
         super().__init__(documents, length, vocab_size)
+        _require_memory(documents, length)
         with paused_collection():
             blocks = list(self._blocks(long))
         self._pieces = np.concatenate([np.zeros((0, 2), np.int64), *(pieces for pieces, _ in blocks)])
@@ -112,6 +116,18 @@ class Packed(Rows):
                 pieces, counts = np.repeat(pieces * 2, 2, axis=0), counts * 2
                 pieces[1::2, 0] += 1
             yield pieces, counts
+
+
+def _require_memory(documents: Documents, length: int) -> None:
+    # Sizes in a manifest cost an attacker nothing: a file of zeros takes no room on a disk.
+    pieces = max(documents.num_documents, documents.num_tokens // length)
+    needed = pieces * _BYTES_OF_PIECE
+    if needed > host_memory():
+        raise DatasetError(
+            f"{documents.location(0)}: {documents.num_documents:,} documents of {documents.num_tokens:,} tokens in "
+            f"rows of data.sequence_length={length} need {needed / 1e9:,.0f} GB of memory to plan the rows, and this "
+            f"machine has {host_memory() / 1e9:,.0f} GB; --data.packing concatenated needs no plan"
+        )
 
 
 class LongDocumentError(UserError):
