@@ -160,6 +160,21 @@ def require_readable(folder: Path) -> None:
             raise DamagedError(f"{folder} is damaged ({name} has {status.st_size:,} bytes, too many to be real)")
 
 
+def require_openable(checkpoints: Path) -> None:
+    """Checks the files that Orbax opens in a folder of checkpoints before it reads one of them.
+
+    Raises:
+      CheckpointError: one is a pipe, for which Orbax would wait for ever, or a device.
+    """
+    for path in (*checkpoints.glob("*"), *checkpoints.glob("*/*")):
+        try:
+            mode = path.stat().st_mode
+        except OSError:  # a broken link, or another process deleted it
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise CheckpointError(f"{path} is not a regular file; delete it")
+
+
 def is_of_run(info: Mapping[str, Any]) -> bool:
     """Returns whether `jaxtp train` wrote an info; other loops write any entries."""
     dicts = all(isinstance(info.get(name), dict) for name in ("config", "corpus", "mesh"))
