@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.checkpoint.logical import Variable, logical_size, may_be_infinite, named_variables, select_paths
+from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import float8_kernels
 from jaxtp.mesh import as_current
@@ -56,7 +57,7 @@ def rng_state(rngs: nnx.State, key: Array | None) -> nnx.State:
     def value(path: tuple[Any, ...], variable: Any) -> Any:
         if not isinstance(variable, nnx.RngKey):
             return variable.replace(jnp.zeros(variable.shape, variable.dtype))
-        of_stream = jax.random.fold_in(key, zlib.crc32(".".join(map(str, path)).encode()))
+        of_stream = jax.random.fold_in(key, zlib.crc32(dotted(path).encode()))
         return variable.replace(jax.random.split(of_stream, variable.shape) if variable.shape else of_stream)
 
     return nnx.from_flat_state([(path, value(path, variable)) for path, variable in nnx.to_flat_state(rngs)])
@@ -125,6 +126,7 @@ def plan_state(
     """Traces a `TrainState` on a mesh, which may be abstract; raises `ConfigError` if nothing is trained."""
     with as_current(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
+        by_dotted_path(nnx.to_flat_state(nnx.state(abstract_state)))  # refuses two variables with one path
         graph, rngs, abstract, constants = nnx.split(abstract_state, nnx.RngState, STORED, ...)  # type: ignore[misc]
         shardings = nnx.get_named_sharding(abstract, mesh)
     if "model" not in abstract or not nnx.to_flat_state(nnx.filter_state(abstract["model"], nnx.Param)):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.config.entry import UserError
+from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.python_object import user_code_error
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.columns import WEIGHTS
@@ -119,6 +120,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         raise ConfigError(f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}")
     weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
     graph, params, rngs, others, constants = nnx.split(model, nnx.Param, nnx.RngState, STATEFUL, ...)  # type: ignore[misc]
+    variables = by_dotted_path([*nnx.to_flat_state(others), *nnx.to_flat_state(params)])
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
 
@@ -149,8 +151,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     except Exception as error:
         shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
         raise user_code_error(f"the loss, on a batch of {shapes},", error) from error
-    variables = [*nnx.to_flat_state(others), *nnx.to_flat_state(params)]
-    names = [".".join(map(str, path)) for path, variable in variables for _ in jax.tree.leaves(variable)]
+    names = [name for name, variable in variables.items() for _ in jax.tree.leaves(variable)]
     producers = _producers(jaxpr)
     before = jaxpr.invars[len(jaxpr.invars) - num_state :]
     after = [_origin(var, producers) for var in jaxpr.outvars[len(jaxpr.outvars) - num_state :]]

@@ -51,6 +51,18 @@ class WithConstants(Net):
         return super().__call__(x) + 0.01 * self.table * self.steps + jnp.maximum(self.mask[...], -1.0)
 
 
+class DottedKeys(nnx.Module):
+    """Two layers, or the states of two dropouts, of which a dict by dotted path has only one."""
+
+    def __init__(self, made=nnx.Linear, *, rngs):
+        inputs = (10, 10) if made is nnx.Linear else (0.1,)
+        self.up = nnx.Linear(16, 10, rngs=rngs)
+        self.parts = nnx.Dict({"a.b": made(*inputs, rngs=rngs), "a": nnx.Dict({"b": made(*inputs, rngs=rngs)})})
+
+    def __call__(self, x):
+        return self.parts["a.b"](self.parts["a"]["b"](self.up(x)))
+
+
 def losses_of(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
 
@@ -175,6 +187,11 @@ def grows(model, batch, key):
         "a parameter": ({"loss": assigns}, "assigns the parameter up.bias"),
         "a dtype": ({"loss": grows, "model": WithConstants}, "changes mask from float32"),
         "statistics": ({"model": Normalised, "settings": {"train.accumulation": 2}}, "a step changes norm.mean"),
+        "equal paths": ({"model": DottedKeys}, r"two things at 'parts.a.b.bias', by the keys .*'a', 'b'.* and .*'a.b'"),
+        "equal paths of random keys": (
+            {"model": lambda rngs: DottedKeys(nnx.Dropout, rngs=rngs)},
+            "two things at 'parts.a.b.rngs.count'",
+        ),
         "no model": ({"model": lambda: 3}, "returns 3, and should return an nnx.Module"),
         "an instance": ({"model": Net(rngs=nnx.Rngs(0))}, "is a model; give its class"),
         "arguments": ({"model": lambda width: None}, "missing a required argument: 'width'; model.arguments can give"),
