@@ -1,5 +1,6 @@
 """A run of a user's model, loss, batches and optimizer: its numbers, its errors, and the trainer's methods."""
 
+import json
 import shutil
 
 import jax
@@ -14,6 +15,7 @@ import jaxtp
 from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import reference_to
 from jaxtp.train.__main__ import main
+from jaxtp.train.user_loss import check_names
 
 ROWS = 32
 
@@ -177,6 +179,14 @@ def grows(model, batch, key):
             {"model": nnx.Module, "loss": lambda m, b, k: (b["x"].sum(), ROWS)},
             "the model has no nnx.Param",
         ),
+        "a name of the log": (
+            {"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"rows_per_second": 1})},
+            "a metric named 'rows_per_second'",
+        ),
+        "two names of an evaluation": (
+            {"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"x": 1, "eval_x": 1})},
+            "metrics named 'x' and 'eval_x'",
+        ),
         "a name of an evaluation": (
             {"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"eval_loss": 1})},
             "a metric named 'eval_loss'",
@@ -254,6 +264,75 @@ def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):
     assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["2", "4"], "2 is the best saved one"
     halves, losses = records(tmp_path, "half"), records(tmp_path, "loss")
     assert {step: half * 2 for step, half in halves.items()} == pytest.approx(losses)
+
+
+COLUMNS = ("stop", "experts", "step", "loss", "key", "model", "batch", "state", "flags", "weights")
+"""Names that jaxtp uses for other things."""
+
+
+def with_columns(step):
+    return batches(step) | {name: np.full(ROWS, place + 1.0) for place, name in enumerate(COLUMNS)}
+
+
+def test_columns_and_metrics_may_have_any_name_that_a_run_does_not_log_itself(tmp_path):
+    names = [name for name in COLUMNS if name not in ("step", "loss")]
+
+    def reading(model, batch, key):
+        return *loss(model, batch, key)[:2], {"noise": 0.0} | {name: batch[name].sum() for name in names}
+
+    seen = []
+
+    def callback(trainer, step):
+        seen.append({name: step.metrics[name] for name in names} | {"step": step.index})
+        seen.append({name: step.metrics[f"eval_{name}"] for name in names} | {"step": step.index})
+
+    settings = {"eval.every": 1, "train.log_every": 1, "train.accumulation": 2}
+    parts = {"loss": reading, "batches": with_columns, "validation": with_columns}
+    train(tmp_path, steps=2, callbacks=[callback], settings=settings, **parts)
+    expected = {name: place + 1.0 for place, name in enumerate(COLUMNS) if name in names}
+    assert seen == [expected | {"step": step} for step in (1, 1, 2, 2)]
+    assert records(tmp_path, "stop") == {1: 1.0, 2: 1.0}
+    logged = {name for line in (tmp_path / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    for name in logged - {*names, "noise", "eval_noise"} - {f"eval_{name}" for name in names}:
+        with pytest.raises(UserError, match="a run does not use itself"):
+            check_names([name], "the loss returns")
+
+
+def test_the_flags_of_several_processes_are_no_column(tmp_path, monkeypatch):
+    def reading(model, batch, key):
+        kept = 1 - 0.25 * batch["stop"]
+        metrics = {"noise": kept.sum(), "stop": (batch["stop"].sum(), ROWS)}
+        return (losses_of(model, batch) * kept).sum(), kept.sum(), metrics
+
+    parts = {"loss": reading, "batches": with_columns, "mesh": "dp=2"}
+    alone, _ = train(tmp_path / "alone", **parts)
+    monkeypatch.setattr("jaxtp.train.stopping.is_multiprocess", lambda: True)
+    settings = {"train.log_every": 1}
+    stop_early = lambda trainer, step: trainer.stop("enough") if step.index == 2 else None
+    together, _ = train(tmp_path / "together", steps=9, callbacks=[stop_early], settings=settings, **parts)
+    assert together == alone, "the run ends after the step after the flag"
+    assert records(tmp_path / "together", "stop") == {1: 1.0, 2: 1.0, 3: 1.0}
+
+
+def test_a_column_of_weights_that_the_loss_does_not_read_pads_nothing(tmp_path):
+    rows = {"x": np.ones((ROWS + 1, 16), np.float32), "y": np.zeros(ROWS + 1, np.int32), "weights": np.ones(ROWS + 1)}
+    dataset = [{name: column[row] for name, column in rows.items()} for row in range(ROWS + 1)]
+    evaluated = []
+
+    def callback(trainer, step):
+        evaluated.append(trainer.evaluate()["eval_rows_seen"])
+
+    def counting(model, batch, key):
+        return *loss(model, batch, key)[:2], {"rows_seen": ((batch["x"] != 0).all(1).sum(), ROWS)}
+
+    train(tmp_path, steps=1, loss=counting, validation=dataset, callbacks=[callback])
+    assert evaluated == [1.0], "of the first batch alone"
+
+
+@pytest.mark.parametrize("name", ["step", "loss", "tokens_per_second"])
+def test_a_name_of_the_log_is_not_logged_twice(tmp_path, name):
+    with pytest.raises(UserError, match=f"trainer.log has a metric named '{name}'"):
+        train(tmp_path, steps=1, callbacks=[lambda trainer, step: trainer.log({name: 1.0})])
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS // 2])
