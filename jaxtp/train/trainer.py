@@ -37,7 +37,7 @@ from jaxtp.train.defaults import settings_of_run
 from jaxtp.train.metrics import MEAN_LOSS, Trackers
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
-from jaxtp.train.state import finite_arrays
+from jaxtp.train.state import CONSTANTS, finite_arrays
 from jaxtp.train.step import Scalars, TrainStep, compiler_options, fetch, trace_step
 from jaxtp.train.stopping import Stopping, Watchdog
 from jaxtp.train.task import Task
@@ -555,6 +555,8 @@ class Trainer:
         if (streams := run.position.gathered().streams) is not None:
             info[run_folder.STREAMS] = streams
         info[MEAN_LOSS] = run.mean_loss.sums
+        if constants := run.blueprint.record_of_constants():
+            info[CONSTANTS] = constants
         if self._verifier is not None:
             info[run_folder.VERIFIED] = self._verifier.verified
         if run.base is not None:
