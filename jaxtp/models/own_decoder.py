@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxtp.config.affects import settings_of
+from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.python_object import check_arguments, reference_to, signature_of, user_code_error
 from jaxtp.config.schema import ConfigError, to_plain, validate
 from jaxtp.mesh import abstract_mesh, mesh_shape
@@ -117,7 +118,5 @@ def _abstract(build: Builder) -> nnx.Module:
 
 
 def _shapes(model: nnx.Module) -> dict[str, str]:
-    return {
-        ".".join(map(str, path)): f"{type(variable).__name__} {variable.dtype}{variable.shape}"
-        for path, variable in nnx.to_flat_state(nnx.state(model))
-    }
+    variables = by_dotted_path(nnx.to_flat_state(nnx.state(model)))
+    return {name: f"{type(each).__name__} {each.dtype}{each.shape}" for name, each in variables.items()}

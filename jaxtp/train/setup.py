@@ -116,11 +116,17 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
     if initial.description:
         report.line(initial.description)
     step, info = (0, {}) if restored is None else (restored.step, restored.info)
+    origin = initial.info if restored is None else info  # of the checkpoint that has the weights
+    changed_constants: list[str] = []
+    if origin is not None:
+        blueprint, changed_constants = blueprint.with_constants_of(origin)
     if restored is not None:
         if not config.model.lora.rank:
             stored = info["config"]["run"]["init_from"]
             config = replace_nested(config, {"run.init_from": stored and Path(stored)})
         report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
+    for line in changed_constants:
+        report.line(f"  {line}")
     with raise_everywhere():
         if step < config.train.steps:
             run_folder.write_config(config)
@@ -315,7 +321,7 @@ def plan(
 
         make_model, lines = split_model(config, mesh, task, batch)
     optimizer = transformation(task, config.train.steps) or optimizers.build(config.optimizer, config.train.steps)
-    blueprint = plan_state(config.model, optimizer, mesh, make_model)
+    blueprint = plan_state(config.model, optimizer, mesh, make_model, config.run.seed)
     paths = list(trained_parameters(blueprint))
     optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
     for pattern in config.metrics.norm_groups:

@@ -8,7 +8,7 @@ moves the selection biases of experts, and selects the old state if the step is 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,22 +34,29 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import user_loss
 from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.state import OPTIMIZER_SCOPE, STORED, Blueprint, rng_state
-from jaxtp.train.stopping import STOP, abstract_flags, stop_requested
+from jaxtp.train.stopping import abstract_flags
 from jaxtp.train.task import Loss, Task
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scalars:
-    """Metrics of a step in one replicated array."""
+    """Metrics of a step in one replicated array, and the maximum of the flags of all devices, if there are flags."""
 
     names: tuple[str, ...] = field(metadata={"static": True})
-    values: Array  # a float32 for each name
+    values: Array  # a float32 for each name, then the maximum of the flags: it has no name that a metric may have too
 
     @classmethod
-    def of(cls, named: Mapping[str, Array]) -> "Scalars":
-        """Stacks scalars."""
-        return cls(tuple(named), jnp.stack([scalar.astype(jnp.float32) for scalar in named.values()]))
+    def of(cls, named: Mapping[str, Array], flags: Array | None = None) -> "Scalars":
+        """Stacks scalars, and the maximum of `flags`."""
+        maximum = [] if flags is None else [jnp.max(flags)]
+        return cls(tuple(named), jnp.stack([scalar.astype(jnp.float32) for scalar in [*named.values(), *maximum]]))
+
+    @property
+    def flag(self) -> int:
+        """The maximum of the flags, or 0; waits for the step."""
+        rest = np.asarray(self.values)[len(self.names) :]
+        return int(rest.max(initial=0))
 
 
 TrainStep = Callable[..., tuple[Any, ...]]  # See `make_train_step` and `on_leaves`.
@@ -62,8 +69,15 @@ NORM = "norm"  # Name in profiles of the sum of squares over devices
 Choices = list[tuple[Array, Array] | None] | None
 """For each kind of block the router's choices and their margin, if they are recorded."""
 
-EXPERTS = "experts"
-"""Key of a batch in `jaxtp check`: for each kind of block the experts to use for each token, `[B, layers, T, k]`."""
+Experts = tuple[Array | None, ...] | None
+"""For each kind of block the experts to use for each token, `[B, layers, T, k]`, instead of the router's choices."""
+
+
+class Replay(NamedTuple):
+    """What `jaxtp check` records of the routers in a step, and takes from the same step on another mesh."""
+
+    record: bool = False
+    experts: Experts = None
 
 
 def make_train_step(
@@ -76,6 +90,9 @@ def make_train_step(
     task: Task = Task(),
 ) -> JittedTrainStep:
     """Returns the jitted training step `state, batch -> state, scalars, ...`, which donates the state.
+
+    It takes `stop`, the flags of all devices (`stopping.py`), and `experts`, which replace the routers' choices, by
+    keyword: as columns of the batch they would hide a user's columns of these names.
 
     The scalars are `loss`, the mean over the batch's `loss_tokens` valid tokens; `grad_norm`, the global L2 norm before
     clipping; `learning_rate`, if known; `param_norm` after the update; `skipped`, the number of non-finite steps in a
@@ -96,14 +113,14 @@ def make_train_step(
     is_own = task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
 
-    def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
+    def step(state: nnx.State, batch: Batch, *, stop: Array | None = None, experts: Experts = None) -> tuple[Any, ...]:
         train_state = blueprint.merge(state)
         model: Any = train_state.model
         num_updates = train_state.optimizer.step[...]
 
-        arrays = {name: array for name, array in batch.items() if name != STOP}
         key = dropout_key(config.run.seed, num_updates)
-        terms, choices, grads = loss_and_grads(model, arrays, config, key, task.loss, record=with_choices)
+        replay = Replay(with_choices, experts)
+        terms, choices, grads = loss_and_grads(model, batch, config, key, task.loss, replay=replay)
         mean = terms.loss / _divisor(terms.count)
 
         norms = _norms("grad_norm", grads, groups, norm)
@@ -128,7 +145,7 @@ def make_train_step(
         if terms.balance is not None:
             scalars |= terms.balance.scalars(terms.count)
         scalars |= {name: total / weight for name, (total, weight) in terms.metrics.items()}
-        return new, Scalars.of(scalars | stop_requested(batch)), *others
+        return new, Scalars.of(scalars, stop), *others
 
     shardings: list[object] = [blueprint.shardings, _replicated(blueprint)]
     shardings += [_replicated(blueprint)] if with_checksums else []
@@ -140,17 +157,17 @@ def make_train_step(
 def on_leaves(step: JittedTrainStep, blueprint: Blueprint, tree: PyTreeDef) -> JittedTrainStep:
     """Returns a training step from and to the leaves of a state: to flatten a state takes as long as a tiny step."""
 
-    def flat(leaves: Sequence[Array], batch: Batch) -> tuple[object, object]:
-        new, *others = step.__wrapped__(jax.tree.unflatten(tree, leaves), batch)
+    def flat(leaves: Sequence[Array], batch: Batch, *, stop: Array | None = None) -> tuple[object, object]:
+        new, *others = step.__wrapped__(jax.tree.unflatten(tree, leaves), batch, stop=stop)
         return jax.tree.leaves(new), others
 
     return jax.jit(flat, donate_argnums=0, out_shardings=(jax.tree.leaves(blueprint.shardings), _replicated(blueprint)))
 
 
 def loss_and_grads(
-    model: Any, batch: Batch, config: TrainConfig, key: Array, loss: Loss | None = None, *, record: bool = False
+    model: Any, batch: Batch, config: TrainConfig, key: Array, loss: Loss | None = None, *, replay: Replay = Replay()
 ) -> tuple[LossTerms, Choices, nnx.State]:
-    """Returns the loss terms of a batch, the routers' choices if `record`, and the gradient of the mean loss.
+    """Returns the loss terms of a batch, the routers' choices if `replay` asks, and the gradient of the mean loss.
 
     The mean is over the batch's valid tokens (`count`, or a user's weight), not over means of micro-batches. With
     accumulation, each replica sums its own gradients of jaxtp's layers, and one reduction follows
@@ -166,24 +183,24 @@ def loss_and_grads(
     params = mark_unreduced(stored) if unreduced else stored
 
     def objective(
-        params: nnx.State, micro: Batch, rows: Array, index: Array
+        params: nnx.State, micro: Batch, experts: Experts, rows: Array, index: Array
     ) -> tuple[Array, tuple[LossTerms, Choices, nnx.State]]:
         # The frozen ones belong to the outer trace.
         if loss is None:
             merged = nnx.merge(graph, params, rngs, frozen, copy=True)
             keys = row_keys(key, rows) if merged.config.dropout else None
-            total, terms, choices = _decoder_objective(merged, micro, config, keys, record)
+            total, terms, choices = _decoder_objective(merged, micro, config, keys, Replay(replay.record, experts))
             return total, (terms, choices, nnx.State({}))
         micro_key = jax.random.fold_in(key, index)
         merged = nnx.merge(graph, params, rng_state(rngs, micro_key), frozen, copy=True)
         terms = user_loss.call(loss, merged, micro, micro_key)
         return terms.loss, (terms, None, user_loss.changeable(merged, frozen) if accumulation == 1 else nnx.State({}))
 
-    def micro_fn(micro: tuple[Batch, Array], index: Array) -> tuple[Any, Any]:
+    def micro_fn(micro: tuple[Batch, Experts, Array], index: Array) -> tuple[Any, Any]:
         (_, (terms, *others)), grads = jax.value_and_grad(objective, has_aux=True)(params, *micro, index)
         return (terms, grads), others
 
-    inputs = batch, jnp.arange(len(jax.tree.leaves(batch)[0]))
+    inputs = batch, replay.experts, jnp.arange(len(jax.tree.leaves(batch)[0]))
     no_terms = model.no_terms() if loss is None else _no_terms(micro_fn, inputs, accumulation)
     # Summing in a 16-bit parameter's own dtype would lose digits.
     no_grads = jax.tree.map(lambda param: jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)), params)
@@ -201,18 +218,18 @@ def _divisor(count: Array) -> Array:
 
 
 def _decoder_objective(
-    model: Decoder, batch: Batch, config: TrainConfig, dropout_keys: Array | None, record: bool
+    model: Decoder, batch: Batch, config: TrainConfig, dropout_keys: Array | None, replay: Replay
 ) -> tuple[Array, LossTerms, Choices]:
     sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS), config.mesh.context)
     terms, routings = model.loss_terms(
         batch["inputs"],
         batch["labels"],
-        replace(sequences, record=record),
+        replace(sequences, record=replay.record),
         z_loss=config.train.z_loss,
         dropout_keys=dropout_keys,
-        experts=batch.get(EXPERTS),  # type: ignore[arg-type]  # a pytree
+        experts=replay.experts,
     )
-    choices = [_choices(routing) for routing in routings] if record else None
+    choices = [_choices(routing) for routing in routings] if replay.record else None
     return terms.objective(config.train.balance_loss, config.train.router_z_loss), terms, choices
 
 
@@ -316,7 +333,8 @@ def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None 
 
 def fetch(scalars: Scalars) -> dict[str, float]:
     """Waits for a step and returns its metrics."""
-    return dict(zip(scalars.names, np.asarray(scalars.values).tolist(), strict=True))
+    values = np.asarray(scalars.values)[: len(scalars.names)]
+    return dict(zip(scalars.names, values.tolist(), strict=True))
 
 
 def trace_step(
@@ -336,9 +354,9 @@ def trace_step(
     data, mesh = config.data, blueprint.mesh
     if batch is None:
         batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
-    inputs = {**batch, **abstract_flags(mesh)}
+    step = step or make_train_step(config, blueprint)
     with jax.set_mesh(mesh):
-        return (step or make_train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, inputs)
+        return step.trace(blueprint.sharded if state is None else state, batch, **abstract_flags(mesh))
 
 
 def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:

@@ -37,11 +37,11 @@ from jaxtp.train.defaults import settings_of_run
 from jaxtp.train.metrics import MEAN_LOSS, Trackers
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
-from jaxtp.train.state import finite_arrays
+from jaxtp.train.state import CONSTANTS, finite_arrays
 from jaxtp.train.step import Scalars, TrainStep, compiler_options, fetch, trace_step
 from jaxtp.train.stopping import Stopping, Watchdog
 from jaxtp.train.task import Task
-from jaxtp.train.user_loss import require_sums
+from jaxtp.train.user_loss import check_names, require_sums
 
 if TYPE_CHECKING:
     from jaxtp.train.performance import Profiler, Stragglers
@@ -225,7 +225,12 @@ class Trainer:
         return values
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Writes values of the current step to `metrics.jsonl` and the trackers, from process 0."""
+        """Writes values of the current step to `metrics.jsonl` and the trackers, from process 0.
+
+        Raises:
+          ConfigError: a name that the run uses itself.
+        """
+        check_names(values, "trainer.log has")
         self._trackers.write({"step": self._run.step, **{name: float(value) for name, value in values.items()}})
 
     def line(self, text: str) -> None:
@@ -287,11 +292,11 @@ class Trainer:
                     accumulation = self.config.train.accumulation
                     if warning := require_sums(run.task.loss, run.blueprint, run.state, batch, accumulation):
                         self._report.line(warning)
-            inputs = batch | self._stopping.flags()
+            flags = self._stopping.flags()
             verifying = self._verifier is not None and self._verifier.due(run.step + 1)
             if verifying:
-                self._begin_verification(train_step, batch, inputs)
-            run.leaves, (scalars, *checksums) = train_step(run.leaves, inputs)
+                self._begin_verification(train_step, batch, flags)
+            run.leaves, (scalars, *checksums) = train_step(run.leaves, batch, **flags)
             run.step += 1
             run.position = position
             self._finish_step()
@@ -396,14 +401,14 @@ class Trainer:
         self._report.line(f"compiled the training step in {seconds:.1f} s")
         return compiled
 
-    def _begin_verification(self, train_step: TrainStep, batch: Batch, inputs: Batch) -> None:
+    def _begin_verification(self, train_step: TrainStep, batch: Batch, flags: Mapping[str, jax.Array]) -> None:
         # Computes the next step once, and restores the state.
         self._finish_step()
         run, step = self._run, self._run.step + 1
         assert self._verifier is not None
 
         def compute(state: nnx.State) -> tuple[nnx.State, Scalars, jax.Array]:
-            leaves, (scalars, checksums) = train_step(jax.tree.leaves(state), inputs)
+            leaves, (scalars, checksums) = train_step(jax.tree.leaves(state), batch, **flags)
             return jax.tree.unflatten(run.tree, leaves), scalars, checksums
 
         with self._phase(f"the verification of step {step}", "verify"):
@@ -434,7 +439,7 @@ class Trainer:
         (step, batch, scalars, checksums), self._in_flight = self._in_flight, None
         values = fetch(scalars)
         self._run.checkpoints.confirm()
-        self._stopping.read(values)
+        self._stopping.read(scalars.flag)
         self._timing.tick()
         if self._verifier is not None:
             self._verify(self._verifier, step, *checksums)
@@ -550,6 +555,8 @@ class Trainer:
         if (streams := run.position.gathered().streams) is not None:
             info[run_folder.STREAMS] = streams
         info[MEAN_LOSS] = run.mean_loss.sums
+        if constants := run.blueprint.record_of_constants():
+            info[CONSTANTS] = constants
         if self._verifier is not None:
             info[run_folder.VERIFIED] = self._verifier.verified
         if run.base is not None:

@@ -1,7 +1,7 @@
 """Calls a user's loss, and checks it before the first step."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.config.entry import UserError
+from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.python_object import user_code_error
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.columns import WEIGHTS
@@ -29,10 +30,13 @@ Example = NDArray[np.generic] | jax.ShapeDtypeStruct
 STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of `nnx.BatchNorm`."""
 
-RESERVED = {
-    *("step", "loss", "eval_loss", "learning_rate", "grad_norm"),
-    *("param_norm", "skipped", "loss_tokens", "loss_weight"),
+_RESERVED = {
+    *("step", "loss", "eval_loss", "eval_perplexity", "learning_rate", "grad_norm", "param_norm", "skipped"),
+    *("loss_tokens", "loss_weight", "tokens", "rows", "data_wait_seconds", "goodput", "mfu", "slowest_device"),
+    *("memory_bytes", "memory_peak_bytes"),
 }
+_RESERVED_GROUPS = ("grad_norm/", "param_norm/", "lost_to_", "step_seconds", "tokens_per_second", "rows_per_second")
+"""Beginnings of names."""
 _FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
 
 _TOP = "jaxtp score --top-k 64 makes it, and data.scores FOLDER reads it"
@@ -61,6 +65,15 @@ def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str
     return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
 
 
+def check_names(metrics: Iterable[object], who: str) -> None:
+    """Raises ConfigError if a metric has the name of one that a run logs itself: one of the two would be lost."""
+    for name in metrics:
+        if not isinstance(name, str):
+            raise ConfigError(f"{who} a metric named {name!r}; a name is a string")
+        if name in _RESERVED or name.startswith(_RESERVED_GROUPS):
+            raise ConfigError(f"{who} a metric named {name!r}; give it a name that a run does not use itself")
+
+
 def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) -> LossTerms:
     """Returns the terms of a loss in float32; raises ConfigError for other results."""
     result: Any = loss(model, dict(batch), key)
@@ -69,10 +82,13 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
     total, weight, metrics = (*result, {})[:3]
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"the third result of the loss is {_describe(metrics)}; it should be a dict of metrics")
-    if taken := [name for name in metrics if name in RESERVED or not isinstance(name, str)]:
-        raise ConfigError(
-            f"the loss returns a metric named {taken[0]!r}; give it a name that a run does not use itself"
-        )
+    check_names(metrics, "the loss returns")
+    for name in metrics:
+        if (evaluated := f"eval_{name}") in metrics:
+            raise ConfigError(
+                f"the loss returns metrics named {name!r} and {evaluated!r}, and an evaluation logs {name!r} as "
+                f"{evaluated!r}; rename one of them"
+            )
     pairs = {name: value if isinstance(value, tuple) else (value, weight) for name, value in metrics.items()}
     if odd := [name for name, pair in pairs.items() if len(pair) != 2 or any(each is None for each in pair)]:
         raise ConfigError(f"metric {odd[0]!r} is {metrics[odd[0]]!r}; it should be a number, or a pair (sum, weight)")
@@ -119,6 +135,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         raise ConfigError(f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}")
     weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
     graph, params, rngs, others, constants = nnx.split(model, nnx.Param, nnx.RngState, STATEFUL, ...)  # type: ignore[misc]
+    variables = by_dotted_path([*nnx.to_flat_state(others), *nnx.to_flat_state(params)])
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
 
@@ -136,21 +153,26 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         return jax.make_jaxpr(run)(jax.random.key(0), list(weights), dict(batch), leaves, params).jaxpr
 
     num_state = len(leaves) + len(jax.tree.leaves(params))
-    reads = WEIGHTS in batch
-    if not reads:
+
+    def reads_input(jaxpr: Any, index: int) -> bool:
+        return jaxpr.invars[index] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - num_state])
+
+    has_weights = WEIGHTS in batch
+    reads = False
+    if not has_weights:
         # A loss may pass the batch's keys to a function that does not know this one.
         with contextlib.suppress(Exception):
-            jaxpr = trace(weights)
-            reads = jaxpr.invars[1] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - num_state])
+            reads = reads_input(trace(weights), 1)
     try:
-        jaxpr = trace(*([weights] if reads and WEIGHTS not in batch else []))
+        jaxpr = trace(*([weights] if reads else []))
     except UserError:
         raise
     except Exception as error:
         shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
         raise user_code_error(f"the loss, on a batch of {shapes},", error) from error
-    variables = [*nnx.to_flat_state(others), *nnx.to_flat_state(params)]
-    names = [".".join(map(str, path)) for path, variable in variables for _ in jax.tree.leaves(variable)]
+    if has_weights:  # a column of the user's, which may be something else
+        reads = reads_input(jaxpr, 1 + sorted(batch).index(WEIGHTS))
+    names = [name for name, variable in variables.items() for _ in jax.tree.leaves(variable)]
     producers = _producers(jaxpr)
     before = jaxpr.invars[len(jaxpr.invars) - num_state :]
     after = [_origin(var, producers) for var in jaxpr.outvars[len(jaxpr.outvars) - num_state :]]

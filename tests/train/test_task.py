@@ -1,6 +1,9 @@
 """A run of a user's model, loss, batches and optimizer: its numbers, its errors, and the trainer's methods."""
 
+import functools
+import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,10 @@ from runs import records
 import jaxtp
 from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import reference_to
+from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train.__main__ import main
+from jaxtp.train.state import plan_state
+from jaxtp.train.user_loss import check_names
 
 ROWS = 32
 
@@ -49,6 +55,18 @@ class WithConstants(Net):
 
     def __call__(self, x):
         return super().__call__(x) + 0.01 * self.table * self.steps + jnp.maximum(self.mask[...], -1.0)
+
+
+class DottedKeys(nnx.Module):
+    """Two layers, or the states of two dropouts, of which a dict by dotted path has only one."""
+
+    def __init__(self, made=nnx.Linear, *, rngs):
+        inputs = (10, 10) if made is nnx.Linear else (0.1,)
+        self.up = nnx.Linear(16, 10, rngs=rngs)
+        self.parts = nnx.Dict({"a.b": made(*inputs, rngs=rngs), "a": nnx.Dict({"b": made(*inputs, rngs=rngs)})})
+
+    def __call__(self, x):
+        return self.parts["a.b"](self.parts["a"]["b"](self.up(x)))
 
 
 def losses_of(model, batch):
@@ -121,6 +139,125 @@ def test_a_run_resumes_on_another_mesh_with_its_statistics(tmp_path):
         np.testing.assert_allclose(trainer.model.norm.mean[...], source["norm", "mean"], rtol=1e-6)
 
 
+class RandomFeatures(nnx.Module):
+    """Has random numbers in a plain array, which is no variable."""
+
+    def __init__(self, *, scale=1.0, rngs):
+        self.frequencies = scale * jax.random.normal(rngs.params(), (16, 32))
+        self.down = nnx.Linear(32, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.cos(x @ self.frequencies))
+
+
+def frequencies_of(folder, model=RandomFeatures, mesh="fsdp=2", steps=1, **settings):
+    """Returns the plain array and the loss of the first step."""
+    task = jaxtp.Task(model=model, loss=loss, batches=batches, optimizer=optimizer)
+    with jaxtp.Trainer(task, mesh=mesh, folder=folder, steps=steps, settings=settings) as trainer:
+        losses = [step.metrics["loss"] for step in trainer]
+        return np.asarray(trainer.model.frequencies), losses[0]
+
+
+def plain_frequencies(seed):
+    model = RandomFeatures(rngs=nnx.Rngs(seed))
+    total, weight, _ = loss(model, {name: jnp.asarray(each) for name, each in batches(0).items()}, jax.random.key(0))
+    return np.asarray(model.frequencies), total / weight
+
+
+@pytest.mark.parametrize(
+    ("mesh", "seed"), [("fsdp=2", 0), ("dp=2,fsdp=2,tp=2", 5), pytest.param("tp=2", 7, marks=pytest.mark.wide)]
+)
+def test_plain_arrays_are_of_the_runs_seed(tmp_path, mesh, seed):
+    for found, expected in zip(
+        frequencies_of(tmp_path, mesh=mesh, **{"run.seed": seed}), plain_frequencies(seed), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_plain_arrays_stay_with_the_weights_they_were_trained_with(tmp_path, capsys):
+    first, _ = frequencies_of(tmp_path / "run", **{"run.seed": 5})
+    settings = {"run.seed": 3, "run.init_from": tmp_path / "run"}
+    from_it, _ = frequencies_of(tmp_path / "next", **settings)
+    resumed, _ = frequencies_of(tmp_path / "next", mesh="dp=2,tp=2", steps=2, **settings)
+    assert "changed since: the values" not in capsys.readouterr().out
+    for found in (from_it, resumed):
+        np.testing.assert_array_equal(found, first)
+
+
+@pytest.mark.wide
+def test_plain_arrays_stay_through_several_runs(tmp_path):
+    before = None
+    for number in range(3):
+        settings = {"run.seed": 5 + number} | ({"run.init_from": before} if before else {})
+        for steps in (1, 2):
+            found, _ = frequencies_of(tmp_path / str(number), steps=steps, **settings)
+            np.testing.assert_array_equal(found, plain_frequencies(5)[0])
+        before = tmp_path / str(number)
+
+
+def test_plain_arrays_that_changed_are_reported(tmp_path, capsys):
+    frequencies_of(tmp_path, **{"run.seed": 5})
+    wider = functools.partial(RandomFeatures, scale=1.1)
+    found, _ = frequencies_of(tmp_path, model=wider, steps=2, **{"run.seed": 5})
+    np.testing.assert_allclose(found, 1.1 * plain_frequencies(5)[0], rtol=1e-6)
+    assert "changed since: the values of model.frequencies" in capsys.readouterr().out
+
+
+def test_a_checkpoint_without_a_record_has_plain_arrays_of_seed_0(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxtp.train.state.Blueprint.record_of_constants", lambda _: {})
+        frequencies_of(tmp_path, **{"run.seed": 5})
+    for steps in (2, 3):
+        found, _ = frequencies_of(tmp_path, steps=steps, **{"run.seed": 5})
+        np.testing.assert_array_equal(found, plain_frequencies(0)[0])
+
+
+TWO_PROCESSES = f"""
+import json, sys
+from jaxtp.distributed.joining import join_processes
+join_processes()
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+import jax, numpy as np
+from test_task import frequencies_of, train, with_columns, reading_stop
+
+found, first = frequencies_of("run", mesh="dp=2,fsdp=2,tp=2", **{{"run.seed": 5}})
+np.save(f"{{jax.process_index()}}.npy", found)
+settings = {{"train.log_every": 1}}
+losses, _ = train("columns", mesh="dp=4,fsdp=2", loss=reading_stop, batches=with_columns, settings=settings)
+with open(f"{{jax.process_index()}}.json", "w") as file:
+    json.dump([first, losses], file)
+"""
+
+
+@pytest.mark.journey
+def test_two_processes_have_the_plain_arrays_and_columns_of_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert launch(["--processes", "2", "--devices", "4", "--", "-c", TWO_PROCESSES]) == 0
+    expected, loss_of_one = plain_frequencies(5)
+    losses_of_one, _ = train(tmp_path / "one", loss=reading_stop, batches=with_columns)
+    for process in range(2):
+        np.testing.assert_array_equal(np.load(f"{process}.npy"), expected)
+        first, losses = json.loads((tmp_path / f"{process}.json").read_text())
+        assert first == pytest.approx(float(loss_of_one), rel=1e-5)
+        np.testing.assert_allclose(losses, losses_of_one, rtol=1e-5)
+    assert records(tmp_path / "columns", "stop") == {1: 1.0, 2: 1.0, 3: 1.0}
+
+
+def test_a_loop_of_ones_own_gives_one_seed_for_weights_and_plain_arrays():
+    mesh = jaxtp.make_mesh(fsdp=2)
+    build = lambda rngs: jaxtp.parallelize(RandomFeatures(rngs=rngs), mesh=mesh)
+    with pytest.raises(
+        UserError, match=r"weights would be of seed 5, and model.frequencies, .* is of seed 0; .*seed=5"
+    ):
+        plan_state(jaxtp.ModelConfig(), optimizer, mesh, build).create(5)
+    blueprint = plan_state(jaxtp.ModelConfig(), optimizer, mesh, build, 5)
+    model = blueprint.merge(blueprint.create(5)).model
+    np.testing.assert_array_equal(model.frequencies, plain_frequencies(5)[0])
+    with pytest.raises(UserError, match=r"constants:\n  seed = -1"):
+        blueprint.with_constants_of({"constants": {"seed": -1}})
+
+
 def mean(model, batch, key):
     return losses_of(model, batch).mean(), ROWS // 2
 
@@ -165,6 +302,14 @@ def grows(model, batch, key):
             {"model": nnx.Module, "loss": lambda m, b, k: (b["x"].sum(), ROWS)},
             "the model has no nnx.Param",
         ),
+        "a name of the log": (
+            {"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"rows_per_second": 1})},
+            "a metric named 'rows_per_second'",
+        ),
+        "two names of an evaluation": (
+            {"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"x": 1, "eval_x": 1})},
+            "metrics named 'x' and 'eval_x'",
+        ),
         "a name of an evaluation": (
             {"loss": lambda m, b, k: (*loss(m, b, k)[:2], {"eval_loss": 1})},
             "a metric named 'eval_loss'",
@@ -175,6 +320,11 @@ def grows(model, batch, key):
         "a parameter": ({"loss": assigns}, "assigns the parameter up.bias"),
         "a dtype": ({"loss": grows, "model": WithConstants}, "changes mask from float32"),
         "statistics": ({"model": Normalised, "settings": {"train.accumulation": 2}}, "a step changes norm.mean"),
+        "equal paths": ({"model": DottedKeys}, r"two things at 'parts.a.b.bias', by the keys .*'a', 'b'.* and .*'a.b'"),
+        "equal paths of random keys": (
+            {"model": lambda rngs: DottedKeys(nnx.Dropout, rngs=rngs)},
+            "two things at 'parts.a.b.rngs.count'",
+        ),
         "no model": ({"model": lambda: 3}, "returns 3, and should return an nnx.Module"),
         "an instance": ({"model": Net(rngs=nnx.Rngs(0))}, "is a model; give its class"),
         "arguments": ({"model": lambda width: None}, "missing a required argument: 'width'; model.arguments can give"),
@@ -237,6 +387,76 @@ def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):
     assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["2", "4"], "2 is the best saved one"
     halves, losses = records(tmp_path, "half"), records(tmp_path, "loss")
     assert {step: half * 2 for step, half in halves.items()} == pytest.approx(losses)
+
+
+COLUMNS = ("stop", "experts", "step", "loss", "key", "model", "batch", "state", "flags", "weights")
+"""Names that jaxtp uses for other things."""
+
+
+def with_columns(step):
+    return batches(step) | {name: np.full(ROWS, place + 1.0) for place, name in enumerate(COLUMNS)}
+
+
+def test_columns_and_metrics_may_have_any_name_that_a_run_does_not_log_itself(tmp_path):
+    names = [name for name in COLUMNS if name not in ("step", "loss")]
+
+    def reading(model, batch, key):
+        return *loss(model, batch, key)[:2], {"noise": 0.0} | {name: batch[name].sum() for name in names}
+
+    seen = []
+
+    def callback(trainer, step):
+        seen.append({name: step.metrics[name] for name in names} | {"step": step.index})
+        seen.append({name: step.metrics[f"eval_{name}"] for name in names} | {"step": step.index})
+
+    settings = {"eval.every": 1, "train.log_every": 1, "train.accumulation": 2}
+    parts = {"loss": reading, "batches": with_columns, "validation": with_columns}
+    train(tmp_path, steps=2, callbacks=[callback], settings=settings, **parts)
+    expected = {name: place + 1.0 for place, name in enumerate(COLUMNS) if name in names}
+    assert seen == [expected | {"step": step} for step in (1, 1, 2, 2)]
+    assert records(tmp_path, "stop") == {1: 1.0, 2: 1.0}
+    logged = {name for line in (tmp_path / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    for name in logged - {*names, "noise", "eval_noise"} - {f"eval_{name}" for name in names}:
+        with pytest.raises(UserError, match="a run does not use itself"):
+            check_names([name], "the loss returns")
+
+
+def reading_stop(model, batch, key):
+    kept = 1 - 0.25 * batch["stop"]
+    metrics = {"noise": kept.sum(), "stop": (batch["stop"].sum(), ROWS)}
+    return (losses_of(model, batch) * kept).sum(), kept.sum(), metrics
+
+
+def test_the_flags_of_several_processes_are_no_column(tmp_path, monkeypatch):
+    parts = {"loss": reading_stop, "batches": with_columns, "mesh": "dp=2"}
+    alone, _ = train(tmp_path / "alone", **parts)
+    monkeypatch.setattr("jaxtp.train.stopping.is_multiprocess", lambda: True)
+    settings = {"train.log_every": 1}
+    stop_early = lambda trainer, step: trainer.stop("enough") if step.index == 2 else None
+    together, _ = train(tmp_path / "together", steps=9, callbacks=[stop_early], settings=settings, **parts)
+    assert together == alone, "the run ends after the step after the flag"
+    assert records(tmp_path / "together", "stop") == {1: 1.0, 2: 1.0, 3: 1.0}
+
+
+def test_a_column_of_weights_that_the_loss_does_not_read_pads_nothing(tmp_path):
+    rows = {"x": np.ones((ROWS + 1, 16), np.float32), "y": np.zeros(ROWS + 1, np.int32), "weights": np.ones(ROWS + 1)}
+    dataset = [{name: column[row] for name, column in rows.items()} for row in range(ROWS + 1)]
+    evaluated = []
+
+    def callback(trainer, step):
+        evaluated.append(trainer.evaluate()["eval_rows_seen"])
+
+    def counting(model, batch, key):
+        return *loss(model, batch, key)[:2], {"rows_seen": ((batch["x"] != 0).all(1).sum(), ROWS)}
+
+    train(tmp_path, steps=1, loss=counting, validation=dataset, callbacks=[callback])
+    assert evaluated == [1.0], "of the first batch alone"
+
+
+@pytest.mark.parametrize("name", ["step", "loss", "tokens_per_second"])
+def test_a_name_of_the_log_is_not_logged_twice(tmp_path, name):
+    with pytest.raises(UserError, match=f"trainer.log has a metric named '{name}'"):
+        train(tmp_path, steps=1, callbacks=[lambda trainer, step: trainer.log({name: 1.0})])
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS // 2])
