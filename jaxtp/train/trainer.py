@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import Sums
-from jaxtp.config.entry import STANDARD_OUTPUT, UserError
-from jaxtp.config.python_object import user_code_error
+from jaxtp.config.entry import STANDARD_OUTPUT, NumericsError, UserError
+from jaxtp.config.python_object import reference_to, user_code, user_code_error
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Position
@@ -46,6 +46,10 @@ from jaxtp.train.user_loss import require_sums
 if TYPE_CHECKING:
     from jaxtp.train.performance import Profiler, Stragglers
     from jaxtp.train.verify import Verifier
+
+
+_ERRORS_OF_RUNS = UserError, NumericsError, OSError, jax.errors.JaxRuntimeError
+"""Errors of a trainer's methods, which a callback may call; other errors are the callback's own."""
 
 
 class Step:
@@ -302,8 +306,7 @@ class Trainer:
                 self._report.line(traced)
             self._evaluate_if_due(total)
             step = Step(run.step, self)
-            for callback in run.task.callbacks:
-                callback(self, step)
+            self._call_back(step)
             yield step
             if run.step < total:
                 self._between_steps()
@@ -321,6 +324,11 @@ class Trainer:
         for line in next_steps(self.config, saved, decoder=run.blueprint.is_decoder, pairs=pairs):
             self._report.line(line)
         self.done = True
+
+    def _call_back(self, step: Step) -> None:
+        for callback in self._run.task.callbacks:
+            with user_code(f"callback {reference_to(callback)}", *_ERRORS_OF_RUNS):
+                callback(self, step)
 
     def _next_batch(self, batches: Iterator[tuple[Batch, Position]]) -> tuple[Batch, Position]:
         try:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.config.entry import UserError
-from jaxtp.config.python_object import user_code_error
+from jaxtp.config.python_object import user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.columns import WEIGHTS
 from jaxtp.data.rows import PAIRS, SEGMENTS
@@ -48,7 +49,9 @@ _ORIGINS = {
 
 def attribute(loss: Loss | None, name: str, default: T) -> T:
     """Returns an optional attribute of a loss, such as `columns`, also if `train.loss_arguments` complete it."""
-    return getattr(getattr(loss, "func", loss), name, default)  # `func` is a partial's
+    function = loss.func if isinstance(loss, partial) else loss
+    with user_code(f"the loss's attribute {name}"):
+        return getattr(function, name, default)
 
 
 def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
@@ -139,16 +142,12 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     reads = WEIGHTS in batch
     if not reads:
         # A loss may pass the batch's keys to a function that does not know this one.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(UserError), user_code("the loss"):
             jaxpr = trace(weights)
             reads = jaxpr.invars[1] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - num_state])
-    try:
+    shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
+    with user_code(f"the loss, on a batch of {shapes},", UserError):
         jaxpr = trace(*([weights] if reads and WEIGHTS not in batch else []))
-    except UserError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
-        raise user_code_error(f"the loss, on a batch of {shapes},", error) from error
     variables = [*nnx.to_flat_state(others), *nnx.to_flat_state(params)]
     names = [".".join(map(str, path)) for path, variable in variables for _ in jax.tree.leaves(variable)]
     producers = _producers(jaxpr)
