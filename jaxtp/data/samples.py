@@ -63,6 +63,12 @@ class Data:
         self._validation_weights = [source.weight for source in validation_sources]
         sources = (*corpus.sources, *validation_sources)
         for rows, source in zip((*self.train_rows, *self.validation_rows), sources, strict=True):
+            if not len(rows) and rows.num_unlabelled:
+                raise CorpusError(
+                    f"{source.name or corpus.description}: no sequence of data.sequence_length={settings.length} "
+                    f"has a label, since all of its tokens are of prompts ({rows.num_unlabelled:,} sequences); use a "
+                    "larger --data.sequence-length, or documents with answers"
+                )
             if not len(rows):
                 what, fix = "document", "--data.long-documents split cuts them"
                 if corpus.has_pairs:

@@ -157,6 +157,7 @@ class Trainer:
             self._verifier = verify.Verifier(config, run.blueprint, run.checkpoints, run.verified)
         self._in_flight: tuple[int, Batch, Scalars, list[jax.Array]] | None = None
         self._last: tuple[int, dict[str, float]] = 0, {}  # a finished step, with its training and evaluation metrics
+        self._without_weight = 0  # steps in a row
         self._saved_at = run.step if run.checkpoints.steps() else None
         self._first = run.step + 1
         self._steps = self._train()
@@ -425,6 +426,7 @@ class Trainer:
             self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
 
     def _between_steps(self) -> None:
+        self._require_weight()
         if (every := self.config.checkpoint.every) and self._run.step % every == 0:
             self._save()
 
@@ -446,15 +448,20 @@ class Trainer:
         self._timing.tick()
         if self._verifier is not None:
             self._verify(self._verifier, step, *checksums)
-        if skipped := int(values.pop("skipped")):
+        skipped = int(values.pop("skipped"))
+        weight = values.pop("loss_tokens")
+        if weight == 0:
+            self._handle_no_weight(step, values)
+        elif skipped:
             self._handle_skip(step, skipped, values, batch)
         elif not math.isfinite(values["param_norm"]):
             from jaxtp.train.verify import nonfinite_update
 
             raise nonfinite_update(self._run, step, values)
-        weight = values.pop("loss_tokens")
-        if not skipped:
+        else:
             self._run.mean_loss.add(values["loss"], weight)
+        if weight:
+            self._without_weight = 0
         self._last = step, values
         self._log(step, values)
 
@@ -488,6 +495,21 @@ class Trainer:
 
             speed |= utilization(self.mesh, self._run.row_flops * rate / self._run.data.units_per_row)
         return speed
+
+    def _handle_no_weight(self, step: int, values: dict[str, float]) -> None:
+        values["loss"] = math.nan
+        self._without_weight += 1
+        what = "no token of the batch has a label" if self._run.task.loss is None else "the weight of the loss is 0"
+        self._report.line(f"step {step}: {what}, so there is no loss; the update is skipped")
+
+    def _require_weight(self) -> None:
+        most, found = self.config.train.max_skipped, self._without_weight
+        if found > most:
+            self.save()
+            raise BatchError(
+                f"step {self._run.step}: the last {found} steps had no weight, more than train.max_skipped={most}; the "
+                "run is saved. Look at the labels of the data and the weight that the loss returns"
+            )
 
     def _handle_skip(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:
         run, allowed = self._run, self.config.train.skips_allowed
