@@ -173,6 +173,7 @@ def _data_rows(
         "scores": None if data.tokens.scores is None else data.tokens.scores.describe(),
         "batch": _describe_batch(config, sizes, f"sequences of {config.data.sequence_length} {corpus.unit}"),
         "steps": _describe_steps(config, data.tokens, *progress),
+        "eval": corpus.not_evaluated(),
     }
 
 

@@ -200,8 +200,8 @@ def loss_and_grads(
 
 
 def _divisor(count: Array) -> Array:
-    # A batch may be all prompts or padding, which makes no update. A weight that is NaN makes the loss NaN.
-    return jnp.where(count == 0, 1, count)
+    # A batch may be all prompts or padding, which makes no update. The loss by a weight that is not finite is NaN.
+    return jnp.where(count == 0, 1, jnp.where(jnp.isfinite(count), count, jnp.nan))
 
 
 def _decoder_objective(

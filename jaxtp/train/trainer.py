@@ -435,7 +435,8 @@ class Trainer:
         if step == total or (every and step % every == 0):
             self._finish_step()
             if step == total:
-                self._report.line(f"step {step} is the last: evaluates and saves")
+                then = "saves" if self._run.data.validation is None else "evaluates and saves"
+                self._report.line(f"step {step} is the last: {then}")
             self._evaluate()
 
     def _finish_step(self) -> None:

@@ -294,6 +294,62 @@ def test_references_name_functions_and_values():
     assert reference_to(optax.sgd(1.0)) == "<GradientTransformationExtraArgs>"
 
 
+def weighted(model, batch, key):
+    return (losses_of(model, batch) * batch["w"]).sum(), batch["w"].sum(), {"noise": batch["w"].sum()}
+
+
+def with_weights(*without):
+    def read(step):
+        return batches(step) | {"w": np.full(ROWS, float(step + 1 not in without), np.float32)}
+
+    return read
+
+
+def parameters(trainer):
+    return jax.device_get(jax.tree.leaves(nnx.state(trainer.model, nnx.Param)))
+
+
+def test_a_step_without_weight_moves_no_parameter_and_has_no_loss(tmp_path, capsys):
+    parts = {"model": Net, "loss": weighted, "optimizer": optax.adamw(1e-2), "batches": with_weights(2, 3)}
+    moved, found = [], []
+    settings = {"train.log_every": 1}
+    with jaxtp.Trainer(jaxtp.Task(**parts), mesh="fsdp=2", folder=tmp_path, steps=5, settings=settings) as trainer:
+        before = parameters(trainer)
+        for step in trainer:
+            after = parameters(trainer)
+            moved.append(any((old != new).any() for old, new in zip(before, after, strict=True)))
+            found.append(step.metrics["loss"])
+            before = after
+    assert moved == [True, False, False, True, True]
+    assert np.isnan(found).tolist() == [False, True, True, False, False]
+    assert [step for step, value in records(tmp_path).items() if value is None] == [2, 3]
+    out = capsys.readouterr().out
+    assert "step 2: the weight of the loss is 0, so there is no loss; the update is skipped" in out
+    assert "step 3/5  no loss" in out
+
+
+@pytest.mark.parametrize("also_in", [(), (7,)])
+def test_a_run_of_steps_without_weight_ends_and_is_saved(tmp_path, also_in):
+    settings = {"train.max_skipped": 2}
+    parts = {"loss": weighted, "batches": with_weights(2, 3, 5, 6, *also_in), "settings": settings}
+    if not also_in:
+        train(tmp_path, steps=8, **parts)
+        return
+    with pytest.raises(UserError, match=r"the last 3 steps had no weight, more than train.max_skipped=2"):
+        train(tmp_path, steps=9, **parts)
+    assert [int(each.name) for each in (tmp_path / "checkpoints").iterdir()] == [7]
+
+
+@pytest.mark.parametrize("weight", [jnp.nan, jnp.inf])
+def test_a_weight_that_is_no_number_ends_the_run(tmp_path, weight):
+    def odd(model, batch, key):
+        total, count, metrics = weighted(model, batch, key)
+        return total, jnp.where(count > 0, count, weight), metrics
+
+    with pytest.raises(NumericsError, match="step 2"):
+        train(tmp_path, steps=4, loss=odd, batches=with_weights(2))
+
+
 HOSTILE = """
 import functools, sys
 from flax import nnx
