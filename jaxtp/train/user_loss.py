@@ -108,6 +108,7 @@ class Traits:
     changes: tuple[str, ...]  # variables of the model that it changes, by dotted path
     metrics: tuple[str, ...]
     is_random: bool  # whether results depend on the random key
+    warning: str | None = None  # on its dtypes
 
 
 def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Traits:
@@ -124,6 +125,13 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     graph, params, rngs, others, constants = nnx.split(model, nnx.Param, nnx.RngState, STATEFUL, ...)  # type: ignore[misc]
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
+    results: tuple[object, ...] = ()
+
+    def recorded(*arguments: Any) -> Any:
+        nonlocal results
+        result: Any = loss(*arguments)
+        results = result[:2] if isinstance(result, tuple) else ()
+        return result
 
     def run(
         key: Array, weights: list[Array], batch: dict[str, Array], leaves: list[Array], params: nnx.State
@@ -131,7 +139,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         nonlocal metrics
         others = jax.tree.unflatten(tree, leaves)
         merged = nnx.merge(graph, params, rng_state(rngs, key), others, constants, copy=True)
-        terms = call(loss, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
+        terms = call(recorded, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
         metrics = tuple(terms.metrics)
         return terms, (changeable(merged, others), nnx.state(merged, nnx.Param))
 
@@ -164,7 +172,23 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         if old != new:
             raise ConfigError(f"a call of the model changes {name} from {old} to {new}; keep its shape and dtype")
     is_random = jaxpr.invars[0] in _needed(jaxpr, jaxpr.outvars)
-    return Traits(reads, tuple(name for name, _, _ in changed), metrics, is_random)
+    return Traits(reads, tuple(name for name, _, _ in changed), metrics, is_random, _warning(results))
+
+
+def _warning(results: tuple[object, ...]) -> str | None:
+    # On a sum or a weight in 16 bits: bfloat16 has three digits, and no odd number above 256.
+    dtypes = {name: getattr(each, "dtype", None) for name, each in zip(("sum", "weight"), results, strict=False)}
+    found = [
+        f"its {name} in {dtype}"
+        for name, dtype in dtypes.items()
+        if dtype is not None and dtype != np.bool_ and jnp.dtype(dtype).itemsize <= 2
+    ]
+    if not found:
+        return None
+    return (
+        f"WARNING: the loss returns {' and '.join(found)}, which has too few digits for a sum over a batch; convert "
+        "what it sums to float32 before, as by losses.astype(jnp.float32).sum()"
+    )
 
 
 def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:

@@ -350,6 +350,26 @@ def test_a_weight_that_is_no_number_ends_the_run(tmp_path, weight):
         train(tmp_path, steps=4, loss=odd, batches=with_weights(2))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weight", "said"),
+    [
+        (jnp.bfloat16, jnp.float32, "returns its sum in bfloat16, which"),
+        (jnp.float16, jnp.bfloat16, "returns its sum in float16 and its weight in bfloat16, which"),
+        (jnp.float32, jnp.int32, None),
+    ],
+)
+def test_a_loss_that_sums_in_16_bits_is_warned_about(tmp_path, capsys, dtype, weight, said):
+    def rounded(model, batch, key):
+        total, count, metrics = loss(model, batch, key)
+        return total.astype(dtype), jnp.asarray(count, weight), metrics
+
+    train(tmp_path, steps=1, loss=rounded)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert len(lines) == (said is not None)
+    if said:
+        assert said in lines[0]
+
+
 HOSTILE = """
 import functools, sys
 from flax import nnx
