@@ -165,7 +165,7 @@ class _Setup:
     source: InitSource
     data: RunData
     blueprint: Blueprint
-    lines: list[str]  # on the plan
+    lines: list[str]  # on the loss and the plan
     before: tuple[int, int]  # steps and rows so far
     memory: StepMemory | None
     row_flops: float
@@ -185,6 +185,7 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     config = with_batches(config, data, mesh)
     before = progress(config)
     config, _ = with_steps(config, data.num_rows, before)
+    warnings: list[str] = []
     if task.loss is not None:
         traits = check_loss(config, task, data.train.shapes)
         if config.model.dropout and not traits.is_random:
@@ -193,10 +194,12 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
                 "dropout_keys to the model; use --model.dropout 0"
             )
         data.pad_short_batches(traits.reads_weights)
+        if traits.warning is not None:
+            warnings.append(traits.warning)
     blueprint, lines = plan(config, mesh, task, data.train.shapes)
     memory = require_memory(config, blueprint, task.loss, data.train.shapes)
     row_flops = _row_flops(config, blueprint, task, data)
-    return _Setup(config, task, source, data, blueprint, lines, before, memory, row_flops)
+    return _Setup(config, task, source, data, blueprint, [*warnings, *lines], before, memory, row_flops)
 
 
 def _row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, data: RunData) -> float:

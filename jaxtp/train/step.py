@@ -2,7 +2,8 @@
 
 A step computes the summed loss and its gradient by micro-batch (`loss_and_grads`), divides by the number of tokens,
 applies the Optax chain (`sharded_optimizer.py`: clipping, rule, decay and learning rate of `optimizer.py`),
-moves the selection biases of experts, and selects the old state if the step is not finite (`_skip_if_nonfinite`).
+moves the selection biases of experts, and selects the old state if the step is not finite, or has no weight
+(`_skip_if_useless`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -97,8 +98,8 @@ def make_train_step(
     The scalars are `loss`, the mean over the batch's `loss_tokens` valid tokens; `grad_norm`, the global L2 norm before
     clipping; `learning_rate`, if known; `param_norm` after the update; `skipped`, the number of non-finite steps in a
     row; norms such as `grad_norm/blocks.mlp.*` for each of `metrics.norm_groups`; the balance of experts; and the
-    metrics of a user's loss. If `loss` or `grad_norm` is not finite, the state stays as it is; if only `param_norm` is
-    not finite, the update overflowed.
+    metrics of a user's loss. The state stays as it is if `loss` or `grad_norm` is not finite, or `loss_tokens` is 0; if
+    only `param_norm` is not finite, the update overflowed.
 
     Args:
       with_checksums: also return the gradients' `device_checksums`, after reduction and before clipping, in the order
@@ -134,7 +135,9 @@ def make_train_step(
             model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
 
         finite = jnp.isfinite(mean) & jnp.isfinite(norms["grad_norm"])
-        new, skipped = _skip_if_nonfinite(nnx.state(train_state, STORED), state, finite, config.train.skips_allowed)
+        updated = nnx.state(train_state, STORED)
+        allowed = config.train.skips_allowed
+        new, skipped = _skip_if_useless(updated, state, finite, terms.count != 0, allowed)
 
         norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups, norm)
         scalars = {"loss": mean, "loss_tokens": terms.count}
@@ -214,7 +217,8 @@ def loss_and_grads(
 
 
 def _divisor(count: Array) -> Array:
-    return jnp.where(count > 0, count, 1)  # a batch may be all prompts or padding
+    # A batch may be all prompts or padding, which makes no update. The loss by a weight that is not finite is NaN.
+    return jnp.where(count == 0, 1, jnp.where(jnp.isfinite(count), count, jnp.nan))
 
 
 def _decoder_objective(
@@ -257,16 +261,21 @@ def _sum_over_micro_batches(fn: Callable[[Any, Array], tuple[Any, Any]], inputs:
     return sums, jax.tree.map(_join_rows, per_row)
 
 
-def _skip_if_nonfinite(new: nnx.State, old: nnx.State, finite: Array, max_skipped: int) -> tuple[nnx.State, Array]:
-    # Also returns the number of non-finite steps in a row; too many of them freeze the state.
+def _skip_if_useless(
+    new: nnx.State, old: nnx.State, finite: Array, has_weight: Array, max_skipped: int
+) -> tuple[nnx.State, Array]:
+    # Also returns the number of non-finite steps in a row; too many of them freeze the state. A step without weight has
+    # no gradient, and would move the parameters by old momentum and by decay; it does not count.
     # Loss and gradient norm are known before the update, so XLA updates in place. Selecting by the new parameters' norm
     # would keep both states in memory (Llama 3 70B over tp 8: 176 instead of 150 GB). With finite gradients only an
     # absurd learning rate makes a non-finite update; the loop ends such a run before it saves. The frozen state is for
     # the host, which reads one step behind and still finds it untouched.
     before = jnp.asarray(old["skipped"][...])
     halted = before > max_skipped
-    skipped = jnp.where(halted, before, jnp.where(finite, 0, before + 1))
-    selected: Any = jax.tree.map(lambda n, o: jnp.where(finite & ~halted, n, o), new, old)
+    counted = jnp.where(finite, 0, before + 1)
+    skipped = jnp.where(halted | ~has_weight, before, counted)
+    is_applied = finite & has_weight & ~halted
+    selected: Any = jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
     selected["skipped"] = selected["skipped"].replace(skipped)
     return selected, skipped
 

@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import Sums
-from jaxtp.config.entry import STANDARD_OUTPUT, UserError
-from jaxtp.config.python_object import user_code_error
+from jaxtp.config.entry import STANDARD_OUTPUT, NumericsError, UserError
+from jaxtp.config.python_object import reference_to, user_code, user_code_error
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Position
@@ -46,6 +46,10 @@ from jaxtp.train.user_loss import check_names, require_sums
 if TYPE_CHECKING:
     from jaxtp.train.performance import Profiler, Stragglers
     from jaxtp.train.verify import Verifier
+
+
+_ERRORS_OF_RUNS = UserError, NumericsError, OSError, jax.errors.JaxRuntimeError
+"""Errors of a trainer's methods, which a callback may call; other errors are the callback's own."""
 
 
 class Step:
@@ -153,6 +157,7 @@ class Trainer:
             self._verifier = verify.Verifier(config, run.blueprint, run.checkpoints, run.verified)
         self._in_flight: tuple[int, Batch, Scalars, list[jax.Array]] | None = None
         self._last: tuple[int, dict[str, float]] = 0, {}  # a finished step, with its training and evaluation metrics
+        self._without_weight = 0  # steps in a row
         self._saved_at = run.step if run.checkpoints.steps() else None
         self._first = run.step + 1
         self._steps = self._train()
@@ -307,8 +312,7 @@ class Trainer:
                 self._report.line(traced)
             self._evaluate_if_due(total)
             step = Step(run.step, self)
-            for callback in run.task.callbacks:
-                callback(self, step)
+            self._call_back(step)
             yield step
             if run.step < total:
                 self._between_steps()
@@ -326,6 +330,11 @@ class Trainer:
         for line in next_steps(self.config, saved, decoder=run.blueprint.is_decoder, pairs=pairs):
             self._report.line(line)
         self.done = True
+
+    def _call_back(self, step: Step) -> None:
+        for callback in self._run.task.callbacks:
+            with user_code(f"callback {reference_to(callback)}", *_ERRORS_OF_RUNS):
+                callback(self, step)
 
     def _next_batch(self, batches: Iterator[tuple[Batch, Position]]) -> tuple[Batch, Position]:
         try:
@@ -422,6 +431,7 @@ class Trainer:
             self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
 
     def _between_steps(self) -> None:
+        self._require_weight()
         if (every := self.config.checkpoint.every) and self._run.step % every == 0:
             self._save()
 
@@ -430,7 +440,8 @@ class Trainer:
         if step == total or (every and step % every == 0):
             self._finish_step()
             if step == total:
-                self._report.line(f"step {step} is the last: evaluates and saves")
+                then = "saves" if self._run.data.validation is None else "evaluates and saves"
+                self._report.line(f"step {step} is the last: {then}")
             self._evaluate()
 
     def _finish_step(self) -> None:
@@ -443,15 +454,20 @@ class Trainer:
         self._timing.tick()
         if self._verifier is not None:
             self._verify(self._verifier, step, *checksums)
-        if skipped := int(values.pop("skipped")):
+        skipped = int(values.pop("skipped"))
+        weight = values.pop("loss_tokens")
+        if weight == 0:
+            self._handle_no_weight(step, values)
+        elif skipped:
             self._handle_skip(step, skipped, values, batch)
         elif not math.isfinite(values["param_norm"]):
             from jaxtp.train.verify import nonfinite_update
 
             raise nonfinite_update(self._run, step, values)
-        weight = values.pop("loss_tokens")
-        if not skipped:
+        else:
             self._run.mean_loss.add(values["loss"], weight)
+        if weight:
+            self._without_weight = 0
         self._last = step, values
         self._log(step, values)
 
@@ -485,6 +501,21 @@ class Trainer:
 
             speed |= utilization(self.mesh, self._run.row_flops * rate / self._run.data.units_per_row)
         return speed
+
+    def _handle_no_weight(self, step: int, values: dict[str, float]) -> None:
+        values["loss"] = math.nan
+        self._without_weight += 1
+        what = "no token of the batch has a label" if self._run.task.loss is None else "the weight of the loss is 0"
+        self._report.line(f"step {step}: {what}, so there is no loss; the update is skipped")
+
+    def _require_weight(self) -> None:
+        most, found = self.config.train.max_skipped, self._without_weight
+        if found > most:
+            self.save()
+            raise BatchError(
+                f"step {self._run.step}: the last {found} steps had no weight, more than train.max_skipped={most}; the "
+                "run is saved. Look at the labels of the data and the weight that the loss returns"
+            )
 
     def _handle_skip(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:
         run, allowed = self._run, self.config.train.skips_allowed

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.config.entry import UserError
 from jaxtp.config.hints import by_dotted_path
-from jaxtp.config.python_object import user_code_error
+from jaxtp.config.python_object import user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.columns import WEIGHTS
 from jaxtp.data.rows import PAIRS, SEGMENTS
@@ -52,7 +53,9 @@ _ORIGINS = {
 
 def attribute(loss: Loss | None, name: str, default: T) -> T:
     """Returns an optional attribute of a loss, such as `columns`, also if `train.loss_arguments` complete it."""
-    return getattr(getattr(loss, "func", loss), name, default)  # `func` is a partial's
+    function = loss.func if isinstance(loss, partial) else loss
+    with user_code(f"the loss's attribute {name}"):
+        return getattr(function, name, default)
 
 
 def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
@@ -121,6 +124,7 @@ class Traits:
     changes: tuple[str, ...]  # variables of the model that it changes, by dotted path
     metrics: tuple[str, ...]
     is_random: bool  # whether results depend on the random key
+    warning: str | None = None  # on its dtypes
 
 
 def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Traits:
@@ -138,6 +142,13 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     variables = by_dotted_path([*nnx.to_flat_state(others), *nnx.to_flat_state(params)])
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
+    results: tuple[object, ...] = ()
+
+    def recorded(*arguments: Any) -> Any:
+        nonlocal results
+        result: Any = loss(*arguments)
+        results = result[:2] if isinstance(result, tuple) else ()
+        return result
 
     def run(
         key: Array, weights: list[Array], batch: dict[str, Array], leaves: list[Array], params: nnx.State
@@ -145,7 +156,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         nonlocal metrics
         others = jax.tree.unflatten(tree, leaves)
         merged = nnx.merge(graph, params, rng_state(rngs, key), others, constants, copy=True)
-        terms = call(loss, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
+        terms = call(recorded, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
         metrics = tuple(terms.metrics)
         return terms, (changeable(merged, others), nnx.state(merged, nnx.Param))
 
@@ -161,15 +172,11 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
     reads = False
     if not has_weights:
         # A loss may pass the batch's keys to a function that does not know this one.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(UserError), user_code("the loss"):
             reads = reads_input(trace(weights), 1)
-    try:
+    shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
+    with user_code(f"the loss, on a batch of {shapes},", UserError):
         jaxpr = trace(*([weights] if reads else []))
-    except UserError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
-        raise user_code_error(f"the loss, on a batch of {shapes},", error) from error
     if has_weights:  # a column of the user's, which may be something else
         reads = reads_input(jaxpr, 1 + sorted(batch).index(WEIGHTS))
     names = [name for name, variable in variables.items() for _ in jax.tree.leaves(variable)]
@@ -187,7 +194,23 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         if old != new:
             raise ConfigError(f"a call of the model changes {name} from {old} to {new}; keep its shape and dtype")
     is_random = jaxpr.invars[0] in _needed(jaxpr, jaxpr.outvars)
-    return Traits(reads, tuple(name for name, _, _ in changed), metrics, is_random)
+    return Traits(reads, tuple(name for name, _, _ in changed), metrics, is_random, _warning(results))
+
+
+def _warning(results: tuple[object, ...]) -> str | None:
+    # On a sum or a weight in 16 bits: bfloat16 has three digits, and no odd number above 256.
+    dtypes = {name: getattr(each, "dtype", None) for name, each in zip(("sum", "weight"), results, strict=False)}
+    found = [
+        f"its {name} in {dtype}"
+        for name, dtype in dtypes.items()
+        if dtype is not None and dtype != np.bool_ and jnp.dtype(dtype).itemsize <= 2
+    ]
+    if not found:
+        return None
+    return (
+        f"WARNING: the loss returns {' and '.join(found)}, which has too few digits for a sum over a batch; convert "
+        "what it sums to float32 before, as by losses.astype(jnp.float32).sum()"
+    )
 
 
 def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:

@@ -2,7 +2,10 @@
 
 import functools
 import json
+import re
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -14,7 +17,7 @@ from flax import nnx
 from runs import records
 
 import jaxtp
-from jaxtp.config.entry import UserError
+from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.python_object import reference_to
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train.__main__ import main
@@ -509,3 +512,273 @@ def test_references_name_functions_and_values():
     assert reference_to(train) == f"{__name__}:train"
     assert reference_to(PLAN, [train]) == f"{__name__}:PLAN"
     assert reference_to(optax.sgd(1.0)) == "<GradientTransformationExtraArgs>"
+
+
+def weighted(model, batch, key):
+    return (losses_of(model, batch) * batch["w"]).sum(), batch["w"].sum(), {"noise": batch["w"].sum()}
+
+
+def with_weights(*without):
+    def read(step):
+        return batches(step) | {"w": np.full(ROWS, float(step + 1 not in without), np.float32)}
+
+    return read
+
+
+def parameters(trainer):
+    return jax.device_get(jax.tree.leaves(nnx.state(trainer.model, nnx.Param)))
+
+
+def test_a_step_without_weight_moves_no_parameter_and_has_no_loss(tmp_path, capsys):
+    parts = {"model": Net, "loss": weighted, "optimizer": optax.adamw(1e-2), "batches": with_weights(2, 3)}
+    moved, found = [], []
+    settings = {"train.log_every": 1}
+    with jaxtp.Trainer(jaxtp.Task(**parts), mesh="fsdp=2", folder=tmp_path, steps=5, settings=settings) as trainer:
+        before = parameters(trainer)
+        for step in trainer:
+            after = parameters(trainer)
+            moved.append(any((old != new).any() for old, new in zip(before, after, strict=True)))
+            found.append(step.metrics["loss"])
+            before = after
+    assert moved == [True, False, False, True, True]
+    assert np.isnan(found).tolist() == [False, True, True, False, False]
+    assert [step for step, value in records(tmp_path).items() if value is None] == [2, 3]
+    out = capsys.readouterr().out
+    assert "step 2: the weight of the loss is 0, so there is no loss; the update is skipped" in out
+    assert "step 3/5  no loss" in out
+
+
+@pytest.mark.parametrize("also_in", [(), (7,)])
+def test_a_run_of_steps_without_weight_ends_and_is_saved(tmp_path, also_in):
+    settings = {"train.max_skipped": 2}
+    parts = {"loss": weighted, "batches": with_weights(2, 3, 5, 6, *also_in), "settings": settings}
+    if not also_in:
+        train(tmp_path, steps=8, **parts)
+        return
+    with pytest.raises(UserError, match=r"the last 3 steps had no weight, more than train.max_skipped=2"):
+        train(tmp_path, steps=9, **parts)
+    assert [int(each.name) for each in (tmp_path / "checkpoints").iterdir()] == [7]
+
+
+@pytest.mark.parametrize("weight", [jnp.nan, jnp.inf])
+def test_a_weight_that_is_no_number_ends_the_run(tmp_path, weight):
+    def odd(model, batch, key):
+        total, count, metrics = weighted(model, batch, key)
+        return total, jnp.where(count > 0, count, weight), metrics
+
+    with pytest.raises(NumericsError, match="step 2"):
+        train(tmp_path, steps=4, loss=odd, batches=with_weights(2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "said"),
+    [
+        (jnp.bfloat16, jnp.float32, "returns its sum in bfloat16, which"),
+        (jnp.float16, jnp.bfloat16, "returns its sum in float16 and its weight in bfloat16, which"),
+        (jnp.float32, jnp.int32, None),
+    ],
+)
+def test_a_loss_that_sums_in_16_bits_is_warned_about(tmp_path, capsys, dtype, weight, said):
+    def rounded(model, batch, key):
+        total, count, metrics = loss(model, batch, key)
+        return total.astype(dtype), jnp.asarray(count, weight), metrics
+
+    train(tmp_path, steps=1, loss=rounded)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert len(lines) == (said is not None)
+    if said:
+        assert said in lines[0]
+
+
+HOSTILE = """
+import functools, sys
+from flax import nnx
+
+class Sized:
+    def __init__(self, length, item=None):
+        self.length, self.item = length, item
+    def __len__(self):
+        return self.length
+    def __getitem__(self, index):
+        return self.item
+
+class Raises:
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+class RaisesWhenCalled(Raises):
+    def __call__(self, *arguments):
+        raise RuntimeError("called")
+
+class Metaclass(type):
+    def __call__(cls, *arguments, **named):
+        sys.exit()
+
+class Exits(metaclass=Metaclass):
+    pass
+
+class NoException(BaseException):
+    def __str__(self):
+        raise ValueError("no message")
+
+class OddSignature:
+    __signature__ = 5
+    def __call__(self, *arguments, **named):
+        return 5
+
+class NoIterator:
+    def __iter__(self):
+        return self
+
+class ExitsInIter:
+    def __iter__(self):
+        sys.exit(0)
+
+def stop(*arguments, **named):
+    raise NoException
+
+def leave(*arguments, **named):
+    sys.exit()
+
+def generator_exit(*arguments, **named):
+    raise GeneratorExit
+
+def deep(*arguments, **named):
+    return deep(*arguments, **named)
+
+def nothing(*arguments, **named):
+    return None
+
+def itself(*arguments, **named):
+    return itself
+
+def five(a, b, c, d, e):
+    return 1
+
+def __getattr__(name):
+    lazy = {"lazy_exit": SystemExit, "lazy_stop": NoException, "lazy_key": KeyError}
+    raise lazy.get(name, AttributeError)(name)
+
+number, none, text, empty, numbers, a_type, builtin = 5, None, "text", [], {1: 2}, type, max
+negative, huge, of_text, without = Sized(-1), Sized(10**30), Sized("x"), Sized(0)
+of_nones, of_lists = Sized(5), Sized(5, [1])
+raises, raises_when_called, odd_signature = Raises(), RaisesWhenCalled(), OddSignature()
+no_iterator, exits_in_iter, iterator = NoIterator(), ExitsInIter(), iter([])
+partial, module, linear = functools.partial(five, 1), sys, nnx.Linear
+NAMES = [name for name in globals() if not name.startswith("_")]
+"""
+LAZY = ["lazy_exit", "lazy_stop", "lazy_key"]
+OWN = {"model.build": Net, "train.loss": loss, "data.batches": batches}
+
+
+@pytest.fixture
+def refusal(tmp_path, capsys, monkeypatch):
+    """Returns the message of a command with such a reference; checks that it is one line, before a run begins."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*files_and_names, mesh="tp=1"):
+        own = {setting: f"{__file__}:{part.__name__}" for setting, part in OWN.items()} | dict(files_and_names)
+        flags = [word for setting, reference in own.items() for word in (f"--{setting}", reference)]
+        assert main([*flags, "--mesh", mesh, "--train.steps", "1", "--run.dir", "run"]) == 2, files_and_names
+        assert not (tmp_path / "run").exists(), files_and_names
+        error = capsys.readouterr().err
+        assert error.startswith("jaxtp train: error: "), files_and_names
+        assert error.count("\n") == 1, error
+        return error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    {
+        "exits": ("import sys\nsys.exit()", r"x.py, line 2: sys.exit\(\)\): it ends the process by sys.exit\(None\)"),
+        "exits with a code": ("raise SystemExit(3)", r"it ends the process by sys.exit\(3\)"),
+        "raises": ("1 / 0", r"x.py, line 1: 1 / 0\): ZeroDivisionError"),
+        "is no code": ("def", r"\(.*x.py, line 1\): SyntaxError"),
+        "no exception": ("class Stop(BaseException): pass\nraise Stop", "Stop: no message"),
+        "lazy": ("def __getattr__(name): raise RuntimeError(name)", "RuntimeError: y"),
+        "odd names": ("__all__ = [1, None, '']", "has no y; it has 1, None"),
+        "removes itself": ("import sys\ndel sys.modules[__name__]\n1 / 0", "ZeroDivisionError"),
+        "no function": ("y = 5", "x.py:y is 5, and should be a function that returns a model"),
+        "none": ("y = None", "--model.build x.py:y is None"),
+    }.values(),
+    ids=lambda value: "",
+)
+def test_a_file_that_cannot_be_used_is_one_error(refusal, tmp_path, content, message):
+    (tmp_path / "x.py").write_text(content)
+    assert re.search(message, refusal(("model.build", "x.py:y")))
+
+
+def test_a_link_to_itself_is_no_file(refusal, tmp_path):
+    (tmp_path / "x.py").symlink_to("x.py")
+    assert "--model.build x.py: no such file" in refusal(("model.build", "x.py:y"))
+
+
+def without_rows(step):
+    return {name: column[:0] for name, column in batches(step).items()}
+
+
+def rows_without(step, rows):
+    return without_rows(step)
+
+
+def one_argument(trainer):
+    """A callback that lacks the step."""
+
+
+def one_result(model, batch):
+    """A loss that lacks the key."""
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "message"),
+    [
+        ("data.batches", "without_rows", "its first batch has no rows"),
+        ("data.validation_batches", "without_rows", "its first batch has no rows"),
+        ("data.batches", "rows_without", "returned 0 rows, and was called with 1"),
+        ("train.callbacks", "one_argument", "takes (trainer), and is called with (trainer, step)"),
+        ("train.callbacks", "Net", "is a class; name a function (trainer, step)"),
+        ("train.loss", "one_result", "takes (model, batch), and is called with (model, batch, key)"),
+        ("model.plan", "ROWS", "a plan is a dict from patterns to styles, not 32"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_the_run_begins(refusal, setting, name, message):
+    assert message in refusal((setting, f"{__file__}:{name}"))
+    assert message in refusal((setting, f"{__file__}:{name}"), mesh="fsdp=2")
+
+
+@pytest.mark.parametrize(("name", "message"), [("negative", "should return >= 0"), ("huge", "cannot fit 'int'")])
+def test_a_dataset_of_no_possible_length_is_refused(refusal, tmp_path, name, message):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    assert message in refusal(("data.batches", f"hostile.py:{name}"))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("setting", [*OWN, "data.validation_batches", "optimizer.build", "model.plan"])
+def test_whatever_a_reference_names_is_one_error(refusal, tmp_path, setting):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    names = runpy.run_path(str(tmp_path / "hostile.py"))["NAMES"]
+    assert len(names) > 30
+    for name in [*names, *LAZY]:
+        refusal((setting, f"hostile.py:{name}"))
+
+
+@pytest.mark.parametrize(("wrong", "message"), [(sys.exit, "by sys.exit(None)"), (dict, "'trainer'")])
+def test_an_error_of_a_callback_names_its_line(tmp_path, wrong, message):
+    def callback(trainer, step):
+        wrong() or wrong()["trainer"]
+
+    with pytest.raises(UserError, match=r"test_task.py, line \d+: wrong\(\) or") as error:
+        train(tmp_path, steps=1, callbacks=[callback])
+    assert message in str(error.value)
+
+
+def test_a_callback_may_meet_an_error_of_the_run(tmp_path):
+    def callback(trainer, step):
+        raise NumericsError("copies differ")
+
+    with pytest.raises(NumericsError, match="copies differ"):
+        train(tmp_path, steps=1, callbacks=[callback])
