@@ -137,11 +137,21 @@ def _index(numbers: list[int]) -> slice | list[int]:
     return slice(whole.start, whole.stop) if numbers == [*whole] else numbers
 
 
+def _is_batched(dataset: Any) -> bool:
+    # Whether a Grain pipeline has a `batch`, which may make batches, or rows out of single tokens.
+    if type(dataset).__name__ == "BatchMapDataset":
+        return True
+    return any(_is_batched(parent) for parent in getattr(dataset, "parents", ()))
+
+
 class SampleBatches(Batches):
     """Batches of a dataset: once, or endless.
 
     Endless batches are shuffled by `seed` anew in each epoch, unless they come from a `grain.MapDataset`, which has its
     own order.
+
+    Attributes:
+      may_have_batches: whether it is a list, or batched by Grain: its items may have been meant as batches.
     """
 
     def __init__(
@@ -150,6 +160,7 @@ class SampleBatches(Batches):
         with reading(name):
             rows = len(dataset)
         is_grain, endless = isinstance(dataset, grain.MapDataset), rows == sys.maxsize
+        self.may_have_batches = isinstance(dataset, list | tuple) or (is_grain and _is_batched(dataset))
         if not rows:
             raise BatchError(f"{name} has no rows")
         if once and endless:

@@ -54,6 +54,9 @@ def to_columns(value: object) -> Columns:
     """
     if isinstance(value, Mapping):
         named = {str(name): column for name, column in value.items()}
+        if len(named) < len(value):
+            twice = next(name for name in value if not isinstance(name, str) and str(name) in value)
+            raise BatchError(f"has columns {twice!r} and {str(twice)!r}, which have one name; rename one of them")
     elif isinstance(value, tuple) or (isinstance(value, list) and all(hasattr(each, "shape") for each in value)):
         named = {str(index): column for index, column in enumerate(value)}
     else:
@@ -64,6 +67,13 @@ def to_columns(value: object) -> Columns:
 
 
 def _to_array(name: str, value: object) -> NDArray[Any]:
+    if isinstance(value, Mapping):
+        keys = ", ".join(map(str, value))
+        flat = f"{name}_{next(iter(value), 'key')}"
+        raise BatchError(
+            f"column {name!r} is a dict of {keys}, and a column is one array; give each a column of its own, such as "
+            f"{flat!r}"
+        )
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:

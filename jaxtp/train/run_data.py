@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
-from jaxtp.data.batches import Batches, Position, token_batches
+from jaxtp.data.batches import Batches, Position, SampleBatches, token_batches
+from jaxtp.data.columns import BatchError, Layout
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh, split
 from jaxtp.data.samples import Data, RowSettings
@@ -152,3 +153,63 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     if task.validation is not None:
         validation = open_batches(task.validation, batch_size=train.global_batch_size, once=True)
     return RunData(train, validation, micro_batches)
+
+
+def check_decoder_columns(data: RunData) -> None:
+    """Raises BatchError if a user's batches do not have the columns that the decoder's own loss reads."""
+    for batches in filter(None, (data.train, data.validation)):
+        shapes = batches.shapes
+        for name in ("inputs", "labels"):
+            if name not in shapes:
+                raise BatchError(
+                    f"{batches.name} has the columns {', '.join(shapes)}, and the decoder's loss reads 'inputs' and "
+                    "'labels', token ids [B, T]; rename yours, or bring a loss that reads them (--train.loss)"
+                )
+            if shapes[name].ndim != 2:
+                hint = f". {describe_batches_in_rows(batches)}" if batches_in_rows(batches) else ""
+                raise BatchError(
+                    f"{batches.name}: column {name!r} is {list(shapes[name].shape)} in a batch, and the decoder's loss "
+                    f"reads token ids [B, T]{hint}"
+                )
+
+
+def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:
+    """Returns the items of a dataset as batches; None if they are none, since their columns differ in length."""
+    if not isinstance(batches, SampleBatches):
+        return None
+    items = {name: each.update(shape=each.shape[1:]) for name, each in batches.shapes.items()}
+    lengths = {item.shape[:1] for item in items.values()}
+    return items if len(lengths) == 1 and () not in lengths else None
+
+
+def describe_batches_in_rows(batches: Batches, *, may_be: bool = False) -> str:
+    """Returns a sentence on a dataset whose items are, or `may_be`, batches, with advice."""
+    shapes = batches.shapes.items()
+    columns = ", ".join(f"{name} {each.dtype}{list(each.shape[1:])}" for name, each in shapes)
+    how = "leave out its batch(), or end it with .to_iter_dataset()"
+    if not batches.name.startswith("grain "):
+        how = "give its rows, or a function that yields the batches: batches=lambda: iter(BATCHES)"
+    if may_be:
+        return f"{batches.name} is read by rows, and an item ({columns}) is one row; if it is a batch, {how}"
+    return f"{batches.name}: a dataset is read by rows, and each item of this one is a batch ({columns}); {how}"
+
+
+def _layout(batches: Batches) -> Layout:
+    return {name: (each.shape[1:], each.dtype) for name, each in batches.shapes.items()}
+
+
+def changed_columns(data: RunData) -> str | None:
+    """Describes how the columns of validation batches differ from training's; None if they do not."""
+    if data.validation is None:
+        return None
+    training = _layout(data.train)
+    validation = _layout(data.validation)
+    if training == validation:
+        return None
+    changes = [f"without {name!r}" for name in training if name not in validation]
+    changes += [f"with {name!r}" for name in validation if name not in training]
+    for name, (shape, dtype) in validation.items():
+        was_shape, was_dtype = training.get(name, (shape, dtype))
+        if (was_shape, was_dtype) != (shape, dtype):
+            changes.append(f"with {name!r} {dtype}{list(shape)} in a row, instead of {was_dtype}{list(was_shape)}")
+    return f"validation batches ({data.validation.name}) are {', '.join(changes)}, unlike training batches"

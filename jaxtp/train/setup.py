@@ -18,8 +18,8 @@ from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import newest_with_info
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.data.batches import Position
-from jaxtp.data.columns import WEIGHTS
+from jaxtp.data.batches import Batches, Position, SampleBatches
+from jaxtp.data.columns import WEIGHTS, BatchError
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
@@ -32,7 +32,15 @@ from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.memory_check import StepMemory, require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
-from jaxtp.train.run_data import RunData, check_scored_model, open_data
+from jaxtp.train.run_data import (
+    RunData,
+    batches_in_rows,
+    changed_columns,
+    check_decoder_columns,
+    check_scored_model,
+    describe_batches_in_rows,
+    open_data,
+)
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step, on_leaves
@@ -185,9 +193,12 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     config = with_batches(config, data, mesh)
     before = progress(config)
     config, _ = with_steps(config, data.num_rows, before)
-    warnings: list[str] = []
+    notes: list[str] = []
+    if task.loss is None and task.batches is not None:
+        check_decoder_columns(data)
     if task.loss is not None:
-        traits = check_loss(config, task, data.train.shapes)
+        traits = check_loss_on(config, task, data.train)
+        notes = [*_note_on_items(config, task, data.train), *_check_validation(config, task, data)]
         if config.model.dropout and not traits.is_random:
             raise ConfigError(
                 f"model.dropout={config.model.dropout:g} has no effect: {config.train.loss or 'the loss'} passes no "
@@ -195,11 +206,53 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
             )
         data.pad_short_batches(traits.reads_weights)
         if traits.warning is not None:
-            warnings.append(traits.warning)
+            notes.append(traits.warning)
     blueprint, lines = plan(config, mesh, task, data.train.shapes)
     memory = require_memory(config, blueprint, task.loss, data.train.shapes)
     row_flops = _row_flops(config, blueprint, task, data)
-    return _Setup(config, task, source, data, blueprint, [*warnings, *lines], before, memory, row_flops)
+    return _Setup(config, task, source, data, blueprint, [*notes, *lines], before, memory, row_flops)
+
+
+def check_loss_on(config: TrainConfig, task: Task, batches: Batches) -> Traits:
+    """`check_loss` on batches; raises BatchError if the loss takes the items of a dataset, and not batches of them."""
+    try:
+        return check_loss(config, task, batches.shapes)
+    except ConfigError as error:
+        if _takes_items(config, task, batches):
+            raise BatchError(describe_batches_in_rows(batches)) from error
+        raise
+
+
+def _takes_items(config: TrainConfig, task: Task, batches: Batches) -> bool:
+    items = batches_in_rows(batches)
+    if items is None:
+        return False
+    try:
+        check_loss(config, task, items)
+    except ConfigError:
+        return False
+    return True
+
+
+def _note_on_items(config: TrainConfig, task: Task, batches: Batches) -> list[str]:
+    # A loss without shapes of its own takes both, and then the numbers are wrong in silence.
+    may_have_batches = isinstance(batches, SampleBatches) and batches.may_have_batches
+    if may_have_batches and _takes_items(config, task, batches):
+        return [f"note    {describe_batches_in_rows(batches, may_be=True)}"]
+    return []
+
+
+def _check_validation(config: TrainConfig, task: Task, data: RunData) -> list[str]:
+    # Returns a line if validation batches have other columns than training's, and the loss takes both.
+    if data.validation is None or (changed := changed_columns(data)) is None:
+        return []
+    try:
+        check_loss_on(config, task, data.validation)
+    except ConfigError as error:
+        raise BatchError(f"{changed}, and the loss does not take them: {error}") from error
+    except BatchError as error:
+        raise BatchError(f"validation batches: {error}") from error
+    return [f"note    {changed}", *_note_on_items(config, task, data.validation)]
 
 
 def _row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, data: RunData) -> float:
@@ -373,7 +426,7 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
     data = open_data(config, source, replace(task, validation=None))
     task = replace(task, loss=loss, validation=None)
     config = with_batches(config, data, ONE_DEVICE)
-    data.pad_short_batches(check_loss(config, task, data.train.shapes).reads_weights)
+    data.pad_short_batches(check_loss_on(config, task, data.train).reads_weights)
     return config, task, data.train.shapes
 
 

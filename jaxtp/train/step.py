@@ -75,7 +75,7 @@ Experts = tuple[Array | None, ...] | None
 
 
 class Replay(NamedTuple):
-    """What `jaxtp check` records of the routers in a step, and takes from the same step on another mesh."""
+    """Settings of `jaxtp check`: a step records the choices of its routers, or takes those from another mesh."""
 
     record: bool = False
     experts: Experts = None

@@ -414,6 +414,13 @@ WRONG = {
     "rows alone": (lambda rows: {"x": np.zeros(8)}, r"takes \(rows\)"),
     "one batch": (lambda: {"x": np.zeros(4)}, "is a dict of x.*give a function of the step"),
     "splits": ({"train": [], "test": []}, "train, test: choose one split"),
+    "a dict in a batch": (
+        lambda step: {"x": {"ids": np.zeros(4), "mask": np.ones(4)}},
+        "column 'x' is a dict of ids, mask, and a column is one array; .* such as 'x_ids'",
+    ),
+    "a dict in a tuple": (lambda step: ({"ids": np.zeros(4)}, np.ones(4)), "column '0' is a dict of ids"),
+    "a dict in a sample": ([{"x": {"ids": 1}}] * 8, "column 'x' is a dict of ids"),
+    "equal names": (lambda step: {0: np.zeros(4), "0": np.ones(4)}, "has columns 0 and '0', which have one name"),
     "a path": ("data.jsonl", "is a str"),
     "fewer rows than asked": (lambda step, rows: {"x": np.zeros(3)}, "returned 3 rows, and was called with 8"),
     "datasets for streams": ([Dataset(), Dataset()], "dataset of samples"),

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -474,6 +475,74 @@ def test_the_first_evaluation_reports_although_the_step_fails_to_compile_meanwhi
     with pytest.raises(UserError, match="no step" if rows == ROWS else "short"):
         train(tmp_path, validation=held_out)
     assert list(records(tmp_path, "eval_loss")) == ([0] if rows == ROWS else [])
+
+
+IN_MEMORY = [batches(step) for step in range(3)]
+ROWS_IN_MEMORY = [{"x": x, "y": y} for x, y in zip(*IN_MEMORY[0].values(), strict=True)]
+TOKENS = {"inputs": np.zeros((8, 16), np.int32), "labels": np.zeros((8, 16), np.int32)}
+DECODER = jaxtp.ModelConfig(vocab_size=8, d_model=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, d_ff=8)
+
+
+def flattening(model, batch, key):
+    return loss(model, batch | {"x": batch["x"].reshape(len(batch["y"]), 16)}, key)
+
+
+def only(*names):
+    return lambda step: {name: column for name, column in batches(step).items() if name in names}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    {
+        "a list of batches": (
+            {"batches": IN_MEMORY, "loss": flattening},
+            r"list: .* each item of this one is a batch \(x float32\[32, 16\], y int32\[32\]\); .* iter\(BATCHES\)",
+        ),
+        "a batched pipeline": (
+            {"batches": grain.MapDataset.source(ROWS_IN_MEMORY).batch(8).map(dict), "loss": flattening},
+            r"grain MapMapDataset: .* is a batch .*leave out its batch\(\), or end it with \.to_iter_dataset\(\)",
+        ),
+        "a list to validate on": (
+            {"validation": IN_MEMORY, "loss": flattening},
+            r"validation batches: list: .* each item of this one is a batch",
+        ),
+        "validation without a column": (
+            {"validation": only("x")},
+            "validation batches .* are without 'y', unlike training batches, and the loss does not take them: .*'y'",
+        ),
+        "no ids": (
+            {"model": DECODER, "loss": None},
+            "has the columns x, y, and the decoder's loss reads 'inputs' and 'labels'",
+        ),
+        "a list of batches of ids": (
+            {"model": DECODER, "loss": None, "batches": [TOKENS] * 3},
+            r"'inputs' is \[16, 8, 16\] in a batch, .* each item of this one is a batch",
+        ),
+    }.values(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_batches_in_another_form_are_one_error(tmp_path, parts, message):
+    refused(tmp_path, parts, message)
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        (
+            {"batches": IN_MEMORY, "loss": lambda m, b, k: (m(b["x"]).sum(), len(b["x"]))},
+            "note    list is read by rows, and an item (x float32[32, 16], y int32[32]) is one row; if it is a batch",
+        ),
+        ({"validation": lambda step: batches(step) | {"z": np.ones(ROWS)}}, "are with 'z', unlike training batches"),
+        ({"batches": ROWS_IN_MEMORY}, None),
+        ({"batches": grain.MapDataset.source(ROWS_IN_MEMORY).batch(8).to_iter_dataset()}, None),
+        ({"batches": lambda: iter(IN_MEMORY)}, None),
+    ],
+    ids=["a list", "another column", "rows", "a batched stream", "a function"],
+)
+def test_what_may_be_meant_is_done_and_said(tmp_path, capsys, parts, line):
+    train(tmp_path, steps=1, **parts)
+    said = capsys.readouterr().out
+    assert line in said if line else "note" not in said
 
 
 def test_a_loop_that_is_left_saves_and_one_that_fails_does_not(tmp_path):

@@ -25,7 +25,7 @@ from jaxtp.tools.check.shrink import ONE_DEVICE, UPDATES, Case, in_three_updates
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitSource
 from jaxtp.train.run_data import open_data
-from jaxtp.train.setup import check_loss, with_batches
+from jaxtp.train.setup import check_loss_on, with_batches
 from jaxtp.train.setup import plan as plan_of_run
 from jaxtp.train.state import Blueprint, total_bytes
 from jaxtp.train.task import Loss, Task, load_task, with_parts
@@ -86,7 +86,7 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[TrainConfi
     if not subject.is_own:
         return small, cases, subject
     if task.loss is not None:
-        traits = check_loss(small, task, batches.shapes)
+        traits = check_loss_on(small, task, batches)
         batches.with_weights = traits.reads_weights
     blueprint = subject.blueprint(small, make_mesh())
     if (needed := COPIES * total_bytes(blueprint)) > (memory := host_memory()):
