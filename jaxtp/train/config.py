@@ -317,7 +317,8 @@ class EvalConfig:
     """Evaluation on the held-out split."""
 
     every: Annotated[CountOrZero, NOTHING, SHORT_HELP] = 100
-    """Steps between evaluations. Every run also evaluates before the first step and after the last; 0 adds none."""
+    """Steps between evaluations. Every run with validation data also evaluates before the first step and after the
+    last; 0 adds none."""
 
     batches: Count = 8
     """Most batches in an evaluation. It reads each held-out row at most once, and the same rows on every mesh."""
