@@ -19,7 +19,7 @@ from jaxtp.data.prepare.preference import PairsOfConversations
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError, Turn
 from jaxtp.data.prepare.session import SEEN, Job, SplitWriter, State, begin, drop_leftovers, drop_unknown, truncate_file
-from jaxtp.data.prepare.sources import find_sources, with_layout
+from jaxtp.data.prepare.sources import find_sources, syntax_counts, with_layout
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 
@@ -213,6 +213,8 @@ class _Preparation:
             yield f"{'':<12}nothing is held out: so few documents need a larger --held-out"
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"
+        if self._config.format == "auto" and (counts := syntax_counts(self._job.sources)):
+            yield f"{'as text':<12}{_listed(counts)}: each file is one document, with its syntax"
 
 
 def _listed(skipped: Mapping[str, int]) -> str:

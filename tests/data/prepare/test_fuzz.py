@@ -9,8 +9,9 @@ from corpora import jsonl, packed, parquet, prepared, texts
 
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import Fields, PrepareError, Source, format_of, read_source
+from jaxtp.data.prepare.readers import Fields, PrepareError, Source, read_source
 from jaxtp.data.prepare.run import prepare
+from jaxtp.data.prepare.sources import format_of
 from jaxtp.data.store import DatasetError, open_dataset, verify
 from jaxtp.data.tokenizer import HuggingFaceTokenizer
 from jaxtp.data.tokenizer_files import TokenizerError
