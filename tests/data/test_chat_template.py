@@ -6,6 +6,7 @@ import pytest
 
 from jaxtp.data import chat_template as limits
 from jaxtp.data.chat_template import ChatError, ChatTemplate
+from jaxtp.data.worker import Worker
 
 MESSAGES = [{"role": "user", "content": "é"}]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -84,8 +85,7 @@ def test_a_process_that_has_ended_is_replaced():
 
 def test_a_process_that_crashes_is_told(monkeypatch, tmp_path):
     (tmp_path / "worker.py").write_text("raise SystemExit(3)")
-    monkeypatch.setattr(limits, "_RENDERER", limits._Renderer())
-    monkeypatch.setattr(limits.worker, "__file__", str(tmp_path / "worker.py"))
+    monkeypatch.setattr(limits, "_RENDERER", Worker(str(tmp_path / "worker.py")))
     with pytest.raises(
         ChatError, match=r"x.jinja crashes the process that renders it \(exit code 3\) when it is loaded"
     ):
@@ -93,17 +93,14 @@ def test_a_process_that_crashes_is_told(monkeypatch, tmp_path):
 
 
 def test_after_an_interrupt_no_answer_is_taken_for_that_to_another_request(monkeypatch):
-    template, exchange = ChatTemplate("{{ messages[0].content }}", "x.jinja", {}), limits._exchange
+    template = ChatTemplate("{{ messages[0].content }}", "x.jinja", {})
 
-    def interrupted(process, request):
-        process.stdin.write(request)
-        process.stdin.flush()
+    def interrupted(file):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(limits, "_exchange", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(limits, "read_line", interrupted)
         template.render([{"content": "another"}])
-    monkeypatch.setattr(limits, "_exchange", exchange)
     assert template.render(MESSAGES) == "é"
 
 

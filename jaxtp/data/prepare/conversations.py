@@ -4,6 +4,7 @@ A template may render an earlier answer differently from the last. A document pe
 input, but repeats the beginning of a conversation.
 """
 
+import datetime
 import hashlib
 import json
 import re
@@ -22,12 +23,20 @@ from jaxtp.data.chat_template import (
     SpecialTokens,
     rendered_tokenizer,
     without_marks,
+    writes_day,
 )
 from jaxtp.data.documents import Tokens
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import MEDIA, BadInputError, Fields, Row, Turn, shorten, too_large
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
-from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
+from jaxtp.data.tokenizer_files import (
+    TEMPLATE,
+    TEMPLATE_DAY,
+    TOKENIZER_CONFIG,
+    chat_template,
+    read_template,
+    special_tokens,
+)
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -49,7 +58,7 @@ class Conversations:
         self.fields = replace(config.fields, turns=self.of_row)
         self._text, name = template_of(config)
         self._special_tokens = _special_tokens(config, tokenizer)
-        self._template = ChatTemplate(self._text, name, self._special_tokens)
+        self._template = ChatTemplate(self._text, name, self._special_tokens, config.date)
         self._dtype = tokenizer.info.dtype
         self._rendered = rendered_tokenizer(tokenizer)
         self._tokens = SpecialTokens(self._rendered.tokens, keep=config.special_tokens)
@@ -79,10 +88,22 @@ class Conversations:
         pairs = [(turn.prompt or "", turn.text) for turn in turns]
         return [[part.astype(self._dtype) for part in parts] for parts in self._rendered.encode_batch(pairs)]
 
+    @property
+    def day(self) -> str | None:
+        """The day that the template reads as today; None if it reads none, or until the dataset has one."""
+        return self._template.day
+
+    def set_day(self, day: str | None) -> None:
+        """Sets the day on which the dataset was begun, which a resumed command keeps."""
+        self._template.day = day
+
     def save(self, folder: Path) -> None:
-        """Writes the template and its special tokens, for `generate --chat`."""
+        """Writes the template, its special tokens and its day, for `generate --chat`."""
+        described = dict(self._special_tokens)
+        if self.day is not None:
+            described[TEMPLATE_DAY] = self.day
         write_atomically(folder / TEMPLATE, self._text.encode())
-        write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(self._special_tokens, indent=1) + "\n").encode())
+        write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(described, indent=1) + "\n").encode())
 
     def _limited(self, turns: Iterable[Turn]) -> tuple[Turn, ...]:
         kept, size, most = [], 0, self._config.max_document_bytes
@@ -115,6 +136,13 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
     if template is None:
         raise ChatError(f"{folder} has no chat template; give one by --template FILE")
     return template, f"the chat template of {folder}"
+
+
+def first_day(config: PrepareConfig) -> str | None:
+    """Returns the day for a new dataset's template, which is today unless the user names one; None without a day."""
+    if config.messages is None or not writes_day(template_of(config)[0]):
+        return None
+    return config.date or datetime.date.today().isoformat()
 
 
 def template_checksum(config: PrepareConfig) -> str:

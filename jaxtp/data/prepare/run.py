@@ -41,6 +41,8 @@ def prepare(out: Path, config: PrepareConfig) -> None:
             if state is None:
                 print(f"{out} is finished; there is nothing to do", flush=True)
                 return
+            if conversations is not None:
+                conversations.set_day(state.day)
             if state.tokenizer is None:  # nothing depends on the threshold yet
                 state.threshold = threshold(sources, job.fields, config)
             if state.threshold is not None:
@@ -200,6 +202,8 @@ class _Preparation:
         yield f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
         if ends := list(describe(self._tokenizer)):
             yield f"{'documents':<12}{'; '.join(ends)}"
+        if self._state.day is not None:
+            yield f"{'date':<12}the chat template writes the day {self._state.day}; --date names another"
         written = open_dataset(self._job.out)
         for name in SPLITS:
             split, shards = manifest.splits[name], len(manifest.splits[name].shards)
