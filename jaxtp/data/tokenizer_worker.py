@@ -19,6 +19,7 @@ UNKNOWN = "unknown"
 """The problem of a request whose tokenizer is not loaded; the same request with its `content` loads it."""
 OUT_OF_MEMORY = 77  # Exit code
 _MAX_LOADED = 4  # Most tokenizers in memory
+_RESERVED_BY_THREAD = 2**27  # Addresses of a thread's stack and heap
 
 
 def main() -> None:
@@ -103,12 +104,17 @@ def _tokens_before(encoding: Any, before: int) -> int:
 
 
 def _limit_memory(most: int) -> None:
-    """Lets the process take `most` bytes more than it has."""
+    """Lets the process take `most` bytes more than it has; each thread may also reserve addresses."""
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:  # not every system limits it
-        pages = int(file.read().split()[5])
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = pages * resource.getpagesize() + most
-        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        pages = list(map(int, file.read().split()))
+        reserved = _RESERVED_BY_THREAD * (os.cpu_count() or 1)
+        _set_limit(resource.RLIMIT_DATA, pages[5] * resource.getpagesize() + most)
+        _set_limit(resource.RLIMIT_AS, pages[0] * resource.getpagesize() + most + reserved)
+
+
+def _set_limit(kind: int, limit: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ _DECODING, _EXPANSION = 2**30, 64
 """Memory for decoding a table: bytes, and bytes for each byte of the file."""
 _TRUNCATED = 16  # A JSON error this close to the end of a text may come from what follows
 _SPACE = re.compile(r"[ \t\r\n]*")
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A JSON string, perhaps cut short. Possessive, because backtracking would take gigabytes of memory."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 """Errors of truncated or damaged gzip streams; `_unpack_zstd` converts zstd's to EOFError."""
@@ -223,6 +224,8 @@ def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[It
 def _read_lines(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
     with open_stream(Path(source.path), source.max_window) as (content, file):
         for number, line in enumerate(_lines(content, source.max_document), 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if number > start:
                 yield number, file.tell(), line
 
@@ -281,8 +284,8 @@ class _Array:
                 raise _too_deep() from None
             except json.JSONDecodeError as error:
                 self._require_truncated(error)
-            except ValueError as error:  # an integer of thousands of digits
-                raise BadInputError(NOT_JSON, f"not JSON: {error}") from None
+            except ValueError:
+                raise _too_many_digits() from None
             else:
                 if end < len(self._text) or self._is_whole:
                     self._at = end
@@ -358,7 +361,8 @@ def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator
                     row += group_metadata.num_rows
                     continue
                 _require_few_values_in(group_metadata, names)
-                decoded = file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=names)
+                # without threads, whose stacks would count as memory
+                decoded = file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=names, use_threads=False)
                 for batch in _within_memory(_DECODING + _EXPANSION * source.size, decoded):
                     for values in _rows_of(batch, names, source.max_document):
                         row += 1
@@ -397,31 +401,31 @@ def _within_memory(most: int, values: Iterator[T]) -> Iterator[T]:
 @contextmanager
 def _limited_memory(most: int) -> Iterator[None]:
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        pages = list(map(int, Path("/proc/self/statm").read_text().split()))
     except OSError:
         yield  # no Linux
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = pages * resource.getpagesize() + most
-    given = [each for each in (limit, soft, hard) if each != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(given), hard))
+    kinds = {resource.RLIMIT_AS: pages[0], resource.RLIMIT_DATA: pages[5]}
+    before = {kind: resource.getrlimit(kind) for kind in kinds}
+    for kind, (soft, hard) in before.items():
+        limit = kinds[kind] * resource.getpagesize() + most
+        if soft == resource.RLIM_INFINITY or limit < soft:
+            resource.setrlimit(kind, (limit, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        for kind, limits in before.items():
+            resource.setrlimit(kind, limits)
 
 
 def _rows_of(batch: "pyarrow.RecordBatch", names: list[str], max_document: int) -> Iterator[object]:
     """Yields rows, one at a time: a dictionary column may repeat long texts."""
-    import pyarrow
-
     columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
-    nested = [column for column in columns if pyarrow.types.is_nested(column.type)]
     limit = max_document + _VALUES_BYTES
-    is_small = sum(map(_size_of, nested)) <= limit
+    is_small = sum(map(_size_of, columns)) <= limit
     for index in range(batch.num_rows):
-        if not is_small and sum(_size_of(column.slice(index, 1)) for column in nested) > limit:
-            yield BadInputError(TOO_LARGE, f"a row of more than {limit:,} bytes in memory")
+        if not is_small and sum(_size_of(column.slice(index, 1)) for column in columns) > limit:
+            yield too_large(limit, "a row that takes ")
         else:
             yield {name: column[index].as_py() for name, column in zip(names, columns, strict=True)}
 
@@ -598,8 +602,10 @@ def _parse(content: bytes, fields: Fields | None) -> object:
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as error:  # also integers of thousands of digits
+    except json.JSONDecodeError as error:
         raise BadInputError(NOT_JSON, f"not JSON: {error}") from None
+    except ValueError:
+        raise _too_many_digits() from None
     if repeated:
         raise _repeated_key(repeated[0])
     return value
@@ -629,6 +635,10 @@ def _decoder(repeated: list[str], fields: Fields | None) -> json.JSONDecoder:
 
 def _repeated_key(name: str) -> BadInputError:
     return BadInputError(NOT_JSON, f"the key {shorten(name)} occurs twice in an object; remove one of them")
+
+
+def _too_many_digits() -> BadInputError:
+    return BadInputError(NOT_JSON, "not JSON: an integer of more digits than Python reads")
 
 
 def _too_deep() -> BadInputError:
