@@ -72,6 +72,18 @@ def test_what_cannot_be_rendered_is_refused_with_its_reason(template, message):
     assert refused(template).startswith(message)
 
 
+def test_a_day_is_the_present_of_a_template():
+    template = ChatTemplate("{{ strftime_now('%A %Y-%m-%d %H:%M:%S') }}", "x", {}, "2024-02-29")
+    assert template.render(MESSAGES) == "Thursday 2024-02-29 12:00:00"
+    template.day = None
+    assert template.render(MESSAGES) != "Thursday 2024-02-29 12:00:00"
+
+
+def test_a_template_renders_the_same_each_time():
+    template = ChatTemplate("{% for i in range(9) %}{{ range(1000) | random }} {% endfor %}", "x", {})
+    assert template.render(MESSAGES) == template.render(MESSAGES)
+
+
 def test_a_message_of_a_template_is_cut():
     assert len(refused("{{ raise_exception('x' * 100000) }}")) < 400
 

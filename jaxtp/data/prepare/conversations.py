@@ -79,8 +79,7 @@ class Conversations:
         escaped: list[Message] = self._tokens.escape(checked(messages, self._config.media_as_text))
         answers = [index for index, message in enumerate(escaped) if message["role"] == ASSISTANT]
         if not answers:
-            roles = ", ".join(dict.fromkeys(message["role"] for message in escaped))
-            raise ChatError(f"no message has the role {ASSISTANT!r}; there are {roles}")
+            raise _no_answer([message["role"] for message in escaped])
         return self._limited(self._turn(escaped, index) for index in answers)
 
     def encode(self, turns: Sequence[Turn]) -> list[list[Tokens]]:
@@ -191,7 +190,9 @@ def with_system(messages: list[Message], system: object) -> list[Message]:
 
 def checked(messages: object, media_as_text: bool) -> list[Message]:
     """Returns messages with role and content, converted from ShareGPT's keys and from lists of parts."""
-    if not isinstance(messages, list) or not messages:
+    if messages == []:
+        raise ChatError("the list of messages is empty")
+    if not isinstance(messages, list):
         raise ChatError(f"not a list of messages, but {shorten(messages)}")
     kept: list[Message] = []
     for number, message in enumerate(messages, 1):
@@ -206,12 +207,12 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
             message = {**message, "content": ""}
         for key in ("role", "content"):
             if key not in message:
-                names = ", ".join(shorten(name) for name in list(message)[:4]) or "none"
-                raise ChatError(f"message {number} has no {key!r}; there are {names}; rename them to role and content")
+                raise _no_key(key, number, message)
         message = {**message, "content": _joined(message["content"])}
         for key in ("role", "content"):
             if not isinstance(message[key], str):
-                raise ChatError(f"message {number}: {key!r} is not a string, but {shorten(message[key])}")
+                fix = "; give it a text, or remove the message" if message[key] is None else ""
+                raise ChatError(f"message {number}: {key!r} is not a string, but {shorten(message[key])}{fix}")
         if (found := _MEDIA.search(message["content"])) and not media_as_text:
             raise BadInputError(
                 MEDIA,
@@ -219,6 +220,28 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
             )
         kept.append(message)
     return kept
+
+
+def _no_key(key: str, number: int, message: Message) -> ChatError:
+    """Returns the error of a message without its role or its content."""
+    others = [name for name in list(message)[:4] if name not in ("role", "content")]
+    if others:
+        fix = f"rename one of its keys to {key!r}: {', '.join(map(repr, others))}"
+        if len(others) == 1:
+            fix = f"rename its key {others[0]!r} to {key!r}"
+    elif message:
+        fix = f"it has only {next(iter(message))!r}; give it a {key}, or remove the message"
+    else:
+        fix = "it is empty; remove it"
+    return ChatError(f"message {number} has no {key!r}: {fix}")
+
+
+def _no_answer(roles: Sequence[str]) -> ChatError:
+    """Returns the error of a conversation without a message of the assistant."""
+    names = ", ".join(map(repr, dict.fromkeys(roles)))
+    meant = next((role for role in roles if _ROLES.get(role.lower()) == ASSISTANT), None)
+    fix = "" if meant is None else f"; write {ASSISTANT!r} instead of {meant!r}"
+    return ChatError(f"no message has the role {ASSISTANT!r}, so there is no answer to learn; it has {names}{fix}")
 
 
 def _joined(content: object) -> object:

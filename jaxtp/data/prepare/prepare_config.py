@@ -28,8 +28,8 @@ class PrepareConfig:
 
     inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="")] = ()
     """Text, .jsonl, .json and .parquet files (all but Parquet also as .gz and .zst), folders of them, and Hugging Face
-    datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json file named here is read as rows if it holds
-    a list of objects; any other .json file is text."""
+    datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json file named here holds a list of objects, or
+    an object in each line."""
 
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the dataset. The same command resumes after an interruption."""

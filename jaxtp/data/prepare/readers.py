@@ -293,9 +293,9 @@ class _Array:
             self._repeated.clear()
             if len(self._text) - self._at > self._limit:
                 raise too_large(self._limit, "a row of ")
-            self._read_more()
             if len(self._text) - self._at > _MAX_VALUES:
                 _require_few_values(self._text[self._at :].encode())
+            self._read_more()
 
     def _checked(self, value: object) -> object:
         if not self._repeated:
@@ -307,8 +307,7 @@ class _Array:
     def _require_truncated(self, error: json.JSONDecodeError) -> None:
         is_at_end = error.pos >= len(self._text) - _TRUNCATED or error.msg.startswith("Unterminated")
         if self._is_whole or not is_at_end:
-            where = f"character {error.pos - self._at + 1:,} of this row"
-            raise BadInputError(NOT_JSON, f"not JSON: {error.msg} at {where}") from None
+            raise _not_json(error, self._at) from None
 
     def _mark(self) -> str:
         """Returns the next character that is not white space, or an empty string at the end."""
@@ -603,7 +602,7 @@ def _parse(content: bytes, fields: Fields | None) -> object:
     except RecursionError:
         raise _too_deep() from None
     except json.JSONDecodeError as error:
-        raise BadInputError(NOT_JSON, f"not JSON: {error}") from None
+        raise _not_json(error) from None
     except ValueError:
         raise _too_many_digits() from None
     if repeated:
@@ -635,6 +634,10 @@ def _decoder(repeated: list[str], fields: Fields | None) -> json.JSONDecoder:
 
 def _repeated_key(name: str) -> BadInputError:
     return BadInputError(NOT_JSON, f"the key {shorten(name)} occurs twice in an object; remove one of them")
+
+
+def _not_json(error: json.JSONDecodeError, start: int = 0) -> BadInputError:
+    return BadInputError(NOT_JSON, f"not JSON: {error.msg} at character {error.pos - start + 1:,} of the row")
 
 
 def _too_many_digits() -> BadInputError:

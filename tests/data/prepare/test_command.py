@@ -144,6 +144,13 @@ def test_bad_tokenizers(tmp_path, rows, capsys):
     (tmp_path / "t.json").write_text("{}")
     assert "t.json: not a tokenizer.json: " in refused(capsys, rows, "--tokenizer", tmp_path / "t.json", *out)
     assert "u.json: No such file" in refused(capsys, rows, "--tokenizer", tmp_path / "u.json", *out)
+    error = refused(capsys, rows, "--tokenizer", "meta-llama/Llama-3.1-8B", *out)
+    download = "`hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B` downloads it, and then its folder"
+    assert "meta-llama/Llama-3.1-8B: No such file or directory; if it is the name of a model on" in error
+    assert download in error
+    (tmp_path / "llama").mkdir()
+    error = refused(capsys, rows, "--tokenizer", tmp_path / "lama", *out)
+    assert f"lama: No such file or directory; did you mean {tmp_path}/llama?" in error
     assert not (tmp_path / "d").exists()
 
 
