@@ -16,7 +16,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -174,11 +174,19 @@ class HuggingFaceTokenizer:
 class IsolatedTokenizer(HuggingFaceTokenizer):
     """Encodes in a worker, so that a tokenizer.json that makes the library crash ends with a `TokenizerError`."""
 
-    def __init__(self, content: bytes, name: str, **settings: Any):
+    def __init__(
+        self,
+        content: bytes,
+        name: str,
+        *,
+        eos: str | int | None = None,
+        has_eos: bool = True,
+        special_tokens: bool = False,
+    ):
         _require_library(name)
         encode_isolated(content, name, [])  # loads it in the worker first
-        self._special_tokens = bool(settings.get("special_tokens"))
-        super().__init__(content, name, **settings)
+        self._special_tokens = special_tokens
+        super().__init__(content, name, eos=eos, has_eos=has_eos, special_tokens=special_tokens)
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Tokens]:
         settings = {
@@ -212,21 +220,20 @@ def encode_isolated(
       is the whole text.
     """
     num_characters = sum(map(len, texts))
-    request: dict[str, Any] = {
-        "key": hashlib.sha256(content).hexdigest(),
-        "content": None,
-        "texts": list(texts),
-        "before": None if before is None else list(before),
-        "settings": dict(settings),
-        "memory": _FIXED_MEMORY + _MEMORY_OF_TEXT * num_characters,
-        "seconds": _FIXED_SECONDS + _SECONDS_OF_TEXT * num_characters,
-    }
-    doing = "encoding a text" if texts else "loading it"
-    problem, ids, cuts = _ask_worker(request, name, doing)
+    request = _Request(
+        key=hashlib.sha256(content).hexdigest(),
+        content=None,
+        texts=list(texts),
+        before=None if before is None else list(before),
+        settings=dict(settings),
+        memory=_FIXED_MEMORY + _MEMORY_OF_TEXT * num_characters,
+        seconds=_FIXED_SECONDS + _SECONDS_OF_TEXT * num_characters,
+    )
+    problem, ids, cuts = _ask_worker(request, name)
     if problem == tokenizer_worker.UNKNOWN:
-        request["content"] = content
-        request["memory"] += _MEMORY_OF_FILE * len(content)
-        problem, ids, cuts = _ask_worker(request, name, doing)
+        memory = request.memory + _MEMORY_OF_FILE * len(content)
+        request = request._replace(content=content, memory=memory)
+        problem, ids, cuts = _ask_worker(request, name)
     if problem:
         raise TokenizerError(f"{name}: {'cannot encode a text' if texts else 'not a tokenizer.json'}: {problem}")
     if before is None:
@@ -234,13 +241,26 @@ def encode_isolated(
     return [(part[:cut], part[cut:]) for part, cut in zip(ids, cuts, strict=True)]
 
 
-def _ask_worker(request: dict[str, Any], name: str, doing: str) -> tuple[str, list[Tokens], list[int]]:
+class _Request(NamedTuple):
+    """A request to the worker."""
+
+    key: str
+    content: bytes | None
+    texts: list[str]
+    before: list[int] | None
+    settings: dict[str, bool]
+    memory: int
+    seconds: float
+
+
+def _ask_worker(request: _Request, name: str) -> tuple[str, list[Tokens], list[int]]:
     try:
-        return _WORKER.request(pickle.dumps(request), _receive)
+        return _WORKER.request(pickle.dumps(request._asdict()), _receive)
     except WorkerDiedError as died:
-        limit = f"{request['memory'] // 2**20:,} MiB of memory"
+        doing = "encoding a text" if request.texts else "loading it"
+        limit = f"{request.memory // 2**20:,} MiB of memory"
         if died.code == -signal.SIGPROF:
-            limit = f"{request['seconds']:.0f} s of computing"
+            limit = f"{request.seconds:.0f} s of computing"
         raise TokenizerError(
             f"{name}: {doing} ends the tokenizer's process ({died}); it may take at most {limit}"
         ) from None

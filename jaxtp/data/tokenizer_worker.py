@@ -13,7 +13,10 @@ import sys
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
 
 UNKNOWN = "unknown"
 """The problem of a request whose tokenizer is not loaded; the same request with its `content` loads it."""
@@ -33,7 +36,7 @@ def main() -> None:
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    loaded: dict[str, Any] = {}
+    loaded: dict[str, Tokenizer] = {}
     while requests.peek(1):  # type: ignore[attr-defined]
         request = pickle.load(requests)
         _limit_memory(request.pop("memory"))
@@ -63,14 +66,14 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _answer(
-    loaded: dict[str, Any],
+    loaded: "dict[str, Tokenizer]",
     *,
     key: str,
     content: bytes | None,
     texts: list[str],
     before: list[int] | None,
     settings: Mapping[str, bool],
-) -> list[Any]:
+) -> "list[Encoding]":
     """Returns the encodings of texts; raises KeyError for a tokenizer that is not loaded."""
     if content is not None:
         if len(loaded) == _MAX_LOADED:
@@ -80,11 +83,11 @@ def _answer(
     tokenizer.encode_special_tokens = settings["encode_special_tokens"]
     # only `encode_batch` computes the positions of tokens
     encode = tokenizer.encode_batch_fast if before is None else tokenizer.encode_batch
-    encodings: list[Any] = encode(texts, add_special_tokens=settings["add_special_tokens"])
+    encodings: list[Encoding] = encode(texts, add_special_tokens=settings["add_special_tokens"])
     return encodings
 
 
-def _load(content: bytes) -> Any:
+def _load(content: bytes) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
@@ -98,7 +101,7 @@ def _load(content: bytes) -> Any:
     return tokenizer
 
 
-def _tokens_before(encoding: Any, before: int) -> int:
+def _tokens_before(encoding: "Encoding", before: int) -> int:
     """Returns the number of tokens that start in the first `before` characters."""
     return sum(start < before for start, _ in encoding.offsets) if before else 0
 

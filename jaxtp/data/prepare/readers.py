@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar, cast
 
 from jaxtp.config.entry import UserError
 from jaxtp.data.chat_template import ChatError
@@ -325,7 +325,7 @@ class _Array:
         return mark
 
     def _read_more(self) -> None:
-        """Reads a chunk, as long as what is left, so that a long item is parsed only a few times."""
+        """Reads a chunk, as long as the rest of the text, so that a long item is parsed only a few times."""
         left = self._text[self._at :]
         chunk = self._stream.read(max(_ARRAY_CHUNK, len(left)))
         try:
@@ -429,7 +429,7 @@ def _rows_of(batch: "pyarrow.RecordBatch", names: list[str], max_document: int) 
             yield {name: column[index].as_py() for name, column in zip(names, columns, strict=True)}
 
 
-def _size_of(array: "pyarrow.Array[Any]") -> int:
+def _size_of(array: "pyarrow.Array[pyarrow.Scalar]") -> int:
     """Returns the approximate bytes of memory that an array's values take in Python."""
     import pyarrow
     from pyarrow import compute
@@ -478,7 +478,7 @@ _READERS: dict[str, Callable[[Source, int, Fields | None], Iterator[Item]]] = {
 
 
 def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
-    """Returns the columns to read; refuses those of texts that have another type, before any value is read."""
+    """Returns the columns to read; refuses a column of texts that has another type, before any value is read."""
     from pyarrow import types
 
     assert fields is not None
@@ -649,7 +649,7 @@ def _too_deep() -> BadInputError:
 
 
 def _require_few_values(content: bytes) -> None:
-    """Limits what is no string, because a value of two bytes takes a hundred as an object."""
+    """Counts values outside of strings, because a value of two bytes takes a hundred as an object."""
     marks = (b",", b"[", b"{")
     if sum(map(content.count, marks)) <= _MAX_VALUES:
         return
