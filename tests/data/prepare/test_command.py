@@ -230,6 +230,25 @@ def test_what_was_read_must_not_change_under_an_unfinished_dataset(tmp_path, cap
     assert decoded(open_dataset(tmp_path / "d")) == [b"a", b"other"]
 
 
+def test_a_file_of_many_bad_rows_is_not_read_whole_to_say_so(tmp_path, capsys, monkeypatch):
+    small_batches(monkeypatch)
+    monkeypatch.setattr(batches, "_MANY_PROBLEMS", 10)
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, *[{}] * 1000]))
+    rows = []
+    read = batches.read_source
+
+    def counted(*arguments):
+        for event in read(*arguments):
+            rows.append(event)
+            yield event
+
+    monkeypatch.setattr(batches, "read_source", counted)
+    assert "a.json, row 2: no field 'text'" in refused(capsys, tmp_path / "a.json", "--out", tmp_path / "d")
+    assert len(rows) < 30
+    prepared(tmp_path / "d", tmp_path / "a.json", "--on-error", "skip")
+    assert len(rows) > 1000
+
+
 @pytest.mark.parametrize(
     "name", ["journal.json", "train-00000.tokens", "train-00000.documents", "tokenizer.json", "seen.sha256"]
 )
