@@ -5,6 +5,7 @@ and a docstring, which is its help text. YAML files set values; flags (`jaxtp.co
 """
 
 import dataclasses
+import datetime
 import difflib
 import os
 import re
@@ -97,6 +98,16 @@ DataKey = Annotated[str, pydantic.AfterValidator(_prepared)]
 """A dataset of a mixture."""
 FromPath = Annotated[UserPath | None, pydantic.Field(alias="from"), tyro.conf.arg(name="from", metavar="DIR")]
 """A path whose key is `from`, a word that Python does not allow as a field's name."""
+
+
+def _day(text: str) -> str:
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise ConfigError("should be a day, such as 2026-01-31") from None
+
+
+Day = Annotated[str, pydantic.AfterValidator(_day), tyro.conf.arg(metavar="YYYY-MM-DD")]
 
 Reference = Annotated[str, tyro.conf.arg(metavar="FILE.py:NAME"), RUNS_CODE]
 """A Python object in a file, or in a module (package.module:NAME)."""
@@ -267,6 +278,23 @@ def nearest_file(path: Path) -> str:
         return ""
     close = difflib.get_close_matches(path.name, others, n=1, cutoff=0.75)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+_HUB_NAME = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}(?<!\.json)")
+
+
+def missing_model(path: Path) -> str:
+    """Suggests an existing folder with a similar name, or how to download a model that the path may name."""
+    if near := nearest_file(path):
+        return near
+    name = str(path)
+    if not _HUB_NAME.fullmatch(name) or (path.parent != Path() and path.parent.exists()):
+        return "; hf download NAME --local-dir FOLDER makes one"
+    folder = Path("models", path.name)
+    return (
+        f"; if it is the name of a model on the Hugging Face hub, `hf download {name} --local-dir {folder}` downloads "
+        f"it, and then its folder is {folder}"
+    )
 
 
 _COMPLAINTS = {

@@ -10,12 +10,7 @@ import json
 import pickle
 import re
 import signal
-import subprocess
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,8 +19,16 @@ import numpy as np
 from jaxtp.config.entry import UserError
 from jaxtp.data import template_worker as worker
 from jaxtp.data.documents import Tokens
-from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, as_tokenizer_error, load_library
+from jaxtp.data.tokenizer import (
+    ByteTokenizer,
+    IsolatedTokenizer,
+    Tokenizer,
+    as_tokenizer_error,
+    encode_isolated,
+    load_library,
+)
 from jaxtp.data.tokenizer_files import MAX_TEMPLATE, TokenizerError
+from jaxtp.data.worker import Worker, WorkerDiedError, read_line
 
 Message = Mapping[str, Any]  # `role` (system, user, assistant) and `content`
 
@@ -45,14 +48,22 @@ class ChatError(UserError):
 
 
 class ChatTemplate:
-    """Renders conversations; `special_tokens` are template variables, e.g. bos_token."""
+    """Renders conversations.
 
-    def __init__(self, template: str, name: str, special_tokens: Mapping[str, str]):
+    Args:
+      template: in Jinja.
+      name: for messages.
+      special_tokens: variables of the template, e.g. bos_token.
+      day: what the template reads as today (`strftime_now`), as 2026-01-31; by default the day of the rendering.
+    """
+
+    def __init__(self, template: str, name: str, special_tokens: Mapping[str, str], day: str | None = None):
         if find_spec("jinja2") is None:
             raise ChatError("a chat template needs the library jinja2: pip install 'jaxtp[chat]'")
         if len(template) > MAX_TEMPLATE:
             raise ChatError(f"{name}: more than {MAX_TEMPLATE:,} characters, the limit for a chat template")
         self._template, self._name, self._special_tokens = template, name, dict(special_tokens)
+        self.day = day
         self._request(None)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
@@ -60,71 +71,36 @@ class ChatTemplate:
         return self._request({"messages": messages, "add_generation_prompt": answer, **self._special_tokens})
 
     def _request(self, variables: dict[str, object] | None) -> str:
-        problem, text = _RENDERER.request(self._template, variables)
+        problem, text = _render(self._template, variables, self.day)
         if problem:
             raise ChatError(f"{self._name}{problem}")
         return text
 
 
-class _Renderer:
-    """The templates' shared worker; restarts after it dies."""
+_RENDERER = Worker(worker.__file__, MEMORY, MAX_TEXT)
+"""Renders all templates."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._close: Callable[[], object] = lambda: None
-        self._lock = threading.Lock()
 
-    def request(self, template: str, variables: dict[str, object] | None) -> tuple[str, str]:
-        """Returns a problem or an empty string, and the text."""
-        request = pickle.dumps((template, variables, SECONDS))
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", worker.__file__, str(MEMORY), str(MAX_TEXT)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # shields it from Ctrl-C in the terminal
-                )
-                self._close = weakref.finalize(self, _close, self._process)
-            process = self._process
-            try:
-                return _exchange(process, request)
-            except BaseException as error:
-                code = process.wait() if isinstance(error, OSError | EOFError) else None
-                self._process = None
-                self._close()  # after Ctrl-C, its answer would be mistaken for the next request's
-                if code is None:
-                    raise
+def writes_day(template: str) -> bool:
+    """Returns whether a template may write the day on which it renders."""
+    return "strftime_now" in template
+
+
+def _render(template: str, variables: dict[str, object] | None, day: str | None) -> tuple[str, str]:
+    """Returns a problem or an empty string, and the text."""
+    request = pickle.dumps((template, variables, day, SECONDS))
+    try:
+        problem, text = json.loads(_RENDERER.request(request, read_line))
+        return problem, text
+    except WorkerDiedError as died:
         limits = {
             -signal.SIGPROF: f"{SECONDS:g} s of computing",
             worker.OUT_OF_MEMORY: f"{MEMORY // 2**20:,} MiB of memory",
         }
         when = "when it is loaded" if variables is None else "on this conversation"
-        if code in limits:
-            return f" takes more than {limits[code]}, the limit for a chat template, {when}", ""
-        return f" crashes the process that renders it (exit code {code}) {when}", ""
-
-
-_RENDERER = _Renderer()
-
-
-def _exchange(process: "subprocess.Popen[bytes]", request: bytes) -> tuple[str, str]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(request)
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    if not answer.endswith(b"\n"):
-        raise EOFError
-    problem, text = json.loads(answer)
-    return problem, text
-
-
-def _close(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    with suppress(OSError), process:  # drops an unread request
-        pass
+        if died.code in limits:
+            return f" takes more than {limits[died.code]}, the limit for a chat template, {when}", ""
+        return f" crashes the process that renders it ({died}) {when}", ""
 
 
 class SpecialTokens:
@@ -182,10 +158,14 @@ def without_noncharacters(text: str) -> str:
 
 
 class RenderedTokenizer:
-    """Encodes marked text; `content` is a tokenizer.json, or None for bytes."""
+    """Encodes marked text; `content` is a tokenizer.json, or None for bytes.
 
-    def __init__(self, content: bytes | None, name: str):
+    If `is_isolated`, a worker encodes, as in `IsolatedTokenizer`.
+    """
+
+    def __init__(self, content: bytes | None, name: str, *, is_isolated: bool = False):
         self._name, self._library = name, None
+        self._is_isolated = is_isolated
         self.tokens: tuple[str, ...] = ()
         self.ids: frozenset[int] = frozenset()
         if content is None:
@@ -194,7 +174,8 @@ class RenderedTokenizer:
         special = {token.content: id for id, token in library.get_added_tokens_decoder().items() if token.special}
         self.tokens, self.ids = tuple(special), frozenset(special.values())
         file = json.dumps(_renamed(json.loads(library.to_str()), {token: marks(token) for token in special}))
-        self._library = load_library(file.encode(), name)
+        self._content = file.encode()
+        self._library = load_library(self._content, name)
         for token, id in special.items():
             if self._library.token_to_id(marks(token)) != id:
                 raise TokenizerError(f"{name}: special token {token!r} is indistinguishable from text that spells it")
@@ -206,8 +187,12 @@ class RenderedTokenizer:
                 first, second = ByteTokenizer().encode_batch(pair)
                 yield first, second
             return
+        texts = [first + second for first, second in pairs]
+        if self._is_isolated:
+            yield from encode_isolated(self._content, self._name, texts, [len(first) for first, _ in pairs])
+            return
         try:
-            encodings = self._library.encode_batch([a + b for a, b in pairs], add_special_tokens=False)
+            encodings = self._library.encode_batch(texts, add_special_tokens=False)
         except BaseException as error:
             raise as_tokenizer_error(error, f"{self._name}: cannot encode a text") from None
         for (before, _), encoding in zip(pairs, encodings, strict=True):
@@ -220,7 +205,8 @@ def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer:
     """Returns a tokenizer's counterpart for marked text."""
     if isinstance(tokenizer, ByteTokenizer):
         return RenderedTokenizer(None, "bytes")
-    return RenderedTokenizer(tokenizer.content, tokenizer.name)
+    is_isolated = isinstance(tokenizer, IsolatedTokenizer)
+    return RenderedTokenizer(tokenizer.content, tokenizer.name, is_isolated=is_isolated)
 
 
 def _renamed(file: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

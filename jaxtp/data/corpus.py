@@ -21,7 +21,7 @@ BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
 PREFIX = "prefix"  # Key in `Corpus.describe`: the tokens that each document starts with
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 _HELD_OUT_ONE_IN = 20
-_PREPARED_FIRST = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
+_PREPARED_FIRST = (".jsonl", ".ndjson", ".jsonlines", ".json", ".parquet", ".pq", ".csv", ".tsv", ".gz", ".zst")
 
 
 class CorpusError(UserError):
@@ -163,7 +163,7 @@ def standard_library(root: Path | None = None) -> Part:
 
 def text_file(path: Path) -> Part:
     """Returns a file as one document; holds out the last twentieth."""
-    if path.suffix in _PREPARED_FIRST and path.exists():
+    if path.suffix.lower() in _PREPARED_FIRST and path.exists():
         raise CorpusError(
             f"data.path={path} is not plain text: make a dataset of it by jaxtp prepare {path} --out FOLDER (with "
             "--field NAME, or --messages NAME for conversations), and name that folder"

@@ -7,12 +7,13 @@ this process. It imports nothing from jaxtp, to start quickly.
 import json
 import os
 import pickle
+import random
 import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import datetime
+from datetime import date, datetime, time
 from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
@@ -38,9 +39,9 @@ def main(memory: int, characters: int) -> None:
 
 def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
     while requests.peek(1):  # type: ignore[attr-defined]
-        template, variables, seconds = pickle.load(requests)
+        template, variables, day, seconds = pickle.load(requests)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        problem, text = _answer(template, variables)
+        problem, text = _answer(template, variables, day)
         if len(text) > characters:
             problem, text = f" fails on this conversation: its text has more than {characters:,} characters", ""
         answer = json.dumps([problem, text], ensure_ascii=False).encode(errors="replace")
@@ -49,8 +50,13 @@ def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
         answers.flush()
 
 
-def _answer(template: str, variables: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Returns a problem, which follows the template's name in a message, or an empty string and the text."""
+def _answer(template: str, variables: Mapping[str, Any] | None, day: str | None) -> tuple[str, str]:
+    """Returns a problem, which follows the template's name in a message, or an empty string and the text.
+
+    If `day` is given, a template reads noon of that day as the present time, so that it always writes the same text.
+    """
+    random.seed(0)  # Jinja has a filter `random`
+    _DAY[0] = day
     try:
         render = _load(template)
     except Exception as error:
@@ -64,6 +70,15 @@ def _answer(template: str, variables: Mapping[str, Any] | None) -> tuple[str, st
         return f" {verb} this conversation: {_shown(error)}", ""
 
 
+_DAY: list[str | None] = [None]
+
+
+def _strftime_now(form: str) -> str:
+    day = _DAY[0]
+    now = datetime.now() if day is None else datetime.combine(date.fromisoformat(day), time(12))
+    return now.strftime(form)
+
+
 @lru_cache(maxsize=8)
 def _load(template: str) -> Callable[..., str]:
     from jinja2.ext import loopcontrols
@@ -71,7 +86,7 @@ def _load(template: str) -> Callable[..., str]:
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
     return environment.from_string(template).render
 
 

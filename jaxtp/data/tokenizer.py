@@ -4,22 +4,30 @@ Encoding adds no special tokens, truncation, padding or dropout. By default, tex
 text.
 """
 
+import errno
 import hashlib
 import itertools
 import json
+import math
+import os
+import pickle
 import re
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxtp.config.reading import inside, read_bytes
+from jaxtp.config.schema import missing_model
+from jaxtp.data import tokenizer_worker
 from jaxtp.data.corpus import BYTE_TOKENIZER
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import BYTES, HUGGING_FACE, TOKENIZER, TokenizerInfo, read_manifest
 from jaxtp.data.tokenizer_files import TokenizerError, reading
+from jaxtp.data.worker import Worker, WorkerDiedError, read_exactly, read_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -34,6 +42,13 @@ _MAX_FILE = 2**28  # Bytes; the largest files have some 50 million
 _PIECE = 2**20  # Characters after which a long text is cut, so that one text uses all cores
 _GROUP = 2**24  # Characters that are encoded at a time; the library takes about 100 bytes per token meanwhile
 _CUT = re.compile(r"(?<=\S)\n")
+_MAX_GROWTH = 64  # Characters that a normalizer or decoder may make of one
+_FIXED_MEMORY, _FIXED_SECONDS = 2**30, 60.0
+_MEMORY_OF_FILE, _MEMORY_OF_TEXT, _SECONDS_OF_TEXT = 32, 256, 1e-4
+"""Limits of the worker for a request: fixed, and for each byte of a tokenizer.json or character of a text. The library
+takes up to about 150 bytes for a character, and 10 microseconds."""
+_WORKER = Worker(tokenizer_worker.__file__)
+"""Encodes for all tokenizers of `jaxtp prepare`."""
 
 
 class ByteTokenizer:
@@ -95,12 +110,9 @@ class HuggingFaceTokenizer:
         pieces = [(index, piece) for index, text in enumerate(texts) for piece in self._pieces(text)]
         ids: list[list[Tokens]] = [[] for _ in texts]
         for group in _groups(pieces):
-            try:
-                encodings = self._tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
-            except BaseException as error:
-                raise as_tokenizer_error(error, f"{self.name}: cannot encode a text") from None
-            for (index, _), encoding in zip(group, encodings, strict=True):
-                ids[index].append(np.array(encoding.ids, self.info.dtype))
+            encoded = self._encode([piece for _, piece in group], add_special_tokens=False)
+            for (index, _), part in zip(group, encoded, strict=True):
+                ids[index].append(part.astype(self.info.dtype, copy=False))
         return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in ids]
 
     def decode(self, ids: Tokens) -> bytes:
@@ -129,12 +141,16 @@ class HuggingFaceTokenizer:
     @cached_property
     def prefix(self) -> tuple[int, ...]:
         """Ids that the post-processor prepends, e.g. BOS; `encode_batch` omits them."""
-        try:
-            plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
-        except BaseException as error:
-            raise as_tokenizer_error(error, f"{self.name}: cannot encode a text") from None
+        plain, whole = (self._encode(["a"], add_special_tokens=added)[0].tolist() for added in (False, True))
         starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return tuple(whole[: next(starts, 0)])
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Tokens]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            raise as_tokenizer_error(error, f"{self.name}: cannot encode a text") from None
+        return [np.array(encoding.ids, self.info.dtype) for encoding in encodings]
 
     @cached_property
     def _bytes_of(self) -> dict[int, bytes]:
@@ -155,7 +171,108 @@ class HuggingFaceTokenizer:
         yield text[start:]
 
 
+class IsolatedTokenizer(HuggingFaceTokenizer):
+    """Encodes in a worker, so that a tokenizer.json that makes the library crash ends with a `TokenizerError`."""
+
+    def __init__(
+        self,
+        content: bytes,
+        name: str,
+        *,
+        eos: str | int | None = None,
+        has_eos: bool = True,
+        special_tokens: bool = False,
+    ):
+        _require_library(name)
+        encode_isolated(content, name, [])  # loads it in the worker first
+        self._special_tokens = special_tokens
+        super().__init__(content, name, eos=eos, has_eos=has_eos, special_tokens=special_tokens)
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Tokens]:
+        settings = {
+            "add_special_tokens": add_special_tokens,
+            "encode_special_tokens": not self._special_tokens,
+        }
+        return [ids for ids, _ in encode_isolated(self.content, self.name, texts, settings=settings)]
+
+
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
+def encode_isolated(
+    content: bytes,
+    name: str,
+    texts: Sequence[str],
+    before: Sequence[int] | None = None,
+    *,
+    settings: Mapping[str, bool] = {"add_special_tokens": False, "encode_special_tokens": False},
+) -> list[tuple[Tokens, Tokens]]:
+    """Encodes texts in a worker; raises `TokenizerError`.
+
+    Args:
+      content: the tokenizer.json.
+      name: for messages.
+      before: the number of characters of each text's first part.
+      settings: of the library.
+
+    Returns:
+      The ids of both parts of each text; a token that spans both belongs to the first. Without `before`, the first part
+      is the whole text.
+    """
+    num_characters = sum(map(len, texts))
+    request = _Request(
+        key=hashlib.sha256(content).hexdigest(),
+        content=None,
+        texts=list(texts),
+        before=None if before is None else list(before),
+        settings=dict(settings),
+        memory=_FIXED_MEMORY + _MEMORY_OF_TEXT * num_characters,
+        seconds=_FIXED_SECONDS + _SECONDS_OF_TEXT * num_characters,
+    )
+    problem, ids, cuts = _ask_worker(request, name)
+    if problem == tokenizer_worker.UNKNOWN:
+        memory = request.memory + _MEMORY_OF_FILE * len(content)
+        request = request._replace(content=content, memory=memory)
+        problem, ids, cuts = _ask_worker(request, name)
+    if problem:
+        raise TokenizerError(f"{name}: {'cannot encode a text' if texts else 'not a tokenizer.json'}: {problem}")
+    if before is None:
+        return [(part, part[:0]) for part in ids]
+    return [(part[:cut], part[cut:]) for part, cut in zip(ids, cuts, strict=True)]
+
+
+class _Request(NamedTuple):
+    """A request to the worker."""
+
+    key: str
+    content: bytes | None
+    texts: list[str]
+    before: list[int] | None
+    settings: dict[str, bool]
+    memory: int
+    seconds: float
+
+
+def _ask_worker(request: _Request, name: str) -> tuple[str, list[Tokens], list[int]]:
+    try:
+        return _WORKER.request(pickle.dumps(request._asdict()), _receive)
+    except WorkerDiedError as died:
+        doing = "encoding a text" if request.texts else "loading it"
+        limit = f"{request.memory // 2**20:,} MiB of memory"
+        if died.code == -signal.SIGPROF:
+            limit = f"{request.seconds:.0f} s of computing"
+        raise TokenizerError(
+            f"{name}: {doing} ends the tokenizer's process ({died}); it may take at most {limit}"
+        ) from None
+
+
+def _receive(file: IO[bytes]) -> tuple[str, list[Tokens], list[int]]:
+    problem, sizes, cuts = json.loads(read_line(file))
+    if problem:
+        return problem, [], []
+    ids = np.frombuffer(read_exactly(file, 4 * sum(sizes)), np.uint32)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    return "", np.split(ids, ends[:-1]) if sizes else [], cuts
 
 
 def load_tokenizer(folder: Path, *, special_tokens: bool = False) -> Tokenizer:
@@ -180,16 +297,17 @@ def read_tokenizer(path: Path) -> bytes:
 
 def tokenizer_file(path: Path) -> Path:
     """Returns the `tokenizer.json` at or in a path; refuses links out of the folder."""
+    if not os.path.lexists(path):
+        raise TokenizerError(f"{path}: {os.strerror(errno.ENOENT)}{missing_model(path)}")
     with reading(path / TOKENIZER):
         return inside(path, TOKENIZER) if path.is_dir() else path
 
 
 def load_library(content: bytes, name: str) -> "Library":
     """Returns a `tokenizers` tokenizer, without truncation, padding and dropout."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise TokenizerError(f"{name} needs the library tokenizers: pip install 'jaxtp[data]'") from None
+    _require_library(name)
+    from tokenizers import Tokenizer
+
     try:
         tokenizer = Tokenizer.from_str(content.decode())
         tokenizer.no_truncation()
@@ -198,7 +316,31 @@ def load_library(content: bytes, name: str) -> "Library":
             tokenizer.model.dropout = None
     except BaseException as error:
         raise as_tokenizer_error(error, f"{name}: not a tokenizer.json") from None
+    for part in (tokenizer.normalizer, tokenizer.decoder):
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MAX_GROWTH:
+            raise TokenizerError(
+                f"{name}: its {type(part).__module__.rpartition('.')[2].removesuffix('s')} makes {growth:,.0f} "
+                f"characters out of one; at most {_MAX_GROWTH} are allowed"
+            )
     return tokenizer
+
+
+def _require_library(name: str) -> None:
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError:
+        raise TokenizerError(f"{name} needs the library tokenizers: pip install 'jaxtp[data]'") from None
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+    """Returns how many characters the replacements of a normalizer or decoder make out of one."""
+    steps = part.get("normalizers") or part.get("decoders")
+    if steps is not None:
+        return math.prod(map(_growth, steps))
+    if part.get("type") != "Replace":
+        return 1.0
+    replaced = len(part["pattern"].get("String") or "x")  # a regular expression may match one character
+    return max(1.0, len(part["content"]) / replaced)
 
 
 def as_tokenizer_error(error: BaseException, what: str) -> BaseException:

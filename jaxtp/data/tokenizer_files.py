@@ -1,5 +1,6 @@
 """The files next to a `tokenizer.json`: end token, special tokens, chat template."""
 
+import datetime
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
 MAX_POSITIONS = "max_position_embeddings"  # The context length in config.json
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+TEMPLATE_DAY = "chat_template_day"
+"""Key in a dataset's tokenizer_config.json: the day that its chat template wrote."""
 MAX_TEMPLATE = 2**20  # Bytes; real ones have up to some 20,000
 
 
@@ -71,6 +74,17 @@ def special_tokens(folder: Path) -> dict[str, str]:
     # an object instead of a string also configures how the token is matched
     texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in spelled.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def template_day(folder: Path) -> str | None:
+    """Returns the day that the chat template wrote into a dataset; raises `TokenizerError`."""
+    day = read(folder / TOKENIZER_CONFIG).get(TEMPLATE_DAY)
+    if day is None:
+        return None
+    try:
+        return datetime.date.fromisoformat(day).isoformat()
+    except (ValueError, TypeError):
+        raise TokenizerError(f"{folder / TOKENIZER_CONFIG}: {TEMPLATE_DAY} = {truncate(day)}: no day") from None
 
 
 def chat_template(folder: Path) -> str | None:

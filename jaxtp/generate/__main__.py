@@ -29,7 +29,7 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.console import is_terminal
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.files import require_writable, writing
-from jaxtp.config.schema import ConfigError, Count, Switch, UserPath, flag, nearest_file
+from jaxtp.config.schema import ConfigError, Count, Day, Switch, UserPath, flag, nearest_file
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template
 from jaxtp.generate.chat import Chat, ConversationEncoder
@@ -95,6 +95,10 @@ class GenerateConfig(SourceConfig):
 
     template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Chat template in Jinja, instead of the model's."""
+
+    date: Day | None = None
+    """The day that a chat template with a date writes (strftime_now); by default the day that it wrote into the run's
+    data, else today."""
 
     beyond_context: Switch = False
     """Allow prompts and texts longer than the model's context (max_position_embeddings in its config.json), which may
@@ -172,6 +176,8 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
         yield f"--samples {config.sampling.samples}: a chat has one answer; leave it out"
     if not config.chat and (config.system is not None or config.template is not None):
         yield "--system and --template need --chat"
+    if not config.chat and config.date is not None:
+        yield "--date is the day that a chat template writes; it needs --chat"
     if (cp := config.mesh.cp) != 1:
         yield f"--mesh.cp {cp}: a KV cache cannot be split over cp; give its devices to tp: --mesh.tp {cp}"
     if config.field != _DEFAULT_FIELD and not (config.prompt_file is not None and _is_jsonl(config.prompt_file)):
@@ -239,7 +245,7 @@ def _chat_encoder(config: GenerateConfig, source: ModelSource, limits: Limits) -
         text, name = read_template(config.template), str(config.template)
     if text is None:
         raise ChatError(f"{source.name} has no chat template; give one by --template FILE, or texts by --prompt TEXT")
-    template = ChatTemplate(text, name, source.special_tokens)
+    template = ChatTemplate(text, name, source.special_tokens, config.date or source.template_day)
     encoder = ConversationEncoder(source.tokenizer, template, config.system, special_tokens=config.special_tokens)
     if problem := limits.problem(encoder.encode([*encoder.system, {"role": "user", "content": "a"}])):
         raise GenerationError(f"an empty conversation {problem}")

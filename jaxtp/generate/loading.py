@@ -22,7 +22,7 @@ from jaxtp.checkpoint.storage import finished_checkpoints, open_checkpoint
 from jaxtp.config import entry
 from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import load_object
-from jaxtp.config.schema import Keys, Reference, Switch, UserPath, expand, nearest_file
+from jaxtp.config.schema import Keys, Reference, Switch, UserPath, expand, missing_model, nearest_file
 from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES, MANIFEST, TOKENIZER
 from jaxtp.data.tokenizer import (
@@ -41,6 +41,7 @@ from jaxtp.data.tokenizer_files import (
     context,
     end_ids,
     special_tokens,
+    template_day,
 )
 from jaxtp.distributed.devices import build_mesh, request_virtual_devices
 from jaxtp.distributed.environment import enable_compilation_cache
@@ -153,6 +154,7 @@ class ModelSource:
     special_tokens: Mapping[str, str]
     """Texts of the special tokens that the template may use, such as bos_token."""
     context: int | None  # Maximum number of tokens of prompt and text together; None if unknown
+    template_day: str | None = None  # The day that the template wrote into the run's data
     trained_length: int | None = None  # Sequence length of a run that started from random weights
 
 
@@ -260,8 +262,9 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
       ValueError: as `open_stored`.
     """
     if not os.path.isdir(path):  # unlike Path.is_dir, it accepts names of any length
-        what = "not a folder" if os.path.exists(path) else "no such folder"
-        raise SourceError(f"--model {path}: {what}{nearest_file(path)}")
+        if os.path.exists(path):
+            raise SourceError(f"--model {path}: not a folder{nearest_file(path)}")
+        raise SourceError(f"--model {path}: no such folder{missing_model(path)}")
     if not (path / CONFIG).is_file() and not finished_checkpoints(path):
         if (path / peft.CONFIG).is_file():
             raise SourceError(
@@ -302,6 +305,7 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
         template=None if folder is None else chat_template(folder),
         special_tokens={} if folder is None else special_tokens(folder),
         context=_context(folders, config),
+        template_day=None if folder is None else template_day(folder),
         trained_length=data.get("sequence_length") if hf_files is None else None,
     )
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from jaxtp.config import reading
 from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, truncate
-from jaxtp.config.schema import ConfigError, nearest_file
+from jaxtp.config.schema import ConfigError, missing_model
 from jaxtp.hf.safetensors import HFError as HFError
 from jaxtp.hf.safetensors import StoredTensor, read_header, with_scales
 
@@ -26,7 +26,6 @@ INDEX = "model.safetensors.index.json"
 _MAX_COPIED = 2**28  # Bytes; the largest tokenizers have about 50 million
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
-_DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
 _FP8_BLOCK = (128, 128)  # Default of weight_block_size
 _LISTED = 10  # Maximum number of problems in a message
 Attributes = Mapping[str, object]  # The JSON object in a configuration file
@@ -79,7 +78,7 @@ def read_attributes(path: Path, name: str = CONFIG, kind: str = "Hugging Face fo
     """Reads a folder's configuration; raises `HFError` if it is missing or damaged."""
     if not path.is_dir():
         problem = "not a folder" if path.exists() else "no such folder"
-        raise HFError(f"{path}: {problem}{nearest_file(path) or _DOWNLOAD}")
+        raise HFError(f"{path}: {problem}{missing_model(path)}")
     if not os.path.lexists(path / name):
         raise HFError(f"{path}: no {name}; a folder in {kind} has one")
     return read_json(path, name)

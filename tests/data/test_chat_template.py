@@ -6,6 +6,7 @@ import pytest
 
 from jaxtp.data import chat_template as limits
 from jaxtp.data.chat_template import ChatError, ChatTemplate
+from jaxtp.data.worker import Worker
 
 MESSAGES = [{"role": "user", "content": "é"}]
 NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -71,6 +72,18 @@ def test_what_cannot_be_rendered_is_refused_with_its_reason(template, message):
     assert refused(template).startswith(message)
 
 
+def test_a_day_is_the_present_of_a_template():
+    template = ChatTemplate("{{ strftime_now('%A %Y-%m-%d %H:%M:%S') }}", "x", {}, "2024-02-29")
+    assert template.render(MESSAGES) == "Thursday 2024-02-29 12:00:00"
+    template.day = None
+    assert template.render(MESSAGES) != "Thursday 2024-02-29 12:00:00"
+
+
+def test_a_template_renders_the_same_each_time():
+    template = ChatTemplate("{% for i in range(9) %}{{ range(1000) | random }} {% endfor %}", "x", {})
+    assert template.render(MESSAGES) == template.render(MESSAGES)
+
+
 def test_a_message_of_a_template_is_cut():
     assert len(refused("{{ raise_exception('x' * 100000) }}")) < 400
 
@@ -84,8 +97,7 @@ def test_a_process_that_has_ended_is_replaced():
 
 def test_a_process_that_crashes_is_told(monkeypatch, tmp_path):
     (tmp_path / "worker.py").write_text("raise SystemExit(3)")
-    monkeypatch.setattr(limits, "_RENDERER", limits._Renderer())
-    monkeypatch.setattr(limits.worker, "__file__", str(tmp_path / "worker.py"))
+    monkeypatch.setattr(limits, "_RENDERER", Worker(str(tmp_path / "worker.py")))
     with pytest.raises(
         ChatError, match=r"x.jinja crashes the process that renders it \(exit code 3\) when it is loaded"
     ):
@@ -93,17 +105,15 @@ def test_a_process_that_crashes_is_told(monkeypatch, tmp_path):
 
 
 def test_after_an_interrupt_no_answer_is_taken_for_that_to_another_request(monkeypatch):
-    template, exchange = ChatTemplate("{{ messages[0].content }}", "x.jinja", {}), limits._exchange
+    template = ChatTemplate("{{ messages[0].content }}", "x.jinja", {})
 
-    def interrupted(process, request):
-        process.stdin.write(request)
-        process.stdin.flush()
+    def interrupted(file):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(limits, "_exchange", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        template.render([{"content": "another"}])
-    monkeypatch.setattr(limits, "_exchange", exchange)
+    with monkeypatch.context() as patched:
+        patched.setattr(limits, "read_line", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            template.render([{"content": "another"}])
     assert template.render(MESSAGES) == "é"
 
 

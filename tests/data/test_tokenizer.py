@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from jaxtp.data import tokenizer as module
 from jaxtp.data.manifest import TOKENIZER
-from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, IsolatedTokenizer, load_tokenizer
 from jaxtp.data.tokenizer_files import TokenizerError
 
 END = "<|endoftext|>"
@@ -153,3 +153,42 @@ def test_without_the_library_the_message_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(TokenizerError, match=r"x needs the library tokenizers: pip install 'jaxtp\[data\]'"):
         HuggingFaceTokenizer(CONTENT, "x")
+
+
+@pytest.mark.parametrize("special_tokens", [False, True])
+def test_a_worker_encodes_the_same(special_tokens):
+    rows = [*texts(50, seed=4), "", "a" * 100_000]
+    here = HuggingFaceTokenizer(CONTENT, "x", special_tokens=special_tokens)
+    there = IsolatedTokenizer(CONTENT, "x", special_tokens=special_tokens)
+    for ours, theirs in zip(here.encode_batch(rows), there.encode_batch(rows), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+    assert (there.prefix, there.encode_batch([])) == (here.prefix, [])
+
+
+def test_a_worker_that_takes_too_much_memory_or_time_is_an_error(monkeypatch):
+    """The next request starts another worker."""
+    tokenizer = IsolatedTokenizer(CONTENT, "x")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_FIXED_MEMORY", 0)
+        patched.setattr(module, "_MEMORY_OF_TEXT", 0)
+        with pytest.raises(TokenizerError, match=r"x: encoding a text ends the tokenizer's process .* at most 0 MiB"):
+            tokenizer.encode_batch(["ab " * 2**21])
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_FIXED_SECONDS", 0.05)
+        patched.setattr(module, "_SECONDS_OF_TEXT", 0)
+        with pytest.raises(TokenizerError, match=r"SIGPROF.*at most 0 s of computing"):
+            tokenizer.encode_batch(["ab " * 2**21])
+    np.testing.assert_array_equal(tokenizer.encode_batch(["ab"])[0], TRAINED.encode_batch(["ab"])[0])
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_replacements_that_grow_a_text_are_refused(part):
+    replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+    steps = {"type": "Sequence", f"{part}s": [replace] * 4}
+    content = json.dumps({**json.loads(CONTENT), part: steps}).encode()
+    for kind in (HuggingFaceTokenizer, IsolatedTokenizer):
+        with pytest.raises(TokenizerError, match=f"its {part} makes 1,000,000,000,000 characters out of one"):
+            kind(content, "x")
+    doubled = json.dumps({**json.loads(CONTENT), part: {**replace, "content": "aa"}}).encode()
+    assert HuggingFaceTokenizer(doubled, "x").decode(np.array([5])) is not None

@@ -332,6 +332,11 @@ PROMPT = ["--prompt", "x"]
 REFUSED = {
     "nothing": ([], "name the model by --model DIR; give texts by --prompt TEXT or --prompt-file FILE"),
     "no such folder": (["--model", "{runs}/byte", *PROMPT], "byte: no such folder; did you mean {runs}/bytes?"),
+    "a name of the hub": (
+        ["--model", "meta-llama/Llama-3.1-8B", *PROMPT],
+        "`hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B` downloads it",
+    ),
+    "a date without a chat": (["--model", "{runs}/bytes", "--date", "2026-01-31", *PROMPT], "it needs --chat"),
     "a long name": (["--model", "{runs}/" + "r" * 5000, *PROMPT], "r: no such folder"),
     "a file": (["--model", "{runs}/text.txt", *PROMPT], "text.txt: not a folder"),
     "no model": (

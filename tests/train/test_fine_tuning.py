@@ -333,6 +333,10 @@ MISTAKES = {
     "another size": ("--model.d-model 64", "does not match: model.d_model=64, but it has 32"),
     "two beginnings": ("--run.init-from {run}", "--run.init-from and --model.from-hf are conflicting weight sources"),
     "no such model": ("--model.from-hf nowhere", "nowhere: no such folder"),
+    "a name of the hub": (
+        "--model.from-hf meta-llama/Llama-3.1-8B",
+        "`hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B` downloads it",
+    ),
     "not on this mesh": (
         "--mesh.tp 8 --mesh.no-allow-padding",
         "mesh.tp=8 pads 4 query heads to 8, and mesh.allow_padding is false",

@@ -4,6 +4,7 @@ A template may render an earlier answer differently from the last. A document pe
 input, but repeats the beginning of a conversation.
 """
 
+import datetime
 import hashlib
 import json
 import re
@@ -22,12 +23,20 @@ from jaxtp.data.chat_template import (
     SpecialTokens,
     rendered_tokenizer,
     without_marks,
+    writes_day,
 )
 from jaxtp.data.documents import Tokens
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import MEDIA, BadInputError, Fields, Row, Turn, shorten, too_large
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
-from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
+from jaxtp.data.tokenizer_files import (
+    TEMPLATE,
+    TEMPLATE_DAY,
+    TOKENIZER_CONFIG,
+    chat_template,
+    read_template,
+    special_tokens,
+)
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -49,7 +58,7 @@ class Conversations:
         self.fields = replace(config.fields, turns=self.of_row)
         self._text, name = template_of(config)
         self._special_tokens = _special_tokens(config, tokenizer)
-        self._template = ChatTemplate(self._text, name, self._special_tokens)
+        self._template = ChatTemplate(self._text, name, self._special_tokens, config.date)
         self._dtype = tokenizer.info.dtype
         self._rendered = rendered_tokenizer(tokenizer)
         self._tokens = SpecialTokens(self._rendered.tokens, keep=config.special_tokens)
@@ -70,8 +79,7 @@ class Conversations:
         escaped: list[Message] = self._tokens.escape(checked(messages, self._config.media_as_text))
         answers = [index for index, message in enumerate(escaped) if message["role"] == ASSISTANT]
         if not answers:
-            roles = ", ".join(dict.fromkeys(message["role"] for message in escaped))
-            raise ChatError(f"no message has the role {ASSISTANT!r}; there are {roles}")
+            raise _no_answer([message["role"] for message in escaped])
         return self._limited(self._turn(escaped, index) for index in answers)
 
     def encode(self, turns: Sequence[Turn]) -> list[list[Tokens]]:
@@ -79,10 +87,22 @@ class Conversations:
         pairs = [(turn.prompt or "", turn.text) for turn in turns]
         return [[part.astype(self._dtype) for part in parts] for parts in self._rendered.encode_batch(pairs)]
 
+    @property
+    def day(self) -> str | None:
+        """The day that the template reads as today; None if it reads none, or until the dataset has one."""
+        return self._template.day
+
+    def set_day(self, day: str | None) -> None:
+        """Sets the day on which the dataset was begun, which a resumed command keeps."""
+        self._template.day = day
+
     def save(self, folder: Path) -> None:
-        """Writes the template and its special tokens, for `generate --chat`."""
+        """Writes the template, its special tokens and its day, for `generate --chat`."""
+        described = dict(self._special_tokens)
+        if self.day is not None:
+            described[TEMPLATE_DAY] = self.day
         write_atomically(folder / TEMPLATE, self._text.encode())
-        write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(self._special_tokens, indent=1) + "\n").encode())
+        write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(described, indent=1) + "\n").encode())
 
     def _limited(self, turns: Iterable[Turn]) -> tuple[Turn, ...]:
         kept, size, most = [], 0, self._config.max_document_bytes
@@ -115,6 +135,13 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
     if template is None:
         raise ChatError(f"{folder} has no chat template; give one by --template FILE")
     return template, f"the chat template of {folder}"
+
+
+def first_day(config: PrepareConfig) -> str | None:
+    """Returns the day for a new dataset's template, which is today unless the user names one; None without a day."""
+    if config.messages is None or not writes_day(template_of(config)[0]):
+        return None
+    return config.date or datetime.date.today().isoformat()
 
 
 def template_checksum(config: PrepareConfig) -> str:
@@ -163,7 +190,9 @@ def with_system(messages: list[Message], system: object) -> list[Message]:
 
 def checked(messages: object, media_as_text: bool) -> list[Message]:
     """Returns messages with role and content, converted from ShareGPT's keys and from lists of parts."""
-    if not isinstance(messages, list) or not messages:
+    if messages == []:
+        raise ChatError("the list of messages is empty")
+    if not isinstance(messages, list):
         raise ChatError(f"not a list of messages, but {shorten(messages)}")
     kept: list[Message] = []
     for number, message in enumerate(messages, 1):
@@ -178,12 +207,12 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
             message = {**message, "content": ""}
         for key in ("role", "content"):
             if key not in message:
-                names = ", ".join(shorten(name) for name in list(message)[:4]) or "none"
-                raise ChatError(f"message {number} has no {key!r}; there are {names}; rename them to role and content")
+                raise _no_key(key, number, message)
         message = {**message, "content": _joined(message["content"])}
         for key in ("role", "content"):
             if not isinstance(message[key], str):
-                raise ChatError(f"message {number}: {key!r} is not a string, but {shorten(message[key])}")
+                fix = "; give it a text, or remove the message" if message[key] is None else ""
+                raise ChatError(f"message {number}: {key!r} is not a string, but {shorten(message[key])}{fix}")
         if (found := _MEDIA.search(message["content"])) and not media_as_text:
             raise BadInputError(
                 MEDIA,
@@ -191,6 +220,28 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
             )
         kept.append(message)
     return kept
+
+
+def _no_key(key: str, number: int, message: Message) -> ChatError:
+    """Returns the error of a message without its role or its content."""
+    others = [name for name in list(message)[:4] if name not in ("role", "content")]
+    if others:
+        fix = f"rename one of its keys to {key!r}: {', '.join(map(repr, others))}"
+        if len(others) == 1:
+            fix = f"rename its key {others[0]!r} to {key!r}"
+    elif message:
+        fix = f"it has only {next(iter(message))!r}; give it a {key}, or remove the message"
+    else:
+        fix = "it is empty; remove it"
+    return ChatError(f"message {number} has no {key!r}: {fix}")
+
+
+def _no_answer(roles: Sequence[str]) -> ChatError:
+    """Returns the error of a conversation without a message of the assistant."""
+    names = ", ".join(map(repr, dict.fromkeys(roles)))
+    meant = next((role for role in roles if _ROLES.get(role.lower()) == ASSISTANT), None)
+    fix = "" if meant is None else f"; write {ASSISTANT!r} instead of {meant!r}"
+    return ChatError(f"no message has the role {ASSISTANT!r}, so there is no answer to learn; it has {names}{fix}")
 
 
 def _joined(content: object) -> object:

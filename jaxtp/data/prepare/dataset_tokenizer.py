@@ -9,7 +9,14 @@ from jaxtp.data.prepare.batches import batches, fraction
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import Position, PrepareError
 from jaxtp.data.prepare.session import Job, State, damaged_error
-from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer, tokenizer_file
+from jaxtp.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    IsolatedTokenizer,
+    Tokenizer,
+    read_tokenizer,
+    tokenizer_file,
+)
 from jaxtp.data.tokenizer_files import end_token
 
 _END_TOKEN = "<|endoftext|>"
@@ -56,7 +63,7 @@ def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> Hu
     if eos is None and not config.no_eos:  # None: search for a well-known name
         eos = end_token(tokenizer_file(config.tokenizer).parent) if config.tokenizer else _END_TOKEN
     special = config.special_tokens
-    tokenizer = HuggingFaceTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=special)
+    tokenizer = IsolatedTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=special)
     if config.tokenizer is not None and config.bos == "auto":
         tokenizer.info = replace(tokenizer.info, prefix=tokenizer.prefix)
     return tokenizer

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import Field
 
-from jaxtp.config.schema import ConfigError, NonNegative, Switch, UserPath, allowed, to_plain
+from jaxtp.config.schema import ConfigError, Day, NonNegative, Switch, UserPath, allowed, to_plain
 from jaxtp.data.prepare.readers import Fields
 
 Count = Annotated[int, Field(ge=1, lt=2**40), allowed("1 or more")]
@@ -28,8 +28,8 @@ class PrepareConfig:
 
     inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="")] = ()
     """Text, .jsonl, .json and .parquet files (all but Parquet also as .gz and .zst), folders of them, and Hugging Face
-    datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json file named here is read as rows if it holds
-    a list of objects; any other .json file is text."""
+    datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json file named here holds a list of objects, or
+    an object in each line."""
 
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the dataset. The same command resumes after an interruption."""
@@ -87,6 +87,10 @@ class PrepareConfig:
     template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Chat template for --messages, in Jinja; by default the one next to the tokenizer (chat_template.jinja, or in
     tokenizer_config.json)."""
+
+    date: Day | None = None
+    """The day that a chat template with a date writes (strftime_now); by default the day on which the dataset is begun,
+    which the dataset records."""
 
     media_as_text: Switch = False
     """Read conversations with images, audio or video as text, with words such as <image> in their places; by default

@@ -1,27 +1,32 @@
 """Reads documents from text, JSONL, lists of JSON objects, Parquet and Hugging Face's `datasets`."""
 
+import codecs
 import difflib
 import gzip
 import io
 import itertools
 import json
 import re
+import resource
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar, cast
 
 from jaxtp.config.entry import UserError
 from jaxtp.data.chat_template import ChatError
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow
     from _typeshed import WriteableBuffer
 
 TEXT, JSONL, ARRAY, PARQUET, DATASETS = "text", "jsonl", "array", "parquet", "datasets"
 """Formats; `ARRAY` is a JSON file with a list of objects."""
+BINARY = "binary"  # The format of files in folders that are left out
 GZIP, ZSTD = ".gz", ".zst"
 
 EMPTY_FILE, EMPTY_DOCUMENT, BINARY_FILE, DUPLICATE = "empty file", "empty document", "binary file", "duplicate"
@@ -32,13 +37,22 @@ NO_CONVERSATION, TOO_LARGE, MEDIA = "no conversation", "too large", "image, audi
 
 END = -1  # The `item` of an event that ends its source
 
-_SUFFIXES = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
+T = TypeVar("T")
+
 _SKIP_BYTES = 2**20
 _PEEKED_LINES = 100  # The first object must be in these lines for its keys to be read
-_MAX_ARRAY = 2**30  # Bytes of a JSON list, which is in memory as a whole
 _BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
-_ARRAY_START = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
-_PEEKED_BYTES = 4096  # The first object of an array must start in this prefix
+_ARRAY_CHUNK = 2**20  # Bytes of a JSON list that are read at a time
+_MAX_VALUES = 2**22  # Most values of a row; each takes some 100 bytes of memory
+_VALUE_BYTES = 64  # Approximate memory of a value of a table in Python
+_VALUES_BYTES = _MAX_VALUES * _VALUE_BYTES
+_DECODING, _EXPANSION = 2**30, 64
+"""Memory for decoding a table: bytes, and bytes for each byte of the file."""
+_TRUNCATED = 16  # A JSON error this close to the end of a text may come from what follows
+_SPACE = re.compile(r"[ \t\r\n]*")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A JSON string, perhaps cut short. Possessive, because backtracking would take gigabytes of memory."""
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 """Errors of truncated or damaged gzip streams; `_unpack_zstd` converts zstd's to EOFError."""
 _ZSTD_CHUNK = 2**11
@@ -89,7 +103,7 @@ class Event(NamedTuple):
 
 Row = Mapping[str, object]
 Item = tuple[int, int, object]
-"""Number from 1, bytes of the source read so far, and a text, a line of JSON (bytes), or a row."""
+"""Number from 1, bytes of the source read so far, and a text, a line of JSON (bytes), a row, or its problem."""
 
 
 @dataclass(frozen=True)
@@ -132,24 +146,6 @@ class Source:
     table: "datasets.Dataset | None" = None
 
 
-def format_of(path: Path) -> str:
-    """Returns the format by suffix; unknown suffixes are text."""
-    return _SUFFIXES.get(_suffix(path), TEXT)
-
-
-def is_array(path: Path, format: str, max_window: int) -> bool:
-    """Returns whether a file starts as a list of objects."""
-    if format != JSONL and _suffix(path) != ".json":
-        return False
-    with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError), open_stream(path, max_window) as (content, _):
-        return _ARRAY_START.match(content.read(_PEEKED_BYTES)) is not None
-    return False
-
-
-def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix in (GZIP, ZSTD) else path.suffix
-
-
 def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
     """Yields an event for each item after the first `start`."""
     unit, number = "line" if source.format == JSONL else "row", start
@@ -187,8 +183,20 @@ def first_row(source: Source, fields: Fields | None) -> Row:
     with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError):
         for _, _, item in itertools.islice(_READERS[source.format](source, 0, fields), _PEEKED_LINES):
             with suppress(BadInputError):
-                return _row(source, item)
+                return _row(source, item, fields)
     return {}
+
+
+def starts_with_object(source: Source) -> bool:
+    """Returns whether the first line that is not blank is a JSON object, or too long to tell."""
+    with suppress(*DECOMPRESSION_ERRORS, OSError, ImportError, BadInputError):
+        for _, _, line in itertools.islice(_read_lines(source, 0, None), _PEEKED_LINES):
+            assert isinstance(line, bytes)
+            if len(line) > source.max_document and line.lstrip().startswith(b"{"):
+                return True
+            if line.strip():
+                return isinstance(_parse(line, None), dict)
+    return False
 
 
 def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
@@ -198,11 +206,12 @@ def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[It
         what = "pairs" if fields.required else "conversations" if fields.turns else "prompts and completions"
         raise BadInputError(NO_FIELD, f"text has no fields; {what} are read from JSONL and Parquet")
     with open_stream(Path(source.path), source.max_window) as (stream, _):
-        content = stream.read(source.max_document + 1)
+        content = stream.read(_BINARY_PREFIX)
+        if source.in_folder and b"\0" in content:
+            raise _not_text()
+        content += stream.read(max(0, source.max_document + 1 - len(content)))
     if len(content) > source.max_document:
         raise too_large(source.max_document)
-    if source.in_folder and b"\0" in content[:_BINARY_PREFIX]:
-        raise BadInputError(BINARY_FILE, "not text", is_harmless=True)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -215,25 +224,128 @@ def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[It
 def _read_lines(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
     with open_stream(Path(source.path), source.max_window) as (content, file):
         for number, line in enumerate(_lines(content, source.max_document), 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if number > start:
                 yield number, file.tell(), line
 
 
-def _read_array(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
-    with open_stream(Path(source.path), source.max_window) as (stream, _file):
-        content = stream.read(_MAX_ARRAY + 1)
-    if len(content) > _MAX_ARRAY:
-        raise BadInputError(TOO_LARGE, f"a JSON list of more than {_MAX_ARRAY:,} bytes; make JSONL of it")
-    rows = _parse(content)
-    assert isinstance(rows, list)
-    for number, row in enumerate(rows[start:], start + 1):
-        yield number, source.size * number // len(rows), row
+def _read_binary(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
+    """Reads nothing: the name or the first bytes of a file in a folder say that it is not text."""
+    raise _not_text()
+
+
+def _not_text() -> BadInputError:
+    return BadInputError(BINARY_FILE, "not text", is_harmless=True)
+
+
+def _read_array(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
+    with open_stream(Path(source.path), source.max_window) as (stream, file):
+        for number, row in enumerate(_Array(stream, source.max_document, fields), 1):
+            if number > start:
+                yield number, file.tell(), row
+
+
+class _Array:
+    """The items of a JSON list; one item and one chunk are in memory at a time."""
+
+    def __init__(self, stream: BinaryIO, limit: int, fields: Fields | None):
+        self._stream = stream
+        self._limit = max(limit, _ARRAY_CHUNK)
+        self._repeated: list[str] = []
+        has_turns = fields is not None and fields.turns is not None
+        self._decoder = _decoder(self._repeated, fields) if has_turns else json.JSONDecoder()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._text = ""  # decoded, and not yet parsed from `_at`
+        self._at = 0
+        self._num_read = 0
+        self._is_whole = False
+
+    def __iter__(self) -> Iterator[object]:
+        self._read_mark()  # the opening bracket, which made the source an array
+        if self._mark() == "]":
+            self._read_mark()
+            return
+        mark = ","
+        while mark == ",":
+            yield self._item()
+            mark = self._read_mark()
+        if mark != "]":
+            raise BadInputError(NOT_JSON, "not JSON: Expecting ',' delimiter or the end of the list")
+        if self._mark():
+            raise BadInputError(NOT_JSON, "not JSON: Extra data after the list")
+
+    def _item(self) -> object:
+        self._mark()  # skips white space
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except RecursionError:
+                raise _too_deep() from None
+            except json.JSONDecodeError as error:
+                self._require_truncated(error)
+            except ValueError:
+                raise _too_many_digits() from None
+            else:
+                if end < len(self._text) or self._is_whole:
+                    self._at = end
+                    return self._checked(value)
+            self._repeated.clear()
+            if len(self._text) - self._at > self._limit:
+                raise too_large(self._limit, "a row of ")
+            if len(self._text) - self._at > _MAX_VALUES:
+                _require_few_values(self._text[self._at :].encode())
+            self._read_more()
+
+    def _checked(self, value: object) -> object:
+        if not self._repeated:
+            return value
+        name = self._repeated[0]
+        self._repeated.clear()
+        return _repeated_key(name)
+
+    def _require_truncated(self, error: json.JSONDecodeError) -> None:
+        is_at_end = error.pos >= len(self._text) - _TRUNCATED or error.msg.startswith("Unterminated")
+        if self._is_whole or not is_at_end:
+            raise _not_json(error, self._at) from None
+
+    def _mark(self) -> str:
+        """Returns the next character that is not white space, or an empty string at the end."""
+        while True:
+            match = _SPACE.match(self._text, self._at)
+            assert match is not None
+            self._at = match.end()
+            if self._at < len(self._text) or self._is_whole:
+                return self._text[self._at : self._at + 1]
+            self._read_more()
+
+    def _read_mark(self) -> str:
+        mark = self._mark()
+        self._at += len(mark)
+        return mark
+
+    def _read_more(self) -> None:
+        """Reads a chunk, as long as the rest of the text, so that a long item is parsed only a few times."""
+        left = self._text[self._at :]
+        chunk = self._stream.read(max(_ARRAY_CHUNK, len(left)))
+        try:
+            text = self._utf8.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            before = self._num_read - (len(error.object) - len(chunk))
+            raise BadInputError(NOT_UTF8, _not_utf8(error, before)) from None
+        if not self._num_read:
+            text = text.removeprefix("\ufeff")
+        self._num_read += len(chunk)
+        self._is_whole = not chunk
+        self._text = left + text
+        self._at = 0
 
 
 def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
     """Skips row groups before `start`.
 
-    Others are read from their first row, so a resumed read meets a damaged page at the same row.
+    Others are read from their first row, so a resumed read meets a damaged page at the same row. A file of a few bytes
+    can hold a list of billions of nulls, so types and counts are checked before values are decoded.
     """
     import pyarrow
     from pyarrow import parquet
@@ -241,30 +353,115 @@ def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator
     row = 0
     try:
         with parquet.ParquetFile(source.path, page_checksum_verification=True, pre_buffer=False) as file:
-            names = _columns(file.schema_arrow.names, fields)
+            names = _columns(file.schema_arrow, fields)
             for group in range(file.num_row_groups):
-                if row + (size := file.metadata.row_group(group).num_rows) <= start:
-                    row += size
+                group_metadata = file.metadata.row_group(group)
+                if row + group_metadata.num_rows <= start:
+                    row += group_metadata.num_rows
                     continue
-                for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=names):
-                    columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
-                    for values in zip(*columns, strict=True):  # by row: a dictionary column may repeat long texts
+                _require_few_values_in(group_metadata, names)
+                # without threads, whose stacks would count as memory
+                decoded = file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=names, use_threads=False)
+                for batch in _within_memory(_DECODING + _EXPANSION * source.size, decoded):
+                    for values in _rows_of(batch, names, source.max_document):
                         row += 1
                         if row > start:
-                            done = source.size * row // max(file.metadata.num_rows, row)
-                            yield row, done, {n: value.as_py() for n, value in zip(names, values, strict=True)}
+                            yield row, source.size * row // max(file.metadata.num_rows, row), values
     except UnicodeDecodeError as error:
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
+    except (MemoryError, pyarrow.lib.ArrowMemoryError):
+        limit = _DECODING + _EXPANSION * source.size
+        raise BadInputError(TOO_LARGE, f"decoding it takes more than {limit:,} bytes of memory") from None
     except (pyarrow.lib.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise _to_bad_input(source, error) from None
         raise BadInputError(BROKEN_FILE, f"broken Parquet file: {str(error).splitlines()[0][:200]}") from None
 
 
+def _require_few_values_in(group: "pyarrow.parquet.RowGroupMetaData", names: list[str]) -> None:
+    for index in range(group.num_columns):
+        column = group.column(index)
+        name = column.path_in_schema.split(".")[0]
+        if name in names and column.num_values > _MAX_VALUES * max(group.num_rows, 1):
+            rows = f"{column.num_values:,} values in {group.num_rows:,} rows"
+            raise BadInputError(TOO_LARGE, f"the column {name!r} has {rows}; at most {_MAX_VALUES:,} a row are read")
+
+
+def _within_memory(most: int, values: Iterator[T]) -> Iterator[T]:
+    """Yields values; raises a MemoryError if making one takes more than `most` bytes (on Linux)."""
+    while True:
+        with _limited_memory(most):
+            value = next(values, None)
+        if value is None:
+            return
+        yield value
+
+
+@contextmanager
+def _limited_memory(most: int) -> Iterator[None]:
+    try:
+        pages = list(map(int, Path("/proc/self/statm").read_text().split()))
+    except OSError:
+        yield  # no Linux
+        return
+    kinds = {resource.RLIMIT_AS: pages[0], resource.RLIMIT_DATA: pages[5]}
+    before = {kind: resource.getrlimit(kind) for kind in kinds}
+    for kind, (soft, hard) in before.items():
+        limit = kinds[kind] * resource.getpagesize() + most
+        if soft == resource.RLIM_INFINITY or limit < soft:
+            resource.setrlimit(kind, (limit, hard))
+    try:
+        yield
+    finally:
+        for kind, limits in before.items():
+            resource.setrlimit(kind, limits)
+
+
+def _rows_of(batch: "pyarrow.RecordBatch", names: list[str], max_document: int) -> Iterator[object]:
+    """Yields rows, one at a time: a dictionary column may repeat long texts."""
+    columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
+    limit = max_document + _VALUES_BYTES
+    is_small = sum(map(_size_of, columns)) <= limit
+    for index in range(batch.num_rows):
+        if not is_small and sum(_size_of(column.slice(index, 1)) for column in columns) > limit:
+            yield too_large(limit, "a row that takes ")
+        else:
+            yield {name: column[index].as_py() for name, column in zip(names, columns, strict=True)}
+
+
+def _size_of(array: "pyarrow.Array[pyarrow.Scalar]") -> int:
+    """Returns the approximate bytes of memory that an array's values take in Python."""
+    import pyarrow
+    from pyarrow import compute
+
+    kind = array.type
+    if isinstance(array, pyarrow.ExtensionArray):
+        return _size_of(array.storage)
+    size = _VALUE_BYTES * len(array)
+    if isinstance(array, pyarrow.DictionaryArray):
+        if not _is_text(kind.value_type):
+            return len(array) * _size_of(array.dictionary)
+        lengths = compute.take(compute.binary_length(array.dictionary), array.indices)
+        return size + (compute.sum(lengths).as_py() or 0)
+    if pyarrow.types.is_struct(kind):
+        return size + sum(map(_size_of, array.flatten()))
+    if pyarrow.types.is_nested(kind) and hasattr(array, "flatten"):
+        return size + _size_of(array.flatten())
+    if _is_text(kind) or pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
+        return size + (compute.sum(compute.binary_length(array)).as_py() or 0)
+    return size
+
+
+def _is_text(kind: "pyarrow.DataType") -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
 def _read_table(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
     table = source.table
     assert table is not None
-    rows = table.select_columns(_columns(table.column_names, fields)).with_format(None)
+    rows = table.select_columns(_columns(table.data.schema, fields)).with_format(None)
     for row, values in enumerate(rows.select(range(start, len(rows))), start + 1):
         yield row, source.size * row // len(rows), values
 
@@ -275,14 +472,24 @@ _READERS: dict[str, Callable[[Source, int, Fields | None], Iterator[Item]]] = {
     ARRAY: _read_array,
     PARQUET: _read_parquet,
     DATASETS: _read_table,
+    BINARY: _read_binary,
 }
 """By format: takes a source, the number of items to skip, and the columns to read of a table."""
 
 
-def _columns(existing: list[str], fields: Fields | None) -> list[str]:
+def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
+    """Returns the columns to read; refuses a column of texts that has another type, before any value is read."""
+    from pyarrow import types
+
     assert fields is not None
-    _require_fields(existing, fields)
-    return fields.names_in(existing)
+    _require_fields(dict.fromkeys(schema.names), fields)
+    if fields.turns is None and not fields.required:
+        for name in fields.names:
+            kind = schema.field(name).type
+            values = kind.value_type if types.is_dictionary(kind) else kind
+            if not _is_text(values) and not types.is_string_view(values):
+                raise BadInputError(NOT_A_STRING, f"the column {name!r} has no strings, but values of type {kind}")
+    return fields.names_in(schema.names)
 
 
 def _lines(content: BinaryIO, limit: int) -> Iterator[bytes]:
@@ -297,11 +504,12 @@ def _lines(content: BinaryIO, limit: int) -> Iterator[bytes]:
 @contextmanager
 def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Yields a file's unpacked content by its suffix, and the file; zstd may use `max_window` bytes of memory."""
+    suffix = path.suffix.lower()
     with path.open("rb") as file:
-        if path.suffix == GZIP:
+        if suffix == GZIP:
             with gzip.GzipFile(fileobj=file) as unpacked:
                 yield cast(BinaryIO, unpacked), file
-        elif path.suffix == ZSTD:
+        elif suffix == ZSTD:
             yield cast(BinaryIO, io.BufferedReader(_Unpacked(_unpack_zstd(file, max_window)), 2**18)), file
         else:
             yield file, file
@@ -350,7 +558,7 @@ def _unpack_zstd(file: BinaryIO, max_window: int) -> Iterator[memoryview]:
 def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
     if isinstance(item, str) and source.format == TEXT:
         return (Turn(None, item),)
-    record = _row(source, item)
+    record = _row(source, item, fields)
     _require_fields(record, fields)
     row = {name: record[name] for name in fields.names_in(record)}
     if any(isinstance(value, str) and _is_longer(value, source.max_document) for value in row.values()):
@@ -363,27 +571,91 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
         except ChatError as error:
             where = f"{fields.text!r}: " if fields.is_list else ""
             raise BadInputError(NO_CONVERSATION, f"{where}{error}") from None
+        except RecursionError:
+            raise _too_deep() from None
     prompt = None if fields.prompt is None else text_of(row, fields.prompt)
     return (Turn(prompt, text_of(row, fields.text)),)
 
 
-def _row(source: Source, item: object) -> Row:
+def _row(source: Source, item: object, fields: Fields | None) -> Row:
+    if isinstance(item, BadInputError):
+        raise item
     if isinstance(item, bytes):
         if len(item) > source.max_document and not item.endswith(b"\n"):
             raise too_large(source.max_document)
-        item = _parse(item)
+        item = _parse(item, fields)
     if not isinstance(item, dict):
         raise BadInputError(NOT_JSON, f"not a JSON object: {shorten(item)}")
     return item
 
 
-def _parse(content: bytes) -> object:
+def _parse(content: bytes, fields: Fields | None) -> object:
+    if len(content) > _MAX_VALUES:
+        _require_few_values(content)
+    repeated: list[str] = []
     try:
-        return json.loads(content.decode("utf-8-sig"))
+        text = content.decode("utf-8-sig")
+        decode = _decoder(repeated, fields).decode if _may_repeat(content, fields) else json.loads
+        value: object = decode(text)
     except UnicodeDecodeError as error:
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
-    except (ValueError, RecursionError) as error:  # ValueError: also integers of thousands of digits
-        raise BadInputError(NOT_JSON, f"not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError as error:
+        raise _not_json(error) from None
+    except ValueError:
+        raise _too_many_digits() from None
+    if repeated:
+        raise _repeated_key(repeated[0])
+    return value
+
+
+def _may_repeat(content: bytes, fields: Fields | None) -> bool:
+    """Returns whether the keys of a row are worth counting, which takes longer than to parse a short row."""
+    if fields is None:
+        return False
+    return fields.turns is not None or any(content.count(f'"{name}"'.encode()) > 1 for name in fields.names)
+
+
+def _decoder(repeated: list[str], fields: Fields | None) -> json.JSONDecoder:
+    """Returns a decoder that appends to `repeated` the keys that an object has twice; Python keeps the last value."""
+
+    def unique(pairs: list[tuple[str, object]]) -> Row:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            ((name, _),) = counts.most_common(1)
+            if fields is None or fields.turns is not None or name in fields.names:
+                repeated.append(name)
+        return found
+
+    return json.JSONDecoder(object_pairs_hook=unique)
+
+
+def _repeated_key(name: str) -> BadInputError:
+    return BadInputError(NOT_JSON, f"the key {shorten(name)} occurs twice in an object; remove one of them")
+
+
+def _not_json(error: json.JSONDecodeError, start: int = 0) -> BadInputError:
+    return BadInputError(NOT_JSON, f"not JSON: {error.msg} at character {error.pos - start + 1:,} of the row")
+
+
+def _too_many_digits() -> BadInputError:
+    return BadInputError(NOT_JSON, "not JSON: an integer of more digits than Python reads")
+
+
+def _too_deep() -> BadInputError:
+    return BadInputError(NOT_JSON, "not JSON: nested too deeply")
+
+
+def _require_few_values(content: bytes) -> None:
+    """Counts values outside of strings, because a value of two bytes takes a hundred as an object."""
+    marks = (b",", b"[", b"{")
+    if sum(map(content.count, marks)) <= _MAX_VALUES:
+        return
+    bare = _STRING.sub(b"", content)
+    if sum(map(bare.count, marks)) > _MAX_VALUES:
+        raise BadInputError(TOO_LARGE, f"a row of more than {_MAX_VALUES:,} values")
 
 
 def text_of(row: Row, name: str) -> str:
@@ -415,23 +687,45 @@ def too_large(limit: int, what: str = "") -> BadInputError:
     return BadInputError(TOO_LARGE, f"{what}more than {limit:,} bytes; a larger --max-document-bytes reads it")
 
 
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {error.start}"
+def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
+    if error.object.startswith(_UTF16):
+        return "UTF-16, not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8 FILE > NEW"
+    return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {before + error.start}"
 
 
-def _require_fields(names: Iterable[str], fields: Fields) -> None:
-    existing = list(names)
-    for name in fields.names:
-        if name not in existing:
-            close = difflib.get_close_matches(name, existing, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"fields: {', '.join(map(repr, existing)) or 'none'}"
-            other = ". Name it with --field NAME, or a conversation with --messages NAME" if name == "text" else ""
-            if other and {"chosen", "rejected"} <= {*existing}:
-                other += "; --preference reads pairs of answers"
-            raise BadInputError(NO_FIELD, f"no field {name!r}; {hint}{other}")
+def _require_fields(row: Row, fields: Fields) -> None:
+    """Raises `BadInputError` if a row, or a table's columns without values, lack a field."""
+    missing = next((name for name in fields.names if name not in row), None)
+    if missing is None:
+        return
+    close = difflib.get_close_matches(missing, row, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"fields: {', '.join(map(repr, row)) or 'none'}"
+    other = ""
+    if missing == "text":
+        other = ". Name it with --field NAME, or a conversation with --messages NAME"
+        if {"chosen", "rejected"} <= row.keys():
+            other += "; --preference reads pairs of answers"
+    raise BadInputError(NO_FIELD, f"no field {missing!r}; {hint}{other}{_nested_hint(row)}")
+
+
+def _nested_hint(row: Row) -> str:
+    for name, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            if value[0].keys() & {"role", "from", "content", "value"}:
+                return f"; {name!r} seems to be a conversation"
+            return f"; if {name!r} is the list of rows, {of_nested_rows(name)}"
+    return ""
+
+
+def of_nested_rows(name: str) -> str:
+    """Returns how to convert a JSON object that holds its rows in a list."""
+    return f"jq -c '.[{json.dumps(name)}][]' FILE.json > NEW.jsonl makes JSON Lines of it"
 
 
 def shorten(value: object) -> str:
     """Returns the beginning of a value's JSON, for messages."""
-    text = json.dumps(value, default=str)
+    try:
+        text = json.dumps(value, default=str)
+    except RecursionError:
+        return f"{type(value).__name__} that is nested too deeply"
     return f"{text[:40]}..." if len(text) > 40 else text

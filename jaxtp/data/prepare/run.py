@@ -29,7 +29,7 @@ from jaxtp.data.prepare.session import (
     drop_unknown,
     truncate_file,
 )
-from jaxtp.data.prepare.sources import find_sources, with_layout
+from jaxtp.data.prepare.sources import find_sources, syntax_counts, with_layout
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 
@@ -51,6 +51,8 @@ def prepare(out: Path, config: PrepareConfig) -> None:
             if state is None:
                 print(f"{out} is finished; there is nothing to do", flush=True)
                 return
+            if conversations is not None:
+                conversations.set_day(state.day)
             if state.tokenizer is None:  # nothing depends on the threshold yet
                 state.threshold = threshold(sources, job.fields, config)
             if state.threshold is not None:
@@ -219,6 +221,8 @@ class _Preparation:
         yield f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
         if ends := list(describe(self._tokenizer)):
             yield f"{'documents':<12}{'; '.join(ends)}"
+        if self._state.day is not None:
+            yield f"{'date':<12}the chat template writes the day {self._state.day}; --date names another"
         written = open_dataset(self._job.out)
         for name in SPLITS:
             split, shards = manifest.splits[name], len(manifest.splits[name].shards)
@@ -232,6 +236,8 @@ class _Preparation:
             yield f"{'':<12}nothing is held out: so few documents need a larger --held-out"
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"
+        if self._config.format == "auto" and (counts := syntax_counts(self._job.sources)):
+            yield f"{'as text':<12}{_listed(counts)}: each file is one document, with its syntax"
 
 
 def _listed(skipped: Mapping[str, int]) -> str:

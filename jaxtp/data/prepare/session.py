@@ -40,7 +40,7 @@ from jaxtp.data.manifest import (
     read_manifest,
     shard_file,
 )
-from jaxtp.data.prepare.conversations import Conversations, template_checksum
+from jaxtp.data.prepare.conversations import Conversations, first_day, template_checksum
 from jaxtp.data.prepare.preference import fields_of_texts
 from jaxtp.data.prepare.prepare_config import PrepareConfig, arguments
 from jaxtp.data.prepare.readers import Fields, Position, PrepareError, Source
@@ -100,6 +100,7 @@ class State:
     tokenizer: TokenizerInfo | None = None  # None until it is opened or trained
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """From `batches.threshold`; None if an older version, whose threshold is `held_out`, started the dataset."""
+    day: str | None = None  # the day that the chat template writes
     position: Position = Position(0, 0)
     seen: Annotated[int, Field(ge=0)] = 0  # number of valid hashes in the file `SEEN`
     skipped: dict[str, int] = field(default_factory=dict)  # number of items that were left out, by reason
@@ -156,8 +157,10 @@ def begin(job: Job) -> State | None:
                 _refuse(out, "an unfinished dataset", changed)
             state = None
     if state is None:
-        state = State(settings)
+        state = State(settings, day=first_day(config))
         state.save(out)
+    elif state.day is None:  # an older version began it
+        state.day = first_day(config)
     lines = [json.dumps(asdict(record)) + "\n" for record in _inputs(job)]
     write_atomically(out / INPUTS, "".join(lines).encode())
     return state

@@ -1,7 +1,11 @@
 """Finds the input files and tables."""
 
 import os
+import re
 import stat
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -11,7 +15,22 @@ from typing import TYPE_CHECKING
 from jaxtp.config.schema import HF_PREFIX, ConfigError, expand, nearest_file
 from jaxtp.data.prepare import readers
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD, PrepareConfig, check
-from jaxtp.data.prepare.readers import ARRAY, DATASETS, JSONL, PARQUET, TEXT, ZSTD, PrepareError, Source, shorten
+from jaxtp.data.prepare.readers import (
+    ARRAY,
+    BINARY,
+    DATASETS,
+    DECOMPRESSION_ERRORS,
+    GZIP,
+    JSONL,
+    PARQUET,
+    TEXT,
+    ZSTD,
+    BadInputError,
+    PrepareError,
+    Source,
+    open_stream,
+    shorten,
+)
 
 if TYPE_CHECKING:
     import datasets
@@ -26,13 +45,79 @@ _LAYOUTS = {
 }
 """By the value of --messages: the layout's name, and the fields that identify its rows."""
 
+_SUFFIXES = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), JSONL),
+    **dict.fromkeys((".parquet", ".pq"), PARQUET),
+}
+_JSON = ".json"
+_SYNTAX = (_JSON, ".csv", ".tsv", ".ipynb", ".html", ".htm", ".xml", ".rtf")
+"""Suffixes of text with much syntax; the summary counts such files."""
+_CONVERT = "python -c 'import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin{})]' < {} > {}"
+
+
+def _by_suffix(suffixes: str, what: str, advice: str) -> dict[str, tuple[str, str]]:
+    return dict.fromkeys(suffixes.split(), (what, advice))
+
+
+_PACKED = "unpack it, or pack it with gzip or zstd instead"
+_NOT_TEXT: dict[str, tuple[str, str]] = {
+    **_by_suffix(".zip .tar .tgz .7z .rar .jar .whl", "an archive", "unpack it, and name its files or their folder"),
+    **_by_suffix(".bz2 .xz .lzma .lz4 .br .z", "packed in a way that is not read", _PACKED),
+    **_by_suffix(".pdf", "a PDF", "extract its text first, with pdftotext for example"),
+    **_by_suffix(".docx .doc .odt .epub .pptx .ppt .odp", "a document with layout", "save it as plain text first"),
+    **_by_suffix(".xlsx .xls .ods", "a spreadsheet", "save it as CSV, and make JSON Lines of that"),
+    **_by_suffix(
+        ".arrow .feather .orc .avro",
+        "a table in a format that is not read",
+        "write it as Parquet or JSON Lines; a folder made by save_to_disk is hf:FOLDER",
+    ),
+    **_by_suffix(".db .sqlite .sqlite3 .duckdb", "a database", "export its rows as JSON Lines"),
+    **_by_suffix(
+        ".npy .npz .h5 .hdf5 .pkl .pickle .pt .pth .ckpt .onnx .safetensors .gguf .tokens",
+        "a file of arrays",
+        "prepare reads text",
+    ),
+    **_by_suffix(
+        ".png .jpg .jpeg .gif .webp .bmp .tif .tiff .ico .mp3 .wav .flac .ogg .m4a .mp4 .mkv .avi .mov .webm",
+        "an image, audio or video",
+        "prepare reads text",
+    ),
+    **_by_suffix(".exe .dll .so .o .a .pyc .class .dylib .woff .woff2 .ttf .otf", "a binary", "prepare reads text"),
+}
+"""Files that are never text, by suffix: a description, and how a user gets text out of them."""
+_SIGNATURES = {
+    b"PK\x03\x04": _NOT_TEXT[".zip"],
+    b"7z\xbc\xaf\x27\x1c": _NOT_TEXT[".7z"],
+    b"BZh": _NOT_TEXT[".bz2"],
+    b"\xfd7zXZ\0": _NOT_TEXT[".xz"],
+    b"\x04\x22\x4d\x18": _NOT_TEXT[".lz4"],
+    b"\x1f\x8b": ("packed with gzip", "give it a name that ends with .gz"),
+    b"\x28\xb5\x2f\xfd": ("packed with zstd", "give it a name that ends with .zst"),
+    b"%PDF-": _NOT_TEXT[".pdf"],
+    b"PAR1": ("Parquet", "give it a name that ends with .parquet, or --format parquet"),
+    b"ARROW1\0\0": _NOT_TEXT[".arrow"],
+    b"Obj\x01": _NOT_TEXT[".avro"],
+    b"SQLite format 3\0": _NOT_TEXT[".sqlite"],
+    b"\x93NUMPY": _NOT_TEXT[".npy"],
+    b"\x89HDF": _NOT_TEXT[".h5"],
+    b"GGUF": _NOT_TEXT[".gguf"],
+    b"\x89PNG": _NOT_TEXT[".png"],
+    b"\xff\xd8\xff": _NOT_TEXT[".jpg"],
+    b"\x7fELF": _NOT_TEXT[".so"],
+}
+"""First bytes of files that are never text."""
+_PEEKED_BYTES = 4096  # The first object of a list must start in this prefix
+_ARRAY_START = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
+_NESTED_ROWS = re.compile(rb'\{\s*"((?:[^"\\]|\\.)*)"\s*:\s*\[')
+_SAVED = ("state.json", "dataset_dict.json")  # Files of a folder that `save_to_disk` has written
+
 
 def find_sources(config: PrepareConfig) -> list[Source]:
     """Returns all sources; a folder's by path, without hidden files."""
     sources = [source for name in config.inputs for source in _sources_of(name, config)]
     if any(source.format == PARQUET for source in sources):
         _require("pyarrow", "Parquet")
-    if any(source.path.endswith(ZSTD) for source in sources):
+    if any(source.path.lower().endswith(ZSTD) for source in sources):
         _require("zstandard", ZSTD)
     return sources
 
@@ -91,7 +176,10 @@ def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
         return [_file(path, status, config, in_folder=False)]
     if not stat.S_ISDIR(status.st_mode):
         raise PrepareError(f"{path} is neither a file nor a folder")
-    sources = [_file(file, file.stat(), config, in_folder=True) for file in _walk(path, config)]
+    files = _walk(path, config)
+    if any(file.suffix == ".arrow" for file in files) and any(path / name in files for name in _SAVED):
+        raise PrepareError(f"{path} is a dataset made by save_to_disk; name it {HF_PREFIX}{path}")
+    sources = [_file(file, file.stat(), config, in_folder=True) for file in files]
     if not sources:
         matching = f" that matches --include {' '.join(config.include)}" if config.include else ""
         raise PrepareError(f"{path}: no file in this folder{matching}")
@@ -123,12 +211,111 @@ def _open_table(name: str) -> "datasets.Dataset":
 
 
 def _file(path: Path, status: os.stat_result, config: PrepareConfig, in_folder: bool) -> Source:
-    format = readers.format_of(path) if config.format == "auto" else config.format
-    may_be_array = config.format == JSONL or (config.format == "auto" and (config.has_prompts or not in_folder))
-    if may_be_array and readers.is_array(path, format, config.max_window_bytes):
+    format: str = config.format
+    if format == "auto":
+        format = _format_in_folder(path, config) if in_folder else _format_of_named(path, config)
+    elif format == JSONL and _is_array(path, config):
         format = ARRAY
     limits = config.max_document_bytes, config.max_window_bytes
     return Source(str(path), status.st_size, status.st_mtime_ns, format, *limits, in_folder)
+
+
+def _format_in_folder(path: Path, config: PrepareConfig) -> str:
+    """Returns the format by suffix. A `.json` file among sources is text, unless the command reads rows with fields."""
+    suffix = _suffix(path)
+    if suffix in _NOT_TEXT:
+        return BINARY
+    format = format_of(path)
+    if format == JSONL and config.has_prompts and _is_array(path, config):
+        return ARRAY
+    if suffix == _JSON and config.has_prompts:
+        return _format_of_json(path, config) or TEXT
+    return format
+
+
+def _format_of_named(path: Path, config: PrepareConfig) -> str:
+    """Returns the format by suffix and first bytes; raises `PrepareError` for a file that is no text and no rows."""
+    suffix = _suffix(path)
+    format = format_of(path)
+    if format == PARQUET:
+        return PARQUET
+    if format == JSONL:
+        return ARRAY if _is_array(path, config) else JSONL
+    if suffix == _JSON:
+        format = _format_of_json(path, config) or _refuse_json(path, config)
+    elif suffix in (".csv", ".tsv"):
+        separator = ", delimiter=chr(9)" if suffix == ".tsv" else ""
+        convert = _CONVERT.format(separator, path, path.with_suffix(".jsonl"))
+        raise PrepareError(
+            f"{path} is a table, which would be read as one text; make JSON Lines of it:\n  {convert}\n"
+            "--format text reads it as one text"
+        )
+    found = _NOT_TEXT.get(suffix) or _signed(path)
+    if found is not None:
+        what, advice = found
+        raise PrepareError(f"{path} is {what}, and not text: {advice}")
+    return format
+
+
+def _format_of_json(path: Path, config: PrepareConfig) -> str | None:
+    """Returns the format of rows: a list of objects or JSON Lines; None for other JSON."""
+    if _is_array(path, config):
+        return ARRAY
+    limits = config.max_document_bytes, config.max_window_bytes
+    source = Source(str(path), 0, 0, JSONL, *limits)
+    return JSONL if readers.starts_with_object(source) else None
+
+
+def _refuse_json(path: Path, config: PrepareConfig) -> str:
+    """Raises `PrepareError`; returns TEXT for a file that is empty or broken, which the reader refuses."""
+    start = _first_bytes(path, config)
+    if not start.strip():
+        return TEXT
+    hint = "write its rows as JSON Lines, an object a line"
+    if nested := _NESTED_ROWS.match(start.removeprefix(b"\xef\xbb\xbf").lstrip()):
+        name = nested[1].decode(errors="replace")
+        hint = f"if {name!r} is the list of its rows, {readers.of_nested_rows(name)}"
+    raise PrepareError(
+        f"{path} is neither a list of objects nor JSON Lines: {hint}; --format text reads it as one text"
+    )
+
+
+def _is_array(path: Path, config: PrepareConfig) -> bool:
+    """Returns whether a file starts as a list of objects."""
+    return _ARRAY_START.match(_first_bytes(path, config)) is not None
+
+
+def _first_bytes(path: Path, config: PrepareConfig) -> bytes:
+    """Returns the start of the unpacked content; empty if it cannot be read."""
+    unreadable = (*DECOMPRESSION_ERRORS, BadInputError, OSError, ImportError)
+    with suppress(*unreadable), open_stream(path, config.max_window_bytes) as (content, _):
+        return content.read(_PEEKED_BYTES)
+    return b""
+
+
+def _signed(path: Path) -> tuple[str, str] | None:
+    """Returns a description and advice if the first bytes, still packed, are never those that text has."""
+    start = b""
+    if path.suffix.lower() not in (GZIP, ZSTD):
+        with suppress(OSError), path.open("rb") as file:
+            start = file.read(max(map(len, _SIGNATURES)))
+    return next((found for mark, found in _SIGNATURES.items() if start.startswith(mark)), None)
+
+
+def format_of(path: Path) -> str:
+    """Returns the format by suffix; unknown suffixes are text."""
+    return _SUFFIXES.get(_suffix(path), TEXT)
+
+
+def _suffix(path: Path) -> str:
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in (GZIP, ZSTD) else suffix
+
+
+def syntax_counts(sources: list[Source]) -> Mapping[str, int]:
+    """Returns the number of files, by suffix, that are read as text with their syntax."""
+    suffixes = (_suffix(Path(source.path)) for source in sources if source.format == TEXT)
+    return Counter(suffix for suffix in suffixes if suffix in _SYNTAX)
 
 
 def _walk(root: Path, config: PrepareConfig) -> list[Path]:

@@ -5,9 +5,11 @@ if __name__ == "__main__":
 
     start("jaxtp evaluate")
 
+import datetime
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import ConfigError
+from jaxtp.data.chat_template import writes_day
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, reporting_failure, run_and_report, watch
 from jaxtp.distributed.joining import join_processes
 from jaxtp.generate.loading import (
@@ -125,10 +128,18 @@ def _run_tasks(config: EvaluateConfig) -> None:
     source = open_source(config.model[0], config.source_options)
     if config.chat and source.template is None:
         raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
+    if config.date is not None and not config.chat:
+        raise ConfigError("--date is the day that a chat template writes; it needs --chat")
+    about = {}
+    if config.chat and source.template is not None and writes_day(source.template):
+        day = config.date or source.template_day or datetime.date.today().isoformat()
+        source = replace(source, template_day=day)
+        about = {"chat_template_day": day}
+        print_status(f"date    the chat template writes the day {day}; --date names another")
     length, mesh = window_length(config, [source]), inference_mesh(config.mesh, source.config)
     tasks = harness.open_tasks(config.tasks, config.task_folder)
     table, results = harness.run(load_model(source, mesh), source, tasks, config, length)
-    _report(table, config.json, {**_describe(source, mesh, length), **results})
+    _report(table, config.json, {**_describe(source, mesh, length), **about, **results})
 
 
 def _describe(source: ModelSource, mesh: Mesh, length: int) -> Record:

@@ -8,7 +8,7 @@ import tyro
 
 from jaxtp.config.affects import RUNS_CODE
 from jaxtp.config.hints import nearest_multiples
-from jaxtp.config.schema import ConfigError, Count, CountOrZero, DataPath, Switch, UserPath
+from jaxtp.config.schema import ConfigError, Count, CountOrZero, DataPath, Day, Switch, UserPath
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
 from jaxtp.generate.loading import InferenceMeshConfig, ModelSource, SourceConfig
 from jaxtp.generate.request import limits_of
@@ -79,6 +79,10 @@ class EvaluateConfig(SourceConfig):
 
     chat: Switch = False
     """Ask tasks' questions as chat messages, with the model's chat template."""
+
+    date: Day | None = None
+    """With --chat: the day that a chat template with a date writes (strftime_now); by default the day that it wrote
+    into the run's data, else today."""
 
     cache: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR"), RUNS_CODE] = None
     """Folder that stores the answers to tasks, so that an interrupted command can continue. The harness pickles them,

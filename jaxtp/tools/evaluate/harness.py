@@ -79,7 +79,7 @@ class JaxtpLM(TemplateLM):
     def _chat(self) -> ChatTemplate:
         assert self.source.template is not None, "checked before the weights are loaded"
         name = f"the chat template of {self.source.name}"
-        return ChatTemplate(self.source.template, name, self.source.special_tokens)
+        return ChatTemplate(self.source.template, name, self.source.special_tokens, self.source.template_day)
 
     @property
     def eot_token_id(self) -> int:

@@ -144,6 +144,13 @@ def test_bad_tokenizers(tmp_path, rows, capsys):
     (tmp_path / "t.json").write_text("{}")
     assert "t.json: not a tokenizer.json: " in refused(capsys, rows, "--tokenizer", tmp_path / "t.json", *out)
     assert "u.json: No such file" in refused(capsys, rows, "--tokenizer", tmp_path / "u.json", *out)
+    error = refused(capsys, rows, "--tokenizer", "meta-llama/Llama-3.1-8B", *out)
+    download = "`hf download meta-llama/Llama-3.1-8B --local-dir models/Llama-3.1-8B` downloads it, and then its folder"
+    assert "meta-llama/Llama-3.1-8B: No such file or directory; if it is the name of a model on" in error
+    assert download in error
+    (tmp_path / "llama").mkdir()
+    error = refused(capsys, rows, "--tokenizer", tmp_path / "lama", *out)
+    assert f"lama: No such file or directory; did you mean {tmp_path}/llama?" in error
     assert not (tmp_path / "d").exists()
 
 
@@ -221,6 +228,25 @@ def test_what_was_read_must_not_change_under_an_unfinished_dataset(tmp_path, cap
     assert "b.txt: 1 bytes, modified at " in refused(capsys, *inputs, "--out", tmp_path / "d")
     prepared(tmp_path / "d", *inputs, "--on-error", "skip", "--overwrite", "--held-out", 0)
     assert decoded(open_dataset(tmp_path / "d")) == [b"a", b"other"]
+
+
+def test_a_file_of_many_bad_rows_is_not_read_whole_to_say_so(tmp_path, capsys, monkeypatch):
+    small_batches(monkeypatch)
+    monkeypatch.setattr(batches, "_MANY_PROBLEMS", 10)
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, *[{}] * 1000]))
+    rows = []
+    read = batches.read_source
+
+    def counted(*arguments):
+        for event in read(*arguments):
+            rows.append(event)
+            yield event
+
+    monkeypatch.setattr(batches, "read_source", counted)
+    assert "a.json, row 2: no field 'text'" in refused(capsys, tmp_path / "a.json", "--out", tmp_path / "d")
+    assert len(rows) < 30
+    prepared(tmp_path / "d", tmp_path / "a.json", "--on-error", "skip")
+    assert len(rows) > 1000
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ from tokenizers import Tokenizer
 
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.corpus import load_corpus
+from jaxtp.data.prepare import session
+from jaxtp.data.prepare.__main__ import main
 from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.data.tokenizer_files import TokenizerError, template_day
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.loading import open_source
 from jaxtp.train.__main__ import main as train
@@ -182,19 +185,35 @@ def test_what_it_says_and_that_it_is_finished(folder, capsys):
     ("row", "message"),
     [
         ({"messages": "hello"}, 'not a list of messages, but "hello"'),
-        ({"messages": []}, "not a list of messages, but []"),
+        ({"messages": []}, "the list of messages is empty"),
         ({"messages": ["x"]}, "message 1 is not an object with role and content"),
-        ({"messages": [{"role": "user", "content": None}]}, "message 1: 'content' is not a string, but null"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "message 1: 'content' is not a string, but null; give it a text, or remove the message",
+        ),
         (
             {"messages": [{"speaker": "human", "value": "x"}]},
-            'message 1 has no \'role\'; there are "speaker", "value"; rename them',
+            "message 1 has no 'role': rename one of its keys to 'role': 'speaker', 'value'",
+        ),
+        (
+            {"messages": [{"role": "user", "text": "x"}]},
+            "message 1 has no 'content': rename its key 'text' to 'content'",
+        ),
+        (
+            {"messages": [{"role": "user"}]},
+            "message 1 has no 'content': it has only 'role'; give it a content, or remove the message",
+        ),
+        ({"messages": [{}]}, "message 1 has no 'role': it is empty; remove it"),
+        (
+            {"messages": [{"role": "User", "content": "x"}, {"role": "Assistant", "content": "y"}]},
+            "so there is no answer to learn; it has 'User', 'Assistant'; write 'assistant' instead of 'Assistant'",
         ),
         ({"messages": [{"from": "moon", "value": "x"}]}, 'message 1 is from "moon", and not from human, user, gpt'),
         (
             {"messages": [{"from": "gpt", "value": 3}]},
             "message 1: 'content' is not a string, but 3",
         ),
-        (said("a"), "no message has the role 'assistant'; there are user"),
+        (said("a"), "no message has the role 'assistant', so there is no answer to learn; it has 'user'"),
         (said("a", "\ufdd0"), "holds U+FDD0, which is no character"),
         ({"message": []}, "no field 'messages'; did you mean 'message'?"),
     ],
@@ -207,6 +226,52 @@ def test_what_is_no_conversation(folder, capsys, row, message):
     assert message in error
     dataset = make(folder, "--on-error", "skip", "--held-out", 0, rows="b.jsonl")
     assert dataset.splits["train"].num_documents == 2
+
+
+def test_keys_that_occur_twice_and_deep_nesting(folder, capsys):
+    deep = "[" * 900 + "]" * 900
+    contents = {
+        "twice": '{"role": "user", "content": "a", "content": "b"}',
+        "deep": f'{{"role": "user", "content": "a", "more": {deep}}}',
+    }
+    for name, message in contents.items():
+        row = f'{{"messages": [{message}, {{"role": "assistant", "content": "c"}}]}}\n'
+        (folder / f"{name}.jsonl").write_text(row)
+    command = ["--tokenizer", folder / "t", "--held-out", 0, "--out", folder / "d"]
+    error = refused(capsys, folder / "twice.jsonl", *command)
+    assert 'twice.jsonl, line 1: the key "content" occurs twice in an object; remove one of them' in error
+    assert "deep.jsonl, line 1: not JSON: nested too deeply" in refused(capsys, folder / "deep.jsonl", *command)
+
+
+def shards(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith(("train", "validation"))}
+
+
+def test_a_resumed_command_writes_the_day_on_which_it_was_begun(folder, capsys, monkeypatch):
+    template = "{{ strftime_now('%d %b %Y, %H:%M') }} {{ [1, 2, 3, 4, 5, 6] | random }}" + TEMPLATE
+    (folder / "day.jinja").write_text(template)
+    rows = [said(f"{i}?", f"{i}") for i in range(30)]
+    jsonl(folder / "b.jsonl", [*rows[:10], {"messages": 3}, *rows[10:]])
+    flags = ["--template", folder / "day.jinja", "--on-error", "skip"]
+    monkeypatch.setattr(session, "first_day", lambda config: "2026-01-31")
+    refused(capsys, folder / "b.jsonl", "--tokenizer", folder / "t", *flags[:2], "--out", folder / "d")
+    monkeypatch.setattr(session, "first_day", lambda config: "2026-02-01")
+    resumed = make(folder, *flags, rows="b.jsonl")
+    assert "date        the chat template writes the day 2026-01-31; --date names another" in capsys.readouterr().out
+    monkeypatch.undo()
+    named = ["--out", folder / "e", "--date", "2026-01-31", "--messages", "messages"]
+    assert main([*map(str, [folder / "b.jsonl", "--tokenizer", folder / "t", *flags, *named])]) == 0
+    assert shards(resumed.folder) == shards(folder / "e")
+    prompt, _ = next(documents(resumed))
+    assert spelled(prompt).startswith("31 Jan 2026, 12:00")
+    assert template_day(folder / "d") == template_day(folder / "e") == "2026-01-31"
+    command = [folder / "b.jsonl", "--tokenizer", folder / "t", *flags, "--messages", "messages"]
+    assert "date: None -> 2026-02-01" in refused(capsys, *command, "--date", "2026-02-01", "--out", folder / "d")
+    assert "--date tomorrow: should be a day, such as 2026-01-31" in refused(capsys, *command, "--date", "tomorrow")
+
+
+def test_a_template_without_a_day_records_none(folder):
+    assert template_day(make(folder).folder) is None
 
 
 @pytest.mark.parametrize(
@@ -412,7 +477,14 @@ def test_one_can_talk_to_a_run_as_its_data_do(folder, monkeypatch, capsys):
     assert f" tokens to train on, {load_corpus(folder / 'd').loss_tokens:,} of them with loss, " in shown
     source = open_source(folder / "run")
     assert (source.template, source.special_tokens) == (TEMPLATE, NAMED)
-    assert (source.prefix, source.end_ids) == ((FIRST,), {STOP})
+    assert (source.prefix, source.end_ids, source.template_day) == ((FIRST,), {STOP}, None)
+    described = folder / "d/tokenizer_config.json"
+    described.write_text(json.dumps({**NAMED, "chat_template_day": "2026-01-31"}))
+    assert open_source(folder / "run").template_day == "2026-01-31"
+    described.write_text(json.dumps({**NAMED, "chat_template_day": "31 January"}))
+    with pytest.raises(TokenizerError, match="chat_template_day = 31 January: no day"):
+        open_source(folder / "run")
+    described.write_text(json.dumps(NAMED))
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert f"jaxtp generate --model {folder / 'run'} --chat; jaxtp convert" in shown
     capsys.readouterr()

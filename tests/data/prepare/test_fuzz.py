@@ -2,15 +2,20 @@
 
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
 from corpora import jsonl, packed, parquet, prepared, texts
+from pyarrow import parquet as parquet_file
 
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import Fields, PrepareError, Source, format_of, read_source
+from jaxtp.data.prepare.readers import Fields, PrepareError, Source, read_source
 from jaxtp.data.prepare.run import prepare
+from jaxtp.data.prepare.sources import format_of
 from jaxtp.data.store import DatasetError, open_dataset, verify
 from jaxtp.data.tokenizer import HuggingFaceTokenizer
 from jaxtp.data.tokenizer_files import TokenizerError
@@ -91,6 +96,64 @@ def test_damaged_tokenizers(tmp_path):
     outcomes = [outcome_of_tokenizer(mutated(content, numbers, most=2)) for _ in range(400)]
     assert min(outcomes.count("works"), outcomes.count("refused")) > 10
     assert set(outcomes) == {"works", "refused"}
+
+
+@pytest.mark.wide
+def test_small_files_take_little_memory(tmp_path):
+    """Files that unpack or parse to gigabytes, each in a process that may take 1.5 GiB."""
+    numbers = random.Random(3)
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    for round_ in range(12):
+        path = numbers.choice([hostile_json, hostile_parquet, hostile_text])(tmp_path / str(round_), numbers)
+        assert path.stat().st_size < 2**21
+        flags = numbers.choice([[], ["--messages", "text", "--template", str(tmp_path / "t.jinja")]])
+        command = [str(path), *flags, "--out", str(tmp_path / f"{round_}.out"), "--held-out", "0"]
+        limited = (
+            "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (3 * 2**29, 3 * 2**29)); "
+            "runpy.run_module('jaxtp.data.prepare', run_name='__main__', alter_sys=True)"
+        )
+        ended = subprocess.run([sys.executable, "-c", limited, *command], capture_output=True, text=True, check=False)
+        assert ended.returncode == 2, (path, ended)
+        assert ended.stderr.startswith(f"jaxtp prepare: error: {path}"), ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def hostile_json(path, numbers):
+    """Rows of very many small values, deep nesting, or one long line."""
+    start, part, end = numbers.choice(
+        [
+            (b'{"text": [0', b",[]", b"]}"),
+            (b'{"text": [0', b',{"a":1}', b"]}"),
+            (b'{"text": "', b"\\n", b'"}'),
+            (b'{"text": ', b"[", b""),
+            (b'{"text": ', b"9", b"}"),
+        ]
+    )
+    is_list = numbers.random() < 0.5
+    suffix = numbers.choice([".gz", ".zst"])
+    path = path.with_suffix((".json" if is_list else ".jsonl") + suffix)
+    content = start + part * (2**27 // len(part)) + end
+    path.write_bytes(packed(suffix, b"[" + content + b"]" if is_list else content))
+    return path
+
+
+def hostile_text(path, numbers):
+    suffix = numbers.choice([".gz", ".zst"])
+    path = path.with_suffix(f".txt{suffix}")
+    path.write_bytes(packed(suffix, numbers.choice([b"a", b"\n", "\U0001f642".encode()]) * 2**26 * 2))
+    return path
+
+
+def hostile_parquet(path, numbers):
+    """A list of very many nulls, or of messages without content."""
+    size = numbers.randint(5, 20) * 10**6
+    values = pyarrow.nulls(size, numbers.choice([pyarrow.int8(), pyarrow.string()]))
+    if numbers.random() < 0.5:
+        values = pyarrow.StructArray.from_arrays([values, values], ["role", "content"])
+    rows = pyarrow.ListArray.from_arrays(pyarrow.array([0, size], pyarrow.int32()), values)
+    path = path.with_suffix(".parquet")
+    parquet_file.write_table(pyarrow.table({"text": rows}), path, compression="zstd")
+    return path
 
 
 def outcome_of_tokenizer(content):

@@ -180,7 +180,7 @@ TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
         (TEXTS, {**TEXTS, "chosen": 3}, "'chosen' is not a string, but 3"),
         (MESSAGES, {**MESSAGES, "chosen": "c\n"}, "'chosen' and 'rejected' are the same answer"),
         (MESSAGES, {**MESSAGES, "rejected": [answer(" ")]}, "'rejected': the answer is empty"),
-        (MESSAGES, {**MESSAGES, "prompt": []}, "'prompt': not a list of messages, but []"),
+        (MESSAGES, {**MESSAGES, "prompt": []}, "'prompt': the list of messages is empty"),
         (MESSAGES, {**MESSAGES, "chosen": None}, "'chosen': not a list of messages, but null"),
         (MESSAGES, {"chosen": "b", "rejected": "c"}, "there is no 'prompt'"),
         (

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import subprocess
 import sys
 import sysconfig
 import tracemalloc
@@ -130,15 +131,14 @@ def test_an_array_of_json_is_rows(tmp_path, suffix, indent):
     assert decoded(prepared(tmp_path / "e", tmp_path / f"a{suffix}", "--format", "jsonl", *ALL)) == expected
 
 
-def test_json_that_is_text(tmp_path):
-    """As text on request, found among sources, or no list of objects."""
+def test_json_that_is_text(tmp_path, capsys):
+    """As text on request, or found among sources; the summary says so."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.json").write_text(json.dumps(ROWS))
-    (tmp_path / "b.json").write_text('["a", {"text": "b"}]')
     content = (tmp_path / "in/a.json").read_bytes()
     assert decoded(prepared(tmp_path / "d", tmp_path / "in/a.json", "--format", "text", *ALL)) == [content]
     assert decoded(prepared(tmp_path / "e", tmp_path / "in", *ALL)) == [content]
-    assert decoded(prepared(tmp_path / "f", tmp_path / "b.json", *ALL)) == [(tmp_path / "b.json").read_bytes()]
+    assert "as text     1 x .json: each file is one document, with its syntax" in capsys.readouterr().out
     assert len(decoded(prepared(tmp_path / "g", tmp_path / "in", "--format", "jsonl", *ALL))) == len(ROWS)
 
 
@@ -148,12 +148,12 @@ def test_json_that_is_text(tmp_path):
         (b'[{"text": "a"}, {"txt": "b"}, {"text": "c"}]', "no such field", ", row 2: no field 'text'; did you mean", 2),
         (b'[{"text": "a"}, 3, {"text": "c"}]', "not JSON", ", row 2: not a JSON object: 3", 2),
         (b'[{"text": "a"}, {"text": "%b"}, {"text": "c"}]' % LONG, "too large", ", row 2: more than 200 bytes", 2),
-        (b'[{"text": "a"}, {"text": "c"}', "not JSON", ": not JSON: Expecting ',' delimiter: line 1", 0),
-        (b'[{"text": "a"}, {"text": "c"},]', "not JSON", ": not JSON: ", 0),
-        (b'[{"text": "a"}, {"text": "c"}] {"text": "d"}', "not JSON", ": not JSON: Extra data: line 1 column 32", 0),
-        (b'[{"text": "a"}, {"text": "c"} {"text": "%b"}]' % LONG, "not JSON", ": not JSON: Expecting ',' delimiter", 0),
-        (b'[{"text": "a"}, {"text": "c"}, {text: "%b"}]' % LONG, "not JSON", ": not JSON: Expecting", 0),
-        (b'[{"text": "a"}, {"text": "c"}, {"text": "%b' % LONG, "not JSON", ": not JSON: Unterminated", 0),
+        (b'[{"text": "a"}, {"text": "c"}', "not JSON", ", after row 2: not JSON: Expecting ',' delimiter", 2),
+        (b'[{"text": "a"}, {"text": "c"},]', "not JSON", ", after row 2: not JSON: ", 2),
+        (b'[{"text": "a"}, {"text": "c"}] {"text": "d"}', "not JSON", ", after row 2: not JSON: Extra data", 2),
+        (b'[{"text": "a"}, {"text": "c"} {"text": "%b"}]' % LONG, "not JSON", ", after row 2: not JSON: Expecting", 2),
+        (b'[{"text": "a"}, {"text": "c"}, {text: "%b"}]' % LONG, "not JSON", ", after row 2: not JSON: Expecting", 2),
+        (b'[{"text": "a"}, {"text": "c"}, {"text": "%b' % LONG, "not JSON", ", after row 2: not JSON: Unterminated", 2),
         (b'[{"text": "a"}, {"text": "c\xff"}]', "not UTF-8", ": not UTF-8 text: byte 0xff at position 27", 0),
     ],
 )
@@ -171,20 +171,192 @@ def test_a_bad_array_names_the_row_or_the_column(tmp_path, capsys, content, kind
 def test_an_array_that_python_cannot_read(tmp_path, capsys, nested):
     (tmp_path / "a.json").write_bytes(b'[{"text": "a"}, {"b": ' + nested)
     error = refused(capsys, tmp_path / "a.json", *ALL, "--out", tmp_path / "d")
-    assert "a.json: not JSON: " in error
+    assert "a.json, after row 1: not JSON: " in error
 
 
-def test_an_array_beyond_the_limit_is_not_read_whole(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(readers, "_MAX_ARRAY", 100)
-    (tmp_path / "a.json").write_text(json.dumps(ROWS))
-    error = refused(capsys, tmp_path / "a.json", *ALL, "--out", tmp_path / "d")
-    assert "a.json: a JSON list of more than 100 bytes; make JSONL of it" in error
+def test_an_array_is_read_in_parts(tmp_path, capsys, monkeypatch):
+    """Of any size, cut anywhere, also within a character; only its rows are limited."""
+    monkeypatch.setattr(readers, "_ARRAY_CHUNK", 7)
+    (tmp_path / "a.json").write_text("\ufeff" + json.dumps(ROWS, ensure_ascii=False))
+    assert decoded(prepared(tmp_path / "d", tmp_path / "a.json", *ALL)) == [text.encode() for text in TEXTS]
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "é"}, {"text": "x" * 300}, {"text": "b"}]))
+    command = [tmp_path / "b.json", *ALL, "--max-document-bytes", 100]
+    error = refused(capsys, *command, "--out", tmp_path / "e")
+    assert "b.json, after row 1: a row of more than 100 bytes; a larger --max-document-bytes reads it" in error
+    assert decoded(prepared(tmp_path / "e", *command, "--on-error", "skip")) == ["é".encode()]
+    (tmp_path / "c.json").write_bytes(b'[{"text": "a"}, {"text": "' + b"x" * 50 + b'\xff"}]')
+    error = refused(capsys, tmp_path / "c.json", *ALL, "--out", tmp_path / "f")
+    assert "c.json, after row 1: not UTF-8 text: byte 0xff at position 76" in error
+
+
+def test_a_row_of_very_many_values(tmp_path, capsys, monkeypatch):
+    """Each of two bytes would take a hundred in memory; a long text is one value, however many commas it has."""
+    monkeypatch.setattr(readers, "_MAX_VALUES", 1000)
+    many = {"text": "a", "b": [[] for _ in range(2000)]}
+    long = {"text": ',[{\\"' * 2000}
+    monkeypatch.setattr(readers, "_ARRAY_CHUNK", 100)
+    (tmp_path / "many.jsonl").write_text(json.dumps(many))
+    (tmp_path / "many.json").write_text(json.dumps([{"text": "a"}, many]))
+    for name, place in {"many.jsonl": "line 1", "many.json": "after row 1"}.items():
+        error = refused(capsys, tmp_path / name, *ALL, "--out", tmp_path / name.replace(".", "_"))
+        assert f"{name}, {place}: a row of more than 1,000 values" in error
+    (tmp_path / "long.jsonl").write_text(json.dumps(long))
+    (tmp_path / "long.json").write_text(json.dumps([long]))
+    dataset = prepared(tmp_path / "d", tmp_path / "long.jsonl", tmp_path / "long.json", *ALL)
+    assert decoded(dataset) == 2 * [long["text"].encode()]
+
+
+def test_a_key_that_occurs_twice(tmp_path, capsys):
+    """Python would keep the last value; in a text it is no key."""
+    content = '{"text": "a", "n": 1, "n": 2}\n{"text": "say \\"text\\""}\n{"text": "b", "text": "c"}\n'
+    (tmp_path / "a.jsonl").write_text(content)
+    error = refused(capsys, tmp_path / "a.jsonl", *ALL, "--out", tmp_path / "d")
+    assert 'a.jsonl, line 3: the key "text" occurs twice in an object; remove one of them' in error
+    assert decoded(prepared(tmp_path / "d", tmp_path / "a.jsonl", *ALL, "--on-error", "skip")) == [b"a", b'say "text"']
+
+
+def test_text_in_utf_16_names_the_conversion(tmp_path, capsys):
+    for name, content in {"a.txt": "text", "a.jsonl": '{"text": "a"}\n'}.items():
+        (tmp_path / name).write_bytes(content.encode("utf-16"))
+        error = refused(capsys, tmp_path / name, *ALL, "--out", tmp_path / "d")
+        assert "UTF-16, not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8" in error
+
+
+def test_a_table_of_many_nulls_is_refused_by_its_types_and_counts(tmp_path, capsys, monkeypatch):
+    """Four million nulls take some hundred bytes of a file. No value is made of them."""
+    size = 5_000_000
+    nulls = pyarrow.ListArray.from_arrays(
+        pyarrow.array([0, size], pyarrow.int32()), pyarrow.nulls(size, pyarrow.int8())
+    )
+    parquet_file.write_table(pyarrow.table({"text": nulls, "messages": nulls}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 10_000
+    decoded_files = []
+    monkeypatch.setattr(readers, "_within_memory", lambda *arguments: decoded_files.append(arguments))
+    error = refused(capsys, tmp_path / "a.parquet", *ALL, "--out", tmp_path / "d")
+    assert "a.parquet: the column 'text' has no strings, but values of type list<element: int8>" in error
+    (tmp_path / "t.jinja").write_text("")
+    chat = ["--messages", "messages", "--template", tmp_path / "t.jinja"]
+    error = refused(capsys, tmp_path / "a.parquet", *chat, *ALL, "--out", tmp_path / "e")
+    assert "a.parquet: the column 'messages' has 5,000,000 values in 1 rows; at most 4,194,304 a row are read" in error
+    assert decoded_files == []
+
+
+def test_a_row_of_a_table_that_is_large_in_memory(tmp_path, capsys, monkeypatch):
+    """Its neighbours are read. A dictionary repeats a long text in each message."""
+    monkeypatch.setattr(readers, "_VALUES_BYTES", 10_000)
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    long = [*turn, {"role": "user", "content": "x" * 12_000}]
+    path = parquet(tmp_path / "a.parquet", [{"messages": each} for each in (turn, turn * 500, long, turn)])
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    command = [path, "--template", tmp_path / "t.jinja", *ALL, "--max-document-bytes", 1000]
+    assert "a.parquet, row 2: a row that takes more than 11,000 bytes; a larger --max" in refused(
+        capsys, *command, "--out", tmp_path / "d"
+    )
+    dataset = prepared(tmp_path / "d", *command, "--on-error", "skip")
+    assert manifest(dataset)["skipped"] == {"too large": 2}
+    assert decoded(dataset) == [b"ab", b"ab"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not limit memory")
+def test_memory_for_decoding_a_table_is_limited(tmp_path, capsys, monkeypatch):
+    """As for a page that unpacks to gigabytes; the process can take memory again afterwards."""
+
+    def large_pages(*_, **settings):
+        assert settings["columns"] == ["text"]
+        yield bytearray(2**33)
+
+    path = parquet(tmp_path / "a.parquet", TEXTS)
+    with monkeypatch.context() as patched:
+        patched.setattr(parquet_file.ParquetFile, "iter_batches", large_pages)
+        error = refused(capsys, path, *ALL, "--out", tmp_path / "d")
+    size = path.stat().st_size
+    assert f"a.parquet: decoding it takes more than {2**30 + 64 * size:,} bytes of memory" in error
+    assert len(decoded(prepared(tmp_path / "d", path, *ALL))) == len(TEXTS)
+    assert len(bytearray(2**31)) == 2**31
 
 
 def test_another_field_and_format(tmp_path):
     path = jsonl(tmp_path / "a.json", [{"body": "x"}, {"body": "y"}])
     assert decoded(prepared(tmp_path / "d", path, "--field", "body", "--format", "jsonl", *ALL)) == [b"x", b"y"]
-    assert decoded(prepared(tmp_path / "e", path, *ALL)) == [path.read_bytes()]
+    assert decoded(prepared(tmp_path / "e", path, "--field", "body", *ALL)) == [b"x", b"y"]
+    assert decoded(prepared(tmp_path / "f", path, "--format", "text", *ALL)) == [path.read_bytes()]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("name", ["a.json", "a.JSON", "a.jsonlines", "a.NDJSON"])
+def test_lines_of_objects_are_rows(tmp_path, suffix, name):
+    content = "\ufeff\n" + "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / f"{name}{suffix}").write_bytes(packed(suffix, content.encode()))
+    expected = [text.encode() for text in TEXTS]
+    assert decoded(prepared(tmp_path / "d", tmp_path / f"{name}{suffix}", *ALL)) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('["a", {"text": "b"}]', "is neither a list of objects nor JSON Lines: write its rows as JSON Lines"),
+        ('{\n "data": [\n  {"text": "a"}]}', "if 'data' is the list of its rows, jq -c '.[\"data\"][]' FILE.json"),
+        ('{"data": [{"text": "a"}]}', "no field 'text'; fields: 'data'. Name it with --field NAME, or a conversation"),
+        ('{"data": [{"text": "a"}]}', "if 'data' is the list of rows, jq -c '.[\"data\"][]' FILE.json > NEW.jsonl"),
+        ('{"chat": [{"role": "user", "content": "a"}]}', "; 'chat' seems to be a conversation"),
+        ("17", "is neither a list of objects nor JSON Lines"),
+    ],
+)
+def test_json_without_rows_is_refused(tmp_path, capsys, content, message):
+    (tmp_path / "a.json").write_text(content)
+    assert message in refused(capsys, tmp_path / "a.json", *ALL, "--out", tmp_path / "d")
+    assert "a.json" in refused(capsys, tmp_path / "a.json", *ALL, "--out", tmp_path / "d")
+    assert decoded(prepared(tmp_path / "e", tmp_path / "a.json", "--format", "text", *ALL)) == [content.encode()]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"text,label\none,1\n", "a.csv is a table, which would be read as one text; make JSON Lines of it"),
+        ("a.csv", b"text,label\none,1\n", "\n--format text reads it as one text"),
+        ("a.TSV", b"text\tlabel\n", "csv.DictReader(sys.stdin, delimiter=chr(9))"),
+        ("a.csv.gz", gzip.compress(b"text\n"), "a.csv.gz is a table"),
+        ("a.xlsx", b"x", "a.xlsx is a spreadsheet, and not text: save it as CSV"),
+        ("a.arrow", b"x", "a.arrow is a table in a format that is not read, and not text: write it as Parquet"),
+        ("a.tar.gz", gzip.compress(b"x"), "a.tar.gz is an archive, and not text: unpack it"),
+        ("a.jsonl.xz", b"x", "a.jsonl.xz is packed in a way that is not read"),
+        ("a.safetensors", b"x", "a.safetensors is a file of arrays"),
+        ("a.pdf", b"x", "a.pdf is a PDF"),
+        ("a", b"%PDF-1.4 text", "a is a PDF"),
+        ("a.txt", b"PK\x03\x04", "a.txt is an archive"),
+        ("a.txt", gzip.compress(b"text"), "a.txt is packed with gzip, and not text: give it a name that ends with .gz"),
+        ("a.txt", b"\x93NUMPY", "a.txt is a file of arrays"),
+        ("a.bin", b"GGUF", "a.bin is a file of arrays"),
+    ],
+)
+def test_files_that_are_no_text_are_refused(tmp_path, capsys, name, content, message):
+    """In a folder they are left out, or read as text and counted in the summary."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(content)
+    command = [tmp_path / "in" / name, *ALL, "--on-error", "skip", "--out", tmp_path / "d"]
+    assert message in refused(capsys, *command)
+    assert not (tmp_path / "d").exists()
+
+
+def test_structured_files_in_folders(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for name in ("a.csv", "b.ipynb", "c.html", "d.py"):
+        (tmp_path / "in" / name).write_text(name)
+    for name in ("e.pdf", "f.safetensors", "g.xz"):
+        (tmp_path / "in" / name).write_text(name)
+    dataset = prepared(tmp_path / "d", tmp_path / "in", *ALL)
+    assert decoded(dataset) == [b"a.csv", b"b.ipynb", b"c.html", b"d.py"]
+    assert manifest(dataset)["skipped"] == {"binary file": 3}
+    out = capsys.readouterr().out
+    assert "as text     1 x .csv, 1 x .html, 1 x .ipynb: each file is one document, with its syntax" in out
+
+
+def test_a_csv_becomes_rows_by_the_command_of_its_message(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text('text,label\n"one, two",1\n')
+    error = refused(capsys, tmp_path / "a.csv", *ALL, "--out", tmp_path / "d")
+    command = error.splitlines()[1].strip().replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(command, shell=True, check=True)
+    assert decoded(prepared(tmp_path / "d", tmp_path / "a.jsonl", *ALL)) == [b"one, two"]
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
@@ -235,7 +407,10 @@ def test_tables_of_the_library_datasets(tmp_path, capsys):
     assert "'nope'" in refused(capsys, f"hf:{tmp_path / 'two'}:nope", "--out", tmp_path / "f")
     assert "no such folder" in refused(capsys, f"hf:{tmp_path / 'three'}", "--out", tmp_path / "f")
     error = refused(capsys, f"hf:{tmp_path / 'one'}", "--field", "n", "--out", tmp_path / "f")
-    assert "row 1: 'n' is not a string, but 0" in error
+    assert "one: the column 'n' has no strings, but values of type int64" in error
+    assert f"is a dataset made by save_to_disk; name it hf:{tmp_path}/one" in refused(
+        capsys, tmp_path / "one", "--out", tmp_path / "g"
+    )
     error = refused(capsys, f"hf:{tmp_path / 'one'}", "--field", "txt", "--out", tmp_path / "g")
     assert "no field 'txt'; did you mean 'text'?" in error
 
@@ -303,8 +478,8 @@ def test_bad_files(tmp_path, capsys, name):
     ("rows", "message"),
     [
         ([{"txt": "x"}], "no field 'text'; did you mean 'txt'?"),
-        ([{"text": 3}], "row 1: 'text' is not a string, but 3"),
-        ([{"text": ["x"]}], "row 1: 'text' is not a string, but ["),
+        ([{"text": 3}], "the column 'text' has no strings, but values of type int64"),
+        ([{"text": ["x"]}], "the column 'text' has no strings, but values of type list<element: string>"),
         ([{"text": "x"}, {"text": None}], "row 2: 'text' is not a string, but null"),
     ],
 )

@@ -1,0 +1,103 @@
+"""Processes for untrusted input: an input that would crash a process or fill its memory ends only a worker.
+
+A worker is a Python file that imports nothing from jaxtp, to start quickly. It reads requests from standard input,
+limits its own memory and time for each, and writes answers to standard output.
+"""
+
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, TypeVar
+
+T = TypeVar("T")
+
+
+class WorkerDiedError(Exception):
+    """A worker has died during a request."""
+
+    def __init__(self, code: int):
+        super().__init__(f"exit code {code}")
+        self.code = code  # a negative number is that of a signal
+
+    def __str__(self) -> str:
+        with suppress(ValueError):
+            return signal.Signals(-self.code).name
+        return f"exit code {self.code}"
+
+
+class Worker:
+    """A process that starts at the first request, and again after it dies.
+
+    Args:
+      file: the worker's Python file.
+      arguments: its command line.
+    """
+
+    def __init__(self, file: str, *arguments: object):
+        self._command = [sys.executable, "-P", file, *map(str, arguments)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._close: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+
+    def request(self, request: bytes, receive: Callable[[IO[bytes]], T]) -> T:
+        """Sends a request and returns its answer.
+
+        Args:
+          receive: reads the answer; raises EOFError if it is cut short.
+
+        Raises:
+          WorkerDiedError: the worker has died.
+        """
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(request)
+                process.stdin.flush()
+                return receive(process.stdout)
+            except BaseException as error:
+                code = process.wait() if isinstance(error, OSError | EOFError) else None
+                self._process = None
+                self._close()  # after Ctrl-C, its answer would be mistaken for the next request's
+                if code is None:
+                    raise
+                raise WorkerDiedError(code) from None
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # shields it from Ctrl-C in the terminal
+            )
+            self._close = weakref.finalize(self, _close, self._process)
+        return self._process
+
+
+def read_exactly(file: IO[bytes], size: int) -> bytes:
+    """Returns the next bytes; raises EOFError if there are fewer."""
+    content = file.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content
+
+
+def read_line(file: IO[bytes]) -> bytes:
+    """Returns the next line; raises EOFError if its end is missing."""
+    line = file.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError
+    return line
+
+
+def _close(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    with suppress(OSError), process:  # drops an unread request
+        pass
