@@ -52,9 +52,13 @@ class Report(Display):
 
 
 def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) -> list[str]:
-    """Returns the checkpoint's location, and for a decoder commands to use it; pairs have no evaluation."""
+    """Returns the checkpoint's location, and how to use it; pairs have no evaluation."""
     if not decoder:
-        return [f"saved in {saved}"]
+        reference = "..." if (name := _named(config.model.build)) is None else repr(name)
+        return [
+            f"saved in {saved}; next, in Python:",
+            f"  model = jaxtp.load_run({str(config.run.dir)!r}, build={reference})",
+        ]
     from jaxtp.data.tokenizer_files import TEMPLATE
 
     trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))

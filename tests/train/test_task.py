@@ -1,6 +1,12 @@
 """A run of a user's model, loss, batches and optimizer: its numbers, its errors, and the trainer's methods."""
 
+import json
+import os
 import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from runs import records
+from runs import free_address, records
 
 import jaxtp
 from jaxtp.config.entry import UserError
@@ -289,3 +295,154 @@ def test_references_name_functions_and_values():
     assert reference_to(train) == f"{__name__}:train"
     assert reference_to(PLAN, [train]) == f"{__name__}:PLAN"
     assert reference_to(optax.sgd(1.0)) == "<GradientTransformationExtraArgs>"
+
+
+class WithFeatures(Normalised):
+    """Random features that are plain arrays, and no variables."""
+
+    def __init__(self, width=32, *, rngs):
+        super().__init__(rngs=rngs)
+        self.features = jax.random.normal(rngs.params(), (width, 10))
+
+    def __call__(self, x):
+        return super().__call__(x) @ self.features.T
+
+
+def in_build(rngs):
+    return jaxtp.parallelize(WithFeatures(rngs=rngs), PLAN)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Returns the folder of a run over four devices, and outputs of its model."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    task = jaxtp.Task(model=WithFeatures, loss=loss, batches=batches, optimizer=optimizer, plan=PLAN)
+    settings = {"run.seed": 5}
+    with jaxtp.Trainer(task, mesh="fsdp=2,tp=2", folder=folder, steps=2, settings=settings) as trainer:
+        assert trainer.run_to_end()
+        model = trainer.model
+        model.eval()
+        return folder, np.asarray(model(batches(7)["x"]))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "given"),
+    [
+        (None, {"build": WithFeatures}),
+        (None, {"build": f"{__file__}:WithFeatures"}),
+        ({"tp": 4}, {"build": WithFeatures, "plan": PLAN}),
+        ({"tp": 4}, {"build": WithFeatures, "plan": f"{__file__}:PLAN"}),
+        pytest.param({"dp": 2, "tp": 2}, {"build": WithFeatures}, marks=pytest.mark.wide),
+        pytest.param({"fsdp": 4}, {"build": WithFeatures}, marks=pytest.mark.wide),
+        pytest.param({"tp": 2}, {"build": in_build}, marks=pytest.mark.wide),
+        pytest.param(None, {"build": in_build}, marks=pytest.mark.wide),
+        pytest.param(None, {"build": WithFeatures, "plan": PLAN}, marks=pytest.mark.wide),
+    ],
+    ids=str,
+)
+def test_a_trained_model_is_loaded_on_another_mesh_and_on_none(trained, mesh, given):
+    """With its statistics and its plain arrays, which no checkpoint has."""
+    folder, expected = trained
+    with nullcontext() if mesh is None else jax.set_mesh(jaxtp.make_mesh(**mesh)):
+        model = jaxtp.load_run(folder, **given)
+        model.eval()
+        np.testing.assert_allclose(model(batches(7)["x"]), expected, rtol=1e-5, atol=1e-5)
+        if "plan" in given and mesh is not None:
+            assert model.up.kernel.sharding.spec[1] == "tp"
+
+
+def test_a_model_that_is_loaded_without_a_mesh_is_plain_flax(trained):
+    model = jaxtp.load_run(trained[0], build=WithFeatures)
+    assert type(model.up) is nnx.Linear
+    again = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    again.update(model, nnx.grad(lambda model: losses_of(model, batches(0)).sum())(model))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"runs no code that a folder names.*jaxtp.load_run takes build="),
+        ({"build": lambda rngs: WithFeatures(8, rngs=rngs)}, None),
+        (
+            {"build": Net},
+            r"trained with .*:WithFeatures, and build makes another model: the model has no norm.bias; .*no norm.var",
+        ),
+        (
+            {"build": lambda rngs: nnx.Dict(up=nnx.Linear(16, 8, rngs=rngs))},
+            r"the model has no down.bias; .*; the model has no norm.mean; and 4 more$",
+        ),
+        (
+            {"build": lambda rngs: nnx.Dict(up=nnx.Linear(16, 8, rngs=rngs), new=nnx.Param(jnp.ones(2)))},
+            r"the model has no down.bias; the model has no down.kernel; the checkpoint has no new",
+        ),
+        ({"build": "nowhere.py:Net"}, r"build nowhere.py: no such file"),
+        ({"build": 3}, r"build is 3, and should be a function, a class, settings, or FILE.py:NAME"),
+        ({"build": lambda width: None}, r"missing a required argument: 'width'"),
+        ({"build": WithFeatures, "plan": {"sideways": jaxtp.Colwise()}}, r"'sideways' matches no module"),
+        ({"build": WithFeatures, "plan": f"{__file__}:ROWS"}, "plan is 32, and should be a dict of styles"),
+        ({"build": WithFeatures, "base": "base"}, r"base names the base model of a decoder's adapters"),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_loaded_is_one_error(trained, given, message):
+    if message is None:  # a plain array is no part of a checkpoint, so another size of it is not seen
+        assert jaxtp.load_run(trained[0], **given).features.shape == (8, 10)
+        return
+    with pytest.raises(UserError, match=message):
+        jaxtp.load_run(trained[0], **given)
+
+
+def test_a_model_of_another_size_is_one_error_with_its_parameters(tmp_path):
+    train(tmp_path, steps=1)
+    problem = (
+        r"down.kernel is \(32, 10\) in the checkpoint, and \(8, 10\) in the model; "
+        r"up.bias is \(32,\) in the checkpoint, and \(8,\) in the model; up.kernel is "
+    )
+    with pytest.raises(UserError, match=problem):
+        jaxtp.load_run(tmp_path, build=lambda rngs: Net(8, rngs=rngs))
+
+
+def test_over_cp_a_model_is_loaded_only_with_a_plan(trained):
+    with jax.set_mesh(jaxtp.make_mesh(cp=2)), pytest.raises(UserError, match="no plan names their module"):
+        jaxtp.load_run(trained[0], build=WithFeatures)
+
+
+PROGRAM = """
+import sys
+from jaxtp.distributed.joining import join_processes
+join_processes()
+import jax, jaxtp
+import numpy as np
+from flax import nnx
+folder, module = sys.argv[1:]
+with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
+    model = jaxtp.load_run(folder, build=f"{module}:WithFeatures", plan=f"{module}:PLAN")
+    model.eval()
+    graph, state = nnx.split(model)
+    replicated = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
+    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x), out_shardings=replicated)
+    outputs = run(state, np.eye(4, 16, dtype=np.float32))
+    print("outputs", np.asarray(outputs).tolist())
+"""
+
+
+@pytest.mark.journey
+def test_two_processes_load_a_trained_model(trained):
+    shared = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "2"}
+    tests = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(trained[0]), __file__],
+            env={**os.environ, **shared, "JAX_PROCESS_ID": str(index), "PYTHONPATH": tests},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    printed = [process.communicate(timeout=300)[0] for process in processes]
+    model = jaxtp.load_run(trained[0], build=WithFeatures)
+    model.eval()
+    expected = np.asarray(model(np.eye(4, 16, dtype=np.float32)))
+    for each in printed:
+        outputs = json.loads(each.partition("outputs ")[2].splitlines()[0])
+        np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
