@@ -78,7 +78,7 @@ class _CommonFlags:
     """Prints the resulting settings as YAML, and exits."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
-    """Size of each mesh axis; 1 by default."""
+    """Size of each mesh axis, 1 by default; -1 takes all remaining devices."""
 
 
 _CONFIG, _PRINT, _MESH = settings_of(_CommonFlags).values()
