@@ -259,6 +259,16 @@ class LoopConfig:
     """Steps between checks for silent corruption: the run compares replicas, and computes a step twice. A difference
     ends the run and names the devices. A check keeps the state twice in host memory. 0 is off."""
 
+    deterministic: Annotated[bool, NOTHING] = False
+    """On GPUs, compile the step without operations that sum in a varying order (XLA's flag
+    xla_gpu_exclude_nondeterministic_ops), and take the first suitable attention kernel, not the fastest. The step may
+    be slower. verify_every implies the flag. CPUs are deterministic without it."""
+
+    @property
+    def excludes_nondeterministic(self) -> bool:
+        """Whether a compiled step gives the same bits each time."""
+        return self.deterministic or self.verify_every > 0
+
     @property
     def skips_allowed(self) -> int:
         """Most steps in a row that may be skipped."""

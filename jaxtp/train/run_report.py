@@ -79,7 +79,7 @@ def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) 
 def summary(
     config: TrainConfig, data: RunData, blueprint: Blueprint, notes: Mapping[str, str | None], progress: tuple[int, int]
 ) -> str:
-    """Describes the run: versions, mesh, sizes, bytes, and sharding of each parameter.
+    """Describes the run: versions, mesh, sizes and bytes.
 
     Args:
       notes: further lines by name (at most 8 characters); None omits a line.
@@ -115,7 +115,7 @@ def summary(
         **notes,
     }
     lines = [f"{name:<8}{text}" for name, text in rows.items() if text is not None]
-    return "\n".join([*lines, "", *sharding_table(blueprint), ""])
+    return "\n".join([*lines, ""])
 
 
 def _named(reference: str | None) -> str | None:

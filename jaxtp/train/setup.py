@@ -33,7 +33,7 @@ from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.memory_check import StepMemory, require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
 from jaxtp.train.run_data import RunData, check_scored_model, open_data
-from jaxtp.train.run_report import Report, summary
+from jaxtp.train.run_report import Report, sharding_table, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step, on_leaves
 from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
@@ -76,13 +76,21 @@ class Run:
         self.leaves = jax.tree.leaves(state)
 
 
-def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[str] = (), task: Task = Task()) -> Run:
+def make_run(
+    config: TrainConfig,
+    exit_stack: ExitStack,
+    startup_log: Sequence[str] = (),
+    task: Task = Task(),
+    *,
+    verbose: bool = False,
+) -> Run:
     """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
 
     Args:
       exit_stack: closes the mesh context, the run's folder, console, signal handlers and checkpoints.
       startup_log: lines on the configuration.
       task: parts that replace the settings in `config`.
+      verbose: also print the shape and the sharding of each parameter.
 
     Raises:
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `PlanError`, `CorpusError`, `DatasetError`,
@@ -101,6 +109,8 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
     for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
     report.line(summary(config, data, blueprint, _notes(config, source, blueprint, setup.memory), setup.before))
+    if verbose:
+        report.line("\n".join([*sharding_table(blueprint), ""]))
 
     keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
     checkpoints = Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)

@@ -19,6 +19,7 @@ from runs import free_address, records
 import jaxtp
 from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import reference_to
+from jaxtp.config.schema import ConfigError
 from jaxtp.train.__main__ import main
 
 ROWS = 32
@@ -275,6 +276,36 @@ def test_a_loop_that_is_left_saves_and_one_that_fails_does_not(tmp_path):
     with pytest.raises(RuntimeError, match="mine"):
         fail()
     assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["2"]
+
+
+USES = {
+    "model": lambda trainer: trainer.model,
+    "step": lambda trainer: trainer.step,
+    "mesh": lambda trainer: trainer.mesh,
+    "config": lambda trainer: trainer.config,
+    "done": lambda trainer: trainer.done,
+    "loop": lambda trainer: next(iter(trainer)),
+    "run_to_end": lambda trainer: trainer.run_to_end(),
+    "metrics_of": lambda trainer: trainer.metrics_of(1),
+    "log": lambda trainer: trainer.log({"a": 1.0}),
+    "line": lambda trainer: trainer.line("text"),
+    "paused": lambda trainer: trainer.paused("x").__enter__(),
+    "stop": lambda trainer: trainer.stop("enough"),
+    "save": lambda trainer: trainer.save(),
+    "evaluate": lambda trainer: trainer.evaluate(),
+}
+
+
+def test_before_a_trainer_starts_all_its_uses_are_one_message():
+    trainer = jaxtp.Trainer(jaxtp.Task())
+    public = {name for name in vars(jaxtp.Trainer) if not name.startswith("_")} - {"of"}
+    assert public <= USES.keys()
+    for use in USES.values():
+        with pytest.raises(ConfigError, match=r"^the trainer has not started; write: with jaxtp.Trainer\(\.\.\.\) as"):
+            use(trainer)
+    assert not hasattr(trainer, "model")
+    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'nonsense'"):
+        trainer.nonsense  # noqa: B018
 
 
 def test_the_command_takes_the_parts_and_records_them(tmp_path, capsys):
