@@ -231,8 +231,9 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
         raise MeshError(f"{problem}; the limit of virtual CPU devices is {MAX_VIRTUAL_DEVICES}")
     if first.platform == "cpu" and needed > len(devices):
         raise MeshError(
-            f"{problem}: JAX's backend has started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "
-            f'other JAX operation, or jax.config.update("jax_num_cpu_devices", {needed}) at the start'
+            f"{problem}: JAX's backend has started, or JAX_NUM_CPU_DEVICES is set. Restart Python (in a notebook, its "
+            "kernel), and make the largest mesh by jaxtp.make_mesh before any other JAX operation, or "
+            f'jax.config.update("jax_num_cpu_devices", {needed}) at the start'
         )
     raise MeshError(f"{problem}; meshes that fit ({', '.join(AXES)}): {_list_meshes(len(devices), sizes)}")
 

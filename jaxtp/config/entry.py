@@ -31,7 +31,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BriefError(Exception):
-    """An error whose message suffices: notebooks show it below the user's own lines, without those of libraries."""
+    """An error whose message suffices: notebooks show it below the user's own lines, without the lines of libraries."""
 
     def _render_traceback_(self) -> list[str]:
         # IPython calls this method of an exception, and prints the lines instead of its own.

@@ -31,7 +31,7 @@ from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig, float8_kernels, freeze_as
 from jaxtp.models.config import ModelConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
-from jaxtp.models.own_decoder import decoder_settings
+from jaxtp.models.own_decoder import call_of_load, decoder_settings
 
 BASE = "base"  # Key in the info of a checkpoint of adapters: folder and hash of the base model
 HF_FILES = "hf"  # Folder in a run for config.json and the tokenizer files of its model
@@ -112,12 +112,9 @@ def run_model_config(checkpoint: Path, info: Mapping[str, Any], build: object = 
     config, is_decoder = own_or_decoder(checkpoint, info, build)
     if is_decoder:
         return config
-    is_named = config.build is not None and not config.build.startswith("<")
-    reference = repr(config.build) if is_named else "the function or class that made it"
     raise CheckpointError(
         f"{checkpoint} has a model of {config.build}, which is no jaxtp.Decoder, and commands that generate, "
-        f"evaluate, score or export take only decoders; in Python, jaxtp.load_run({str(checkpoint)!r}, "
-        f"build={reference}) returns it"
+        f"evaluate, score or export take only decoders; in Python, {call_of_load(checkpoint, config.build)} returns it"
     )
 
 

@@ -44,7 +44,7 @@ flags override it; --print-config prints the result and does nothing else. The s
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand(TrainConfig):
-    """A run's configuration, what it prints, and the files written at its end."""
+    """A run's configuration, its output, and the files written at its end."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for the last numbers of the run and its configuration, written at its end."""

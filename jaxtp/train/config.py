@@ -93,7 +93,8 @@ class DataConfig:
     """Training and validation data."""
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
-    """A folder made by jaxtp prepare, or a text file, read as bytes; by default Python's standard library."""
+    """A folder made by jaxtp prepare, or a text file, read as bytes; by default the standard library of the Python
+    that runs the command."""
 
     mixture: Annotated[dict[DataKey, Positive], tyro.conf.Fixed, SAMPLES] = field(default_factory=dict)
     """In a YAML file, instead of path: weights of datasets, such as {data/code: 0.7, data/prose: 0.3}."""

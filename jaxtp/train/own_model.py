@@ -50,7 +50,7 @@ def load_run(
     base: str | Path | None = None,
     build: object = None,
     plan: Plan | str | None = None,
-) -> Any:
+) -> object:
     """Returns the trained model in a run (its newest checkpoint) or a checkpoint, on the mesh in context.
 
     It needs neither the data nor the mesh of the run. Without a mesh in context, the model is on one device. A model
@@ -72,7 +72,7 @@ def load_run(
     has_mesh = current_mesh() is not None
     mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()  # before anything starts JAX's backend
     checkpoint = open_checkpoint(expand(Path(path)))
-    source: Any = load_object(build, "build") if isinstance(build, str) else build
+    source = load_object(build, "build") if isinstance(build, str) else build
     styles: Plan | None = load_object(plan, "plan") if isinstance(plan, str) else plan
     if not (source is None or callable(source) or isinstance(source, ModelConfig)):
         raise ConfigError(f"build is {source!r:.100}, and should be a function, a class, settings, or FILE.py:NAME")
@@ -85,6 +85,7 @@ def load_run(
         return load_decoder(checkpoint, config, mesh, base)
     if base is not None:
         raise ConfigError("base names the base model of a decoder's adapters, and the run's model is another")
+    assert callable(source), "settings are a decoder's"
     make = builder(source, config)
     # Without a mesh and a plan the model stays plain Flax.
     return _load_own(checkpoint, config, make, styles, mesh, is_split=has_mesh or styles is not None)
@@ -98,7 +99,7 @@ def _load_own(
     mesh: Mesh,
     *,
     is_split: bool,
-) -> Any:
+) -> nnx.Module:
     if plan is None:
         _require_whole_sequences(mesh)
 

@@ -54,11 +54,10 @@ class Report(Display):
 def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) -> list[str]:
     """Returns the checkpoint's location, and how to use it; pairs have no evaluation."""
     if not decoder:
-        reference = "..." if (name := _named(config.model.build)) is None else repr(name)
-        return [
-            f"saved in {saved}; next, in Python:",
-            f"  model = jaxtp.load_run({str(config.run.dir)!r}, build={reference})",
-        ]
+        from jaxtp.models.own_decoder import call_of_load
+
+        load = call_of_load(config.run.dir, config.model.build)
+        return [f"saved in {saved}; next, in Python:", f"  model = {load}"]
     from jaxtp.data.tokenizer_files import TEMPLATE
 
     trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))

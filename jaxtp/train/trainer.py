@@ -110,13 +110,14 @@ class Trainer:
         self._exit_stack = ExitStack()
         self._run: Run
 
-    def __getattr__(self, name: str) -> Any:
-        # Python calls this for names that are not there. `with` sets all that a run has.
-        if name in _OF_A_RUN or (name.startswith("_") and not name.startswith("__")):
-            raise NotStartedError(
-                "the trainer has not started; write: with jaxtp.Trainer(...) as trainer: ..."
-            ) from None
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    if not TYPE_CHECKING:  # type checkers would accept any name
+
+        def __getattr__(self, name: str) -> object:
+            """Called for names that are not there; the `with` block sets all that a run has."""
+            if name in _OF_A_RUN or (name.startswith("_") and not name.startswith("__")):
+                message = "the trainer has not started; write: with jaxtp.Trainer(...) as trainer: ..."
+                raise NotStartedError(message) from None
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
     def of(cls, config: TrainConfig, startup_log: Sequence[str], *, verbose: bool = False) -> "Trainer":

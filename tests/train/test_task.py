@@ -20,6 +20,7 @@ import jaxtp
 from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import reference_to
 from jaxtp.config.schema import ConfigError
+from jaxtp.models.own_decoder import call_of_load
 from jaxtp.train.__main__ import main
 
 ROWS = 32
@@ -431,6 +432,20 @@ def test_a_model_of_another_size_is_one_error_with_its_parameters(tmp_path):
     )
     with pytest.raises(UserError, match=problem):
         jaxtp.load_run(tmp_path, build=lambda rngs: Net(8, rngs=rngs))
+
+
+@pytest.mark.parametrize(
+    ("build", "given"),
+    [
+        ("mine.py:Net", "'mine.py:Net'"),
+        ("package.module:Net", "'package.module:Net'"),
+        ("__main__:Net", "Net"),
+        ("<lambda>", "..."),
+        ("<Net.<locals>.<lambda>>", "..."),
+    ],
+)
+def test_a_message_has_the_call_that_loads_a_run(build, given):
+    assert call_of_load(Path("runs/a"), build) == f"jaxtp.load_run('runs/a', build={given})"
 
 
 def test_over_cp_a_model_is_loaded_only_with_a_plan(trained):
