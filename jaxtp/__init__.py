@@ -10,7 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from jaxtp.config import entry as _entry  # first: it handles Ctrl-C during the other imports
+from jaxtp.config import entry as _entry
 
 if TYPE_CHECKING:
     from jaxtp.analysis.audit import Audit as Audit

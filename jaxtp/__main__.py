@@ -1,5 +1,10 @@
 """`jaxtp`: the commands of the package; `jaxtp train` and `python -m jaxtp.train` are the same."""
 
+if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start()
+
 import ast
 import importlib
 import sys
@@ -58,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script() -> NoReturn:
-    """Runs the installed script `jaxtp`."""
+    """Runs `jaxtp`."""
+    entry.start()
     hasten_help()
     entry.run(PROGRAM, main)
 

@@ -1,4 +1,11 @@
-"""Values of any structure, for property tests of readers of untrusted files."""
+"""Values of any structure, and files of any kind, for tests of readers of untrusted files."""
+
+import os
+import re
+import resource
+import signal
+from contextlib import contextmanager
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -73,3 +80,55 @@ def gives_one_of(expected, mistake, action):
 def examples(count):
     """Returns Hypothesis settings for a test that writes a file for each example."""
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def _pipe(path):
+    os.mkfifo(path)
+
+
+def _link_to(target):
+    return lambda path: path.symlink_to(target)
+
+
+def _sparse(path):
+    with path.open("wb") as file:
+        file.truncate(2**41)  # takes no room on the disk
+
+
+PLANTED = {
+    "pipe": _pipe,
+    "device": _link_to("/dev/zero"),
+    "sparse file": _sparse,
+    "folder": lambda path: path.mkdir(),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to nothing": _link_to("absent"),
+    "link to another file": _link_to("../victim"),
+    "empty file": lambda path: path.touch(),
+}
+"""What someone may put in the place of a file of a folder that they share; `victim` is next to the folder."""
+
+
+def plant(path, kind):
+    """Puts something else in the place of a file, which may be absent."""
+    path.unlink(missing_ok=True)
+    PLANTED[kind](path)
+
+
+@contextmanager
+def watched(seconds=60, memory=4 * 10**9):
+    """Ends a body that hangs, or that takes much more memory."""
+
+    def hung(number, frame):
+        raise AssertionError(f"it still ran after {seconds} s")
+
+    handler = signal.signal(signal.SIGALRM, hung)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    taken = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + memory, limits[1]))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)

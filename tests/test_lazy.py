@@ -26,6 +26,68 @@ def test_a_fresh_import_loads_no_library():
     assert done.stdout == "\n"
 
 
+STATE_OF_PROCESS = """
+import gc, logging, os, signal, sys, threading, warnings
+
+sys.argv = ["a program"] + ["of its own"] * 50
+del sys.orig_argv
+
+
+def state():
+    loggers = {
+        name: (each.level, each.handlers, each.propagate)
+        for name, each in logging.root.manager.loggerDict.items()
+        if isinstance(each, logging.Logger)
+    }
+    return {
+        "signals": {each: signal.getsignal(each) for each in signal.valid_signals()},
+        "garbage": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), gc.callbacks[:]),
+        "environment": dict(os.environ),
+        "warnings": warnings.filters[:],
+        "logging": (logging.root.level, logging.root.handlers[:], logging.root.manager.disable, loggers),
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook, sys.meta_path[:], sys.path[:]),
+        "streams": (sys.stdin, sys.stdout, sys.stderr),
+        "threads": threading.enumerate(),
+        "folder and mask": (os.getcwd(), os.umask(os.umask(0o22))),
+        "limits": (sys.getrecursionlimit(), sys.getswitchinterval()),
+        "arguments": sys.argv[:],
+    }
+
+
+def changed(before):
+    return [name for name, value in state().items() if value != before[name]]
+
+
+before = state()
+import jaxtp
+print("import:", *changed(before))
+"""
+OF_ALL_NAMES = """
+import flax.nnx, grain, jax, numpy, optax, orbax.checkpoint, pydantic, tyro, yaml
+import jax.experimental.pallas.triton, tensorboardX
+
+before = state()
+for name in jaxtp.__all__:
+    getattr(jaxtp, name)
+print("names:", *changed(before))
+"""
+
+
+def printed_by(code):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_an_import_changes_nothing_in_the_process():
+    """Also of a program that replaced its arguments."""
+    assert printed_by(STATE_OF_PROCESS) == "import:\n"
+
+
+@pytest.mark.journey
+def test_the_import_of_all_names_changes_no_more_than_the_libraries_do():
+    assert printed_by(STATE_OF_PROCESS + OF_ALL_NAMES) == "import:\nnames:\n"
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "train" else pytest.mark.wide) for n in COMMANDS])
 def test_help_needs_no_library(name, capsys, monkeypatch):
     """It is printed with stand-ins for the libraries, and is the same."""

@@ -1,5 +1,10 @@
 """`jaxtp checkpoint`: inspects, verifies and compares checkpoints."""
 
+if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp checkpoint")
+
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

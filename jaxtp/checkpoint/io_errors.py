@@ -15,6 +15,7 @@ from typing import TypeVar
 import jax
 
 from jaxtp.config.entry import FILES, UserError
+from jaxtp.config.reading import open_regular
 from jaxtp.distributed.agreement import first_disagreeing, raise_everywhere
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
 def _read_every_byte(folder: Path) -> None:
     for path in files_below(folder):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 while file.read(1 << 24):
                     pass
         except OSError as error:  # a failed read does not name the file

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.layers.parameter import Padding, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, axes_of, mesh_sizes, parts
 
@@ -26,13 +27,13 @@ def may_be_infinite(variable: Variable) -> bool:
 
 
 def named_variables(state: nnx.State) -> dict[str, Variable]:
-    """Returns the variables of a state by dotted path."""
-    return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+    """Returns the variables of a state by dotted path; raises `UserError` if two have the same."""
+    return by_dotted_path(nnx.to_flat_state(state))
 
 
 def select_paths(state: nnx.State, only: Callable[[str], bool]) -> nnx.State:
     """Returns the variables of a state whose dotted path `only` accepts."""
-    return nnx.from_flat_state([(path, v) for path, v in nnx.to_flat_state(state) if only(".".join(map(str, path)))])
+    return nnx.from_flat_state([(path, v) for path, v in nnx.to_flat_state(state) if only(dotted(path))])
 
 
 def replace_arrays(state: nnx.State, arrays: Arrays) -> nnx.State:

@@ -144,6 +144,7 @@ class Checkpoints:
         def open_folder() -> ocp.CheckpointManager:
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
+            storage.require_openable(self.folder)
             return ocp.CheckpointManager(self.folder.resolve(), options=options, handler_registry=handlers)
 
         try:

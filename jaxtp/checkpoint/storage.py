@@ -8,6 +8,8 @@ users have reported (orbax issue 2090). `PyTreeCheckpointHandler` writes the sam
 
 import json
 import math
+import re
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, read_on_all, read_or_explain
 from jaxtp.checkpoint.logical import Arrays
 from jaxtp.config.files import fingerprint
+from jaxtp.config.reading import read_bytes
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import all_devices
 
@@ -33,6 +36,8 @@ Info = dict[str, Any]  # The JSON object that a checkpoint stores with its array
 Metadata = Mapping[str, Any]  # Orbax's metadata of arrays, by name
 
 MAX_BYTES_IN_FLIGHT = 2 * 10**9
+_MAX_DESCRIPTION = 2**28  # Maximum bytes of a file that describes a checkpoint and is read whole
+_DESCRIPTION = re.compile(r"_\w+|metadata|manifest\.ocdbt|\.z\w+|process_\d+")  # The names of these files
 OF_ARRAYS = _SPECS, _SHAPES, _DTYPES, _CHECKSUMS = "specs", "shapes", "dtypes", "checksums"
 _TEXTS, _LISTS = pydantic.TypeAdapter(dict[str, str]), pydantic.TypeAdapter(dict[str, list[int]])
 
@@ -119,7 +124,7 @@ def seal(info: Mapping[str, Any]) -> Info:
 
 def read_info(folder: Path) -> Info:
     """Reads a checkpoint's info; raises `DamagedError`, or `CheckpointError` if unreadable."""
-    sealed = read_or_explain(folder, lambda: dict(ocp.JsonCheckpointHandler().restore((folder / "info").resolve())))
+    sealed = read_or_explain(folder, lambda: _read_sealed(folder))
     if sealed.pop("sha256", None) != fingerprint(sealed):
         raise DamagedError(f"{folder} is damaged (its info does not match its checksum)")
     try:
@@ -131,6 +136,44 @@ def read_info(folder: Path) -> Info:
     except (pydantic.ValidationError, KeyError, TypeError):
         raise DamagedError(f"{folder} is damaged (its info describes no arrays)") from None
     return sealed
+
+
+def _read_sealed(folder: Path) -> Info:
+    require_readable(folder)
+    return dict(json.loads(read_bytes(folder / "info/metadata", _MAX_DESCRIPTION)))
+
+
+def require_readable(folder: Path) -> None:
+    """Checks a checkpoint that anyone may have made before Orbax and TensorStore open its files.
+
+    Raises:
+      DamagedError: a pipe, which would never end, a device, or a description that could fill the memory.
+    """
+    for path in io_errors.files_below(folder):
+        try:
+            status = path.stat()
+        except io_errors.MISSING:
+            continue
+        name = path.relative_to(folder)
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError(f"{folder} is damaged ({name} is not a regular file)")
+        if status.st_size > _MAX_DESCRIPTION and _DESCRIPTION.fullmatch(path.name):
+            raise DamagedError(f"{folder} is damaged ({name} has {status.st_size:,} bytes, too many to be real)")
+
+
+def require_openable(checkpoints: Path) -> None:
+    """Checks the files that Orbax opens in a folder of checkpoints before it reads one of them.
+
+    Raises:
+      CheckpointError: one is a pipe, for which Orbax would wait for ever, or a device.
+    """
+    for path in (*checkpoints.glob("*"), *checkpoints.glob("*/*")):
+        try:
+            mode = path.stat().st_mode
+        except OSError:  # a broken link, or another process deleted it
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise CheckpointError(f"{path} is not a regular file; delete it")
 
 
 def is_of_run(info: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ SAMPLES = Affects(samples=True)
 ARCHITECTURE = Affects(cost=True, numbers=True, architecture=True, fixed=True)
 
 SHORT_HELP = "short help"
+RUNS_CODE = "runs code"
+"""Marks a setting whose value names code that jaxtp runs; in a file it needs the user's consent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,7 @@ class Setting:
     marks: tuple[object, ...]  # Metadata of `Annotated`
     default: object
     effects: Affects | None  # Its `Affects`, or its section's
+    runs_code: bool = False  # Whether it has the mark `RUNS_CODE`
 
     @property
     def name(self) -> str:
@@ -91,10 +94,18 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
             marks=marks,
             default=field.default if made is dataclasses.MISSING else made(),
             effects=next((mark for mark in marks if isinstance(mark, Affects)), section.effects),
+            runs_code=_has_mark(hints[field.name], RUNS_CODE),
         )
         yield setting
         if setting.is_section:
             yield from _walk(setting.kind, setting)
+
+
+def _has_mark(hint: object, mark: str) -> bool:
+    # Also within a union or a tuple, as in `Reference | None`.
+    if mark in getattr(hint, "__metadata__", ()):
+        return True
+    return any(_has_mark(part, mark) for part in get_args(hint))
 
 
 def find_setting(schema: type, name: str) -> Setting | None:

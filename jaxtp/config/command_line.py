@@ -28,6 +28,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 import tyro
 
 from jaxtp.config.affects import Setting, find_setting, settings_of
+from jaxtp.config.python_object import named_code, require_consent
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import ConfigError, Switch, leaves, merged, nested, read_values, to_yaml, validate
 
@@ -77,11 +78,14 @@ class _CommonFlags:
     print_config: Switch = False
     """Prints the resulting settings as YAML, and exits."""
 
+    allow_code: Switch = False
+    """Runs the Python code that the --config file names. Give it only if you trust the file and that code."""
+
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
     """Size of each mesh axis, 1 by default; -1 takes all remaining devices."""
 
 
-_CONFIG, _PRINT, _MESH = settings_of(_CommonFlags).values()
+_CONFIG, _PRINT, _ALLOW, _MESH = settings_of(_CommonFlags).values()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +116,8 @@ class Command(Generic[T]):
             self._print_help(argv[at - 1], next((word for word in argv[at : at + 1] if word != "--"), ""))
             raise SystemExit(0)
         values = self._parse(argv)
-        path, mesh, printing = (values.pop(own, None) for own in (_CONFIG, _MESH, _PRINT))
+        own = (_CONFIG, _MESH, _PRINT, _ALLOW)
+        path, mesh, printing, allowed = (values.pop(each, None) for each in own)
         flags = {setting.keys: value for setting, value in values.items()}
         if mesh is not None:
             kinds = get_type_hints(get_type_hints(self.schema)["mesh"])
@@ -124,6 +129,8 @@ class Command(Generic[T]):
             validate(self.schema, in_file, source=str(path))
         given = merged(in_file, nested(flags.items()))
         config = validate(self.schema, given, source="command line", describe=self._describe)
+        if path is not None and not printing:
+            require_consent(Path(str(path)), named_code(config, flags.keys()), bool(allowed))
         explicit = {".".join(map(str, keys)) for keys in (*(keys for keys, _ in leaves(in_file)), *flags)}
         config, notes = fit(config, explicit) if fit else (config, [])
         if printing:
@@ -136,6 +143,8 @@ class Command(Generic[T]):
         unused = tuple(f"{name}." for name in self.ignored)
         settings = [each for each in leaf_settings(self.schema) if not f"{each.name}.".startswith(unused)]
         own = [] if any(setting.is_required for setting in settings) else [_CONFIG, _PRINT]
+        if own and any(setting.runs_code for setting in settings):
+            own.append(_ALLOW)
         mesh = find_setting(self.schema, "mesh")
         if mesh and mesh.is_section and not any(each.flag == mesh.flag for each in settings):  # check has its own
             own += [_MESH]
@@ -171,7 +180,8 @@ class Command(Generic[T]):
             settings = [each for each in settings if each.keys[0] == section]
         elif self.short_help:
             is_short = True
-            settings = [each for each in settings if each.name in self.short_help or each.owner is _CommonFlags]
+            common = (_CONFIG, _PRINT, _MESH)
+            settings = [each for each in settings if each.name in self.short_help or each in common]
             of_section = f"{HELP} SECTION ({', '.join(sections)}), or " if sections else ""
             text += f"\n\nMore settings: {of_section}{ALL_HELP}"
         schema = self.help_schema(settings, short=is_short)

@@ -1,6 +1,7 @@
 """Entry and exit of commands: mistakes, Ctrl-C, closed pipes and full disks print one line, no traceback.
 
-A command's `__main__.py` defines `main(argv)`, which calls `attempt`, and ends with `run(PROGRAM, main)`.
+A command's `__main__.py` begins with `start(PROGRAM)`, before its other imports. It defines `main(argv)`, which calls
+`attempt`, and ends with `run(PROGRAM, main)`. Both calls are under `if __name__ == "__main__"`.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, NoReturn, Self
 
@@ -88,6 +90,39 @@ def fail(program: str, error: Exception | str) -> int:
     return MISTAKE
 
 
+def start(program: str = "") -> None:
+    """Starts a command before its imports, which take seconds; `run` runs it.
+
+    Until then Ctrl-C prints one line, and no garbage is collected. Only programs call it, first of
+    all: `import jaxtp` changes nothing in the process of someone else's program.
+
+    Args:
+      program: prefix of messages on stderr; by default `jaxtp` and the command that follows it.
+    """
+    if not program:
+        program = "jaxtp" + "".join(f" {word}" for word in sys.argv[1:2] if word.isidentifier())
+    gc.disable()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, partial(_exit_during_import, program))
+
+
+def _exit_during_import(program: str, number: int, frame: FrameType | None) -> None:
+    # Exits at once: a library that tries an import could swallow a `KeyboardInterrupt`.
+    say(f"\n{program}: interrupted")
+    os._exit(INTERRUPTED)
+
+
+def _is_of_start(handler: object) -> bool:
+    return isinstance(handler, partial) and handler.func is _exit_during_import
+
+
+def script() -> NoReturn:
+    """Runs the installed script `jaxtp`."""
+    start()
+    importlib.import_module("jaxtp.__main__").script()
+    raise AssertionError("a command exits")
+
+
 def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Runs a command with `sys.argv` and exits with its code."""
 
@@ -97,7 +132,7 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
         finally:  # also after --help; errors at the interpreter's exit cannot be handled
             sys.stdout.flush()
 
-    if signal.getsignal(signal.SIGINT) is _exit_during_import:
+    if _is_of_start(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (stays open)
@@ -238,28 +273,3 @@ class Interrupt:
         if number == signal.SIGINT and self._notice and os.isatty(2):
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{self._notice}\n".encode())  # a handler cannot use `sys.stderr`, which may be busy
-
-
-def _exit_during_import(number: int, frame: FrameType | None) -> None:
-    # Exits at once: a library that tries an import could swallow a `KeyboardInterrupt`.
-    say(f"\n{_command()}: interrupted")
-    os._exit(INTERRUPTED)
-
-
-def _command() -> str:
-    # Returns the running command, such as `jaxtp train`; empty for other programs.
-    found = re.search(r"(?<![\w.])jaxtp(?:\.(?:\w+\.)*(\w+))?$", sys.orig_argv[-len(sys.argv)])
-    if found is None:
-        return ""
-    name = found[1] or next((word for word in sys.argv[1:2] if word.isidentifier()), "")
-    return f"jaxtp {name}".strip()
-
-
-# The package imports this module first, and this module imports only the standard library. So Ctrl-C also prints one
-# line during the other imports, which take seconds. The handler is set only in jaxtp's own commands; `run` starts the
-# garbage collector again.
-_starting = sys.argv[:1] == ["-m"] or os.path.basename(next(iter(sys.argv), "")) == "jaxtp"
-if _starting and _command():
-    gc.disable()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit_during_import)

@@ -1,22 +1,28 @@
 """Files: checksums, atomic and synced writes, and checks of output paths."""
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from jaxtp.config.reading import open_regular, read_bytes
 from jaxtp.config.schema import ConfigError
 
 PARTIAL = ".partial"  # Suffix of a file that is being written
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_NOT_REGULAR = "not a regular file"
+_MAX_MARK = 100  # Maximum bytes of a mark of `mark_as_own`
 
 
 def sha256(path: Path) -> str:
-    """Returns the hex sha256 of a file."""
-    with path.open("rb") as file:
+    """Returns the hex sha256 of a regular file."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -40,11 +46,37 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def open_directly(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
+    """Opens a file to write it in a folder that someone else may have prepared.
+
+    Raises an `OSError` for a link, which could lead to another file of the user, and for a pipe or device.
+    """
+    encoding = None if "b" in mode else "utf-8"
+    return open(path, mode, buffering, encoding=encoding, opener=_open_no_link)
+
+
+def _open_no_link(name: str, flags: int) -> int:
+    try:
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if os.path.islink(name):
+            problem = "a link, and jaxtp does not write through it; delete it"
+            raise OSError(errno.ELOOP, problem, name) from None
+        if error.errno == errno.ENXIO:  # a pipe that nobody reads
+            raise OSError(errno.EINVAL, _NOT_REGULAR, name) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, _NOT_REGULAR, name)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file and syncs it; after a crash or with concurrent writers the file is whole or unchanged."""
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
-        with partial.open("wb") as file:
+        with open_directly(partial, "wb") as file:
             file.write(content)
             sync_file(file)
         partial.replace(path)
@@ -53,6 +85,45 @@ def write_atomically(path: Path, content: bytes) -> None:
             partial.unlink()
         raise
     sync_folder(path.parent)
+
+
+def mark_as_own(path: Path) -> None:
+    """Records that this user wrote a file at this place, for `is_own`."""
+    mark = _mark_of(path)
+    _keep_others_from_writing(path)
+    write_atomically(mark, _identity(path))
+    _keep_others_from_writing(mark)
+
+
+def is_own(path: Path) -> bool:
+    """Returns whether `mark_as_own` marked a file that nobody has changed, copied or unpacked since."""
+    mark = _mark_of(path)
+    try:
+        is_private = _only_user_writes(path) and _only_user_writes(mark)
+        return is_private and read_bytes(mark, _MAX_MARK) == _identity(path)
+    except OSError:
+        return False
+
+
+def _mark_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.own")
+
+
+def _identity(path: Path) -> bytes:
+    # The owner alone proves nothing: a file of an archive belongs to the user who unpacks it. But it
+    # gets another inode, and the kernel sets the time of its last change, which nobody can choose.
+    status = path.lstat()
+    return f"{status.st_ino} {status.st_ctime_ns}\n".encode()
+
+
+def _keep_others_from_writing(path: Path) -> None:
+    path.chmod(stat.S_IMODE(path.lstat().st_mode) & ~_WRITABLE_BY_OTHERS)
+
+
+def _only_user_writes(path: Path) -> bool:
+    status = path.lstat()
+    is_of_user = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return is_of_user and not status.st_mode & _WRITABLE_BY_OTHERS
 
 
 def require_writable(flag: str, path: Path | None) -> None:

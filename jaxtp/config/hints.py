@@ -1,12 +1,17 @@
-"""Suggests values for sizes that do not fit.
+"""Suggests values for sizes that do not fit, and names things by dotted paths.
 
 Each suggestion changes one setting, fixes all its problems, and causes no others.
 """
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+from jaxtp.config.entry import UserError
+
+T = TypeVar("T")
 
 MAX_SUGGESTED = 1024
 
@@ -61,6 +66,34 @@ def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[s
 def matches(pattern: str, path: str) -> bool:
     """Returns whether one of the pattern's alternatives, separated by `|`, matches as in the shell."""
     return any(fnmatch.fnmatchcase(path, alternative) for alternative in pattern.split("|"))
+
+
+def dotted(path: Iterable[object]) -> str:
+    """Returns the keys of a path, joined by dots."""
+    return ".".join(map(str, path))
+
+
+def by_dotted_path(items: Iterable[tuple[Sequence[object], T]]) -> dict[str, T]:
+    """Returns things by dotted path.
+
+    Every dict of parameters, variables or modules by dotted path is made here, because a key may contain a dot, and of
+    two things with one path a dict would keep only the last.
+
+    Raises:
+      UserError: two things have the same dotted path.
+    """
+    named: dict[str, T] = {}
+    paths: dict[str, Sequence[object]] = {}
+    for path, thing in items:
+        name = dotted(path)
+        if name in named:
+            raise UserError(
+                f"the model has two things at {name!r}, by the keys {list(paths[name])} and {list(path)}: jaxtp joins "
+                "keys by dots, and could not tell them apart; rename the one that has a dot in a key"
+            )
+        named[name] = thing
+        paths[name] = path
+    return named
 
 
 def nearest_multiples(value: int, by: int) -> list[int]:

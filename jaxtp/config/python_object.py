@@ -1,4 +1,8 @@
-"""Python objects that settings name: `FILE.py:NAME`, or `package.module:NAME`."""
+"""Python objects that settings name: `FILE.py:NAME`, or `package.module:NAME`.
+
+Anyone may have written a configuration, so a name in a file is imported only with the user's consent
+(`require_consent`). Names on the command line, and in a program that calls jaxtp, are the user's own.
+"""
 
 import importlib
 import importlib.util
@@ -6,16 +10,23 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jaxtp
+from jaxtp.config.affects import settings_of
+from jaxtp.config.entry import say
+from jaxtp.config.files import is_own
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, nearest_file
 
+ALLOW_CODE = "--allow-code"
 _PACKAGE = str(Path(__file__).parent.parent)
 _LIBRARIES = tuple({_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))})
 
@@ -30,26 +41,129 @@ def load_object(text: str, setting: str) -> Any:
     if not place or not name:
         raise ConfigError(f"{setting} {text}: should be FILE.py:NAME or package.module:NAME")
     module = _load_file(setting, Path(place)) if place.endswith(".py") else _import(setting, place)
-    if not hasattr(module, name):
-        values = (key for key, value in vars(module).items() if isinstance(value, dict) or callable(value))
-        names = list(getattr(module, "__all__", values))  # `vars` lacks names that are imported at their first use
-        close = {each.lower(): each for each in names}
-        found = [close[each] for each in get_close_matches(name.lower(), close, 1)]
-        hint = f"did you mean {found[0]}?" if found else f"it has {', '.join(each for each in names if each[0] != '_')}"
-        raise ConfigError(f"{setting} {text}: {place} has no {name}; {hint}")
-    return getattr(module, name)
+    with user_code(f"{setting} {text}", ConfigError):
+        if not hasattr(module, name):
+            raise ConfigError(f"{setting} {text}: {place} has no {name}; {_hint(module, name)}")
+        found = getattr(module, name)
+    if found is None:  # which would mean that there is no such setting
+        raise ConfigError(f"{setting} {text} is None")
+    return found
+
+
+def _hint(module: ModuleType, name: str) -> str:
+    values = (key for key, value in vars(module).items() if isinstance(value, dict) or callable(value))
+    # `vars` lacks names that are imported at their first use.
+    names = [str(each) for each in getattr(module, "__all__", values)]
+    close = {each.lower(): each for each in names}
+    found = [close[each] for each in get_close_matches(name.lower(), close, 1)]
+    if found:
+        return f"did you mean {found[0]}?"
+    return f"it has {', '.join(each for each in names if not each.startswith('_'))}"
+
+
+@contextmanager
+def user_code(what: str, *passing: type[Exception]) -> Iterator[None]:
+    """Converts whatever a user's code raises to a `ConfigError`, except for Ctrl-C and the types that pass.
+
+    `SystemExit` too: it would end a command with exit code 0, and without a word.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, passing):
+            raise
+        raise user_code_error(what, error) from error
+
+
+def describe_value(value: object) -> str:
+    """Returns the start of an object's representation, or its type if that fails."""
+    try:
+        return truncate(repr(value), 100)
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
+def is_public(reference: str) -> bool:
+    """Returns whether a reference names settings or a loss of jaxtp's own, such as `jaxtp:DPO`.
+
+    These are dataclasses, which only hold values. Public functions do not count: with arguments from
+    a file they could write files.
+    """
+    place, _, name = reference.rpartition(":")
+    if place.partition(".")[0] != "jaxtp" or name not in jaxtp.__all__:
+        return False
+    thing = getattr(jaxtp, name)
+    if not (isinstance(thing, type) and is_dataclass(thing)):
+        return False
+    return place in ("jaxtp", thing.__module__)
+
+
+def named_code(config: Hashable, but: Set[tuple[str, ...]] = frozenset()) -> list[tuple[str, str]]:
+    """Returns the flags and values of the settings that name code, except for jaxtp's own.
+
+    Args:
+      config: a configuration.
+      but: the keys of settings to leave out.
+    """
+    found = []
+    for setting in settings_of(type(config)).values():
+        if not setting.runs_code or setting.keys in but:
+            continue
+        value: object = config
+        for name in setting.path:
+            value = getattr(value, name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if each is not None and not (isinstance(each, str) and is_public(each)):
+                found.append((setting.flag, str(each)))
+    return found
+
+
+def require_consent(file: Path, named: Sequence[tuple[str, str]], is_allowed: bool) -> None:
+    """Prints the code that a configuration file names.
+
+    Args:
+      file: the file that `--config` names.
+      named: flags and values, as `named_code` returns them.
+      is_allowed: whether the user gave `ALLOW_CODE`.
+
+    Raises:
+      ConfigError: the user did not consent: there is no flag, and no run of the user's wrote the file.
+    """
+    if not named:
+        return
+    names = [f"{flag} {truncate(value, 300)}" for flag, value in named]
+    if not (is_allowed or is_own(file)):
+        listed = "".join(f"\n  {name}" for name in names)
+        raise ConfigError(
+            f"{file} names code, and jaxtp runs no code that a file names; if you trust it, add "
+            f"{ALLOW_CODE}, or give these flags:{listed}"
+        )
+    say(f"{file} names code that runs: {', '.join(names)}")
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a call; None for some C functions."""
+    """Returns the signature of a call; None for some C functions, and where a user's object hides it."""
     given = function if isinstance(function, partial) else partial(function)
     called: Any = given.func
     if isinstance(called, type):  # `inspect` would read the `__call__` of a metaclass
         called = partial(called.__init__, None)  # type: ignore[misc]
     try:
         return inspect.signature(partial(called, *given.args, **given.keywords))
-    except ValueError:
+    except Exception:
         return None
+
+
+def check_call(name: str, function: Callable[..., object], parameters: Sequence[str]) -> None:
+    """Raises ConfigError if a function cannot be called with these arguments by position."""
+    signature = signature_of(function)
+    if signature is None:
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(f"{name} takes {signature}, and is called with ({', '.join(parameters)}): {error}") from None
 
 
 def check_arguments(name: str, function: Callable[..., object], setting: str, arguments: Mapping[str, object]) -> None:
@@ -72,8 +186,8 @@ def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:
     Args:
       neighbours: functions and classes; a value without a name of its own may be a variable of their modules.
     """
-    modules = [sys.modules.get(str(getattr(each, "__module__", None))) for each in (thing, *neighbours)]
-    own_name = str(getattr(thing, "__qualname__", ""))
+    modules = [sys.modules.get(_attribute(each, "__module__")) for each in (thing, *neighbours)]
+    own_name = _attribute(thing, "__qualname__")
     for module in filter(None, modules):
         is_here = own_name and "<" not in own_name and module is modules[0]
         name = own_name if is_here else next((name for name, each in vars(module).items() if each is thing), None)
@@ -84,19 +198,28 @@ def reference_to(thing: object, neighbours: Iterable[object] = ()) -> str:
     return f"<{own_name or type(thing).__name__}>"
 
 
-def user_code_error(what: str, error: Exception) -> ConfigError:
+def _attribute(thing: object, name: str) -> str:
+    try:
+        return str(getattr(thing, name, ""))
+    except Exception:
+        return ""
+
+
+def user_code_error(what: str, error: BaseException) -> ConfigError:
     """Returns an error for an exception in a user's code, with the innermost line of that code."""
     return ConfigError(f"{what} fails{describe_exception(error)}")
 
 
-def describe_exception(error: Exception) -> str:
+def describe_exception(error: BaseException) -> str:
     """Returns the innermost line of a user's code, and the exception: ` (FILE, line 7: ...): KeyError: 'x'`."""
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}, line {error.lineno})"
     else:
         users = [frame for frame in _users_frames(error) if not frame.filename.startswith("<")]
         where = f" ({users[-1].filename}, line {users[-1].lineno}: {users[-1].line})" if users else ""
-    reason = truncate(str(error).strip().split("\n\n")[0], 600) or "no message"
+    if isinstance(error, SystemExit):
+        return f"{where}: it ends the process by sys.exit({describe_value(error.code)})"
+    reason = _message(error)
     if "different trace level" in reason:
         reason = (
             f"a model that the code uses is not a part of its arguments; make it an attribute of the model ({reason})"
@@ -124,29 +247,39 @@ def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return [frame for frame in users if "site-packages" not in frame.filename]  # also of another environment
 
 
+def _message(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        return "a message that fails"
+    return truncate(text.strip().split("\n\n")[0], 600) or "no message"
+
+
 def _load_file(setting: str, path: Path) -> ModuleType:
     # The same file gives the same module, so that its classes and its state exist once.
+    if not path.is_file():  # also a link to itself, which `resolve` refuses
+        raise ConfigError(f"{setting} {path}: no such file{nearest_file(path)}")
     key = f"{path.stem} in {path.resolve().parent}"
     if key in sys.modules:
         return sys.modules[key]
     spec = importlib.util.spec_from_file_location(key, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"{setting} {path}: no such file{nearest_file(path)}")
+    assert spec is not None
+    assert spec.loader is not None
     sys.path.insert(0, str(path.parent))  # like `python FILE.py`
     sys.modules[key] = module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[key]
-        raise user_code_error(f"{setting} {path}", error) from error
+        with user_code(f"{setting} {path}"):
+            spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(key, None)
+        raise
     return module
 
 
 def _import(setting: str, name: str) -> ModuleType:
     sys.path.insert(0, "")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{setting} {name}: {error}; to name a file, write FILE.py:NAME") from None
-    except Exception as error:
-        raise user_code_error(f"{setting} {name}", error) from error
+    with user_code(f"{setting} {name}", ConfigError):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{setting} {name}: {error}; to name a file, write FILE.py:NAME") from None

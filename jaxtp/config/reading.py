@@ -12,8 +12,9 @@ import shlex
 import stat
 from collections import Counter
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
@@ -22,13 +23,14 @@ MAX_JSON = 2**25
 MAX_YAML = 2**18  # Maximum bytes of a YAML file
 _MAX_JSON_VALUES = 2**22
 _MAX_DEPTH = 64
+_BLOCK = 2**20  # Bytes that are read at a time
 _MAX_DIGITS = 100  # Maximum digits of a number; each such integer can be converted to a float
 _LFS = rb"version https://git-lfs\.github\.com/spec/(?:[^\0]*^size (\d{1,18})$)?"
 _BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """Errors of PyYAML for, say, the 45th of a month, an invalid code point, or an integer without digits."""
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a regular file; raises an `OSError` for a folder, pipe, device or unfetched Git LFS pointer."""
     try:
         mode = path.stat().st_mode
@@ -51,11 +53,14 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read_bytes(path: Path, most: int) -> bytes:
     """Returns the content of a regular file of at most `most` bytes; errors as in `open_regular`."""
+    content = bytearray()
     with open_regular(path) as file:
-        content = file.read(most + 1)
+        # In blocks: `read(most)` would take the memory of the largest file at once.
+        while len(content) <= most and (block := file.read(min(_BLOCK, most + 1))):
+            content += block
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes, the limit for this kind of file", str(path))
-    return content
+    return bytes(content)
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -18,7 +18,7 @@ import tyro
 import yaml
 from pydantic_core import ErrorDetails
 
-from jaxtp.config.affects import find_setting, settings_of
+from jaxtp.config.affects import RUNS_CODE, find_setting, settings_of
 from jaxtp.config.entry import UserError
 from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, truncate
 
@@ -98,7 +98,7 @@ DataKey = Annotated[str, pydantic.AfterValidator(_prepared)]
 FromPath = Annotated[UserPath | None, pydantic.Field(alias="from"), tyro.conf.arg(name="from", metavar="DIR")]
 """A path whose key is `from`, a word that Python does not allow as a field's name."""
 
-Reference = Annotated[str, tyro.conf.arg(metavar="FILE.py:NAME")]
+Reference = Annotated[str, tyro.conf.arg(metavar="FILE.py:NAME"), RUNS_CODE]
 """A Python object in a file, or in a module (package.module:NAME)."""
 
 Keys = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY")]

@@ -67,6 +67,8 @@ class Batches(ABC):
     def __init__(self, name: str, first: Columns, size: int | None, identity: Mapping[str, object]):
         if size is None:
             raise BatchError(f"{name} has rows, not batches: set the number of rows of a batch (batch_size)")
+        if size == 0:
+            raise BatchError(f"{name}: its first batch has no rows; give at least one for each device of dp and fsdp")
         self.name, self.global_batch_size = name, size
         self.with_weights = False
         self.num_rows: int | None = None
@@ -145,7 +147,8 @@ class SampleBatches(Batches):
     def __init__(
         self, name: str, dataset: Any, size: int | None, *, seed: int = 0, once: bool = False, describe: bool = True
     ):
-        rows = len(dataset)
+        with reading(name):
+            rows = len(dataset)
         is_grain, endless = isinstance(dataset, grain.MapDataset), rows == sys.maxsize
         if not rows:
             raise BatchError(f"{name} has no rows")

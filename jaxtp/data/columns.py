@@ -38,9 +38,9 @@ def reading(name: str, step: int | None = None) -> Iterator[None]:
         yield
     except BatchError as error:
         raise type(error)(f"{where}: {error}") from error.__cause__
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # also `SystemExit`
         raise BatchError(f"{where} fails{describe_exception(error)}") from error
 
 

@@ -36,7 +36,8 @@ class Source:
     name: str
     weight: float
     train: Documents
-    validation: Documents
+    validation: Documents | None
+    """None if nothing is held out, and there is no other data to evaluate on."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,23 @@ class Corpus:
     @property
     def validation_tokens(self) -> int:
         """Validation tokens of all sources."""
-        return sum(source.validation.num_tokens for source in self.sources)
+        return sum(source.validation.num_tokens for source in self.sources if source.validation is not None)
+
+    def not_evaluated(self) -> str | None:
+        """Says which sources have no validation data; None if all have some."""
+        lacking = [source.name or self.description for source in self.sources if source.validation is None]
+        if not lacking:
+            return None
+        every = "none" if len(lacking) == len(self.sources) else "partly"
+        return (
+            f"{every}: {' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no held-out documents; prepare "
+            "again with --held-out 0.05, or name other data by --data.validation"
+        )
 
     @cached_property  # every save reads it
     def identity(self) -> str:
         """Hash of all documents and weights."""
-        parts = [f"{s.weight} {s.train.identity} {s.validation.identity}" for s in self.sources]
+        parts = [f"{s.weight} {s.train.identity} {s.validation and s.validation.identity}" for s in self.sources]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def describe(self) -> dict[str, object]:
@@ -180,15 +192,12 @@ def _open(path: Path) -> Part:
 
 
 def _source(name: str, weight: float, part: Part, other: Part | None) -> Source:
-    # a dataset for evaluation may have no validation split
+    # A dataset for evaluation may have no validation split.
     validation = other.validation or other.train if other else part.validation
     if part.train is None:
         raise CorpusError(f"{part.description} has no documents to train on; prepare it with a smaller --held-out")
-    if validation is None:
-        raise CorpusError(
-            f"{part.description} has no documents to evaluate on; name others with --data.validation, or prepare it "
-            "with a larger --held-out"
-        )
+    if other is not None and validation is None:
+        raise CorpusError(f"data.validation={other.description} has no documents to evaluate on")
     return Source(name, weight, part.train, validation)
 
 

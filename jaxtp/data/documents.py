@@ -53,6 +53,11 @@ class Documents(ABC):
         """Yields document lengths in tokens, an array per shard."""
         yield from (np.diff(self._array(shard, DOCUMENTS)) for shard in range(len(self._first_token) - 1))
 
+    def prompt_lengths(self) -> Iterator[Tokens]:
+        """Yields the numbers of prompt tokens of documents, an array per shard."""
+        for shard, (first, end) in enumerate(pairwise(self._first_document)):
+            yield self._array(shard, PROMPTS) if self.has_prompts else np.zeros(end - first, np.int64)
+
     def document(self, index: int, start: int = 0, stop: int | None = None) -> Tokens:
         """Returns tokens `[start:stop]` (nonnegative), a view of the shard."""
         shard, row = self._locate(index)
@@ -106,11 +111,16 @@ class Documents(ABC):
 
 
 class InMemory(Documents):
-    """Documents in one array; `source` names them in messages."""
+    """Documents in one array; `source` names them in messages, `prompts` are the lengths of prompts."""
 
-    def __init__(self, tokens: Tokens, lengths: NDArray[np.int64], source: str):
+    def __init__(
+        self, tokens: Tokens, lengths: NDArray[np.int64], source: str, prompts: NDArray[np.int64] | None = None
+    ):
         super().__init__([len(lengths)], [len(tokens)], tokens.dtype)
         self._arrays: dict[str, Tokens] = {TOKENS: tokens, DOCUMENTS: np.concatenate([[0], np.cumsum(lengths)])}
+        if prompts is not None:
+            self._arrays[PROMPTS] = prompts
+            self.has_prompts = True
         self._source = source
 
     @cached_property

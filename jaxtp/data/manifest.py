@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from jaxtp.config.entry import UserError
-from jaxtp.config.reading import truncate
+from jaxtp.config.reading import MAX_JSON, inside, read_bytes, truncate
 
 FORMAT, FORMAT_OF_PAIRS = 1, 2  # Older versions refuse to read a dataset of pairs as text
 MANIFEST = "dataset.json"
@@ -155,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads and checks only `dataset.json`; raises `DatasetError`."""
     path = folder / MANIFEST
     try:
-        content = path.read_bytes()
+        content = read_bytes(inside(folder, MANIFEST), MAX_JSON)
         record = json.loads(content.decode())
     except (FileNotFoundError, NotADirectoryError):
         raise DatasetError(_missing(folder)) from None

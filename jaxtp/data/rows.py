@@ -49,6 +49,7 @@ class Rows(Sequence[Row]):
     identity: str  # hash of the positions of tokens in the rows, not of the tokens
     padding = 0.0  # fraction of positions without a token
     num_split = num_dropped = 0  # number of documents that were cut or left out; of pairs, if they are the unit
+    num_unlabelled = 0  # number of rows that were left out, because they have no label
     add_columns: Callable[[Row, Iterator[Place]], None] | None = None  # adds columns to a row
 
     def __init__(self, documents: Documents, length: int, vocab_size: int):
@@ -80,17 +81,22 @@ class Rows(Sequence[Row]):
 class Concatenated(Rows):
     """All tokens in sequence, cut into rows; only the last row is padded.
 
-    Attention crosses documents. Each token is an input once.
+    Attention crosses documents. Each token is an input once. The last token is left out where it would be alone in a
+    row, which would have no label.
     """
 
     algorithm = "concatenated 1"
 
     def __init__(self, documents: Documents, length: int, vocab_size: int):
         super().__init__(documents, length, vocab_size)
-        self.identity = fingerprint([self.algorithm, documents.num_tokens, length])
+        rows = -(-documents.num_tokens // length)
+        self._num_rows = -(-max(documents.num_tokens - 1, 0) // length)
+        self.num_unlabelled = rows - self._num_rows
+        left_out = ["without the last row"] if self.num_unlabelled else []
+        self.identity = fingerprint([self.algorithm, documents.num_tokens, length, *left_out])
 
     def __len__(self) -> int:
-        return -(-self._documents.num_tokens // self._length)
+        return self._num_rows
 
     def _row(self, index: int) -> Row:
         start = index * self._length

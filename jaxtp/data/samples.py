@@ -7,7 +7,7 @@ versions next to them are for messages. Only an upgrade that changes the order s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Literal
@@ -56,21 +56,15 @@ class Data:
                 )
         self.corpus, self.scores = corpus, scores
         self.train_rows = [make_rows(source.train, settings, scores) for source in corpus.sources]
-        validation_sources = _distinct(corpus.sources)
-        self.validation_rows = [make_rows(source.validation, settings, scores) for source in validation_sources]
+        held_out = _distinct(corpus.sources)
+        self.validation_rows = [make_rows(documents, settings, scores) for documents, _ in held_out]
+        for source, rows in zip(corpus.sources, self.train_rows, strict=True):
+            _require_rows(rows, f"{source.name or corpus.description}, to train on", corpus, settings)
+        for rows in self.validation_rows:
+            _require_rows(rows, f"{corpus.description}, to evaluate on", corpus, settings)
         self.weights = [source.weight for source in corpus.sources]
+        self._validation_weights = [weight for _, weight in held_out]
         self.train = shuffled(self.train_rows, self.weights, seed)
-        self._validation_weights = [source.weight for source in validation_sources]
-        sources = (*corpus.sources, *validation_sources)
-        for rows, source in zip((*self.train_rows, *self.validation_rows), sources, strict=True):
-            if not len(rows):
-                what, fix = "document", "--data.long-documents split cuts them"
-                if corpus.has_pairs:
-                    what, fix = "pair", "use a larger --data.sequence-length"
-                raise CorpusError(
-                    f"{source.name or corpus.description}: every {what} is longer than "
-                    f"data.sequence_length={settings.length}; {fix}"
-                )
 
     def epochs(self, samples: int) -> list[float]:
         """Returns the epochs of each source in `samples` samples."""
@@ -80,33 +74,55 @@ class Data:
     @cached_property  # every save reads it
     def description(self) -> dict[str, object]:
         """The corpus's description, and algorithm and hash of each part of the order."""
-        lengths = [len(rows) for rows in self.validation_rows]
-        validation_order = mixture.validation_order_identity(lengths, self._validation_weights)
-        held_out = fingerprint([validation_order, *(rows.identity for rows in self.validation_rows)])
         order = {
             ROWS: (self.train_rows[0].algorithm, fingerprint([rows.identity for rows in self.train_rows])),
             SHUFFLE: (f"grain {version('grain')}", shuffle_identity()),
-            HELD_OUT: (mixture.VALIDATION_ALGORITHM, held_out),
         }
+        if self.validation_rows:
+            order[HELD_OUT] = mixture.VALIDATION_ALGORITHM, self._validation_identity()
         if len(self.weights) > 1:
             order[MIXTURE] = mixture.ALGORITHM, mixture.Mixture(self.train_rows, self.weights).identity
         parts = {part: {"algorithm": name, "sha256": sha256} for part, (name, sha256) in order.items()}
         scores = {} if self.scores is None else {"scores": self.scores.identity}
         return {**self.corpus.describe(), **scores, ORDER: parts}
 
-    def validation(self, batches: int, batch_size: int) -> Samples:
-        """Returns at most `batches` validation batches, each row once."""
+    def _validation_identity(self) -> str:
+        lengths = [len(rows) for rows in self.validation_rows]
+        order = mixture.validation_order_identity(lengths, self._validation_weights)
+        return fingerprint([order, *(rows.identity for rows in self.validation_rows)])
+
+    def validation(self, batches: int, batch_size: int) -> "Samples | None":
+        """Returns at most `batches` validation batches, each row once; None if no source has any."""
+        if not self.validation_rows:
+            return None
         weights = self._validation_weights
         return mixture.validation_samples(self.validation_rows, weights, batches=batches, batch_size=batch_size)
 
 
-def _distinct(sources: Sequence[Source]) -> list[Source]:
-    """Merges sources with equal validation documents."""
-    distinct: dict[str, Source] = {}
+def _distinct(sources: Sequence[Source]) -> list[tuple[Documents, float]]:
+    """Returns the distinct documents to evaluate on, and the weight of all sources that have them."""
+    distinct: dict[str, tuple[Documents, float]] = {}
     for source in sources:
-        weight = distinct[source.validation.identity].weight if source.validation.identity in distinct else 0.0
-        distinct[source.validation.identity] = replace(source, weight=weight + source.weight)
+        if source.validation is None:
+            continue
+        _, weight = distinct.get(source.validation.identity, (None, 0.0))
+        distinct[source.validation.identity] = source.validation, weight + source.weight
     return list(distinct.values())
+
+
+def _require_rows(rows: Rows, name: str, corpus: Corpus, settings: RowSettings) -> None:
+    if len(rows):
+        return
+    if rows.num_unlabelled:
+        raise CorpusError(
+            f"{name}: no sequence of data.sequence_length={settings.length} has a label, since all of its tokens are "
+            f"of prompts ({rows.num_unlabelled:,} sequences); use a larger --data.sequence-length, or documents with "
+            "answers"
+        )
+    what, fix = "document", "--data.long-documents split cuts them"
+    if corpus.has_pairs:
+        what, fix = "pair", "use a larger --data.sequence-length"
+    raise CorpusError(f"{name}: every {what} is longer than data.sequence_length={settings.length}; {fix}")
 
 
 def make_rows(documents: Documents, settings: RowSettings, scores: "Scores | None" = None) -> Rows:

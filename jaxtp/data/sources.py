@@ -14,10 +14,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 
+from jaxtp.config.entry import UserError
+from jaxtp.config.python_object import user_code
 from jaxtp.data.batches import Batches, Position, Read, SampleBatches
 from jaxtp.data.columns import BatchError, Columns, checksum, count_rows, reading, to_columns
 from jaxtp.data.streams import ITERABLE, StreamBatches
@@ -32,8 +35,10 @@ class FunctionBatches(Batches):
         self._function, self._by_rows = function, by_rows
         with reading(name, 0):
             first = self._call(0, [0])
-            size = batch_size if by_rows else count_rows(first)
-        super().__init__(name, first, size, {"kind": "function"})
+            returned = count_rows(first)
+            if by_rows and returned == 0:
+                _require_rows(returned, 1)
+        super().__init__(name, first, batch_size if by_rows else returned, {"kind": "function"})
 
     def _open(self, rows: Sequence[int], position: Position) -> Callable[[int], Read | None]:
         if position.streams and not self._by_rows and self._read(rows, position.step - 1)[1] != position.streams:
@@ -50,13 +55,18 @@ class FunctionBatches(Batches):
             if not self._by_rows:
                 self._put(copied, columns, self.global_batch_size, dict(enumerate(rows)))
                 return copied, [{"crc32": checksum(columns)}]
-            if (returned := count_rows(columns)) != len(rows):
-                raise BatchError(f"returned {returned} rows, and was called with {len(rows)}")
+            returned = count_rows(columns)
+            _require_rows(returned, len(rows))
             self._put(copied, columns, returned, {row: row for row in range(returned)})
             return copied, None
 
     def _call(self, step: int, rows: Sequence[int]) -> Columns:
         return to_columns(self._function(step, **({"rows": np.asarray(rows)} if self._by_rows else {})))
+
+
+def _require_rows(returned: int, wanted: int) -> None:
+    if returned != wanted:
+        raise BatchError(f"returned {returned} rows, and was called with {wanted}")
 
 
 def open_batches(source: Any, *, batch_size: int | None = None, seed: int = 0, once: bool = False) -> Batches:
@@ -73,6 +83,11 @@ def open_batches(source: Any, *, batch_size: int | None = None, seed: int = 0, o
       BatchError: the source is none of these, or is empty.
     """
     name = _name_of(source)
+    with user_code(name, UserError):
+        return _open(source, name, batch_size, seed, once)
+
+
+def _open(source: Any, name: str, batch_size: int | None, seed: int, once: bool) -> Batches:
     iterable = hasattr(source, "__iter__") or hasattr(source, "__getitem__")
     if callable(source) and (inspect.isclass(source) or not iterable):
         if parameters := _parameters(source):
@@ -138,8 +153,10 @@ class _Again:
 
 
 def _name_of(source: object) -> str:
-    if code := getattr(source, "__code__", None):
+    if isinstance(source, FunctionType | MethodType):
+        code = source.__code__
         return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-    kind = type(source)
+    kind = source if isinstance(source, type) else type(source)
     library = kind.__module__.partition(".")[0]
-    return kind.__name__ if library in ("builtins", "__main__") else f"{library} {kind.__name__}"
+    is_users = library in ("builtins", "__main__") or " " in library  # the module of a file that a setting names
+    return kind.__name__ if is_users else f"{library} {kind.__name__}"

@@ -18,6 +18,7 @@ rejected answer to a prompt. Each of them starts with the prompt, and both are i
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.config.files import sha256
+from jaxtp.config.reading import inside, open_regular
 from jaxtp.data.documents import Documents, Tokens
 from jaxtp.data.manifest import (
     DOCUMENTS,
@@ -41,6 +43,8 @@ from jaxtp.data.manifest import (
     read_manifest,
     shard_file,
 )
+
+_BLOCK = 2**20  # Offsets that are checked together
 
 
 class Split(Documents):
@@ -89,14 +93,17 @@ class Split(Documents):
     def _offset_problems(self, index: int) -> Iterator[str]:
         path, shard = shard_file(self._folder, self._name, index, DOCUMENTS), self._shards[index]
         offsets = self._array(index, DOCUMENTS)
-        lengths = np.diff(offsets)
-        if offsets[0] != 0 or lengths.min() < 1:
-            yield f"{path}: the offsets do not ascend from 0"
-            return
+        longest = 0
+        for start in range(0, len(offsets) - 1, _BLOCK):  # a file may have more offsets than memory holds
+            lengths = np.diff(offsets[start : start + _BLOCK + 1])
+            if offsets[0] != 0 or lengths.min() < 1:
+                yield f"{path}: the offsets do not ascend from 0"
+                return
+            longest = max(longest, int(lengths.max()))
         if offsets[-1] != shard.tokens:
             yield f"{path}: the last offset is {offsets[-1]} of {shard.tokens} tokens"
-        if lengths.max() != shard.longest:
-            yield f"{path}: the longest document has {lengths.max()} tokens, and {shard.longest} in the manifest"
+        if longest != shard.longest:
+            yield f"{path}: the longest document has {longest} tokens, and {shard.longest} in the manifest"
 
     def location(self, index: int) -> str:
         """Returns e.g. `data/x/train-00003.tokens, document 17`."""
@@ -142,7 +149,8 @@ def open_dataset(folder: Path) -> Dataset:
 
 def _require_size(path: Path, expected: int) -> None:
     try:
-        size = path.stat().st_size
+        with open_regular(inside(path.parent, path.name)) as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DatasetError(f"{path}: damaged dataset: {error.strerror}") from None
     if size != expected:

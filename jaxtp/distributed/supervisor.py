@@ -20,6 +20,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG, say, signal_name
+from jaxtp.config.files import open_directly
 from jaxtp.distributed.environment import (
     ADDRESS,
     COUNT,
@@ -122,7 +123,7 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
 
 @contextmanager
 def _locked(logs: Path) -> Iterator[None]:
-    with (logs / ".lock").open("w") as file:
+    with open_directly(logs / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -152,7 +153,7 @@ def _run(group: Group, *, is_restart: bool) -> tuple[tuple[int, int] | None, boo
                 signal.signal(number, forward)
                 stack.callback(signal.signal, number, before)
         log = group.log(0)
-        log.open("ab" if is_restart else "wb").close()
+        open_directly(log, "ab" if is_restart else "wb").close()
         shown = stack.enter_context(log.open("rb"))
         shown.seek(0, os.SEEK_END)
         stack.callback(_print_new, shown)
@@ -171,7 +172,8 @@ def _start_all(group: Group, *, is_restart: bool) -> Iterator[subprocess.Popen[b
         cluster = {ADDRESS: address, COUNT: str(group.count), TOKEN: secrets.token_hex(32)}
     for index, variables in enumerate(group.environments):
         process = {PROCESS: str(index)} if cluster else {}
-        with group.log(index).open("ab" if is_restart or index == 0 else "wb") as log:
+        mode = "ab" if is_restart or index == 0 else "wb"
+        with open_directly(group.log(index), mode) as log:
             yield subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *group.arguments],
                 env=child_environment(**cluster, **process, **variables, PYTHONUNBUFFERED="1"),

@@ -3,6 +3,11 @@
 Generated text goes to standard output, everything else to standard error.
 """
 
+if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp generate")
+
 import difflib
 import json
 import signal

@@ -4,9 +4,9 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -290,9 +290,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise HFError(f"{path} already exists; name a new folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial_folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+        # Not by `mkdtemp`, whose folder is private: this one has the mode that the user's umask gives.
+        new_folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        new_folder.mkdir()
+        partial_folder = new_folder
         yield partial_folder
-        partial_folder.chmod(0o755)  # mkdtemp's mode is 0o700
         partial_folder.rename(path)
         sync_folder(path.parent)
     except OSError as error:

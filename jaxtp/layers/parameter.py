@@ -29,6 +29,7 @@ from jaxtp.collectives import (
     load_float8,
     load_weight,
 )
+from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.schema import Count
 from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
@@ -206,13 +207,12 @@ def unpad(array: Any, padding: Padding, tp: int) -> Any:
 
 def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
     """Returns modules' parameters and specs by name, for `device_view`; a kernel in 8 bits is a `Float8` of each."""
+    parameters = (item for module in modules for item in nnx.to_flat_state(nnx.state(module, PARAMETERS)))
     weights: Weights = {}
     specs: dict[str, PartitionSpec] = {}
-    for module in modules:
-        for path, variable in nnx.to_flat_state(nnx.state(module, PARAMETERS)):
-            name = ".".join(map(str, path))
-            weights[name] = jnp.asarray(variable[...])
-            specs[name] = spec_of(variable)
+    for name, variable in by_dotted_path(parameters).items():
+        weights[name] = jnp.asarray(variable[...])
+        specs[name] = spec_of(variable)
     for kernel in [name.removesuffix(".bits") for name in weights if name.endswith(".bits")]:
         for found in (weights, specs):
             found[kernel] = Float8(*(found.pop(f"{kernel}.{field}") for field in Float8._fields))  # type: ignore[arg-type, assignment]

@@ -452,11 +452,8 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     unfit = list(islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT))
     for place, found in unfit:
         yield from (replace(problem, text=place + problem.text) for problem in found)
-    if config.lora.base != "full" and not config.lora.rank:
-        yield Problem(
-            f"model.lora.base={config.lora.base} stores the frozen kernels under adapters, and model.lora.rank=0 "
-            "trains all; add --model.lora.rank 8, or leave it out"
-        )
+    if not config.lora.rank:
+        yield from _lora_problems(config.lora, config.precision.param)
     if config.lora.rank and config.lora.targets not in (TARGETS, LLAMA_TARGETS):  # these mean all that there are
         adaptable = {target for block in config.block_kinds() for target, _ in block.adapter_kernels()}
         possible = [target for target in TARGETS if target in adaptable]
@@ -472,6 +469,21 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     if unaware := sorted({type(branch).__name__ for branch in branches if not branch.over_cp}):
         text = f"mesh.cp={mesh[CP]} splits each sequence, which is not supported by {' and '.join(unaware)}"
         yield Problem(text, among={f"mesh.{CP}": 1})
+
+
+def _lora_problems(lora: LoraConfig, param: DType) -> Iterator[Problem]:
+    # Without adapters, their other settings would train all parameters without a word. An import of adapters sets the
+    # rank. Runs of 0.1 have other defaults.
+    usual = {"from_peft": (lora.from_peft,), "targets": (TARGETS, LLAMA_TARGETS), "dtype": (LoraConfig.dtype, param)}
+    for field in dataclasses.fields(lora):
+        value = getattr(lora, field.name)
+        if value in usual.get(field.name, (field.default,)):
+            continue
+        shown = str(value).lower() if isinstance(value, bool) else value
+        yield Problem(
+            f"model.lora.{field.name}={shown} is for adapters, and model.lora.rank=0 trains all parameters without "
+            "any; add --model.lora.rank 8, or leave it out"
+        )
 
 
 def matmul_layers(config: ModelConfig) -> dict[str, str | None]:

@@ -14,7 +14,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxtp.config.affects import settings_of
-from jaxtp.config.python_object import check_arguments, reference_to, signature_of, user_code_error
+from jaxtp.config.hints import by_dotted_path
+from jaxtp.config.python_object import check_arguments, describe_value, reference_to, signature_of, user_code
 from jaxtp.config.schema import ConfigError, to_plain, validate
 from jaxtp.mesh import abstract_mesh, mesh_shape
 from jaxtp.models.config import ModelConfig
@@ -25,9 +26,11 @@ Builder = Callable[[nnx.Rngs], nnx.Module]
 
 def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
     """Returns a function that builds a model with the settings' arguments; raises `ConfigError` if it takes others."""
-    name, arguments = config.build or repr(function), dict(config.arguments)
+    name, arguments = config.build or describe_value(function), dict(config.arguments)
     if isinstance(function, nnx.Module):
         raise ConfigError(f"{name} is a model; give its class, or a function that returns it")
+    if not callable(function):
+        raise ConfigError(f"{name} is {describe_value(function)}, and should be a function that returns a model")
     signature = signature_of(function)
     takes_rngs = signature is not None and "rngs" in signature.parameters
     check_arguments(name, partial(function, rngs=None) if takes_rngs else function, "model.arguments", arguments)
@@ -35,12 +38,10 @@ def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
     def build(rngs: nnx.Rngs) -> nnx.Module:
         from jaxtp.parallelize.parallelize import mark_arrays_as_data
 
-        try:
+        with user_code(name):
             model = function(**({"rngs": rngs} if takes_rngs else {}) | arguments)
-        except Exception as error:
-            raise user_code_error(name, error) from error
         if not isinstance(model, nnx.Module):
-            raise ConfigError(f"{name} returns {model!r:.100}, and should return an nnx.Module")
+            raise ConfigError(f"{name} returns {describe_value(model)}, and should return an nnx.Module")
         mark_arrays_as_data(model)
         return model
 
@@ -129,7 +130,5 @@ def _abstract(build: Builder) -> nnx.Module:
 
 
 def _shapes(model: nnx.Module) -> dict[str, str]:
-    return {
-        ".".join(map(str, path)): f"{type(variable).__name__} {variable.dtype}{variable.shape}"
-        for path, variable in nnx.to_flat_state(nnx.state(model))
-    }
+    variables = by_dotted_path(nnx.to_flat_state(nnx.state(model)))
+    return {name: f"{type(each).__name__} {each.dtype}{each.shape}" for name, each in variables.items()}

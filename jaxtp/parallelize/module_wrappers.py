@@ -7,6 +7,9 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
+from jaxtp.config.entry import UserError
+from jaxtp.config.hints import by_dotted_path, dotted
+
 Model = TypeVar("Model", bound=nnx.Module)
 
 METHODS = ("__call__", "attend")  # `attend` of an embedding is a tied head
@@ -16,9 +19,24 @@ CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
-    """Returns each module once by its dotted path, outermost first; the model has the empty path."""
-    modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
-    return {".".join(map(str, path)): module for path, module in modules}
+    """Returns each module once by its dotted path, outermost first; the model has the empty path.
+
+    Raises:
+      UserError: two modules have the same path, or a path seems to be inside of another because a key has a dot.
+    """
+    found = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
+    modules = by_dotted_path(found)
+    for keys, _ in found:
+        names = dotted(keys).split(".")
+        around = {dotted(keys[:depth]) for depth in range(len(keys) + 1)}
+        seem_around = {dotted(names[:depth]) for depth in range(len(names))}
+        for outer in sorted(seem_around - around):
+            if outer in modules and not isinstance(modules[outer], nnx.List | nnx.Dict):
+                raise UserError(
+                    f"the module at the keys {list(keys)} is not inside of {outer!r}, and its dotted path says so; "
+                    "rename the key that has a dot"
+                )
+    return modules
 
 
 def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
@@ -88,8 +106,11 @@ class ModuleInfo:
 def find_modules(model: nnx.Module) -> list[ModuleInfo]:
     """Returns each module once, outermost first, without containers."""
     modules = [(path, node) for path, node in modules_of(model).items() if not isinstance(node, nnx.List | nnx.Dict)]
-    aliases = [[".".join(map(str, path)) for path in group] for group in nnx.find_duplicates(model)]
-    return [ModuleInfo(module, _with_aliases(path, aliases), dict(_parameters(module))) for path, module in modules]
+    aliases = [list(map(dotted, group)) for group in nnx.find_duplicates(model)]
+    return [
+        ModuleInfo(module, _with_aliases(path, aliases), by_dotted_path(_parameters(module)))
+        for path, module in modules
+    ]
 
 
 def _with_aliases(path: str, aliases: list[list[str]]) -> tuple[str, ...]:
@@ -102,11 +123,11 @@ def _with_aliases(path: str, aliases: list[list[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(paths))
 
 
-def _parameters(node: object, prefix: str = "") -> Iterator[tuple[str, nnx.Param[Any]]]:
+def _parameters(node: object, outer: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], nnx.Param[Any]]]:
     if isinstance(node, list | tuple):
         node = dict(enumerate(node))
     for name, value in (node if isinstance(node, dict) else vars(node)).items():
         if isinstance(value, nnx.Param):
-            yield f"{prefix}{name}", value
+            yield (*outer, name), value
         elif isinstance(value, CONTAINERS):
-            yield from _parameters(value, f"{prefix}{name}.")
+            yield from _parameters(value, (*outer, name))

@@ -17,6 +17,7 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.python_object import signature_of
 from jaxtp.mesh import MeshError, check_axes, mesh_sizes
 from jaxtp.parallelize.module_wrappers import Model, ModuleInfo, find_modules, original_class, set_class
@@ -55,6 +56,7 @@ def parallelize(
 
     Raises:
       PlanError: the plan does not fit the model or the mesh; the model is unchanged.
+      UserError: two modules or variables of the model have the same dotted path.
     """
     mesh = _mesh(mesh)
     if not isinstance(model, nnx.Module):
@@ -98,6 +100,7 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
 
 
 def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: bool) -> None:
+    by_dotted_path(nnx.to_flat_state(nnx.state(model)))  # refuses two variables with one path
     modules = find_modules(model)
     module_plans, dtypes = validate_plan(modules, plan, sizes, fsdp=fsdp), list(_dtypes(modules, plan))
     for module, dtype in dtypes:
@@ -249,7 +252,7 @@ def mark_arrays_as_data(model: nnx.Module) -> None:
     for path, node in nnx.iter_graph(model):
         if any(id(array) not in seen for array in _tracers(node)):
             raise PlanError(
-                f"the function builds a model in which {'.'.join(map(str, path))} contains an array that Flax treats "
+                f"the function builds a model in which {dotted(path)} contains an array that Flax treats "
                 "as a constant. Wrap containers of arrays in nnx.data(...). If a function captures an array, store it "
                 "as an attribute of the module instead"
             )

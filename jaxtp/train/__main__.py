@@ -1,13 +1,16 @@
 """`jaxtp train`."""
 
 if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp train")
     from jaxtp.__main__ import hasten_help
 
     hasten_help()
 
 import io
 from collections.abc import Sequence, Set
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -102,7 +105,8 @@ def _resolved(config: RunCommand, explicit: Set[str]) -> tuple[RunCommand, list[
 
 def _bind(argv: Sequence[str]) -> str | None:
     # `launch.bind` is needed before the processes meet; mistakes in the flags are reported afterwards.
-    with suppress(UserError, OSError, SystemExit), redirect_stdout(io.StringIO()):
+    nowhere = io.StringIO()
+    with suppress(UserError, OSError, SystemExit), redirect_stdout(nowhere), redirect_stderr(nowhere):
         return COMMAND.load(argv)[0].launch.bind
     return None
 

@@ -241,7 +241,8 @@ class LoopConfig:
     run, skip continues. A non-finite update from a finite loss and gradient ends the run either way."""
 
     max_skipped: Annotated[Count, NOTHING] = 10
-    """Most steps in a row that may be skipped before the run ends."""
+    """Most steps in a row that may be skipped before the run ends. Steps without a label, or in which a loss returns
+    the weight 0, are always skipped, and count by themselves."""
 
     allow_oversize: Annotated[bool, NOTHING] = False
     """Train even if the estimate of a step's memory, which is partly a model, exceeds a device's memory."""

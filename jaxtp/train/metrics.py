@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import IO, Any, Protocol
 
 import jax
 import numpy as np
@@ -22,7 +22,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 
-from jaxtp.config.files import write_atomically
+from jaxtp.config.files import open_directly, write_atomically
+from jaxtp.config.reading import MAX_JSON, read_bytes
 from jaxtp.config.schema import ConfigError, to_plain
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.run_folder import writing
@@ -31,6 +32,7 @@ MEAN_LOSS = "mean_loss"  # Key of `MeanLoss.sums` in a checkpoint's info
 Record = Mapping[str, float | int]  # Metrics by name, including `step`
 
 METRICS = "metrics.jsonl"
+_MAX_BYTES = 2**30  # Maximum bytes of that file
 TENSORBOARD = "tensorboard"
 _TRACKER_IDS = "trackers.json"
 _FLUSH_SECONDS = 30.0  # Between flushes of TensorBoard's file, which wait for the disk
@@ -230,17 +232,17 @@ class Trackers:
 
     def __init__(self, config: TrainConfig, resumed_at: int, warn: Callable[[str], None]):
         self._warn, self._path = warn, config.run.dir / METRICS
-        self._file: TextIO | None = None
+        self._file: IO[str] | None = None
         self._trackers: dict[str, Tracker] = {}
         if jax.process_index() != 0:
             return
         # A killed run may have logged steps after its last checkpoint. This run repeats them, so their records go.
         logs_from = resumed_at + 1 if resumed_at else 0
         with writing(self._path):
-            before = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
+            before = _read(self._path) if self._path.exists() else ""
             earlier = [line for line in before.splitlines() if _step(line) < logs_from]
             write_atomically(self._path, "".join(line + "\n" for line in earlier).encode())
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = open_directly(self._path, "a")
         try:
             for name in config.metrics.trackers:
                 with writing(config.run.dir / name):
@@ -281,13 +283,17 @@ def _tracker_id(folder: Path, name: str, new: str | None) -> str | None:
     # The tracker's id for this run, stored in the run's folder; stores `new` if there is none yet.
     path = folder / _TRACKER_IDS
     try:
-        stored: dict[str, str] = dict(json.loads(path.read_bytes()))
+        stored: dict[str, str] = dict(json.loads(read_bytes(path, MAX_JSON)))
     except (FileNotFoundError, ValueError, TypeError):  # none yet, or cut short
         stored = {}
     if name not in stored and new is not None:
         stored[name] = new
         write_atomically(path, json.dumps(stored).encode())
     return stored.get(name)
+
+
+def _read(path: Path) -> str:
+    return read_bytes(path, _MAX_BYTES).decode(errors="replace")
 
 
 def _step(line: str) -> float:
@@ -300,7 +306,7 @@ def _step(line: str) -> float:
 def read_metrics(run: Path) -> list[dict[str, float]]:
     """Returns a run's complete records; raises OSError if there is no file."""
     records = []
-    for line in (run / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in _read(run / METRICS).splitlines():
         try:
             record = json.loads(line, parse_int=float)
         except (ValueError, RecursionError):

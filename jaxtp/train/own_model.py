@@ -1,5 +1,6 @@
 """A model of the user's that is no Decoder: how it is split over the mesh, computed, and loaded from its run."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -14,7 +15,7 @@ from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.logical import abstract_logical
 from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
-from jaxtp.config.python_object import load_object
+from jaxtp.config.python_object import describe_value, load_object
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.hf.runs import load_decoder, own_or_decoder
 from jaxtp.layers.parameter import Precision
@@ -75,9 +76,11 @@ def load_run(
     source = load_object(build, "build") if isinstance(build, str) else build
     styles: Plan | None = load_object(plan, "plan") if isinstance(plan, str) else plan
     if not (source is None or callable(source) or isinstance(source, ModelConfig)):
-        raise ConfigError(f"build is {source!r:.100}, and should be a function, a class, settings, or FILE.py:NAME")
+        raise ConfigError(
+            f"build is {describe_value(source)}, and should be a function, a class, settings, or FILE.py:NAME"
+        )
     if not (styles is None or isinstance(styles, Mapping)):
-        raise ConfigError(f"plan is {styles!r:.100}, and should be a dict of styles, or FILE.py:NAME")
+        raise ConfigError(f"plan is {describe_value(styles)}, and should be a dict of styles, or FILE.py:NAME")
     config, is_decoder = own_or_decoder(checkpoint.folder, checkpoint.info, source)
     if is_decoder:
         if styles is not None:
@@ -111,9 +114,12 @@ def _load_own(
             return model
         return parallelize(model, plan or {}, mesh=mesh)
 
-    # Planned like the state of a run, so that plain arrays and random keys are those of the run.
+    # Planned like the state of a run, so that plain arrays and random keys are the run's.
     blueprint = plan_state(config, optax.identity(), mesh, create)
     _require_fit(checkpoint, config, blueprint)
+    blueprint, changed = blueprint.with_constants_of(checkpoint.info)
+    for line in changed:
+        warnings.warn(f"{checkpoint.folder}: {line}", stacklevel=3)
     weights, _ = load_weights(checkpoint.folder, blueprint.abstract["model"], mesh)
     return blueprint.model_of(weights)
 

@@ -142,7 +142,8 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
         if tokens.corpus.has_pairs and task.loss is None:
             raise ConfigError(f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO")
         _check_temperature(tokens, task.loss)
-        held_out = token_batches(tokens.validation(config.eval.batches, size), size, once=True)
+        samples = tokens.validation(config.eval.batches, size)
+        held_out = None if samples is None else token_batches(samples, size, once=True)
         return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)
     from jaxtp.data.sources import open_batches
 

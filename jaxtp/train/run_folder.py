@@ -1,5 +1,6 @@
 """The folder of a run: lock, configuration, and checkpoint info."""
 
+import errno
 import fcntl
 import os
 import platform
@@ -17,7 +18,8 @@ import jax
 
 from jaxtp.config import schema as configuration
 from jaxtp.config.entry import FILES, UserError
-from jaxtp.config.files import write_atomically
+from jaxtp.config.files import mark_as_own, open_directly, write_atomically
+from jaxtp.config.python_object import named_code
 from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.train.config import TrainConfig
 
@@ -27,6 +29,8 @@ NON_FINITE = "non_finite"
 CORRUPTION = "corruption"
 PROFILE = "profile"
 LOCK = ".lock"
+_MAX_LOCK = 300  # Maximum characters that a message shows of it
+_NO_FILE = (errno.ELOOP, errno.EINVAL)  # Errors of `open_directly` and `open_regular`
 BASE = "base"
 """Key in the info of a checkpoint of adapters: the identity of the frozen model, as in `hf.runs`."""
 STREAMS = "streams"
@@ -55,11 +59,12 @@ def prepare(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Converts an OSError: `RunFolderError` if a folder or file is in the way, else `RunFilesError`."""
+    """Converts an OSError: `RunFolderError` if a folder, link or pipe is in the way, else `RunFilesError`."""
     try:
         yield
     except OSError as error:
-        kind = RunFolderError if isinstance(error, IsADirectoryError | NotADirectoryError) else RunFilesError
+        is_in_the_way = isinstance(error, IsADirectoryError | NotADirectoryError) or error.errno in _NO_FILE
+        kind = RunFolderError if is_in_the_way else RunFilesError
         raise kind(
             f"{path} cannot be written ({error.strerror}); the same command resumes from the newest checkpoint, if "
             "there is one, or starts again"
@@ -77,7 +82,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
         return
     with writing(folder / LOCK):
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = open_directly(folder / LOCK, "a+")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +90,7 @@ def locked(folder: Path) -> Iterator[None]:
             problem = f"cannot be locked ({error.strerror}); name one on another disk with --run.dir FOLDER"
             if isinstance(error, BlockingIOError):
                 file.seek(0)
-                user = file.read().strip() or "another run"
+                user = file.read(_MAX_LOCK).strip() or "another run"
                 problem = f"is in use by {user}; wait until it ends, or name another with --run.dir FOLDER"
             raise RunFolderError(f"run.dir={folder} {problem}") from None
         with writing(folder / LOCK):
@@ -116,7 +121,10 @@ def write_config(config: TrainConfig) -> None:
     if jax.process_index() == 0:
         path = config.run.dir / CONFIG
         with writing(path):
-            write_atomically(path, configuration.to_yaml(replace(config, model=config.model.for_file())).encode())
+            recorded = replace(config, model=config.model.for_file())
+            write_atomically(path, configuration.to_yaml(recorded).encode())
+            if named_code(recorded):  # the user consented to it when this run started
+                mark_as_own(path)
 
 
 def checkpoint_info(

@@ -1,5 +1,6 @@
 """Console output of a run: a summary, then a progress bar, or lines without a terminal."""
 
+import math
 import platform
 import shlex
 import signal
@@ -175,6 +176,7 @@ def _data_rows(
         "scores": None if data.tokens.scores is None else data.tokens.scores.describe(),
         "batch": _describe_batch(config, sizes, f"sequences of {config.data.sequence_length} {corpus.unit}"),
         "steps": _describe_steps(config, data.tokens, *progress),
+        "eval": corpus.not_evaluated(),
     }
 
 
@@ -266,6 +268,8 @@ def _describe_rows(data: Data) -> str:
     count, split = sum(map(len, rows)), sum(of_source.num_split for of_source in rows)
     padding = sum(of_source.padding * len(of_source) for of_source in rows) / count
     text = f"{count:,} sequences, {padding:.2%} padding"
+    if unlabelled := sum(of_source.num_unlabelled for of_source in rows):
+        text += f", {unlabelled:,} more without a label left out"
     dropped = sum(of_source.num_dropped for of_source in rows)
     if data.corpus.has_pairs:
         pairs = sum(source.train.num_documents // 2 for source in data.corpus.sources) - dropped
@@ -330,7 +334,8 @@ def sharding_table(blueprint: Blueprint) -> list[str]:
 
 def _losses(values: Mapping[str, float]) -> str:
     balance = f"  balance {values['balance_loss']:.2f}" if "balance_loss" in values else ""
-    return f"loss {values['loss']:.4f}{balance}"
+    loss = values["loss"]
+    return f"{'no loss' if math.isnan(loss) else f'loss {loss:.4f}'}{balance}"
 
 
 def _duration(seconds: float) -> str:

@@ -126,11 +126,17 @@ def make_run(
     if initial.description:
         report.line(initial.description)
     step, info = (0, {}) if restored is None else (restored.step, restored.info)
+    origin = initial.info if restored is None else info  # of the checkpoint that has the weights
+    changed_constants: list[str] = []
+    if origin is not None:
+        blueprint, changed_constants = blueprint.with_constants_of(origin)
     if restored is not None:
         if not config.model.lora.rank:
             stored = info["config"]["run"]["init_from"]
             config = replace_nested(config, {"run.init_from": stored and Path(stored)})
         report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
+    for line in changed_constants:
+        report.line(f"  {line}")
     with raise_everywhere():
         if step < config.train.steps:
             run_folder.write_config(config)
@@ -169,7 +175,7 @@ class _Setup:
     source: InitSource
     data: RunData
     blueprint: Blueprint
-    lines: list[str]  # on the plan
+    lines: list[str]  # on the loss and the plan
     before: tuple[int, int]  # steps and rows so far
     memory: StepMemory | None
     row_flops: float
@@ -189,6 +195,7 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     config = with_batches(config, data, mesh)
     before = progress(config)
     config, _ = with_steps(config, data.num_rows, before)
+    warnings: list[str] = []
     if task.loss is not None:
         traits = check_loss(config, task, data.train.shapes)
         if config.model.dropout and not traits.is_random:
@@ -197,10 +204,12 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
                 "dropout_keys to the model; use --model.dropout 0"
             )
         data.pad_short_batches(traits.reads_weights)
+        if traits.warning is not None:
+            warnings.append(traits.warning)
     blueprint, lines = plan(config, mesh, task, data.train.shapes)
     memory = require_memory(config, blueprint, task.loss, data.train.shapes)
     row_flops = _row_flops(config, blueprint, task, data)
-    return _Setup(config, task, source, data, blueprint, lines, before, memory, row_flops)
+    return _Setup(config, task, source, data, blueprint, [*warnings, *lines], before, memory, row_flops)
 
 
 def _row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, data: RunData) -> float:
@@ -325,7 +334,7 @@ def plan(
 
         make_model, lines = split_model(config, mesh, task, batch)
     optimizer = transformation(task, config.train.steps) or optimizers.build(config.optimizer, config.train.steps)
-    blueprint = plan_state(config.model, optimizer, mesh, make_model)
+    blueprint = plan_state(config.model, optimizer, mesh, make_model, config.run.seed)
     paths = list(trained_parameters(blueprint))
     optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
     for pattern in config.metrics.norm_groups:

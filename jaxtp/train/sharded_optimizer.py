@@ -24,6 +24,7 @@ from jax.tree_util import KeyPath, keystr, tree_leaves_with_path, tree_map_with_
 from jaxtp.checkpoint.logical import Arrays, Variable, divisible_axes, logical_spec, named_variables, split_dims
 from jaxtp.collectives import axis_size, constrain
 from jaxtp.config.entry import UserError
+from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.parameter import logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
@@ -176,17 +177,17 @@ def _name(path: KeyPath) -> str:
 
 def _require_same(what: str, actual: object, expected: object, describe: Callable[[Any], object]) -> None:
     found, wanted = (
-        {_name(path): describe(leaf) for path, leaf in tree_leaves_with_path(tree, is_leaf=_is_variable)}
+        {path: describe(leaf) for path, leaf in tree_leaves_with_path(tree, is_leaf=_is_variable)}
         for tree in (actual, expected)
     )
-    for name in wanted | found:
-        if (is_now := found.get(name, "absent")) != (was := wanted.get(name, "absent")):
-            raise ConfigError(f"{what} {name} is {is_now}, not {was}")
+    for path in wanted | found:
+        if (is_now := found.get(path, "absent")) != (was := wanted.get(path, "absent")):
+            raise ConfigError(f"{what} {_name(path)} is {is_now}, not {was}")
 
 
 def _parameters(model: nnx.Module) -> dict[str, Variable]:
     # The variables themselves, not copies.
-    return {".".join(map(str, path)): value for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Param)}
+    return by_dotted_path((path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Param))
 
 
 def _parameter_at(path: KeyPath, params: dict[str, Variable]) -> Variable | None:

@@ -2,8 +2,8 @@
 
 import math
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.checkpoint.logical import Variable, logical_size, may_be_infinite, named_variables, select_paths
-from jaxtp.config.schema import ConfigError
+from jaxtp.config.hints import by_dotted_path, dotted
+from jaxtp.config.schema import ConfigError, CountOrZero, validate
 from jaxtp.layers.lora import float8_kernels
 from jaxtp.mesh import as_current
 from jaxtp.models.config import ModelConfig
@@ -24,6 +25,9 @@ from jaxtp.train.sharded_optimizer import Optimizer
 
 OPTIMIZER_SCOPE = "optimizer"  # Named scope of the update, which accounts for its collectives
 MakeModel = Callable[[nnx.Rngs], nnx.Module]  # Returns a model with random weights
+
+CONSTANTS = "constants"
+"""Key in a checkpoint's info: `Blueprint.record_of_constants`."""
 
 STORED = nnx.All(nnx.Variable, nnx.Not(nnx.RngState))
 """Filter of the variables that are the state of a run."""
@@ -44,9 +48,16 @@ class TrainState(nnx.Module):
         make_model: MakeModel | None = None,
     ):
         rngs = nnx.Rngs(seed)
-        self.model = create_decoder(config, rngs=rngs) if make_model is None else make_model(rngs)
+        self.model = create_decoder(config, rngs=rngs) if make_model is None else _with_arrays(make_model(rngs))
         self.optimizer = Optimizer(self.model, optimizer)
         self.skipped = Skipped(jnp.zeros((), jnp.int32))
+
+
+def _with_arrays(model: nnx.Module) -> nnx.Module:
+    from jaxtp.parallelize.parallelize import mark_arrays_as_data
+
+    mark_arrays_as_data(model)
+    return model
 
 
 def rng_state(rngs: nnx.State, key: Array | None) -> nnx.State:
@@ -56,7 +67,7 @@ def rng_state(rngs: nnx.State, key: Array | None) -> nnx.State:
     def value(path: tuple[Any, ...], variable: Any) -> Any:
         if not isinstance(variable, nnx.RngKey):
             return variable.replace(jnp.zeros(variable.shape, variable.dtype))
-        of_stream = jax.random.fold_in(key, zlib.crc32(".".join(map(str, path)).encode()))
+        of_stream = jax.random.fold_in(key, zlib.crc32(dotted(path).encode()))
         return variable.replace(jax.random.split(of_stream, variable.shape) if variable.shape else of_stream)
 
     return nnx.from_flat_state([(path, value(path, variable)) for path, variable in nnx.to_flat_state(rngs)])
@@ -75,6 +86,7 @@ class Blueprint:
     config: ModelConfig
     optimizer: optax.GradientTransformation
     make_model: MakeModel | None = None  # None for the `Decoder` of `config`
+    seed: int = 0  # of `constants`
 
     @property
     def is_decoder(self) -> bool:
@@ -101,7 +113,16 @@ class Blueprint:
         Args:
           seed: of the random weights.
           weights: initial parameters, donated; others are random.
+
+        Raises:
+          ConfigError: all weights are random, and the model's arrays that are no variables are of another seed.
         """
+        names = list(by_dotted_path(nnx.to_flat_state(self.constants)))
+        if weights is None and names and seed != self.seed:
+            raise ConfigError(
+                f"the weights would be of seed {seed}, and {names[0]}, an attribute and no variable, is of seed "
+                f"{self.seed}; call plan_state(..., seed={seed})"
+            )
 
         def init(weights: nnx.State) -> nnx.State:
             state = nnx.state(TrainState(self.config, self.optimizer, seed, self.make_model), STORED)
@@ -111,6 +132,40 @@ class Blueprint:
         with jax.set_mesh(self.mesh):
             weights = nnx.State({}) if weights is None else weights
             return jax.jit(init, out_shardings=self.shardings, donate_argnums=0)(weights)
+
+    def record_of_constants(self) -> dict[str, object]:
+        """Returns JSON for checkpoints, which have no constants: their seed, and sums of each; empty without any."""
+        arrays = by_dotted_path(nnx.to_flat_state(self.constants))
+        sums = {name: _sums_of_constant(array) for name, array in arrays.items()}
+        return {"seed": self.seed, "sums": sums} if sums else {}
+
+    def with_constants_of(self, info: Mapping[str, object]) -> tuple["Blueprint", list[str]]:
+        """Returns the blueprint with the constants of the run that wrote a checkpoint, and lines on those that differ.
+
+        Args:
+          info: of the checkpoint. Before it had a record, constants were always of seed 0.
+        """
+        if not nnx.to_flat_state(self.constants):
+            return self, []
+        stored = info.get(CONSTANTS, {})
+        if not isinstance(stored, dict):
+            stored = {}
+        record = validate(_RecordOfConstants, stored, source=f"the checkpoint's {CONSTANTS}")
+        blueprint = self
+        if record.seed != self.seed:
+            values = _values(self.constants, self.config, self.optimizer, self.mesh, self.make_model, record.seed)
+            blueprint = replace(self, constants=values, seed=record.seed)
+        lines = []
+        for name, array in by_dotted_path(nnx.to_flat_state(blueprint.constants)).items():
+            before = record.sums.get(name)
+            if before is not None and not np.allclose(
+                _sums_of_constant(array), before, rtol=1e-4, atol=before[0] * 1e-4
+            ):
+                lines.append(
+                    f"changed since: the values of {name}, an attribute and no variable: the code that makes it is "
+                    "another, or JAX's random numbers are"
+                )
+        return blueprint, lines
 
     def stored(self, state: nnx.State) -> nnx.State:
         """Returns the saved part of a state: all but weights frozen under adapters."""
@@ -124,12 +179,44 @@ class Blueprint:
         return jax.tree.map(lambda a, s: a.update(sharding=s), self.abstract, self.shardings)
 
 
+@dataclass(frozen=True)
+class _RecordOfConstants:
+    """A `Blueprint.record_of_constants` in the info of a checkpoint."""
+
+    seed: CountOrZero = 0
+    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def _sums_of_constant(array: Array) -> tuple[float, float]:
+    # Of absolute values, and by place: rounding on other devices moves neither by much, other random numbers do.
+    # Reads at most about 2**17 elements.
+    values = np.asarray(array).reshape(-1)
+    values = values[:: max(values.size // 2**16, 1)]
+    parts = np.concatenate([values.real, values.imag]) if np.iscomplexobj(values) else values
+    finite = np.nan_to_num(parts.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    places = np.cos(np.arange(finite.size))
+    return float(np.abs(finite).sum()), float(finite @ places)
+
+
 def plan_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, make_model: MakeModel | None = None
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    make_model: MakeModel | None = None,
+    seed: int = 0,
 ) -> Blueprint:
-    """Traces a `TrainState` on a mesh, which may be abstract; raises `ConfigError` if nothing is trained."""
+    """Traces a `TrainState` on a mesh, which may be abstract.
+
+    Args:
+      seed: of the model's arrays that are attributes of modules and no variables: `Blueprint.create` makes the others.
+
+    Raises:
+      ConfigError: nothing is trained, or a Decoder has an array that is no variable.
+      UserError: two variables have the same dotted path.
+    """
     with as_current(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
+        by_dotted_path(nnx.to_flat_state(nnx.state(abstract_state)))  # refuses two variables with one path
         graph, rngs, abstract, constants = nnx.split(abstract_state, nnx.RngState, STORED, ...)  # type: ignore[misc]
         shardings = nnx.get_named_sharding(abstract, mesh)
     if "model" not in abstract or not nnx.to_flat_state(nnx.filter_state(abstract["model"], nnx.Param)):
@@ -138,9 +225,14 @@ def plan_state(
         targets = ", ".join(config.lora.targets) or "nothing"
         raise ConfigError(f"model.lora.targets={targets}: the model has no such projection, so nothing is trained")
     _check_dtypes(abstract["model"])
-    if nnx.to_flat_state(constants):
-        constants = _values(constants, config, optimizer, mesh, make_model)
-    return Blueprint(graph, abstract, rngs, constants, shardings, mesh, config, optimizer, make_model)
+    if names := list(by_dotted_path(nnx.to_flat_state(constants))):
+        if make_model is None:
+            raise ConfigError(
+                f"{names[0]} is an array of a jaxtp.Decoder, an attribute and no variable, which no checkpoint would "
+                "have; make it a variable: class Buffer(nnx.Variable)"
+            )
+        constants = _values(constants, config, optimizer, mesh, make_model, seed)
+    return Blueprint(graph, abstract, rngs, constants, shardings, mesh, config, optimizer, make_model, seed)
 
 
 def _check_dtypes(model: nnx.State) -> None:
@@ -154,14 +246,19 @@ def _check_dtypes(model: nnx.State) -> None:
 
 
 def _values(
-    constants: nnx.State, config: ModelConfig, optimizer: object, mesh: Mesh, make_model: MakeModel | None
+    constants: nnx.State,
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    make_model: MakeModel | None,
+    seed: int,
 ) -> nnx.State:
     # Of an abstract mesh only shapes matter.
     if not isinstance(mesh, Mesh):
         return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), constants)
 
     def create() -> nnx.State:
-        made = TrainState(config, optimizer, 0, make_model)
+        made = TrainState(config, optimizer, seed, make_model)
         return nnx.split(made, nnx.RngState, STORED, ...)[3]  # type: ignore[misc]
 
     with jax.set_mesh(mesh):

@@ -2,13 +2,14 @@
 
 A step computes the summed loss and its gradient by micro-batch (`loss_and_grads`), divides by the number of tokens,
 applies the Optax chain (`sharded_optimizer.py`: clipping, rule, decay and learning rate of `optimizer.py`),
-moves the selection biases of experts, and selects the old state if the step is not finite (`_skip_if_nonfinite`).
+moves the selection biases of experts, and selects the old state if the step is not finite, or has no weight
+(`_skip_if_useless`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,22 +35,29 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import user_loss
 from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.state import OPTIMIZER_SCOPE, STORED, Blueprint, rng_state
-from jaxtp.train.stopping import STOP, abstract_flags, stop_requested
+from jaxtp.train.stopping import abstract_flags
 from jaxtp.train.task import Loss, Task
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scalars:
-    """Metrics of a step in one replicated array."""
+    """Metrics of a step in one replicated array, and the maximum of the flags of all devices, if there are flags."""
 
     names: tuple[str, ...] = field(metadata={"static": True})
-    values: Array  # a float32 for each name
+    values: Array  # a float32 for each name, then the maximum of the flags: it has no name that a metric may have too
 
     @classmethod
-    def of(cls, named: Mapping[str, Array]) -> "Scalars":
-        """Stacks scalars."""
-        return cls(tuple(named), jnp.stack([scalar.astype(jnp.float32) for scalar in named.values()]))
+    def of(cls, named: Mapping[str, Array], flags: Array | None = None) -> "Scalars":
+        """Stacks scalars, and the maximum of `flags`."""
+        maximum = [] if flags is None else [jnp.max(flags)]
+        return cls(tuple(named), jnp.stack([scalar.astype(jnp.float32) for scalar in [*named.values(), *maximum]]))
+
+    @property
+    def flag(self) -> int:
+        """The maximum of the flags, or 0; waits for the step."""
+        rest = np.asarray(self.values)[len(self.names) :]
+        return int(rest.max(initial=0))
 
 
 TrainStep = Callable[..., tuple[Any, ...]]  # See `make_train_step` and `on_leaves`.
@@ -62,8 +70,15 @@ NORM = "norm"  # Name in profiles of the sum of squares over devices
 Choices = list[tuple[Array, Array] | None] | None
 """For each kind of block the router's choices and their margin, if they are recorded."""
 
-EXPERTS = "experts"
-"""Key of a batch in `jaxtp check`: for each kind of block the experts to use for each token, `[B, layers, T, k]`."""
+Experts = tuple[Array | None, ...] | None
+"""For each kind of block the experts to use for each token, `[B, layers, T, k]`, instead of the router's choices."""
+
+
+class Replay(NamedTuple):
+    """What `jaxtp check` records of the routers in a step, and takes from the same step on another mesh."""
+
+    record: bool = False
+    experts: Experts = None
 
 
 def make_train_step(
@@ -77,11 +92,14 @@ def make_train_step(
 ) -> JittedTrainStep:
     """Returns the jitted training step `state, batch -> state, scalars, ...`, which donates the state.
 
+    It takes `stop`, the flags of all devices (`stopping.py`), and `experts`, which replace the routers' choices, by
+    keyword: as columns of the batch they would hide a user's columns of these names.
+
     The scalars are `loss`, the mean over the batch's `loss_tokens` valid tokens; `grad_norm`, the global L2 norm before
     clipping; `learning_rate`, if known; `param_norm` after the update; `skipped`, the number of non-finite steps in a
     row; norms such as `grad_norm/blocks.mlp.*` for each of `metrics.norm_groups`; the balance of experts; and the
-    metrics of a user's loss. If `loss` or `grad_norm` is not finite, the state stays as it is; if only `param_norm` is
-    not finite, the update overflowed.
+    metrics of a user's loss. The state stays as it is if `loss` or `grad_norm` is not finite, or `loss_tokens` is 0; if
+    only `param_norm` is not finite, the update overflowed.
 
     Args:
       with_checksums: also return the gradients' `device_checksums`, after reduction and before clipping, in the order
@@ -96,14 +114,14 @@ def make_train_step(
     is_own = task.optimizer is not None and not isinstance(task.optimizer, OptimizerConfig)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
 
-    def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
+    def step(state: nnx.State, batch: Batch, *, stop: Array | None = None, experts: Experts = None) -> tuple[Any, ...]:
         train_state = blueprint.merge(state)
         model: Any = train_state.model
         num_updates = train_state.optimizer.step[...]
 
-        arrays = {name: array for name, array in batch.items() if name != STOP}
         key = dropout_key(config.run.seed, num_updates)
-        terms, choices, grads = loss_and_grads(model, arrays, config, key, task.loss, record=with_choices)
+        replay = Replay(with_choices, experts)
+        terms, choices, grads = loss_and_grads(model, batch, config, key, task.loss, replay=replay)
         mean = terms.loss / _divisor(terms.count)
 
         norms = _norms("grad_norm", grads, groups, norm)
@@ -117,7 +135,9 @@ def make_train_step(
             model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
 
         finite = jnp.isfinite(mean) & jnp.isfinite(norms["grad_norm"])
-        new, skipped = _skip_if_nonfinite(nnx.state(train_state, STORED), state, finite, config.train.skips_allowed)
+        updated = nnx.state(train_state, STORED)
+        allowed = config.train.skips_allowed
+        new, skipped = _skip_if_useless(updated, state, finite, terms.count != 0, allowed)
 
         norms |= _norms("param_norm", nnx.filter_state(new["model"], nnx.Param), groups, norm)
         scalars = {"loss": mean, "loss_tokens": terms.count}
@@ -128,7 +148,7 @@ def make_train_step(
         if terms.balance is not None:
             scalars |= terms.balance.scalars(terms.count)
         scalars |= {name: total / weight for name, (total, weight) in terms.metrics.items()}
-        return new, Scalars.of(scalars | stop_requested(batch)), *others
+        return new, Scalars.of(scalars, stop), *others
 
     shardings: list[object] = [blueprint.shardings, _replicated(blueprint)]
     shardings += [_replicated(blueprint)] if with_checksums else []
@@ -140,17 +160,17 @@ def make_train_step(
 def on_leaves(step: JittedTrainStep, blueprint: Blueprint, tree: PyTreeDef) -> JittedTrainStep:
     """Returns a training step from and to the leaves of a state: to flatten a state takes as long as a tiny step."""
 
-    def flat(leaves: Sequence[Array], batch: Batch) -> tuple[object, object]:
-        new, *others = step.__wrapped__(jax.tree.unflatten(tree, leaves), batch)
+    def flat(leaves: Sequence[Array], batch: Batch, *, stop: Array | None = None) -> tuple[object, object]:
+        new, *others = step.__wrapped__(jax.tree.unflatten(tree, leaves), batch, stop=stop)
         return jax.tree.leaves(new), others
 
     return jax.jit(flat, donate_argnums=0, out_shardings=(jax.tree.leaves(blueprint.shardings), _replicated(blueprint)))
 
 
 def loss_and_grads(
-    model: Any, batch: Batch, config: TrainConfig, key: Array, loss: Loss | None = None, *, record: bool = False
+    model: Any, batch: Batch, config: TrainConfig, key: Array, loss: Loss | None = None, *, replay: Replay = Replay()
 ) -> tuple[LossTerms, Choices, nnx.State]:
-    """Returns the loss terms of a batch, the routers' choices if `record`, and the gradient of the mean loss.
+    """Returns the loss terms of a batch, the routers' choices if `replay` asks, and the gradient of the mean loss.
 
     The mean is over the batch's valid tokens (`count`, or a user's weight), not over means of micro-batches. With
     accumulation, each replica sums its own gradients of jaxtp's layers, and one reduction follows
@@ -166,24 +186,24 @@ def loss_and_grads(
     params = mark_unreduced(stored) if unreduced else stored
 
     def objective(
-        params: nnx.State, micro: Batch, rows: Array, index: Array
+        params: nnx.State, micro: Batch, experts: Experts, rows: Array, index: Array
     ) -> tuple[Array, tuple[LossTerms, Choices, nnx.State]]:
         # The frozen ones belong to the outer trace.
         if loss is None:
             merged = nnx.merge(graph, params, rngs, frozen, copy=True)
             keys = row_keys(key, rows) if merged.config.dropout else None
-            total, terms, choices = _decoder_objective(merged, micro, config, keys, record)
+            total, terms, choices = _decoder_objective(merged, micro, config, keys, Replay(replay.record, experts))
             return total, (terms, choices, nnx.State({}))
         micro_key = jax.random.fold_in(key, index)
         merged = nnx.merge(graph, params, rng_state(rngs, micro_key), frozen, copy=True)
         terms = user_loss.call(loss, merged, micro, micro_key)
         return terms.loss, (terms, None, user_loss.changeable(merged, frozen) if accumulation == 1 else nnx.State({}))
 
-    def micro_fn(micro: tuple[Batch, Array], index: Array) -> tuple[Any, Any]:
+    def micro_fn(micro: tuple[Batch, Experts, Array], index: Array) -> tuple[Any, Any]:
         (_, (terms, *others)), grads = jax.value_and_grad(objective, has_aux=True)(params, *micro, index)
         return (terms, grads), others
 
-    inputs = batch, jnp.arange(len(jax.tree.leaves(batch)[0]))
+    inputs = batch, replay.experts, jnp.arange(len(jax.tree.leaves(batch)[0]))
     no_terms = model.no_terms() if loss is None else _no_terms(micro_fn, inputs, accumulation)
     # Summing in a 16-bit parameter's own dtype would lose digits.
     no_grads = jax.tree.map(lambda param: jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)), params)
@@ -197,22 +217,23 @@ def loss_and_grads(
 
 
 def _divisor(count: Array) -> Array:
-    return jnp.where(count > 0, count, 1)  # a batch may be all prompts or padding
+    # A batch may be all prompts or padding, which makes no update. The loss by a weight that is not finite is NaN.
+    return jnp.where(count == 0, 1, jnp.where(jnp.isfinite(count), count, jnp.nan))
 
 
 def _decoder_objective(
-    model: Decoder, batch: Batch, config: TrainConfig, dropout_keys: Array | None, record: bool
+    model: Decoder, batch: Batch, config: TrainConfig, dropout_keys: Array | None, replay: Replay
 ) -> tuple[Array, LossTerms, Choices]:
     sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS), config.mesh.context)
     terms, routings = model.loss_terms(
         batch["inputs"],
         batch["labels"],
-        replace(sequences, record=record),
+        replace(sequences, record=replay.record),
         z_loss=config.train.z_loss,
         dropout_keys=dropout_keys,
-        experts=batch.get(EXPERTS),  # type: ignore[arg-type]  # a pytree
+        experts=replay.experts,
     )
-    choices = [_choices(routing) for routing in routings] if record else None
+    choices = [_choices(routing) for routing in routings] if replay.record else None
     return terms.objective(config.train.balance_loss, config.train.router_z_loss), terms, choices
 
 
@@ -240,16 +261,21 @@ def _sum_over_micro_batches(fn: Callable[[Any, Array], tuple[Any, Any]], inputs:
     return sums, jax.tree.map(_join_rows, per_row)
 
 
-def _skip_if_nonfinite(new: nnx.State, old: nnx.State, finite: Array, max_skipped: int) -> tuple[nnx.State, Array]:
-    # Also returns the number of non-finite steps in a row; too many of them freeze the state.
+def _skip_if_useless(
+    new: nnx.State, old: nnx.State, finite: Array, has_weight: Array, max_skipped: int
+) -> tuple[nnx.State, Array]:
+    # Also returns the number of non-finite steps in a row; too many of them freeze the state. A step without weight has
+    # no gradient, and would move the parameters by old momentum and by decay; it does not count.
     # Loss and gradient norm are known before the update, so XLA updates in place. Selecting by the new parameters' norm
     # would keep both states in memory (Llama 3 70B over tp 8: 176 instead of 150 GB). With finite gradients only an
     # absurd learning rate makes a non-finite update; the loop ends such a run before it saves. The frozen state is for
     # the host, which reads one step behind and still finds it untouched.
     before = jnp.asarray(old["skipped"][...])
     halted = before > max_skipped
-    skipped = jnp.where(halted, before, jnp.where(finite, 0, before + 1))
-    selected: Any = jax.tree.map(lambda n, o: jnp.where(finite & ~halted, n, o), new, old)
+    counted = jnp.where(finite, 0, before + 1)
+    skipped = jnp.where(halted | ~has_weight, before, counted)
+    is_applied = finite & has_weight & ~halted
+    selected: Any = jax.tree.map(lambda n, o: jnp.where(is_applied, n, o), new, old)
     selected["skipped"] = selected["skipped"].replace(skipped)
     return selected, skipped
 
@@ -316,7 +342,8 @@ def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None 
 
 def fetch(scalars: Scalars) -> dict[str, float]:
     """Waits for a step and returns its metrics."""
-    return dict(zip(scalars.names, np.asarray(scalars.values).tolist(), strict=True))
+    values = np.asarray(scalars.values)[: len(scalars.names)]
+    return dict(zip(scalars.names, values.tolist(), strict=True))
 
 
 def trace_step(
@@ -336,9 +363,9 @@ def trace_step(
     data, mesh = config.data, blueprint.mesh
     if batch is None:
         batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
-    inputs = {**batch, **abstract_flags(mesh)}
+    step = step or make_train_step(config, blueprint)
     with jax.set_mesh(mesh):
-        return (step or make_train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, inputs)
+        return step.trace(blueprint.sharded if state is None else state, batch, **abstract_flags(mesh))
 
 
 def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:

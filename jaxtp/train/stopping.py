@@ -10,10 +10,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,20 +20,15 @@ from jaxtp.config.entry import TEMPORARY, Interrupt
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import AXES
 
-STOP = "stop"  # Name of the flags in a batch, and of their maximum among the scalars of a step
+STOP = "stop"  # Name of the step's argument that takes the flags
 STDERR = 2  # File descriptor, even if `sys.stderr` is replaced
 
 
 def abstract_flags(mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the flags in a batch: with several processes, a float32 per device."""
+    """Returns the step's argument for flags: with several processes, a float32 per device."""
     if not is_multiprocess():
         return {}
     return {STOP: jax.ShapeDtypeStruct((mesh.size,), np.float32, sharding=NamedSharding(mesh, PartitionSpec(AXES)))}
-
-
-def stop_requested(batch: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the maximum of a batch's flags, if any; for use inside the step."""
-    return {STOP: jnp.max(batch[STOP])} if STOP in batch else {}
 
 
 class Stopping:
@@ -54,12 +47,12 @@ class Stopping:
         self._flags = {False: flags(0), True: flags(jax.process_index() + 1)}  # by whether this process received one
 
     def flags(self) -> dict[str, Array]:
-        """Returns the flags for the next batch."""
+        """Returns the argument of the next step."""
         return self._flags[self._interrupt.received is not None]
 
-    def read(self, scalars: dict[str, float]) -> None:
-        """Moves the flags' maximum out of a step's scalars."""
-        self._process = int(scalars.pop(STOP, 0.0))
+    def read(self, flag: int) -> None:
+        """Takes the flags' maximum, a result of the step."""
+        self._process = flag
 
     @property
     def reason(self) -> str | None:

@@ -4,7 +4,6 @@ A part is a plain function or value. `load_task` reads the parts that settings n
 the command and a script start the same run.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -14,7 +13,15 @@ import optax
 from flax import nnx
 from jax import Array
 
-from jaxtp.config.python_object import check_arguments, load_object, reference_to, user_code_error
+from jaxtp.config.python_object import (
+    check_arguments,
+    check_call,
+    describe_value,
+    load_object,
+    reference_to,
+    signature_of,
+    user_code,
+)
 from jaxtp.config.schema import ConfigError, leaves, replace_nested, to_plain, validate
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
@@ -157,15 +164,11 @@ def _with_arguments(loss: Callable[..., object], settings: LoopConfig) -> Loss:
     elif not isinstance(loss, type):
         check_arguments(name, partial(loss, None, None, None), LOSS_ARGUMENTS, arguments)
         return cast(Loss, partial(loss, **arguments))
-    try:
+    with user_code(name, ConfigError):
         if is_dataclass(loss):
             return cast(Loss, validate(loss, arguments, source=LOSS_ARGUMENTS))
         check_arguments(name, loss, LOSS_ARGUMENTS, arguments)
         return cast(Loss, loss(**arguments))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise user_code_error(name, error) from error
 
 
 def recordable_arguments(loss: object) -> dict[str, object] | None:
@@ -191,12 +194,17 @@ def check(config: TrainConfig, task: Task) -> None:
     """Raises ConfigError if a part has the wrong type, or a setting has no effect with it."""
     own = task.has_own_model
     if own and not callable(task.model):
-        raise ConfigError(f"model is {task.model!r}, and should be a function that returns an nnx.Module")
-    for name, part in (("loss", task.loss), *(("callback", each) for each in task.callbacks)):
-        if part is not None and not callable(part):
-            raise ConfigError(f"{name} is {part!r}, and should be a function")
+        raise ConfigError(f"model is {describe_value(task.model)}, and should be a function that returns an nnx.Module")
+    if task.loss is not None:
+        _check_function("loss", task.loss, ("model", "batch", "key"))
+    for callback in task.callbacks:
+        if isinstance(callback, type):
+            raise ConfigError(f"callback {reference_to(callback)} is a class; name a function (trainer, step)")
+        _check_function("callback", callback, ("trainer", "step"))
     if task.loss is None and config.train.loss_arguments:
         raise ConfigError(f"{LOSS_ARGUMENTS}={dict(config.train.loss_arguments)} need a loss: name it by --train.loss")
+    if task.plan is not None and not isinstance(task.plan, Mapping):
+        raise ConfigError(f"a plan is a dict from patterns to styles, not {describe_value(task.plan)}")
     if task.plan is not None and not own:
         raise ConfigError("a plan splits a model of your own (--model.build); the decoder has its own PartitionSpecs")
     if own and task.loss is None:
@@ -212,6 +220,12 @@ def check(config: TrainConfig, task: Task) -> None:
         raise ConfigError("validation batches need batches to train on (--data.batches)")
     if unused := list(_unused(config, task)):
         raise ConfigError("these settings have no effect:\n" + "\n".join(f"  {each}" for each in unused))
+
+
+def _check_function(part: str, function: object, parameters: Sequence[str]) -> None:
+    if not callable(function):
+        raise ConfigError(f"{part} is {describe_value(function)}, and should be a function")
+    check_call(f"{part} {reference_to(function)}", function, parameters)
 
 
 def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
@@ -258,10 +272,12 @@ def transformation(task: Task, steps: int) -> optax.GradientTransformation | opt
     if found is None or isinstance(found, OptimizerConfig):
         return None
     if callable(found):
-        try:
-            found = found(steps) if "steps" in inspect.signature(found).parameters else found()
-        except Exception as error:
-            raise user_code_error("optimizer", error) from error
+        signature = signature_of(found)
+        takes_steps = signature is not None and "steps" in signature.parameters
+        with user_code("optimizer"):
+            found = found(steps) if takes_steps else found()
     if not isinstance(found, optax.GradientTransformation | optax.MultiSteps):
-        raise ConfigError(f"optimizer is {found!r}, and should be an Optax transformation, such as optax.adamw(3e-4)")
+        raise ConfigError(
+            f"optimizer is {describe_value(found)}, and should be an Optax transformation, such as optax.adamw(3e-4)"
+        )
     return found

@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import Sums
-from jaxtp.config.entry import STANDARD_OUTPUT, UserError
-from jaxtp.config.python_object import user_code_error
+from jaxtp.config.entry import STANDARD_OUTPUT, NumericsError, UserError
+from jaxtp.config.python_object import reference_to, user_code, user_code_error
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Position
@@ -37,15 +37,19 @@ from jaxtp.train.defaults import settings_of_run
 from jaxtp.train.metrics import MEAN_LOSS, Trackers
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
-from jaxtp.train.state import finite_arrays
+from jaxtp.train.state import CONSTANTS, finite_arrays
 from jaxtp.train.step import Scalars, TrainStep, compiler_options, fetch, trace_step
 from jaxtp.train.stopping import Stopping, Watchdog
 from jaxtp.train.task import Task
-from jaxtp.train.user_loss import require_sums
+from jaxtp.train.user_loss import check_names, require_sums
 
 if TYPE_CHECKING:
     from jaxtp.train.performance import Profiler, Stragglers
     from jaxtp.train.verify import Verifier
+
+
+_ERRORS_OF_RUNS = UserError, NumericsError, OSError, jax.errors.JaxRuntimeError
+"""Errors of a trainer's methods, which a callback may call; other errors are the callback's own."""
 
 
 class Step:
@@ -174,6 +178,7 @@ class Trainer:
             self._verifier = verify.Verifier(config, run.blueprint, run.checkpoints, run.verified)
         self._in_flight: tuple[int, Batch, Scalars, list[jax.Array]] | None = None
         self._last: tuple[int, dict[str, float]] = 0, {}  # a finished step, with its training and evaluation metrics
+        self._without_weight = 0  # steps in a row
         self._saved_at = run.step if run.checkpoints.steps() else None
         self._first = run.step + 1
         self._steps = self._train()
@@ -244,7 +249,12 @@ class Trainer:
         return values
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Writes values of the current step to `metrics.jsonl` and the trackers, from process 0."""
+        """Writes values of the current step to `metrics.jsonl` and the trackers, from process 0.
+
+        Raises:
+          ConfigError: a name that the run uses itself.
+        """
+        check_names(values, "trainer.log has")
         self._trackers.write({"step": self._run.step, **{name: float(value) for name, value in values.items()}})
 
     def line(self, text: str) -> None:
@@ -306,11 +316,11 @@ class Trainer:
                     accumulation = self.config.train.accumulation
                     if warning := require_sums(run.task.loss, run.blueprint, run.state, batch, accumulation):
                         self._report.line(warning)
-            inputs = batch | self._stopping.flags()
+            flags = self._stopping.flags()
             verifying = self._verifier is not None and self._verifier.due(run.step + 1)
             if verifying:
-                self._begin_verification(train_step, batch, inputs)
-            run.leaves, (scalars, *checksums) = train_step(run.leaves, inputs)
+                self._begin_verification(train_step, batch, flags)
+            run.leaves, (scalars, *checksums) = train_step(run.leaves, batch, **flags)
             run.step += 1
             run.position = position
             self._finish_step()
@@ -321,8 +331,7 @@ class Trainer:
                 self._report.line(traced)
             self._evaluate_if_due(total)
             step = Step(run.step, self)
-            for callback in run.task.callbacks:
-                callback(self, step)
+            self._call_back(step)
             yield step
             if run.step < total:
                 self._between_steps()
@@ -340,6 +349,11 @@ class Trainer:
         for line in next_steps(self.config, saved, decoder=run.blueprint.is_decoder, pairs=pairs):
             self._report.line(line)
         self.done = True
+
+    def _call_back(self, step: Step) -> None:
+        for callback in self._run.task.callbacks:
+            with user_code(f"callback {reference_to(callback)}", *_ERRORS_OF_RUNS):
+                callback(self, step)
 
     def _next_batch(self, batches: Iterator[tuple[Batch, Position]]) -> tuple[Batch, Position]:
         try:
@@ -415,14 +429,14 @@ class Trainer:
         self._report.line(f"compiled the training step in {seconds:.1f} s")
         return compiled
 
-    def _begin_verification(self, train_step: TrainStep, batch: Batch, inputs: Batch) -> None:
+    def _begin_verification(self, train_step: TrainStep, batch: Batch, flags: Mapping[str, jax.Array]) -> None:
         # Computes the next step once, and restores the state.
         self._finish_step()
         run, step = self._run, self._run.step + 1
         assert self._verifier is not None
 
         def compute(state: nnx.State) -> tuple[nnx.State, Scalars, jax.Array]:
-            leaves, (scalars, checksums) = train_step(jax.tree.leaves(state), inputs)
+            leaves, (scalars, checksums) = train_step(jax.tree.leaves(state), batch, **flags)
             return jax.tree.unflatten(run.tree, leaves), scalars, checksums
 
         with self._phase(f"the verification of step {step}", "verify"):
@@ -436,6 +450,7 @@ class Trainer:
             self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
 
     def _between_steps(self) -> None:
+        self._require_weight()
         if (every := self.config.checkpoint.every) and self._run.step % every == 0:
             self._save()
 
@@ -444,7 +459,8 @@ class Trainer:
         if step == total or (every and step % every == 0):
             self._finish_step()
             if step == total:
-                self._report.line(f"step {step} is the last: evaluates and saves")
+                then = "saves" if self._run.data.validation is None else "evaluates and saves"
+                self._report.line(f"step {step} is the last: {then}")
             self._evaluate()
 
     def _finish_step(self) -> None:
@@ -453,19 +469,24 @@ class Trainer:
         (step, batch, scalars, checksums), self._in_flight = self._in_flight, None
         values = fetch(scalars)
         self._run.checkpoints.confirm()
-        self._stopping.read(values)
+        self._stopping.read(scalars.flag)
         self._timing.tick()
         if self._verifier is not None:
             self._verify(self._verifier, step, *checksums)
-        if skipped := int(values.pop("skipped")):
+        skipped = int(values.pop("skipped"))
+        weight = values.pop("loss_tokens")
+        if weight == 0:
+            self._handle_no_weight(step, values)
+        elif skipped:
             self._handle_skip(step, skipped, values, batch)
         elif not math.isfinite(values["param_norm"]):
             from jaxtp.train.verify import nonfinite_update
 
             raise nonfinite_update(self._run, step, values)
-        weight = values.pop("loss_tokens")
-        if not skipped:
+        else:
             self._run.mean_loss.add(values["loss"], weight)
+        if weight:
+            self._without_weight = 0
         self._last = step, values
         self._log(step, values)
 
@@ -499,6 +520,21 @@ class Trainer:
 
             speed |= utilization(self.mesh, self._run.row_flops * rate / self._run.data.units_per_row)
         return speed
+
+    def _handle_no_weight(self, step: int, values: dict[str, float]) -> None:
+        values["loss"] = math.nan
+        self._without_weight += 1
+        what = "no token of the batch has a label" if self._run.task.loss is None else "the weight of the loss is 0"
+        self._report.line(f"step {step}: {what}, so there is no loss; the update is skipped")
+
+    def _require_weight(self) -> None:
+        most, found = self.config.train.max_skipped, self._without_weight
+        if found > most:
+            self.save()
+            raise BatchError(
+                f"step {self._run.step}: the last {found} steps had no weight, more than train.max_skipped={most}; the "
+                "run is saved. Look at the labels of the data and the weight that the loss returns"
+            )
 
     def _handle_skip(self, step: int, skipped: int, values: dict[str, float], batch: Batch) -> None:
         run, allowed = self._run, self.config.train.skips_allowed
@@ -569,6 +605,8 @@ class Trainer:
         if (streams := run.position.gathered().streams) is not None:
             info[run_folder.STREAMS] = streams
         info[MEAN_LOSS] = run.mean_loss.sums
+        if constants := run.blueprint.record_of_constants():
+            info[CONSTANTS] = constants
         if self._verifier is not None:
             info[run_folder.VERIFIED] = self._verifier.verified
         if run.base is not None:

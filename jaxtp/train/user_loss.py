@@ -1,8 +1,9 @@
 """Calls a user's loss, and checks it before the first step."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.config.entry import UserError
-from jaxtp.config.python_object import user_code_error
+from jaxtp.config.hints import by_dotted_path
+from jaxtp.config.python_object import user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.columns import WEIGHTS
 from jaxtp.data.rows import PAIRS, SEGMENTS
@@ -29,10 +31,13 @@ Example = NDArray[np.generic] | jax.ShapeDtypeStruct
 STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of `nnx.BatchNorm`."""
 
-RESERVED = {
-    *("step", "loss", "eval_loss", "learning_rate", "grad_norm"),
-    *("param_norm", "skipped", "loss_tokens", "loss_weight"),
+_RESERVED = {
+    *("step", "loss", "eval_loss", "eval_perplexity", "learning_rate", "grad_norm", "param_norm", "skipped"),
+    *("loss_tokens", "loss_weight", "tokens", "rows", "data_wait_seconds", "goodput", "mfu", "slowest_device"),
+    *("memory_bytes", "memory_peak_bytes"),
 }
+_RESERVED_GROUPS = ("grad_norm/", "param_norm/", "lost_to_", "step_seconds", "tokens_per_second", "rows_per_second")
+"""Beginnings of names."""
 _FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
 
 _TOP = "jaxtp score --top-k 64 makes it, and data.scores FOLDER reads it"
@@ -48,7 +53,9 @@ _ORIGINS = {
 
 def attribute(loss: Loss | None, name: str, default: T) -> T:
     """Returns an optional attribute of a loss, such as `columns`, also if `train.loss_arguments` complete it."""
-    return getattr(getattr(loss, "func", loss), name, default)  # `func` is a partial's
+    function = loss.func if isinstance(loss, partial) else loss
+    with user_code(f"the loss's attribute {name}"):
+        return getattr(function, name, default)
 
 
 def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
@@ -61,6 +68,15 @@ def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str
     return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
 
 
+def check_names(metrics: Iterable[object], who: str) -> None:
+    """Raises ConfigError if a metric has the name of one that a run logs itself: one of the two would be lost."""
+    for name in metrics:
+        if not isinstance(name, str):
+            raise ConfigError(f"{who} a metric named {name!r}; a name is a string")
+        if name in _RESERVED or name.startswith(_RESERVED_GROUPS):
+            raise ConfigError(f"{who} a metric named {name!r}; give it a name that a run does not use itself")
+
+
 def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) -> LossTerms:
     """Returns the terms of a loss in float32; raises ConfigError for other results."""
     result: Any = loss(model, dict(batch), key)
@@ -69,10 +85,13 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
     total, weight, metrics = (*result, {})[:3]
     if not isinstance(metrics, Mapping):
         raise ConfigError(f"the third result of the loss is {_describe(metrics)}; it should be a dict of metrics")
-    if taken := [name for name in metrics if name in RESERVED or not isinstance(name, str)]:
-        raise ConfigError(
-            f"the loss returns a metric named {taken[0]!r}; give it a name that a run does not use itself"
-        )
+    check_names(metrics, "the loss returns")
+    for name in metrics:
+        if (evaluated := f"eval_{name}") in metrics:
+            raise ConfigError(
+                f"the loss returns metrics named {name!r} and {evaluated!r}, and an evaluation logs {name!r} as "
+                f"{evaluated!r}; rename one of them"
+            )
     pairs = {name: value if isinstance(value, tuple) else (value, weight) for name, value in metrics.items()}
     if odd := [name for name, pair in pairs.items() if len(pair) != 2 or any(each is None for each in pair)]:
         raise ConfigError(f"metric {odd[0]!r} is {metrics[odd[0]]!r}; it should be a number, or a pair (sum, weight)")
@@ -105,6 +124,7 @@ class Traits:
     changes: tuple[str, ...]  # variables of the model that it changes, by dotted path
     metrics: tuple[str, ...]
     is_random: bool  # whether results depend on the random key
+    warning: str | None = None  # on its dtypes
 
 
 def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Traits:
@@ -119,8 +139,16 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         raise ConfigError(f"the loss needs {missing[0]!r}, and batches have {', '.join(batch)}: {how}")
     weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
     graph, params, rngs, others, constants = nnx.split(model, nnx.Param, nnx.RngState, STATEFUL, ...)  # type: ignore[misc]
+    variables = by_dotted_path([*nnx.to_flat_state(others), *nnx.to_flat_state(params)])
     leaves, tree = jax.tree.flatten(others)
     metrics: tuple[str, ...] = ()
+    results: tuple[object, ...] = ()
+
+    def recorded(*arguments: Any) -> Any:
+        nonlocal results
+        result: Any = loss(*arguments)
+        results = result[:2] if isinstance(result, tuple) else ()
+        return result
 
     def run(
         key: Array, weights: list[Array], batch: dict[str, Array], leaves: list[Array], params: nnx.State
@@ -128,7 +156,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         nonlocal metrics
         others = jax.tree.unflatten(tree, leaves)
         merged = nnx.merge(graph, params, rng_state(rngs, key), others, constants, copy=True)
-        terms = call(loss, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
+        terms = call(recorded, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
         metrics = tuple(terms.metrics)
         return terms, (changeable(merged, others), nnx.state(merged, nnx.Param))
 
@@ -136,21 +164,22 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         return jax.make_jaxpr(run)(jax.random.key(0), list(weights), dict(batch), leaves, params).jaxpr
 
     num_state = len(leaves) + len(jax.tree.leaves(params))
-    reads = WEIGHTS in batch
-    if not reads:
+
+    def reads_input(jaxpr: Any, index: int) -> bool:
+        return jaxpr.invars[index] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - num_state])
+
+    has_weights = WEIGHTS in batch
+    reads = False
+    if not has_weights:
         # A loss may pass the batch's keys to a function that does not know this one.
-        with contextlib.suppress(Exception):
-            jaxpr = trace(weights)
-            reads = jaxpr.invars[1] in _needed(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - num_state])
-    try:
-        jaxpr = trace(*([weights] if reads and WEIGHTS not in batch else []))
-    except UserError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
-        raise user_code_error(f"the loss, on a batch of {shapes},", error) from error
-    variables = [*nnx.to_flat_state(others), *nnx.to_flat_state(params)]
-    names = [".".join(map(str, path)) for path, variable in variables for _ in jax.tree.leaves(variable)]
+        with contextlib.suppress(UserError), user_code("the loss"):
+            reads = reads_input(trace(weights), 1)
+    shapes = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in batch.items())
+    with user_code(f"the loss, on a batch of {shapes},", UserError):
+        jaxpr = trace(*([weights] if reads else []))
+    if has_weights:  # a column of the user's, which may be something else
+        reads = reads_input(jaxpr, 1 + sorted(batch).index(WEIGHTS))
+    names = [name for name, variable in variables.items() for _ in jax.tree.leaves(variable)]
     producers = _producers(jaxpr)
     before = jaxpr.invars[len(jaxpr.invars) - num_state :]
     after = [_origin(var, producers) for var in jaxpr.outvars[len(jaxpr.outvars) - num_state :]]
@@ -165,7 +194,23 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Mapping[str, jax.ShapeDty
         if old != new:
             raise ConfigError(f"a call of the model changes {name} from {old} to {new}; keep its shape and dtype")
     is_random = jaxpr.invars[0] in _needed(jaxpr, jaxpr.outvars)
-    return Traits(reads, tuple(name for name, _, _ in changed), metrics, is_random)
+    return Traits(reads, tuple(name for name, _, _ in changed), metrics, is_random, _warning(results))
+
+
+def _warning(results: tuple[object, ...]) -> str | None:
+    # On a sum or a weight in 16 bits: bfloat16 has three digits, and no odd number above 256.
+    dtypes = {name: getattr(each, "dtype", None) for name, each in zip(("sum", "weight"), results, strict=False)}
+    found = [
+        f"its {name} in {dtype}"
+        for name, dtype in dtypes.items()
+        if dtype is not None and dtype != np.bool_ and jnp.dtype(dtype).itemsize <= 2
+    ]
+    if not found:
+        return None
+    return (
+        f"WARNING: the loss returns {' and '.join(found)}, which has too few digits for a sum over a batch; convert "
+        "what it sums to float32 before, as by losses.astype(jnp.float32).sum()"
+    )
 
 
 def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:

@@ -160,8 +160,25 @@ def _general_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[
         yield from batch_problems(config, mesh)
     if config.data.path is not None and config.data.mixture:
         yield Problem(f"data.path={config.data.path} and data.mixture exclude each other: leave one of them out")
+    yield from map(Problem, _without_switch(config))
     if config.profile.start > config.train.steps:
         yield Problem(f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}")
+
+
+def _without_switch(config: TrainConfig) -> Iterator[str]:
+    # Settings that do nothing while another one is off.
+    trackers = config.metrics.trackers
+    for name, is_used, switch in (
+        ("data.long_documents", config.data.packed, "data.packing=documents"),
+        ("optimizer.decay_fraction", config.optimizer.schedule == "wsd", "optimizer.schedule=wsd"),
+        ("profile.steps", config.profile.start > 0, "profile.start"),
+        ("metrics.project", "wandb" in trackers or "aim" in trackers, "wandb or aim in metrics.trackers"),
+    ):
+        section, _, key = name.partition(".")
+        value = getattr(getattr(config, section), key)
+        default = getattr(getattr(TrainConfig(), section), key)
+        if not is_used and value != default:
+            yield f"{name}={value} has no effect without {switch}; set that, or leave this out"
 
 
 def batch_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
@@ -200,6 +217,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"optimizer.first_moment={config.optimizer.first_moment} has no effect on adafactor, which has no first "
             "moment; leave that out, or set optimizer.name to adamw, lion or muon"
         )
+    yield from _experts_without_effect(config)
     biased = any(block.selection_bias for block in config.model.block_kinds())
     for name, used, switch in (
         ("balance_loss", config.model.most_experts, "model.num_experts"),
@@ -217,6 +235,24 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"{halves} cannot be trained in: gradients below 6e-8 vanish without loss scaling, which jaxtp does not "
             "have; use bfloat16, or float32 on GPUs without it"
         )
+
+
+_OF_EXPERTS = (
+    *("experts_per_token", "normalize_experts", "normalize_floor", "experts_scale", "router_scores"),
+    *("expert_groups", "groups_per_token", "group_score"),
+)
+
+
+def _experts_without_effect(config: TrainConfig) -> Iterator[str]:
+    # The settings of a model that exists may name experts without having any.
+    is_new = config.model.from_hf is None and config.run.init_from is None
+    if config.model.most_experts or not is_new:
+        return
+    for name in _OF_EXPERTS:
+        value = getattr(config.model, name)
+        if value != getattr(ModelConfig, name):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield f"model.{name}={shown} needs experts; add --model.num-experts, or leave it out"
 
 
 def _moment_problems(config: TrainConfig) -> Iterator[str]:

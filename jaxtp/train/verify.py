@@ -41,6 +41,7 @@ from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.collectives import constrain
 from jaxtp.config.entry import NumericsError, UserError
+from jaxtp.config.files import open_directly
 from jaxtp.data.loader import Batch
 from jaxtp.distributed.agreement import all_gather_json, host_names
 from jaxtp.layers.parameter import spec_of
@@ -237,11 +238,13 @@ def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> st
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
-            (folder / "fault.txt").write_text(f"{message}\n")
+            with open_directly(folder / "fault.txt", "w") as file:
+                file.write(f"{message}\n")
         for what, shards in evidence.items():
             for device in jax.local_devices():
                 arrays = {name: part for name, parts in shards.items() for at, part in parts if at == device}
-                np.savez(folder / f"{what}_device_{device.id}.npz", **arrays)  # type: ignore[arg-type]
+                with open_directly(folder / f"{what}_device_{device.id}.npz", "wb") as file:
+                    np.savez(file, **arrays)  # type: ignore[arg-type]
     except OSError as error:
         return f"{folder}: {error.strerror}"
     return None

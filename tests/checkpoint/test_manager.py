@@ -15,6 +15,7 @@ from jaxtp.checkpoint.checksum import NonFiniteError, Sums, UnequalCopiesError
 from jaxtp.checkpoint.io_errors import UnwritableError
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, replace_arrays, to_logical
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints, load_weights, restore_newest
+from jaxtp.config.entry import UserError
 from jaxtp.layers.embedding import vocabulary_table
 from jaxtp.train import optimizer
 from jaxtp.train.config import OptimizerConfig
@@ -266,6 +267,16 @@ def test_a_step_that_is_not_after_the_newest_is_refused_aloud(tmp_path, step):
     with pytest.raises(CheckpointError, match=f"step {step} is not after the newest.*step 2 is complete"):
         checkpoints.save(step, state, plan.mesh, {})
     checkpoints.close()
+
+
+def test_two_arrays_with_one_path_are_not_saved_as_one(tmp_path):
+    plan = blueprint((1, 1, 1), TINY)
+    one, two = (nnx.Param(jax.numpy.full(4, value)) for value in (1.0, 2.0))
+    state = nnx.State({"a": {"b": one}, "a.b": two})
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(UserError, match=r"two things at 'a\.b'"):
+            checkpoints.save(1, state, plan.mesh, {})
+        assert not checkpoints.steps()
 
 
 def save_and_wait(checkpoints, step, state, mesh):

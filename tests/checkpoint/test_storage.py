@@ -14,11 +14,12 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from structures import plant, watched
 
 import jaxtp
 from jaxtp.checkpoint import storage
 from jaxtp.checkpoint.checksum import Sums
-from jaxtp.checkpoint.io_errors import DamagedError
+from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError
 from jaxtp.checkpoint.logical import to_logical
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import describe_arrays, seal
@@ -183,3 +184,37 @@ def test_plain_orbax_reads_a_checkpoint_on_one_device(tmp_path):
     assert done.stdout.split() == ["1", str(len(jax.tree.leaves(state)))]
     embedding = np.asarray(state["model"]["embedding"]["embedding"][...])[: TINY.vocab_size]
     np.testing.assert_array_equal(np.load(tmp_path / "embedding.npy"), embedding)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("info/metadata", "pipe"),
+        ("info/metadata", "device"),
+        ("info/metadata", "sparse file"),
+        ("info/metadata", "empty file"),
+        ("state/_METADATA", "pipe"),
+        ("state/_METADATA", "sparse file"),
+        ("state/manifest.ocdbt", "device"),
+    ],
+)
+def test_what_is_no_file_of_a_checkpoint_is_damage(name, kind, tmp_path):
+    plan = blueprint((1, 1, 1))
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, plan.create(seed=0), plan.mesh, {})
+    folder = tmp_path / "checkpoints/1"
+    assert (folder / name).is_file()
+    plant(folder / name, kind)
+    with watched(), pytest.raises(DamagedError) as caught:
+        storage.read_info(folder)
+    if kind != "empty file":
+        assert re.search(rf"{re.escape(name)} (is not a regular file|has [\d,]+ bytes)", str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["1/_CHECKPOINT_METADATA", "1/pipe", "pipe"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_checkpoints_with_a_pipe_among_them_are_not_opened(name, kind, tmp_path):
+    (tmp_path / "1").mkdir()
+    plant(tmp_path / name, kind)
+    with watched(), pytest.raises(CheckpointError, match=f"{name} is not a regular file; delete it"):
+        Checkpoints(tmp_path)

@@ -94,7 +94,7 @@ def test_every_flag_that_the_help_has_is_known(program, terminal, capsys):
     heads = re.findall("^(?:│ )? {0,4}(--[a-z].*?)(?:  |$)", text, re.MULTILINE)
     listed = {name for head in heads if "{fixed}" not in head for name in re.findall(r"--[a-z][\w.-]*", head)}
     known = {f"--{name.replace('_', '-')}" for name in names_of(command.schema)}
-    assert listed - known <= {"--config", "--mesh", "--print-config"}
+    assert listed - known <= {"--allow-code", "--config", "--mesh", "--print-config"}
     assert listed & known or not known
 
 

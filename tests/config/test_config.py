@@ -307,3 +307,29 @@ def test_flags_are_named_as_they_are_given():
     assert flag(GenerateConfig, ("mesh", "tp")) == "--mesh.tp"
     assert flag(TrainConfig, ("optimizer", "learning_rate")) == "--optimizer.learning-rate"
     assert flag(TrainConfig, ("data", "mixture", "data/code")) == "--data.mixture"
+
+
+@pytest.mark.parametrize(
+    ("settings", "switch"),
+    [
+        ({"model.lora.alpha": 32.0}, {"model.lora.rank": 8}),
+        ({"model.lora.rslora": True}, {"model.lora.rank": 8}),
+        ({"model.lora.targets": ("q_proj",)}, {"model.lora.rank": 8}),
+        ({"model.lora.dtype": "bfloat16"}, {"model.lora.rank": 8}),
+        ({"model.lora.base": "float8"}, {"model.lora.rank": 8}),
+        ({"model.experts_per_token": 1}, {"model.num_experts": 4}),
+        ({"model.normalize_experts": False}, {"model.num_experts": 4}),
+        ({"model.router_scores": "sigmoid"}, {"model.num_experts": 4}),
+        ({"data.packing": "concatenated", "data.long_documents": "drop"}, {"data.packing": "documents"}),
+        ({"optimizer.decay_fraction": 0.5}, {"optimizer.schedule": "wsd"}),
+        ({"profile.steps": 3}, {"profile.start": 4}),
+        ({"metrics.project": "mine"}, {"metrics.trackers": ("wandb",)}),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_setting_whose_switch_is_off_is_refused(settings, switch):
+    name = list(settings)[-1]
+    without = replace_nested(TrainConfig(), settings)
+    with pytest.raises(ConfigError, match=rf"{name}=\S+ (is for adapters|needs experts|has no effect without)"):
+        check(without, ONE)
+    check(replace_nested(without, switch), ONE)

@@ -1,5 +1,6 @@
 """How commands start and end: closed pipes, full disks, Ctrl-C."""
 
+import ast
 import errno
 import gc
 import io
@@ -9,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,16 @@ def test_every_command_ends_in_the_one_way(path):
     ending = path.read_text().rpartition('if __name__ == "__main__":\n')[2].strip()
     assert ending.startswith("entry.run(") or (path.parent.name == "jaxtp" and ending == "script()")
     assert "\n" not in ending
+
+
+@pytest.mark.parametrize("path", MAINS, ids=lambda path: path.parent.name)
+def test_every_command_starts_before_its_imports(path):
+    tree = ast.parse(path.read_text())
+    _, first, *_ = tree.body
+    assert ast.unparse(first.test) == "__name__ == '__main__'"
+    assert ast.unparse(first.body[0]) == "from jaxtp.config.entry import start"
+    program = next(each.value.value for each in tree.body if ast.unparse(each).startswith("PROGRAM = "))
+    assert ast.unparse(first.body[1]) == ("start()" if program == "jaxtp" else f"start({program!r})")
 
 
 def text_output(descriptor):
@@ -178,6 +190,18 @@ def test_ctrl_c_during_imports_is_one_line(module):
         wait_until_it_imports_a_library(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == f"\n{name_of(module)}: interrupted\n"
+    assert process.returncode == 130
+
+
+@pytest.mark.journey
+def test_ctrl_c_during_the_imports_of_the_script_is_one_line():
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["jaxtp"].partition(":")
+    code = f"import sys; from {module} import {function}; sys.argv = ['jaxtp', 'train']; {function}()"
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        wait_until_it_imports_a_library(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == "\njaxtp train: interrupted\n"
     assert process.returncode == 130
 
 

@@ -2,16 +2,18 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message
+from structures import PLANTED, VALUES, changed, examples, gives_one_of, is_one_clear_message, plant, watched
 
 from jaxtp.analysis import hardware
 from jaxtp.analysis.hardware import Hardware
+from jaxtp.config.files import open_directly, sha256, write_atomically
 from jaxtp.config.reading import MAX_YAML, inside, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError, from_yaml, to_plain, validate
 from jaxtp.data.prepare.__main__ import main as prepare
@@ -296,3 +298,73 @@ def test_every_command_says_that_a_home_is_nobodys(command, flags, capsys, tmp_p
 def test_a_setting_of_the_model_is_finite(key):
     with pytest.raises(ConfigError, match=key):
         validate(TrainConfig, {"model": {key: float("inf")}}, source="test")
+
+
+MODES = ("wb", "ab", "a+b", "r+b", "w", "a", "a+")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", sorted(PLANTED.keys() - {"sparse file", "empty file"}))
+def test_only_regular_files_are_written_in_the_folder_of_others(kind, mode, tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "shared").mkdir()
+    path = tmp_path / "shared/file"
+    plant(path, kind)
+    with watched(), pytest.raises(OSError, match=r"link|regular|directory") as caught:
+        open_directly(path, mode)
+    assert caught.value.filename == str(path)
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert not (tmp_path / "shared/absent").exists()
+
+
+def test_a_pipe_with_a_reader_is_no_regular_file_either(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OSError, match="not a regular file"):
+        open_directly(tmp_path / "pipe", "ab")
+    os.close(reader)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_regular_file_is_opened_as_python_does(mode, tmp_path):
+    text = "b" not in mode
+    found = []
+    for opened in (open, open_directly):
+        path = tmp_path / opened.__name__
+        if mode == "r+b":
+            path.write_text("before")
+        for content in ("one ", "two"):
+            with opened(path, mode) as file:
+                file.write(content if text else content.encode())
+        found.append((path.read_text(), path.stat().st_mode))
+    assert found[0] == found[1]
+
+
+def test_a_file_that_is_being_written_is_not_a_link(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / f"a.json.{os.getpid()}.partial").symlink_to("victim")
+    with pytest.raises(OSError, match="a link"):
+        write_atomically(tmp_path / "a.json", b"{}")
+    (tmp_path / "b.json").symlink_to("victim")
+    write_atomically(tmp_path / "b.json", b"{}")
+    assert (tmp_path / "b.json").read_bytes() == b"{}"
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to itself"])
+def test_only_regular_files_have_a_checksum(kind, tmp_path):
+    plant(tmp_path / "file", kind)
+    with watched(), pytest.raises(OSError, match=r"regular|folder|symbolic"):
+        sha256(tmp_path / "file")
+
+
+def test_a_read_takes_the_memory_of_the_file_and_not_of_the_limit(tmp_path):
+    (tmp_path / "small").write_bytes(b"x" * 10_000_000)
+    tracemalloc.start()
+    assert read_bytes(tmp_path / "small", 2**30) == b"x" * 10_000_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000_000
+    assert read_bytes(tmp_path / "small", 10_000_000) == b"x" * 10_000_000
+    with pytest.raises(OSError, match="larger than 9,999,999 bytes"):
+        read_bytes(tmp_path / "small", 9_999_999)

@@ -4,10 +4,21 @@ import platform
 import numpy as np
 import pytest
 
-from jaxtp.data.corpus import CorpusError, Part, _require_one_tokenizer, load_corpus, standard_library, text_file
+from jaxtp.data.corpus import (
+    BYTE_TOKENIZER,
+    Corpus,
+    CorpusError,
+    Part,
+    Source,
+    _require_one_tokenizer,
+    load_corpus,
+    standard_library,
+    text_file,
+)
+from jaxtp.data.documents import InMemory
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.data.prepare.__main__ import main as prepare
-from jaxtp.data.samples import Data, RowSettings
+from jaxtp.data.samples import HELD_OUT, ORDER, Data, RowSettings
 
 
 def write(root, files):
@@ -112,11 +123,40 @@ def test_a_prepared_dataset(dataset):
 
 def test_what_to_evaluate_on_may_be_elsewhere(dataset):
     train = dataset("a", TEXTS, "--held-out", "0")
-    with pytest.raises(CorpusError, match=r"no documents to evaluate on; name others with --data\.validation"):
-        load_corpus(train)
     corpus = load_corpus(train, validation=dataset("b", ["one", "two"], "--held-out", "0"))
     assert contents(corpus.sources[0].validation) == [b"one", b"two"]
     assert corpus.train_tokens == sum(map(len, TEXTS))
+
+
+def test_data_without_held_out_documents_is_trained_on_and_says_so(dataset):
+    train = dataset("a", TEXTS, "--held-out", "0")
+    corpus = load_corpus(train)
+    assert corpus.not_evaluated().startswith(f"none: {train} has no held-out documents; prepare again with --held-out")
+    assert corpus.validation_tokens == 0
+    data = Data(corpus, RowSettings(8, 256), seed=3)
+    assert data.validation(8, 4) is None
+    assert HELD_OUT not in data.description[ORDER]
+
+
+def test_a_mixture_is_evaluated_on_the_sources_that_hold_documents_out(dataset):
+    a = dataset("a", TEXTS, "--held-out", "0")
+    b = dataset("b", TEXTS[:40], "--held-out", "0.3")
+    corpus = load_corpus(None, {str(a): 0.7, str(b): 0.3})
+    assert corpus.not_evaluated().startswith(f"partly: {a} has no held-out documents")
+    alone = Data(load_corpus(b), RowSettings(8, 256), seed=3)
+    mixed = Data(corpus, RowSettings(8, 256), seed=3)
+    assert [rows.identity for rows in mixed.validation_rows] == [rows.identity for rows in alone.validation_rows]
+    assert load_corpus(b).not_evaluated() is None
+
+
+def test_documents_without_a_label_are_refused(dataset, tmp_path):
+    prompts = InMemory(np.zeros(40, np.uint8), np.array([20, 20]), "chats", np.array([20, 20]))
+    answers = InMemory(np.zeros(40, np.uint8), np.array([20, 20]), "chats", np.array([2, 2]))
+    for train, validation, where in ((prompts, answers, "train"), (answers, prompts, "evaluate")):
+        corpus = Corpus((Source("", 1.0, train, validation),), BYTE_TOKENIZER, "chats")
+        message = rf"chats, to {where} on: no sequence of data.sequence_length=32 has a label.*\(2 sequences\)"
+        with pytest.raises(CorpusError, match=message):
+            Data(corpus, RowSettings(32, 256), seed=3)
 
 
 def test_a_mixture_names_its_parts_and_changes_when_they_do(dataset):

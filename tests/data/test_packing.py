@@ -16,11 +16,8 @@ def documents(lengths, first=0):
     return InMemory(np.arange(first, first + sum(lengths), dtype=np.uint32), np.array(lengths), "test")
 
 
-class WithPrompts(InMemory):
-    has_prompts = True
-
-    def prompt_length(self, index):
-        return index % 5
+def with_prompts(lengths, prompts):
+    return InMemory(np.arange(sum(lengths), dtype=np.uint32), np.array(lengths), "test", np.array(prompts))
 
 
 def pieces(row):
@@ -48,9 +45,14 @@ def test_every_token_is_an_input_once_and_a_label_once(lengths, length):
                 assert label == (-100 if token in ends else token + 1)
             labels += [label for label in following if label != -100]
     begins = {0, *np.cumsum(lengths[:-1])} if len(lengths) > 1 else {0}
-    assert sorted(inputs) == list(range(sum(lengths)))
     assert sorted(labels) == sorted(set(range(sum(lengths))) - begins)
-    assert packed.padding == pytest.approx(1 - sum(lengths) / (len(packed) * length))
+    assert len(inputs) == len(set(inputs))
+    # A row without a label has but the last tokens of documents.
+    left_out = set(range(sum(lengths))) - set(inputs)
+    assert left_out <= ends
+    assert packed.num_unlabelled == -(-len(left_out) // length)
+    if len(packed):
+        assert packed.padding == pytest.approx(1 - len(inputs) / (len(packed) * length))
     assert packed.num_split == sum(size > length for size in lengths)
 
 
@@ -61,17 +63,21 @@ def test_a_document_that_fits_is_never_cut(lengths, length):
     begins = np.cumsum([0, *lengths[:-1]])
     whole = {int(begin): size for begin, size in zip(begins, lengths, strict=True) if size <= length}
     found = {int(tokens[0]): len(tokens) for row in Packed(source, length, VOCAB) for tokens, _ in pieces(row)}
+    whole = {begin: size for begin, size in whole.items() if size > 1 or begin in found}  # one token may be left out
     assert {begin: found[begin] for begin in whole} == whole
 
 
 @given(LENGTHS, st.integers(1, 50))
 @settings(deadline=None)
 def test_concatenated_rows_hold_every_token_once(lengths, length):
-    rows = list(Concatenated(documents(lengths), length, VOCAB))
-    inputs = np.concatenate([row["inputs"] for row in rows])
-    labels = np.concatenate([row["labels"] for row in rows])
+    rows = Concatenated(documents(lengths), length, VOCAB)
     total = sum(lengths)
-    assert inputs[:total].tolist() == list(range(total))
+    assert rows.num_unlabelled == (total % length == 1 or length == 1)
+    none = [np.zeros(0, np.int32)]
+    inputs = np.concatenate([*none, *(row["inputs"] for row in rows)])
+    labels = np.concatenate([*none, *(row["labels"] for row in rows)])
+    kept = total - rows.num_unlabelled
+    assert inputs[:kept].tolist() == list(range(kept))
     assert labels[: total - 1].tolist() == list(range(1, total))
     assert np.all(labels[total - 1 :] == -100)
 
@@ -111,13 +117,44 @@ def test_best_fit_is_the_textbook_s_one_document_at_a_time():
 
 
 def test_prompts_are_no_labels():
-    source = WithPrompts(np.arange(100, dtype=np.uint32), np.full(10, 10), "test")
+    source = with_prompts([10] * 10, [index % 5 for index in range(10)])
     for row in Packed(source, 7, VOCAB):  # documents of 10 are cut after 7
         for tokens, labels in pieces(row):
             for token, label in zip(tokens, labels, strict=True):
                 document, position = divmod(int(token), 10)
                 counts = position < 9 and position + 1 >= source.prompt_length(document)
                 assert label == (token + 1 if counts else -100)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60), st.integers(1, 50))
+@settings(deadline=None)
+def test_rows_without_a_label_are_left_out_and_no_label_is_lost(documents, length):
+    lengths = [size for size, _ in documents]
+    prompts = [min(prompt, size) for size, prompt in documents]
+    packed = Packed(with_prompts(lengths, prompts), length, VOCAB)
+    labels = [row["labels"][row["labels"] != -100] for row in packed]
+    assert all(len(each) for each in labels)
+    firsts = np.cumsum([0, *lengths[:-1]])
+    wanted = [range(at + max(cut, 1), at + size) for at, size, cut in zip(firsts, lengths, prompts, strict=True)]
+    assert sorted(label for each in labels for label in each.tolist()) == [label for each in wanted for label in each]
+
+
+@pytest.mark.parametrize("block", [2, 2**17])
+def test_rows_that_are_left_out_are_counted_and_change_the_plan(monkeypatch, block):
+    monkeypatch.setattr("jaxtp.data.packing.BLOCK", block)
+    packed = Packed(with_prompts([10, 10, 25, 10], [10, 9, 22, 10]), 10, VOCAB)
+    assert [row["inputs"][0].tolist() for row in packed] == [10, 40]
+    assert packed.num_unlabelled == 4
+    assert packed.padding == pytest.approx(1 - 15 / 20)
+    assert packed.identity != Packed(with_prompts([10, 5], [9, 2]), 10, VOCAB).identity
+    with_labels = Packed(with_prompts([10, 10, 25, 10], [2, 2, 2, 2]), 10, VOCAB)
+    assert (with_labels.num_unlabelled, len(with_labels)) == (0, 6)
+    assert with_labels.identity == Packed(documents([10, 10, 25, 10]), 10, VOCAB).identity
+
+
+def test_documents_without_a_label_give_no_rows():
+    packed = Packed(with_prompts([4, 5], [4, 5]), 10, VOCAB)
+    assert (len(packed), packed.num_unlabelled) == (0, 1)
 
 
 def test_long_documents():
@@ -156,7 +193,8 @@ SOME = [7, 2, 9, 1, 3, 3, 3, 1, 25]
 
 
 def test_where_every_document_is_left_out_the_plan_is_empty():
-    assert len(Packed(documents(SOME), 1, VOCAB, "drop")) == 2
+    alone = Packed(documents(SOME), 1, VOCAB, "drop")
+    assert (len(alone), alone.num_unlabelled) == (0, 2)
     assert len(Packed(documents([5, 6]), 1, VOCAB, "drop")) == 0
 
 

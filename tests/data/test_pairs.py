@@ -18,14 +18,12 @@ PAIRS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, 
 class Pairs(InMemory):
     """Every token is another one."""
 
-    has_prompts = has_pairs = True
+    has_pairs = True
 
-    def __init__(self, pairs):
+    def __init__(self, pairs, prompts=None):
         lengths = np.array(pairs).reshape(-1)
-        super().__init__(np.arange(lengths.sum(), dtype=np.uint32), lengths, "test")
-
-    def prompt_length(self, index):
-        return index // 2 % 5
+        prompts = np.arange(len(lengths)) // 2 % 5 if prompts is None else np.repeat(prompts, 2)
+        super().__init__(np.arange(lengths.sum(), dtype=np.uint32), lengths, "test", prompts)
 
 
 @given(PAIRS, st.integers(60, 90))
@@ -57,8 +55,13 @@ def test_each_pair_is_whole_in_one_row_and_prompts_have_no_loss(pairs, length):
                 found.append(document)
         assert row["segments"].max() == 2 * row["pairs"].max() == -2 * row["pairs"].min()
     assert found[1::2] == [document + 1 for document in found[::2]]
-    assert sorted(found) == list(range(2 * len(pairs)))
-    assert packed.padding == pytest.approx(1 - first[-1] / (len(packed) * length))
+    left_out = set(range(2 * len(pairs))).difference(found)
+    assert len(found) + len(left_out) == 2 * len(pairs)
+    for document in left_out:  # of a row without a label
+        assert len(source.document(document)) <= max(source.prompt_length(document), 1)
+    if found:
+        placed = sum(len(source.document(document)) for document in found)
+        assert packed.padding == pytest.approx(1 - placed / (len(packed) * length))
     assert Packed(source, length, VOCAB).identity == packed.identity
 
 
@@ -71,6 +74,14 @@ def test_a_longer_pair_is_left_out_or_refused(monkeypatch):
     for long in ("split", "stop"):
         with pytest.raises(LongDocumentError, match=r"document 2: chosen .* 11 tokens, .*length=10.* drop leaves"):
             Packed(source, 10, VOCAB, long)
+
+
+def test_a_row_of_pairs_without_a_label_is_left_out(monkeypatch):
+    monkeypatch.setattr("jaxtp.data.packing.BLOCK", 2)
+    source = Pairs([(4, 4), (4, 6), (5, 5), (5, 5)], prompts=[4, 4, 5, 3])
+    packed = Packed(source, 10, VOCAB)
+    assert [int(row["inputs"][0]) for row in packed] == [8, 28]
+    assert packed.num_unlabelled == 2
 
 
 def test_concatenated_rows_are_refused():

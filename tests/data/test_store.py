@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from corpora import jsonl, prepared, texts
+from structures import PLANTED, plant, watched
 
 from jaxtp.data.manifest import MANIFEST, TokenizerInfo, read_manifest
 from jaxtp.data.packing import Packed
@@ -214,3 +215,53 @@ def test_what_is_no_dataset_is_refused(tmp_path):
     (tmp_path / MANIFEST).write_text("[" * 100_000)
     with pytest.raises(DatasetError, match="damaged: not JSON"):
         open_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+@pytest.mark.parametrize("name", ["dataset.json", "train-00001.tokens", "train-00000.documents", "train-00000.prompts"])
+def test_what_is_no_file_of_the_dataset_is_one_error(copy, kind, name):
+    (copy.parent / "victim").write_text("{}")
+    plant(copy / name, kind)
+    with watched(), pytest.raises(DatasetError) as caught:
+        open_dataset(copy)
+    assert str(copy) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_has_a_maximum_size(copy):
+    (copy / MANIFEST).write_bytes(b" " * (2**25 + 1))
+    with pytest.raises(DatasetError, match="larger than 33,554,432 bytes"):
+        read_manifest(copy)
+
+
+def sparse(folder, documents, tokens):
+    """A dataset whose files take no room on the disk."""
+    record = json.loads((folder / MANIFEST).read_text())
+    (shard, *_) = record["splits"]["train"]["shards"]
+    shard |= {"documents": documents, "tokens": tokens, "longest": tokens - documents + 1}
+    record["splits"]["train"] = {**shard, "shards": [shard]}
+    del record["splits"]["train"]["sha256"]
+    (folder / MANIFEST).write_text(json.dumps(record))
+    sizes = {"tokens": tokens, "documents": 8 * (documents + 1), "prompts": 4 * documents}
+    for suffix, size in sizes.items():
+        (folder / f"train-00000.{suffix}").unlink()
+        with (folder / f"train-00000.{suffix}").open("wb") as file:
+            file.truncate(size)
+    if documents == 1:
+        np.array([0, tokens], "<u8").tofile(folder / "train-00000.documents")
+    return open_dataset(folder).splits["train"]
+
+
+@pytest.mark.parametrize(("documents", "tokens"), [(1, 2**41), (2**37, 2**38)])
+def test_rows_that_no_memory_could_plan_are_one_error(copy, documents, tokens):
+    split = sparse(copy, documents, tokens)
+    with watched(), pytest.raises(DatasetError, match=r"need [\d,]+ GB of memory to plan the rows") as caught:
+        Packed(split, 128, 256)
+    assert f"{documents:,} documents of {tokens:,} tokens" in str(caught.value)
+    assert "--data.packing concatenated" in str(caught.value)
+
+
+def test_offsets_are_checked_in_blocks(copy):
+    split = sparse(copy, 2**30, 2**31)
+    with watched(memory=10**9):
+        assert next(split._offset_problems(0)).endswith("the offsets do not ascend from 0")

@@ -288,3 +288,14 @@ def test_a_run_of_several_processes_equals_that_of_one(processes, tmp_path):
     one, many = losses
     assert one.keys() == many.keys()
     assert all(abs(many[step] - one[step]) < 1e-5 * one[step] for step in one)
+
+
+@pytest.mark.parametrize("name", [".lock", "process-0.log", "process-1.log"])
+def test_no_file_is_written_through_a_link(tmp_path, name):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / name).symlink_to("../victim")
+    with pytest.raises(OSError, match="a link, and jaxtp does not write through it") as caught:
+        supervise(group(tmp_path, 2, "time.sleep(60)"))
+    assert caught.value.filename == str(tmp_path / "logs" / name)
+    assert (tmp_path / "victim").read_text() == "precious"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import jax
@@ -22,7 +23,7 @@ from jaxtp.hf.model_folder import open_folder
 from jaxtp.hf.peft import open_peft
 from jaxtp.hf.runs import load_base
 from jaxtp.hf.safetensors import DTYPES, read_header, with_scales, write_file
-from jaxtp.hf.save import gather_tensors
+from jaxtp.hf.save import atomic_folder, gather_tensors, write_files
 from jaxtp.hf.tensor_map import group_by_tensor, place, tensor_parts
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.models.config import BlockConfig
@@ -387,3 +388,18 @@ def test_adapters_have_the_rows_and_names_of_their_kernels(wrapped, tmp_path):
     again = jaxtp.load_peft(model, tmp_path / "adapters", family=family)
     for a, b in zip(*(jax.tree.leaves(nnx.state(each, nnx.LoRAParam)) for each in (adapted, again)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o027, 0o022, 0o002])
+def test_an_exported_folder_has_the_mode_that_the_umask_gives(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        (tmp_path / "made").mkdir()
+        with atomic_folder(tmp_path / "exported") as folder:
+            write_files(folder, {"config.json": b"{}"})
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode for name in ("made", "exported")]
+    assert modes[0] == modes[1]
+    assert (tmp_path / "exported/config.json").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["exported", "made"]

@@ -138,7 +138,7 @@ def test_a_step_gathers_8_bits_and_never_has_all_kernels_in_more(name):
 
 def test_a_base_without_adapters_is_refused():
     config = dataclasses.replace(CONFIG, lora=LoraConfig(base="float8"))
-    with pytest.raises(ConfigError, match=r"model.lora.base=float8 stores the frozen kernels under adapters"):
+    with pytest.raises(ConfigError, match=r"model.lora.base=float8 is for adapters"):
         build(config)()
 
 

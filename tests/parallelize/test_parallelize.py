@@ -167,3 +167,21 @@ def test_what_was_gathered_once_stands_for_the_array():
     with jax.set_mesh(jaxtp.make_mesh(dp=2, tp=4)):
         found = nnx.jit(lambda model, x: model(x))(jaxtp.parallelize(lambda: Curious(nnx.Rngs(0)), plan), X)
     assert jnp.allclose(found, expected, atol=1e-5)
+
+
+class RandomFeatures(nnx.Module):
+    def __init__(self, rngs):
+        self.frequencies = jax.random.normal(rngs.params(), (D, D))
+        self.up = nnx.Linear(D, D, rngs=rngs)
+
+    def __call__(self, x):
+        return self.up(jnp.cos(x @ self.frequencies))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 4)], ids=str)
+def test_plain_arrays_are_of_the_functions_seed(sizes):
+    alone = RandomFeatures(nnx.Rngs(5))
+    mesh = jaxtp.make_mesh(*sizes)
+    for model in (lambda: RandomFeatures(nnx.Rngs(5)), RandomFeatures(nnx.Rngs(5))):
+        found = jaxtp.parallelize(model, {"up": Colwise()}, mesh=mesh)
+        assert jnp.array_equal(found.frequencies, alone.frequencies)

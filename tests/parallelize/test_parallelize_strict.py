@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import jaxtp
 from jaxtp import Colwise, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
+from jaxtp.config.entry import UserError
 from jaxtp.mesh import STORAGE
 from jaxtp.parallelize.plan import expand_braces, matches
 
@@ -179,6 +180,34 @@ def test_nothing_has_changed_after_a_refusal():
         jaxtp.parallelize(model, {"output": Colwise(), "norm": Rowwise()}, mesh=jaxtp.make_mesh(*MESH))
     assert type(model.output) is nnx.Linear
     assert "out_sharding" not in model.output.kernel.get_metadata()
+
+
+class Keyed(nnx.Module):
+    def __init__(self, inner):
+        self.parts = nnx.Dict(
+            {"a.b": nnx.Linear(D, D, rngs=nnx.Rngs(0)), "a": inner(nnx.Linear(D, D, rngs=nnx.Rngs(1)))}
+        )
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (lambda layer: nnx.Dict({"b": layer}), "two things at 'parts.a.b.bias'"),
+        (lambda layer: nnx.Dict({"b": nnx.Dict({"bias": layer.bias})}), "two things at 'parts.a.b.bias'"),
+        (lambda layer: layer, r"\['parts', 'a.b'\] is not inside of 'parts.a'"),
+    ],
+    ids=["a module", "a parameter", "inside of another"],
+)
+def test_a_path_names_one_thing(inner, message):
+    with pytest.raises(UserError, match=message):
+        parallelize(lambda: Keyed(inner), {})
+    with pytest.raises(UserError, match=message):
+        jaxtp.parallelize(lambda: Keyed(inner), {}, mesh=jaxtp.make_mesh(*MESH))
+
+
+def test_a_dot_in_a_key_is_no_mistake_where_paths_differ():
+    model = parallelize(lambda: Keyed(lambda layer: nnx.Dict({"c": layer})), {"parts.a.b": Colwise()})
+    assert model.parts["a.b"].kernel.get_metadata()["out_sharding"][1] == "tp"
 
 
 def test_a_parallel_model_is_not_made_parallel_again():

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import SMALL, TEXT, full_disk, mesh, records
+from structures import plant, watched
 from support import journeys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -27,10 +28,10 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import performance
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxtp.train.metrics import TRACKERS, Timing, Trackers, _tracker_id, draw
+from jaxtp.train.metrics import TRACKERS, Timing, Trackers, _tracker_id, draw, read_metrics
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
-from jaxtp.train.run_folder import RunFolderError
+from jaxtp.train.run_folder import RunFilesError, RunFolderError
 from jaxtp.train.state import parameter_count, plan_state
 
 
@@ -375,3 +376,23 @@ def test_one_logged_step_is_seen_in_the_picture(tmp_path):
     figure = type(figure)()
     draw([tmp_path], figure)
     assert not figure.axes[0].lines[0].get_marker()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse file"])
+def test_what_is_no_list_of_metrics_is_one_error(kind, tmp_path):
+    plant(tmp_path / "metrics.jsonl", kind)
+    with watched(), pytest.raises(RunFolderError if kind != "sparse file" else RunFilesError):
+        trackers_of(tmp_path)
+    with watched(), pytest.raises(OSError, match=r"regular|larger"):
+        read_metrics(tmp_path)
+
+
+def test_metrics_are_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").write_text("precious\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").symlink_to("../victim")
+    trackers = trackers_of(tmp_path / "run")
+    trackers.write({"step": 1, "loss": 1.0})
+    trackers.close()
+    assert (tmp_path / "victim").read_text() == "precious\n"
+    assert (tmp_path / "run/metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import yaml
 from flax import nnx
@@ -34,6 +35,7 @@ from jaxtp.tools.check.shrink import Case, shrink
 from jaxtp.tools.evaluate.__main__ import main as evaluate
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
+from jaxtp.train.state import plan_state
 from jaxtp.train.step import loss_and_grads
 from jaxtp.train.task import load_task, with_references
 
@@ -75,6 +77,18 @@ def probed_loss(model, batch, key):
     of_each = lambda layer, n: -jnp.take_along_axis(jax.nn.log_softmax(layer(x)), labels[..., None] % n, -1)[..., 0]
     others = jnp.where(labels == -100, 0, of_each(model.probe, 3) + of_each(model.split, 4))
     return total + others.sum(), count
+
+
+class WithArray(jaxtp.Decoder):
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.table = nnx.data(jax.random.normal(rngs.params(), (4,)))
+
+
+def test_an_array_that_no_checkpoint_would_have_is_refused():
+    settings = jaxtp.ModelConfig(decoder=WithArray, **SIZES)
+    with pytest.raises(ConfigError, match=r"model.table is an array of a jaxtp.Decoder, an attribute and no variable"):
+        plan_state(settings, optax.sgd(0.1), make_mesh())
 
 
 class FlaxGate(jaxtp.PositionwiseBranch):

@@ -203,6 +203,10 @@ def test_the_numbers_of_a_step_are_fetched_as_one_array():
     scalars = jax.jit(Scalars.of)({"loss": jnp.float32(1 / 3), "skipped": jnp.int32(2)})
     assert len(jax.tree.leaves(scalars)) == 1
     assert fetch(scalars) == {"loss": np.float32(1 / 3), "skipped": 2}
+    assert scalars.flag == 0
+    flagged = jax.jit(Scalars.of)({"stop": jnp.float32(7)}, jnp.array([0.0, 3.0]))
+    assert len(jax.tree.leaves(flagged)) == 1
+    assert (fetch(flagged), flagged.flag) == ({"stop": 7}, 3)
 
 
 @pytest.mark.wide

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import SMALL, TEXT, finish, mesh, records, wait_for_step
+from structures import plant, watched
 from support import journeys
 
 import jaxtp
@@ -447,3 +448,16 @@ def test_weights_of_another_run(tmp_path, command, capsys):
     assert f"init_from: {first}\n" in (second / "config.yaml").read_text(), "a run that resumes began where it began"
     assert main([*command, "--train.steps", "2", "--run.dir", str(tmp_path / "x"), "--run.init-from", "nowhere"]) == 2
     assert "nowhere: no finished checkpoint there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["link to another file", "link to nothing", "pipe", "device", "folder"])
+def test_what_is_no_lock_of_a_run_is_one_error(kind, tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    plant(run / ".lock", kind)
+    with watched(), pytest.raises(RunFolderError, match=r"/run/\.lock cannot be written") as caught, locked(run):
+        pytest.fail("it was locked")
+    assert caught.value.exit_code == 2
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert not (run / "absent").exists()

@@ -1,5 +1,10 @@
 """`jaxtp prepare`."""
 
+if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp prepare")
+
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +12,7 @@ from pathlib import Path
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
+from jaxtp.config.reading import MAX_JSON, read_bytes
 from jaxtp.data.manifest import MANIFEST, DatasetError
 from jaxtp.data.prepare.prepare_config import FIRST, PrepareConfig, check
 from jaxtp.data.prepare.run import prepare
@@ -42,7 +48,7 @@ def _run(argv: Sequence[str]) -> int:
     if config.out is not None:
         prepare(config.out, config)
         if config.json is not None:
-            record = json.loads((config.out / MANIFEST).read_text(encoding="utf-8"))
+            record = json.loads(read_bytes(config.out / MANIFEST, MAX_JSON))
             write_json("--json", config.json, {"folder": str(config.out), **record})
     return 0
 

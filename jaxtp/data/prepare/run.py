@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtp.config.entry import STANDARD_OUTPUT
-from jaxtp.config.files import locked, sync_file, write_atomically
+from jaxtp.config.files import locked, open_directly, sync_file, write_atomically
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, SplitRecord, totals
 from jaxtp.data.prepare.batches import Batch, Entry, batches, split_of, threshold
@@ -18,7 +18,17 @@ from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, open
 from jaxtp.data.prepare.preference import PairsOfConversations
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError, Turn
-from jaxtp.data.prepare.session import SEEN, Job, SplitWriter, State, begin, drop_leftovers, drop_unknown, truncate_file
+from jaxtp.data.prepare.session import (
+    SEEN,
+    Job,
+    SplitWriter,
+    State,
+    begin,
+    damaged_error,
+    drop_leftovers,
+    drop_unknown,
+    truncate_file,
+)
 from jaxtp.data.prepare.sources import find_sources, with_layout
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
@@ -70,11 +80,20 @@ class _Preparation:
         self._digests: set[bytes] = set()
         if self._config.dedup:
             truncate_file(job.out / SEEN, state.seen * _DIGEST)
-            self._seen = stack.enter_context((job.out / SEEN).open("a+b"))
+            self._seen = stack.enter_context(open_directly(job.out / SEEN, "a+b"))
             self._seen.seek(0)
-            self._digests = {self._seen.read(_DIGEST) for _ in range(state.seen)}
+            self._digests = self._read_digests(state.seen)
         self._num_documents, self._num_tokens, self._num_shown = 0, 0, 0
         self._started = self._reported = time.monotonic()
+
+    def _read_digests(self, count: int) -> set[bytes]:
+        found = set[bytes]()
+        for _ in range(count):
+            digest = self._seen.read(_DIGEST)
+            if digest in found:  # a file of zeros could have any size, and this loop no end
+                raise damaged_error(self._job.out / SEEN, "a document is in it twice")
+            found.add(digest)
+        return found
 
     def finish(self) -> None:
         source, item = self._state.position

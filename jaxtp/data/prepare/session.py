@@ -12,12 +12,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import IO, Annotated
 
 from pydantic import Field
 
 from jaxtp.config import schema
-from jaxtp.config.files import PARTIAL, require_empty, sha256, sync_file, write_atomically
+from jaxtp.config.files import PARTIAL, open_directly, require_empty, sha256, sync_file, write_atomically
+from jaxtp.config.reading import read_bytes
 from jaxtp.config.schema import expand
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import (
@@ -54,6 +55,7 @@ SEEN = "seen.sha256"  # File of the hashes of all documents so far, with --dedup
 _MAX_LINES = 10
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
 _BUFFER = 2**20
+_MAX_JOURNAL = 2**30  # Maximum bytes of the journal, and of the list of inputs
 
 
 def damaged_error(path: Path, how: str) -> PrepareError:
@@ -177,7 +179,7 @@ def drop_unknown(out: Path, known: set[str]) -> None:
 def _load(out: Path) -> State | None:
     path = out / JOURNAL
     try:
-        state = parse(State, path.read_bytes())
+        state = parse(State, read_bytes(path, _MAX_JOURNAL))
         if state.splits.keys() != set(SPLITS) or min(state.position) < 0:
             raise DatasetError(f"splits {', '.join(state.splits)}, position {tuple(state.position)}")
         return state
@@ -224,10 +226,11 @@ def _inputs(job: Job) -> list[_Input]:
 def _inputs_before(out: Path) -> list[_Input]:
     path = out / INPUTS
     try:
-        return parse(list[_Input], b"[%b]" % b",".join(path.read_bytes().splitlines()))
+        lines = read_bytes(path, _MAX_JOURNAL).splitlines()
+        return parse(list[_Input], b"[%b]" % b",".join(lines))
     except FileNotFoundError:
         return []
-    except DatasetError as error:
+    except (OSError, DatasetError) as error:
         raise damaged_error(path, str(error)) from None
 
 
@@ -235,7 +238,7 @@ def truncate_file(path: Path, size: int) -> None:
     """Truncates a file to an earlier size."""
     if size and (not path.exists() or path.stat().st_size < size):
         raise damaged_error(path, "it is shorter than the journal says")
-    with path.open("ab") as file:
+    with open_directly(path, "ab") as file:
         file.truncate(size)
 
 
@@ -248,7 +251,7 @@ class SplitWriter:
         self._folder, self._split, self._dtype, self._shard_tokens = folder, split, tokenizer.dtype, shard_tokens
         self._suffixes = (TOKENS, DOCUMENTS, PROMPTS) if prompts else (TOKENS, DOCUMENTS)
         self.progress = progress
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, IO[bytes]] = {}
         for index, shard in enumerate(progress.shards):
             sizes = file_sizes(shard.documents, shard.tokens, self._dtype)
             for suffix in self._suffixes:
@@ -264,7 +267,8 @@ class SplitWriter:
         """Writes a document with a nonempty part, after which the shard may end; returns its number of tokens."""
         length, progress = 0, self.progress
         if not self._files:
-            self._files = {suffix: self._open_path(suffix).open("ab", _BUFFER) for suffix in self._suffixes}
+            for suffix in self._suffixes:
+                self._files[suffix] = open_directly(self._open_path(suffix), "ab", _BUFFER)
             if not progress.documents:
                 self._files[DOCUMENTS].write(bytes(OFFSET.itemsize))
         for part in parts:

@@ -5,6 +5,11 @@ All groups along an axis communicate at once. Compiled for an H100, the loop add
 1/n of the message (n devices) to an all-gather or a reduce-scatter, and a copy of the whole message to a permute.
 """
 
+if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp bench")
+
 import contextlib
 import io
 import itertools

@@ -28,7 +28,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.state import OPTIMIZER_SCOPE, trained_parameters
-from jaxtp.train.step import EXPERTS, fetch, make_train_step
+from jaxtp.train.step import fetch, make_train_step
 from jaxtp.train.user_loss import require_sums
 from jaxtp.train.validation import share_of
 
@@ -204,22 +204,25 @@ def program(
     mesh, task = mesh_of(case.sizes), subject.task
     blueprint = subject.blueprint(config, mesh)
     step = make_train_step(config, blueprint, with_choices=True, with_grads=True, task=task)
-    placed: list[dict[str, Any]] = list(subject.on_mesh(config, mesh))
+    placed = list(subject.on_mesh(config, mesh))
+    replays: list[dict[str, Any]] = [{} for _ in placed]  # arguments of the step
     if replayed is not None and any(kind is not None for kind in replayed.choices[0]):
-        for batch, choices in zip(placed, replayed.choices, strict=True):
+        for arguments, choices in zip(replays, replayed.choices, strict=True):
             experts = tuple(None if kind is None else kind[0] for kind in choices)
-            batch[EXPERTS] = jax.device_put(experts, NamedSharding(mesh, batch_spec(None)))
+            arguments["experts"] = jax.device_put(experts, NamedSharding(mesh, batch_spec(None)))
     problems: list[str] = []
     options: dict[str, Any] = {"compiler_options": COMPILER_OPTIONS}
     if audited:
         options["budget"] = costs_of_step(config, case.sizes).budget
         modelled = task.optimizer is None and optimizers.is_modelled(config.optimizer)
         options["global_view"] = () if modelled else (OPTIMIZER_SCOPE,)
-        result = audit(step, blueprint.sharded, placed[0], mesh=mesh, **options)
+        with jax.set_mesh(mesh):
+            traced = step.trace(blueprint.sharded, placed[0], **replays[0])
+        result = audit(traced, blueprint.sharded, mesh=mesh, **options)
         problems, step = result.problems(), result.compiled
     else:
         with jax.set_mesh(mesh):
-            step = step.lower(blueprint.sharded, placed[0]).compile(**options)
+            step = step.lower(blueprint.sharded, placed[0], **replays[0]).compile(**options)
     in_8_bits = config.model.precision.matmul != "compute"
     zigzag = blueprint.is_decoder and config.model.zigzag(share_of(config, case.sizes))
 
@@ -228,10 +231,10 @@ def program(
         all_choices: list[Choices] = []
         reached: list[Arrays] = []
         gradients: Arrays = {}
-        for update, batch in enumerate(placed):
+        for update, (batch, replay) in enumerate(zip(placed, replays, strict=True)):
             if update < len(states):
                 state = place(states[update], blueprint.abstract, mesh)
-            state, values, choices, grads = step(state, batch)
+            state, values, choices, grads = step(state, batch, **replay)
             choices = jax.tree.map(np.asarray, choices or [])
             all_choices.append(jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices) if zigzag else choices)
             metrics.append(fetch(values))

@@ -1,5 +1,10 @@
 """`jaxtp convert`: imports, exports, and compares the tp plans of models in Hugging Face format."""
 
+if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp convert")
+
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext

@@ -1,5 +1,10 @@
 """`jaxtp estimate`."""
 
+if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp estimate")
+
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace

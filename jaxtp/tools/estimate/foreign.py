@@ -25,13 +25,13 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.python_object import load_object
+from jaxtp.config.python_object import load_object, user_code
 from jaxtp.config.schema import ConfigError, UserPath, allowed, replace_nested
 from jaxtp.mesh import CP, TP, abstract_mesh, describe_mesh, fitting_meshes, mesh_sizes
 from jaxtp.tools.estimate.roofline import StepTime, communication_seconds, leaves_domain, product_seconds
 from jaxtp.tools.estimate.search import MEMORY_ERROR, Target, parse_meshes, target
 from jaxtp.tools.explain.explanation import sum_of_outputs
-from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings, users_code
+from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory
 from jaxtp.train.setup import plan
@@ -205,7 +205,7 @@ def estimate(config: TrainConfig, task: Task, batch: Shapes, sizes: Mapping[str,
     assert task.loss is not None
     if problem := next(batch_problems(config, sizes), None):
         raise ConfigError(problem.text)
-    with users_code("the model or its loss"):
+    with user_code("the model or its loss", UserError):
         blueprint, lines = plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)  # a trace needs no devices
         memory, work = trace_step(config, blueprint, task.loss, batch)
     hardware, count = where.hardware, config.train.accumulation

@@ -1,5 +1,10 @@
 """`jaxtp evaluate`: opens models and documents, measures, and reports the numbers as a table or as JSON."""
 
+if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp evaluate")
+
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxtp.config.affects import RUNS_CODE
 from jaxtp.config.hints import nearest_multiples
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, DataPath, Switch, UserPath
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
@@ -69,8 +70,9 @@ class EvaluateConfig(SourceConfig):
     """A task or group of lm-evaluation-harness, instead of data (pip install 'jaxtp[eval]'). Can be given several
     times."""
 
-    task_folder: _Folders = ()
-    """A folder of your own tasks, in the harness's YAML. Can be given several times."""
+    task_folder: Annotated[_Folders, RUNS_CODE] = ()
+    """A folder of your own tasks, in the harness's YAML, which may call Python functions of the folder. Can be given
+    several times."""
 
     num_fewshot: CountOrZero | None = None
     """Examples shown before each question; by default the number in the task."""
@@ -78,8 +80,9 @@ class EvaluateConfig(SourceConfig):
     chat: Switch = False
     """Ask tasks' questions as chat messages, with the model's chat template."""
 
-    cache: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder that stores the answers to tasks, so that an interrupted command can continue."""
+    cache: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR"), RUNS_CODE] = None
+    """Folder that stores the answers to tasks, so that an interrupted command can continue. The harness pickles them,
+    so a folder from someone else could run code."""
 
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""

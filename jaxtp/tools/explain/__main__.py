@@ -1,5 +1,10 @@
 """The command `jaxtp explain`."""
 
+if __name__ == "__main__":
+    from jaxtp.config.entry import start
+
+    start("jaxtp explain")
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,13 +20,15 @@ from jaxtp.analysis.propose import propose_plan
 from jaxtp.analysis.traced_model import Forward
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, parse_mesh
+from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
+from jaxtp.config.python_object import user_code
 from jaxtp.config.schema import ConfigError, Switch, UserPath, from_yaml
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.explain.explanation import explain
-from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_own_step, has_settings, users_code
+from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_own_step, has_settings
 from jaxtp.train import setup
 from jaxtp.train.config import TrainConfig, training_of
 from jaxtp.train.validation import batch_problems, check, refuse
@@ -87,7 +94,7 @@ def _explain_run(options: ExplainRun) -> None:
     config, task, batch = setup.open_task(config)
     assert task.loss is not None
     refuse(problem.text for problem in batch_problems(config, sizes))
-    with users_code("the model or its loss"):
+    with user_code("the model or its loss", UserError):
         # A trace needs no devices.
         blueprint, lines = setup.plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)
         explanation = explain_step(config, blueprint, task.loss, batch, compiled=options.compile)
@@ -123,7 +130,8 @@ def _explain_model(command: Explain) -> None:
         build, call = _decoder(config)
         shape = (config.data.global_batch_size, config.data.sequence_length)
         inputs = inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
-    with users_code(f"{command.model}, on inputs {', '.join(command.input) or 'none'} (float32 by default),"):
+    described = ", ".join(command.input) or "none"
+    with user_code(f"{command.model}, on inputs {described} (float32 by default),", UserError):
         if command.propose:
             plan = propose_plan(build, *inputs, mesh=sizes, call=call)
             print()

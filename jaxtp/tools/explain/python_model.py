@@ -1,8 +1,7 @@
 """Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, and the step of a user's run."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,8 +10,7 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 
-from jaxtp.config.entry import UserError
-from jaxtp.config.python_object import load_object, user_code_error
+from jaxtp.config.python_object import describe_value, load_object
 from jaxtp.config.schema import ConfigError, Switch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.config import ModelConfig
@@ -54,27 +52,16 @@ class PythonModel:
             raise ConfigError("--propose and --plan both give a plan; leave one of them out")
         plan: Plan | None = None if self.plan is None else load_object(self.plan, "--plan")
         if plan is not None and not isinstance(plan, Mapping):
-            raise ConfigError(f"--plan {self.plan} is {plan!r}, and should be a dict from module paths to styles")
+            raise ConfigError(
+                f"--plan {self.plan} is {describe_value(plan)}, and should be a dict from module paths to styles"
+            )
         return plan
 
     def builder(self) -> Callable[[], nnx.Module]:
         """Returns the function that builds the model; mistakes in it are ConfigErrors."""
         function = load_object(self.model, "MODEL")
-        if not callable(function):
-            raise ConfigError(f"{self.model} is {function!r}, and should be a function that returns a model")
         build = builder(function, ModelConfig(build=self.model))
         return lambda: build(nnx.Rngs(0))
-
-
-@contextmanager
-def users_code(what: str) -> Iterator[None]:
-    """Raises a ConfigError for other exceptions in its body, which runs a user's code."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise user_code_error(what, error) from error
 
 
 def has_settings(argv: Sequence[str]) -> bool:

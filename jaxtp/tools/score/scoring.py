@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import grain
 import jax
@@ -27,8 +27,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.config.entry import Interrupt, InterruptError, NumericsError
-from jaxtp.config.files import locked, require_empty, sha256, sync_file, write_atomically
-from jaxtp.config.reading import inside
+from jaxtp.config.files import locked, open_directly, require_empty, sha256, sync_file, write_atomically
 from jaxtp.config.schema import differences
 from jaxtp.data.batches import Position, token_batches
 from jaxtp.data.documents import Documents
@@ -210,7 +209,7 @@ class _Writer:
     """
 
     def __init__(self, job: Job):
-        self._job, self._files, self._saved = job, dict[Path, BinaryIO](), time.monotonic()
+        self._job, self._files, self._saved = job, dict[Path, IO[bytes]](), time.monotonic()
         self.done = done = finished_rows(job)
         if done is None:
             (job.out / JOURNAL).unlink(missing_ok=True)  # after a kill in `finish`
@@ -218,7 +217,7 @@ class _Writer:
         if not (job.out / JOURNAL).exists():
             self.save()
         for path, size in _sizes(job).items():
-            with inside(job.out, path.name).open("ab") as file:  # sparse: tokens in no row have zeros
+            with open_directly(path, "ab") as file:  # sparse: tokens in no row have zeros
                 if file.tell() != size and any(done.values()):
                     raise ScoresError(
                         f"{path}: damaged: {file.tell():,} bytes of {size:,}; delete {job.out} to start over"
@@ -236,7 +235,7 @@ class _Writer:
                 for suffix, (dtype, _) in layout.items():
                     content = found[suffix][index - first, at].astype(dtype)
                     path = shard_file(self._job.out, split, shard, suffix)
-                    file = self._files.get(path) or self._files.setdefault(path, path.open("r+b"))
+                    file = self._files.get(path) or self._files.setdefault(path, open_directly(path, "r+b"))
                     file.seek(part.start * content[0].nbytes)
                     file.write(content.tobytes())
         self.done[split] = last

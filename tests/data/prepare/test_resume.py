@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from corpora import jsonl, parquet, prepared, texts
 from runs import contents
+from structures import plant
 from support import journeys
 
-from jaxtp.data.prepare import batches
+from jaxtp.data.prepare import batches, run
 from jaxtp.data.prepare.__main__ import main
 
 KILLER = Path(__file__).parent.parent.parent / "killer.py"
@@ -91,3 +92,24 @@ def test_ends_in_silence_when_nobody_reads_its_output_and_can_go_on(inputs, tmp_
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
     subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
     assert (tmp_path / "out/dataset.json").exists()
+
+
+@pytest.mark.parametrize("name", ["seen.sha256", "train-00000.tokens", "train-00000.documents", "inputs.jsonl"])
+def test_an_unfinished_dataset_of_someone_else_leads_to_no_other_file(name, tmp_path, capsys):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "text.txt").write_text("some words\n")
+    command = [str(tmp_path / "text.txt"), "--dedup", "--out", str(tmp_path / "shared")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "batches", stop)
+        with pytest.raises(KeyError):
+            main(command)
+    plant(tmp_path / "shared" / name, "link to another file")
+    code = main(command)
+    assert code in (0, 2)
+    if code:
+        assert f"{name}: " in capsys.readouterr().err
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def stop(*_):
+    raise KeyError

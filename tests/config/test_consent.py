@@ -1,0 +1,248 @@
+"""Code that a configuration names runs only with the user's consent, because anyone may have written the file."""
+
+import os
+import shutil
+import tarfile
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxtp.__main__ import COMMANDS
+from jaxtp.config.affects import settings_of
+from jaxtp.config.files import is_own, mark_as_own
+from jaxtp.config.python_object import is_public
+from jaxtp.config.schema import ConfigError, nested
+from jaxtp.train.__main__ import COMMAND as TRAIN
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.task import _REFERENCES
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+WITH_FILES = ("bench", "check", "estimate", "evaluate", "explain", "generate", "score", "train")
+"""The commands that take a configuration with names of code."""
+REFERENCES = sorted({*_REFERENCES.values(), "train.callbacks"})
+EVIL = "from pathlib import Path\nPath('PWNED').touch()\ndef code(*a, **b): pass\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text(EVIL)
+    return tmp_path
+
+
+def write(path, values):
+    path.write_text(yaml.safe_dump(nested((name.split("."), value) for name, value in values.items())))
+    return ["--config", str(path)]
+
+
+def value_of(name, reference):
+    return [reference] if name in ("train.callbacks", "task_folder") else reference
+
+
+def run(program, words):
+    start = ["comm"] if program == "bench" else []
+    return import_module(f"{COMMANDS[program]}.__main__").main([*start, *words])
+
+
+CASES = [(program, name) for program in WITH_FILES[:3] for name in REFERENCES]
+CASES += [(program, name) for program in ("explain", "train") for name in REFERENCES]
+CASES += [(program, "build") for program in ("evaluate", "generate", "score")]
+CASES += [("evaluate", "task_folder"), ("evaluate", "cache")]
+
+
+@pytest.mark.parametrize(("program", "name"), CASES)
+def test_no_command_runs_code_that_a_file_names(program, name, folder, capsys):
+    words = write(folder / "shared.yaml", {name: value_of(name, "evil.py:code")})
+    assert run(program, words) == 2
+    error = capsys.readouterr().err
+    flag = f"--{name.replace('_', '-')}"
+    assert "shared.yaml names code" in error
+    assert f"\n  {flag} evil.py:code\n" in error
+    assert "--allow-code" in error
+    assert "Traceback" not in error
+    assert not Path("PWNED").exists()
+
+
+@pytest.mark.parametrize("program", ["check", "estimate", "explain", "train"])
+def test_a_file_cannot_call_a_function_of_the_standard_library(program, folder, capsys):
+    loss = {"train.loss": "jaxtp:DPO", "data.batches": "itertools:count"}
+    call = {"model.build": "os:system", "model.arguments": {"command": "touch PWNED"}}
+    assert run(program, write(folder / "shared.yaml", call | loss)) == 2
+    assert "--model.build os:system\n  --data.batches itertools:count\n" in capsys.readouterr().err
+    assert not Path("PWNED").exists()
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_consent_is_the_same_flag_or_a_flag_for_all(name, folder, capsys):
+    words = write(folder / "mine.yaml", {name: value_of(name, "evil.py:code")})
+    same, _ = TRAIN.load([*words, f"--{name}", "evil.py:code"])
+    assert capsys.readouterr().err == ""
+    assert TRAIN.load([*words, "--allow-code"])[0] == same
+    assert f"mine.yaml names code that runs: --{name.replace('_', '-')} evil.py:code\n" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="names code"):
+        TRAIN.load([*words, "--train.steps", "3"])
+
+
+def test_consent_to_one_name_is_not_consent_to_another(folder):
+    words = write(folder / "mine.yaml", {"model.build": "evil.py:code", "train.loss": "os:system"})
+    with pytest.raises(ConfigError, match=r"--train\.loss os:system") as caught:
+        TRAIN.load([*words, "--model.build", "evil.py:code"])
+    assert "--model.build" not in str(caught.value)
+
+
+def test_a_file_cannot_consent(folder):
+    words = write(folder / "shared.yaml", {"allow_code": True, "model.build": "evil.py:code"})
+    with pytest.raises(ConfigError, match="allow_code: unknown key"):
+        TRAIN.load(words)
+
+
+def test_a_base_of_a_file_is_a_file(folder):
+    write(folder / "base.yaml", {"model.build": "evil.py:code"})
+    words = write(folder / "shared.yaml", {"base": "base.yaml"})
+    with pytest.raises(ConfigError, match=r"shared\.yaml names code"):
+        TRAIN.load(words)
+
+
+def test_printing_needs_no_consent(folder, capsys):
+    words = write(folder / "shared.yaml", {"model.build": "evil.py:code"})
+    with pytest.raises(SystemExit):
+        TRAIN.load([*words, "--print-config"])
+    assert "build: evil.py:code" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_recipes_need_no_consent(path):
+    TRAIN.load(["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("reference", "is_harmless"),
+    [
+        ("jaxtp:DPO", True),
+        ("jaxtp:Distillation", True),
+        ("jaxtp.train.preference:DPO", True),  # as `config.yaml` has it
+        ("jaxtp:ModelConfig", True),
+        ("jaxtp:save_hf", False),
+        ("jaxtp:Trainer", False),  # its arguments could name code
+        ("jaxtp:absent", False),
+        ("jaxtp.config:DPO", False),
+        ("jaxtp/evil.py:DPO", False),
+        ("jaxtp.py:DPO", False),
+        ("jaxtp.config.python_object:importlib", False),
+        ("jaxtpx:DPO", False),
+        ("DPO", False),
+        ("", False),
+    ],
+)
+def test_only_settings_and_losses_of_the_package_are_public(reference, is_harmless):
+    assert is_public(reference) == is_harmless
+
+
+def test_every_setting_that_names_a_part_of_a_run_is_marked():
+    known = settings_of(TrainConfig)
+    assert sorted(name for name, setting in known.items() if setting.runs_code) == REFERENCES
+
+
+@pytest.fixture
+def own(folder):
+    """A file that a run of this user wrote."""
+    (folder / "run").mkdir()
+    path = folder / "run/config.yaml"
+    write(path, {"model.build": "evil.py:code"})
+    mark_as_own(path)
+    return path
+
+
+def test_a_file_of_the_users_own_run_has_consent(own, capsys):
+    TRAIN.load(["--config", str(own)])
+    assert "run/config.yaml names code that runs: --model.build evil.py:code" in capsys.readouterr().err
+    own.parent.rename("moved")
+    assert is_own(Path("moved/config.yaml"))
+
+
+def archive(folder, own):
+    """How a stranger shares a run; who unpacks it owns the files."""
+    with tarfile.open(folder / "run.tar", "w") as file:
+        file.add(own.parent, "run")
+    shutil.rmtree(own.parent)
+    with tarfile.open(folder / "run.tar") as file:
+        file.extractall(folder, filter="fully_trusted")
+
+
+def copy(folder, own):
+    own.parent.rename("other")
+    shutil.copytree("other", own.parent)
+
+
+def edit(folder, own):
+    before = own.stat()
+    own.write_text(own.read_text().replace("evil", "worse"))
+    os.utime(own, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace(folder, own):
+    (folder / "new").write_text("model: {build: os:system}")
+    (folder / "new").replace(own)
+
+
+def link(folder, own):
+    own.rename("elsewhere")
+    own.symlink_to("../elsewhere")
+
+
+def mark_of(own):
+    return own.with_name(".config.yaml.own")
+
+
+CHANGES = {
+    "archive": archive,
+    "copy": copy,
+    "edit": edit,
+    "replace": replace,
+    "link": link,
+    "writable by others": lambda folder, own: own.chmod(0o666),
+    "no mark": lambda folder, own: mark_of(own).unlink(),
+    "a mark that others may write": lambda folder, own: mark_of(own).chmod(0o666),
+    "a long mark": lambda folder, own: mark_of(own).write_bytes(b"1" * 10**6),
+    "a mark that is a folder": lambda folder, own: mark_of(own).unlink() or mark_of(own).mkdir(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_of_anyone_else_has_none(name, folder, own):
+    assert is_own(own)
+    CHANGES[name](folder, own)
+    assert not is_own(own)
+    with pytest.raises(ConfigError, match="names code"):
+        TRAIN.load(["--config", str(own)])
+
+
+def test_a_file_of_another_user_has_no_consent(own, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert not is_own(own)
+
+
+@pytest.mark.wide
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    named=st.dictionaries(st.sampled_from(REFERENCES), st.sampled_from(["evil.py:code", "os:system", "jaxtp:DPO"])),
+    in_base=st.sets(st.sampled_from(REFERENCES)),
+    flags=st.sets(st.sampled_from(REFERENCES)),
+)
+def test_any_file_is_refused_unless_flags_replace_all_its_names(named, in_base, flags, folder):
+    values = {name: value_of(name, reference) for name, reference in named.items()}
+    write(folder / "base.yaml", {name: value for name, value in values.items() if name in in_base})
+    above = {name: value for name, value in values.items() if name not in in_base}
+    words = write(folder / "shared.yaml", above | {"base": "base.yaml"})
+    words += [word for name in flags for word in (f"--{name}", "evil.py:code")]
+    left = {name for name, reference in named.items() if name not in flags and reference != "jaxtp:DPO"}
+    if left:
+        with pytest.raises(ConfigError, match="names code"):
+            TRAIN.load(words)
+    else:
+        TRAIN.load(words)
+    assert not Path("PWNED").exists()
