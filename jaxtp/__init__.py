@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from jaxtp.hf.model_folder import HFError as HFError
     from jaxtp.hf.peft import load_peft as load_peft
     from jaxtp.hf.peft import save_peft as save_peft
-    from jaxtp.hf.runs import load_run as load_run
     from jaxtp.hf.save import save_hf as save_hf
     from jaxtp.hf.save import stream_weights as stream_weights
     from jaxtp.layers.attention import AttentionConfig as AttentionConfig
@@ -85,6 +84,7 @@ if TYPE_CHECKING:
     from jaxtp.tools.explain.explanation import explain as explain
     from jaxtp.train.distillation import Distillation as Distillation
     from jaxtp.train.optimizer import by_path as by_path
+    from jaxtp.train.own_model import load_run as load_run
     from jaxtp.train.preference import DPO as DPO
     from jaxtp.train.task import Task as Task
     from jaxtp.train.trainer import Trainer as Trainer

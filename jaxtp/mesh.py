@@ -34,6 +34,9 @@ REPLICAS = (DP,)
 """Axes along which every weight is replicated and used on different tokens; its gradient is all-reduced."""
 
 MAX_VIRTUAL_DEVICES = 1024  # of one process: they start in a second and share the cores
+MIN_VIRTUAL_DEVICES = 8
+"""The fewest virtual devices with which a single process starts: their number cannot grow, and a later mesh, as in the
+next cell of a notebook, may be larger. Unused ones cost nothing."""
 _MAX_LISTED = 12  # meshes listed in a message
 _MADE = "build it with jaxtp.make_mesh, where an unused axis has size 1"
 
@@ -47,7 +50,8 @@ def make_mesh(
 ) -> Mesh:
     """Builds the mesh `(dp, fsdp, cp, tp)`; make it current with `jax.set_mesh(mesh)`.
 
-    Without accelerators it requests as many virtual CPU devices as needed, unless JAX's backend has started.
+    Without accelerators it requests as many virtual CPU devices as needed, and at least eight, unless JAX's backend has
+    started.
 
     One axis may be -1: it takes all remaining devices. `devices` defaults to `jax.devices()`. A mesh of a single
     process may be smaller, and takes the first devices.
@@ -73,17 +77,38 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = Non
     return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices[:needed], axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def request_virtual_devices(count: int) -> None:
-    """Makes this process start with `count` virtual CPU devices if it has no accelerator.
+_numbers_of_devices: set[int] = set()  # that `request_virtual_devices` set in this process
 
-    No effect if their number is configured, the backend has started, or `count` > `MAX_VIRTUAL_DEVICES`.
+
+def request_virtual_devices(count: int = 1) -> None:
+    """Makes this process start with virtual CPU devices if it has no accelerator: at least `count`.
+
+    A process among several gets `count`. One by itself gets a multiple of it, `MIN_VIRTUAL_DEVICES` or more, so that an
+    axis of -1 has a size. No effect if their number is configured, the backend has started, or
+    `count` > `MAX_VIRTUAL_DEVICES`.
     """
-    if jax.config.jax_num_cpu_devices != -1 or count > MAX_VIRTUAL_DEVICES:  # type: ignore[attr-defined]  # -1: not set
+    configured = jax.config.jax_num_cpu_devices != -1  # type: ignore[attr-defined]
+    if configured or count > MAX_VIRTUAL_DEVICES:
         return
+    if not jax.distributed.is_initialized():
+        count *= -(-MIN_VIRTUAL_DEVICES // count)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         return  # the backend has started; _check_count compares the mesh with its devices
+    _numbers_of_devices.add(count)
+
+
+def is_number_configured() -> bool:
+    """Returns whether the user set the number of CPU devices; `request_virtual_devices` leaves spare ones otherwise."""
+    return jax.config.jax_num_cpu_devices not in (-1, *_numbers_of_devices)  # type: ignore[attr-defined]
+
+
+def all_devices() -> list[jax.Device]:
+    """Returns JAX's devices; if this starts the backend of a single process, it has virtual ones for later meshes."""
+    if not jax.distributed.is_initialized():
+        request_virtual_devices()
+    return jax.devices()
 
 
 def mesh_shape(**sizes: int) -> dict[str, int]:
@@ -144,7 +169,7 @@ def check_axes(mesh: Mesh | AbstractMesh) -> None:
 def current_device() -> jax.Device | AbstractDevice:
     """Returns the device, possibly abstract, of the mesh in context, else `jax.devices()[0]`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
+    return (None if mesh.empty else mesh.abstract_device) or all_devices()[0]
 
 
 def current_platform() -> str:
@@ -206,8 +231,9 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
         raise MeshError(f"{problem}; the limit of virtual CPU devices is {MAX_VIRTUAL_DEVICES}")
     if first.platform == "cpu" and needed > len(devices):
         raise MeshError(
-            f"{problem}: JAX's backend has started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "
-            f'other JAX operation, or jax.config.update("jax_num_cpu_devices", {needed}) at the start'
+            f"{problem}: JAX's backend has started, or JAX_NUM_CPU_DEVICES is set. Restart Python (in a notebook, its "
+            "kernel), and make the largest mesh by jaxtp.make_mesh before any other JAX operation, or "
+            f'jax.config.update("jax_num_cpu_devices", {needed}) at the start'
         )
     raise MeshError(f"{problem}; meshes that fit ({', '.join(AXES)}): {_list_meshes(len(devices), sizes)}")
 

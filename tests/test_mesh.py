@@ -1,4 +1,7 @@
 import math
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -7,12 +10,14 @@ import pytest
 from flax import nnx
 
 import jaxtp
+from jaxtp import mesh as meshes
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import (
     AXES,
     MeshError,
     current_mesh,
     fitting_meshes,
+    is_number_configured,
     mesh_shape,
     mesh_sizes,
 )
@@ -128,14 +133,76 @@ def test_indivisible_weight_is_refused_not_replicated():
         jaxtp.ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))
 
 
-def test_no_more_virtual_devices_are_asked_for_than_can_be_had(monkeypatch):
+class FakeJax:
+    """JAX before its backend has started."""
+
+    def __init__(self, processes=1):
+        self.config = SimpleNamespace(jax_num_cpu_devices=-1, update=self._update)
+        self.distributed = SimpleNamespace(is_initialized=lambda: processes > 1)
+
+    def _update(self, name, value):
+        setattr(self.config, name, value)
+
+
+@pytest.fixture
+def fake_jax(monkeypatch):
+    def install(processes=1):
+        fake = FakeJax(processes)
+        monkeypatch.setattr("jaxtp.mesh.jax", fake)
+        monkeypatch.setattr("jaxtp.mesh._numbers_of_devices", set())
+        return fake
+
+    return install
+
+
+def test_no_more_virtual_devices_are_asked_for_than_can_be_had(fake_jax):
     """A billion virtual devices would take all memory."""
-    asked = []
-    config = SimpleNamespace(jax_num_cpu_devices=-1, update=lambda name, value: asked.append(value))
-    monkeypatch.setattr("jaxtp.mesh.jax", SimpleNamespace(config=config))
-    request_virtual_devices(8)
+    jax = fake_jax()
     request_virtual_devices(10**9)
-    assert asked == [8]
+    assert jax.config.jax_num_cpu_devices == -1
+
+
+@pytest.mark.parametrize(("asked", "made"), [(1, 8), (2, 8), (3, 9), (5, 10), (8, 8), (12, 12)])
+def test_there_are_virtual_devices_for_a_later_mesh_and_for_an_axis_of_minus_one(fake_jax, asked, made):
+    jax = fake_jax()
+    assert not is_number_configured()
+    request_virtual_devices(asked)
+    assert jax.config.jax_num_cpu_devices == made
+    assert not is_number_configured()
+    request_virtual_devices(16)
+    assert jax.config.jax_num_cpu_devices == made
+
+
+def test_one_of_several_processes_has_no_spare_devices(fake_jax):
+    jax = fake_jax(processes=2)
+    meshes.request_virtual_devices(3)
+    assert jax.config.jax_num_cpu_devices == 3
+
+
+def test_a_number_of_devices_that_the_user_set_stays(fake_jax):
+    jax = fake_jax()
+    jax.config.jax_num_cpu_devices = 2
+    request_virtual_devices(4)
+    assert jax.config.jax_num_cpu_devices == 2
+    assert is_number_configured()
+
+
+LATER = """
+import jax
+import jaxtp
+print(jaxtp.make_mesh(tp=2).shape["tp"])
+print(jaxtp.make_mesh(fsdp=2, tp=4).size)
+print(jaxtp.make_mesh(fsdp=-1, tp=2).shape["fsdp"])
+"""
+
+
+@pytest.mark.journey
+def test_a_later_mesh_may_be_larger():
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-c", LATER], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["2", "8", "4"]
 
 
 @pytest.mark.parametrize("size", [0, -1, 4.0, "4", None])

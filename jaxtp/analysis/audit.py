@@ -21,6 +21,7 @@ from jaxtp.analysis.collective import Collective, Place, bytes_by_place, sums
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import columns
+from jaxtp.config.entry import BriefError
 from jaxtp.layers.parameter import is_variable
 from jaxtp.mesh import REPLICAS, TP, axes_of, mesh_sizes, parts
 
@@ -29,7 +30,7 @@ LARGE = 2**20  # Bytes above which an unintended replication is an error
 ROUNDING = 1e-9  # Relative error of a budget, which is a sum of fractions
 
 
-class AuditError(ValueError):
+class AuditError(BriefError, ValueError):
     """A compiled step breaks its plan."""
 
 

@@ -30,6 +30,7 @@ from jaxtp.checkpoint.logical import Arrays
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import read_bytes
 from jaxtp.distributed.agreement import is_multiprocess
+from jaxtp.mesh import all_devices
 
 Info = dict[str, Any]  # The JSON object that a checkpoint stores with its arrays
 Metadata = Mapping[str, Any]  # Orbax's metadata of arrays, by name
@@ -324,7 +325,7 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
     """Opens a checkpoint, or the newest of a run; raises `CheckpointError` if it is missing or damaged."""
     folder = newest_checkpoint(folder)
     info, metadata = read_info(folder), read_metadata(folder)
-    sharding = SingleDeviceSharding(jax.devices()[0])
+    sharding = SingleDeviceSharding(all_devices()[0])
     arrays = {n: jax.ShapeDtypeStruct(tuple(a.shape), a.dtype, sharding=sharding) for n, a in sorted(metadata.items())}
     if missing := sorted(info[_CHECKSUMS].keys() - arrays.keys()):
         raise CheckpointError(f"{folder}: saved arrays are missing: {', '.join(missing[:3])}")

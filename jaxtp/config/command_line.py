@@ -82,7 +82,7 @@ class _CommonFlags:
     """Runs the Python code that the --config file names. Give it only if you trust the file and that code."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
-    """Size of each mesh axis; 1 by default."""
+    """Size of each mesh axis, 1 by default; -1 takes all remaining devices."""
 
 
 _CONFIG, _PRINT, _ALLOW, _MESH = settings_of(_CommonFlags).values()

@@ -32,13 +32,22 @@ _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Control characters, e
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class NumericsError(ArithmeticError):
+class BriefError(Exception):
+    """An error whose message suffices: notebooks show it below the user's own lines, without the lines of libraries."""
+
+    def _render_traceback_(self) -> list[str]:
+        # IPython calls this method of an exception, and prints the lines instead of its own.
+        places = importlib.import_module("jaxtp.config.python_object").users_lines(self)
+        return [*places, f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
+
+
+class NumericsError(BriefError, ArithmeticError):
     """Numbers are not finite or differ between devices, so a run cannot continue."""
 
     exit_code = WRONG
 
 
-class UserError(ValueError):
+class UserError(BriefError, ValueError):
     """A mistake that the user can fix; its message is printed without a traceback."""
 
     exit_code = MISTAKE

@@ -215,9 +215,7 @@ def describe_exception(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         where = f" ({error.filename}, line {error.lineno})"
     else:
-        frames = traceback.extract_tb(error.__traceback__)
-        users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
-        users = [frame for frame in users if "site-packages" not in frame.filename]  # of another environment
+        users = [frame for frame in _users_frames(error) if not frame.filename.startswith("<")]
         where = f" ({users[-1].filename}, line {users[-1].lineno}: {users[-1].line})" if users else ""
     if isinstance(error, SystemExit):
         return f"{where}: it ends the process by sys.exit({describe_value(error.code)})"
@@ -231,6 +229,22 @@ def describe_exception(error: BaseException) -> str:
             f"models are built under jax.jit, where nothing can be loaded; load it outside of the function ({reason})"
         )
     return f"{where}: {type(error).__name__}: {reason}"
+
+
+def users_lines(error: BaseException) -> list[str]:
+    """Returns the lines of a user's code through which an exception came: `mine.py, line 7: train()`."""
+    lines = []
+    for frame in _users_frames(error):
+        is_cell = "ipykernel_" in frame.filename or frame.filename.startswith("<")  # no file that a user knows
+        place = "" if is_cell else f"{frame.filename}, "
+        lines.append(f"{place}line {frame.lineno}: {frame.line}")
+    return lines
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
+    return [frame for frame in users if "site-packages" not in frame.filename]  # also of another environment
 
 
 def _message(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from jaxtp.data.documents import Documents, InMemory
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
+LIBRARY = "standard library of Python"  # Begins the description of the default data
 PREFIX = "prefix"  # Key in `Corpus.describe`: the tokens that each document starts with
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 _HELD_OUT_ONE_IN = 20
@@ -157,7 +158,7 @@ def standard_library(root: Path | None = None) -> Part:
         files[int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0].append(_read(root / path))
     if not any(files[False]) or not any(files[True]):
         raise CorpusError(f"{root}: no Python sources to train on; name a text file of your own with --data.path FILE")
-    source = f"standard library of Python {platform.python_version()}, {len(paths)} files"
+    source = f"{LIBRARY} {platform.python_version()}, {len(paths)} files"
     return Part(_in_memory(files[False], str(root)), _in_memory(files[True], str(root)), BYTE_TOKENIZER, source)
 
 

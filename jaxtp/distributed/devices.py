@@ -33,8 +33,8 @@ def request_virtual_devices(count: int) -> None:
 def most_devices() -> int | None:
     """Starts JAX's backend and returns the number of devices; None for CPUs whose number was not configured."""
     accept_absent_gpus()
-    devices = jax.devices()
-    any_number = devices[0].platform == "cpu" and jax.config.jax_num_cpu_devices == -1  # type: ignore[attr-defined]
+    devices = meshes.all_devices()
+    any_number = devices[0].platform == "cpu" and not meshes.is_number_configured()
     return None if any_number else len(devices)
 
 

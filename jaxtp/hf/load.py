@@ -23,7 +23,7 @@ from jaxtp.hf.safetensors import Block, StoredTensor
 from jaxtp.hf.tensor_map import HEAD, TABLE, Columns, TensorPart, match_tensors, name_of, split_path
 from jaxtp.hf.wrapper import require_prediction_heads
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
-from jaxtp.mesh import current_mesh, mesh_sizes
+from jaxtp.mesh import all_devices, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, validate_model
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
@@ -172,7 +172,7 @@ def load_tensors(
 
 
 def _sharding(mesh: Mesh | None, declared: PartitionSpec) -> Sharding:
-    return SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, declared)
+    return SingleDeviceSharding(all_devices()[0]) if mesh is None else NamedSharding(mesh, declared)
 
 
 _with_layer = jax.jit(partial(jax.lax.dynamic_update_index_in_dim, axis=0), donate_argnums=0)

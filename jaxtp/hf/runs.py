@@ -17,7 +17,7 @@ from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.logical import select_paths, to_logical
 from jaxtp.checkpoint.manager import load_weights
-from jaxtp.checkpoint.storage import newest_checkpoint, open_checkpoint, read_info_on_all
+from jaxtp.checkpoint.storage import StoredCheckpoint, newest_checkpoint, read_info_on_all
 from jaxtp.config.files import fingerprint
 from jaxtp.config.schema import expand, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
@@ -29,10 +29,9 @@ from jaxtp.hf.peft import PeftFolder, with_peft
 from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder, json_bytes, write_files
 from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig, float8_kernels, freeze_as
-from jaxtp.mesh import current_mesh, make_mesh
 from jaxtp.models.config import ModelConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
-from jaxtp.models.own_decoder import decoder_settings
+from jaxtp.models.own_decoder import call_of_load, decoder_settings
 
 BASE = "base"  # Key in the info of a checkpoint of adapters: folder and hash of the base model
 HF_FILES = "hf"  # Folder in a run for config.json and the tokenizer files of its model
@@ -40,23 +39,23 @@ ORIGIN = "origin.json"
 """File in it that names the folder of a model with tensors outside of the text model."""
 
 
-def load_run(path: str | Path, *, base: str | Path | None = None, build: object = None) -> Decoder:
-    """Returns the model in a run (its newest checkpoint) or a checkpoint, with any adapters, on the mesh in context.
+def load_decoder(
+    checkpoint: StoredCheckpoint, config: ModelConfig, mesh: Mesh, base: str | Path | None = None
+) -> Decoder:
+    """Returns the decoder in a checkpoint, with its adapters and their base model.
 
     Args:
+      config: the checkpoint's, from `run_model_config`.
       base: the adapters' base model, if it has moved.
-      build: the function, class or settings that made the run's model, if it is a Decoder of your own.
 
     Raises:
-      CheckpointError: the checkpoint is missing or damaged, or the base model does not match.
+      CheckpointError: the checkpoint is damaged, or the base model does not match.
       HFError: the base model is unreadable.
     """
-    checkpoint = open_checkpoint(expand(Path(path)))
-    mesh = make_mesh() if current_mesh() is None else jax.sharding.get_mesh()
-    model = run_model_config(checkpoint.folder, checkpoint.info, build)
-    if model.lora.rank:
-        return load_adapted(checkpoint.folder, checkpoint.info, mesh, None if base is None else expand(Path(base)))
-    return load_merged(checkpoint.folder, checkpoint.info, model, mesh)
+    if config.lora.rank:
+        path = None if base is None else expand(Path(base))
+        return load_adapted(checkpoint.folder, checkpoint.info, mesh, path)
+    return load_merged(checkpoint.folder, checkpoint.info, config, mesh)
 
 
 def load_merged(
@@ -105,20 +104,39 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
 
 
 def run_model_config(checkpoint: Path, info: Mapping[str, Any], build: object = None) -> ModelConfig:
-    """Returns the model configuration that a checkpoint records.
-
-    A checkpoint may come from anyone, so no code that it names is imported: `build` makes a Decoder of the user's.
+    """Returns the configuration of the decoder that a checkpoint records.
 
     Raises:
-      CheckpointError: no configuration, or a model that needs `build`, or no Decoder.
+      CheckpointError: as `own_or_decoder`, or the model is no decoder.
+    """
+    config, is_decoder = own_or_decoder(checkpoint, info, build)
+    if is_decoder:
+        return config
+    raise CheckpointError(
+        f"{checkpoint} has a model of {config.build}, which is no jaxtp.Decoder, and commands that generate, "
+        f"evaluate, score or export take only decoders; in Python, {call_of_load(checkpoint, config.build)} returns it"
+    )
+
+
+def own_or_decoder(checkpoint: Path, info: Mapping[str, Any], build: object = None) -> tuple[ModelConfig, bool]:
+    """Returns the model configuration that a checkpoint records, and whether it describes a decoder.
+
+    A checkpoint may come from anyone, so no code that it names is imported: `build` makes a model of the user's.
+
+    Raises:
+      CheckpointError: no configuration, a model that needs `build`, or one that has no use for it.
+      ConfigError: `build` does not take the recorded arguments, or fails.
     """
     stored = info.get("config", {})
     if "model" not in stored:
         raise CheckpointError(f"{checkpoint} does not record its model; jaxtp train did not write it")
-    model, source = upgrade_settings(stored["model"]), f"{checkpoint}: its model"
+    model = upgrade_settings(stored["model"])
+    source = f"{checkpoint}: its model"
     name = model.get("build")
     if name is None:
-        return validate(ModelConfig, model, source=source)
+        if build is not None:
+            raise CheckpointError(f"{checkpoint} has jaxtp's own decoder, which needs no code: leave build out")
+        return validate(ModelConfig, model, source=source), True
     if build is None:
         raise CheckpointError(
             f"{checkpoint} has a model of {name}, and jaxtp runs no code that a folder names; if you trust that "
@@ -126,11 +144,9 @@ def run_model_config(checkpoint: Path, info: Mapping[str, Any], build: object = 
         )
     settings = decoder_settings(build, ModelConfig(build=name, arguments=model["arguments"]))
     if settings is None:
-        raise CheckpointError(
-            f"{checkpoint} has a model of {name}, which is no jaxtp.Decoder; in Python, jaxtp.Trainer(task, "
-            "folder=RUN) opens it as trainer.model"
-        )
-    return replace(validate(type(settings), model, source=source), decoder=settings.decoder)
+        return validate(ModelConfig, model, source=source), False
+    decoder = validate(type(settings), model, source=source)
+    return replace(decoder, decoder=settings.decoder), True
 
 
 def _has_adapters(info: Mapping[str, Any]) -> bool:

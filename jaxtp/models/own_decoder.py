@@ -6,6 +6,7 @@ The settings of a Decoder carry what makes it (`ModelConfig.decoder`), for all c
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -72,6 +73,17 @@ def decoder_settings(source: Any, config: ModelConfig) -> ModelConfig | None:
             f"{config.build}: a Decoder of your own takes weights by --run.init-from, and has no adapters"
         )
     return found
+
+
+def call_of_load(path: Path, build: str | None) -> str:
+    """Returns the Python expression that loads a run of a model of the user's, which `build` names."""
+    place, _, name = (build or "").rpartition(":")
+    reference = repr(build)
+    if place == "__main__":  # of a notebook
+        reference = name
+    elif not place or build is None or build.startswith("<"):
+        reference = "..."
+    return f"jaxtp.load_run({str(path)!r}, build={reference})"
 
 
 def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | None:

@@ -6,6 +6,7 @@ A function that builds the model is traced and compiled, which initialises its a
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -85,8 +86,11 @@ def original_model(model: nnx.Module | Build) -> tuple[nnx.Module, dict[str, Sty
 
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     if mesh is None:
-        concrete = jax.sharding.get_mesh()
-        mesh = jax.sharding.get_abstract_mesh() if concrete.empty else concrete
+        mesh = jax.sharding.get_abstract_mesh()
+        # A function that builds a model is traced, and a trace knows only the abstract mesh.
+        with suppress(ValueError):
+            concrete = jax.sharding.get_mesh()
+            mesh = mesh if concrete.empty else concrete
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(f"parallelize takes a mesh, such as jaxtp.make_mesh(fsdp=2, tp=4), not {mesh!r}")
     if mesh.empty:

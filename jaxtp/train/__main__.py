@@ -25,7 +25,7 @@ from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture
-from jaxtp.config.schema import UserPath, to_plain
+from jaxtp.config.schema import Switch, UserPath, to_plain
 from jaxtp.distributed.agreement import raise_everywhere, run_and_report, watch
 from jaxtp.distributed.allocator import choose_allocator
 from jaxtp.distributed.environment import is_launched
@@ -47,7 +47,7 @@ flags override it; --print-config prints the result and does nothing else. The s
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand(TrainConfig):
-    """A run's configuration, and the files written at its end."""
+    """A run's configuration, its output, and the files written at its end."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for the last numbers of the run and its configuration, written at its end."""
@@ -55,12 +55,15 @@ class RunCommand(TrainConfig):
     plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Picture of the curves of the run, drawn at its end (pip install 'jaxtp[plot]')."""
 
+    verbose: Switch = False
+    """Also print the shape and the sharding of each parameter."""
+
 
 COMMAND = Command(
     program=PROGRAM,
     schema=RunCommand,
     description=DESCRIPTION,
-    short_help=("json", "plot", *in_short_help(TrainConfig)),
+    short_help=("json", "plot", "verbose", *in_short_help(TrainConfig)),
     printed=training_of,
 )
 INTERRUPTED = "interrupted; the same command resumes from the newest checkpoint, if there is one"
@@ -88,7 +91,7 @@ def _train(argv: Sequence[str]) -> int:
         config, startup_log = COMMAND.load(argv, _resolved)
         require_writable("--json", config.json)
         require_picture("--plot", config.plot)
-    with Trainer.of(training_of(config), startup_log) as trainer:
+    with Trainer.of(training_of(config), startup_log, verbose=config.verbose) as trainer:
         done = trainer.run_to_end()
         if jax.process_index() == 0:
             _write(config, trainer)

@@ -93,7 +93,8 @@ class DataConfig:
     """Training and validation data."""
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
-    """A folder made by jaxtp prepare, or a text file, read as bytes; by default Python's standard library."""
+    """A folder made by jaxtp prepare, or a text file, read as bytes; by default the standard library of the Python
+    that runs the command."""
 
     mixture: Annotated[dict[DataKey, Positive], tyro.conf.Fixed, SAMPLES] = field(default_factory=dict)
     """In a YAML file, instead of path: weights of datasets, such as {data/code: 0.7, data/prose: 0.3}."""
@@ -259,6 +260,16 @@ class LoopConfig:
     verify_every: Annotated[CountOrZero, NOTHING] = 0
     """Steps between checks for silent corruption: the run compares replicas, and computes a step twice. A difference
     ends the run and names the devices. A check keeps the state twice in host memory. 0 is off."""
+
+    deterministic: Annotated[bool, NOTHING] = False
+    """On GPUs, compile the step without operations that sum in a varying order (XLA's flag
+    xla_gpu_exclude_nondeterministic_ops), and take the first suitable attention kernel, not the fastest. The step may
+    be slower. verify_every implies the flag. CPUs are deterministic without it."""
+
+    @property
+    def excludes_nondeterministic(self) -> bool:
+        """Whether a compiled step gives the same bits each time."""
+        return self.deterministic or self.verify_every > 0
 
     @property
     def skips_allowed(self) -> int:

@@ -20,6 +20,7 @@ import jax
 from jaxtp.checkpoint.storage import Info, newest_info
 from jaxtp.config.schema import ConfigError, expand, leaves, nested, replace_nested, to_plain, validate
 from jaxtp.data.manifest import DatasetError, read_manifest
+from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.distributed.allocator import choose_allocator
 from jaxtp.distributed.devices import bytes_limit, request_virtual_devices
 from jaxtp.layers.kernels.select import architecture_of
@@ -33,6 +34,7 @@ from jaxtp.mesh import (
     check_sizes,
     describe_mesh,
     fitting_meshes,
+    is_number_configured,
     mesh_shape,
     parts,
     resolve_sizes,
@@ -255,14 +257,21 @@ def probe_devices(mesh: Mapping[str, int]) -> DeviceInfo:
     Raises:
       MeshError: more devices than the machine can have.
     """
-    request_virtual_devices(math.prod(size for size in mesh.values() if size != -1))
+    asked = math.prod(size for size in mesh.values() if size != -1)
+    request_virtual_devices(asked)
     first = jax.devices()[0]
     is_cpu = first.platform == "cpu"
+    count = jax.device_count()
+    per_process = jax.local_device_count()
+    if is_cpu and not is_number_configured() and not is_multiprocess() and -1 not in mesh.values():
+        # The others are there for later meshes; a default mesh would only be slower with them.
+        count = min(asked, count)
+        per_process = count
     # TPUs are fast in bfloat16, NVIDIA's GPUs from compute capability 8.0 on; CPUs emulate it.
     major, _, _ = str(getattr(first, "compute_capability", "")).partition(".")
     return DeviceInfo(
-        count=jax.device_count(),
-        per_process=jax.local_device_count(),
+        count=count,
+        per_process=per_process,
         bfloat16=not is_cpu and not (major.isdecimal() and int(major) < 8),
         kind=VIRTUAL_KIND if is_cpu else first.device_kind,
         memory=bytes_limit(jax.local_devices()[0]),

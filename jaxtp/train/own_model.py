@@ -1,22 +1,147 @@
-"""A model of the user's that is no Decoder: how it is split over the mesh, and computed."""
+"""A model of the user's that is no Decoder: how it is split over the mesh, computed, and loaded from its run."""
 
+import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.config.schema import ConfigError
+from jaxtp.checkpoint.io_errors import CheckpointError
+from jaxtp.checkpoint.logical import abstract_logical
+from jaxtp.checkpoint.manager import load_weights
+from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
+from jaxtp.config.python_object import describe_value, load_object
+from jaxtp.config.schema import ConfigError, expand
+from jaxtp.hf.runs import load_decoder, own_or_decoder
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import CP, TP, mesh_sizes
-from jaxtp.models.own_decoder import builder
+from jaxtp.mesh import CP, TP, current_mesh, make_mesh, mesh_sizes
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.decoder import Decoder
+from jaxtp.models.own_decoder import Builder, builder
+from jaxtp.parallelize.module_wrappers import find_modules
 from jaxtp.parallelize.parallelize import parallelize
 from jaxtp.parallelize.plan import Plan, format_style
+from jaxtp.parallelize.run_styles import role_of
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import MakeModel
+from jaxtp.train.state import Blueprint, MakeModel, plan_state
 from jaxtp.train.task import Task
 from jaxtp.train.user_loss import call
+
+_SHOWN = 4  # parameters in a message
+
+
+@overload
+def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder: ...
+
+
+@overload
+def load_run(
+    path: str | Path, *, base: str | Path | None = None, build: object, plan: Plan | str | None = None
+) -> Any: ...
+
+
+def load_run(
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    build: object = None,
+    plan: Plan | str | None = None,
+) -> object:
+    """Returns the trained model in a run (its newest checkpoint) or a checkpoint, on the mesh in context.
+
+    It needs neither the data nor the mesh of the run. Without a mesh in context, the model is on one device. A model
+    of your own is in the mode in which `build` returns it: call `model.eval()` before you use one with dropout.
+
+    Args:
+      base: the base model of a run's adapters, if it has moved.
+      build: for a model of your own, what made it: a function, a class, settings, or the name of one of these,
+        `"FILE.py:NAME"`. It gets the run's `model.arguments`. No code that a run's folder names is imported.
+      plan: for a model of your own, how `parallelize` splits it over tp, or the name of such a plan; without one, and
+        without specs of its own, every device along tp has all of it.
+
+    Raises:
+      CheckpointError: the checkpoint is missing, damaged, or of another model; or the base model does not match.
+      ConfigError: `build` does not take the recorded arguments, or fails.
+      PlanError: the plan does not fit the model or the mesh.
+      HFError: the base model is unreadable.
+    """
+    has_mesh = current_mesh() is not None
+    mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()  # before anything starts JAX's backend
+    checkpoint = open_checkpoint(expand(Path(path)))
+    source = load_object(build, "build") if isinstance(build, str) else build
+    styles: Plan | None = load_object(plan, "plan") if isinstance(plan, str) else plan
+    if not (source is None or callable(source) or isinstance(source, ModelConfig)):
+        raise ConfigError(
+            f"build is {describe_value(source)}, and should be a function, a class, settings, or FILE.py:NAME"
+        )
+    if not (styles is None or isinstance(styles, Mapping)):
+        raise ConfigError(f"plan is {describe_value(styles)}, and should be a dict of styles, or FILE.py:NAME")
+    config, is_decoder = own_or_decoder(checkpoint.folder, checkpoint.info, source)
+    if is_decoder:
+        if styles is not None:
+            raise ConfigError("a plan splits a model of your own; the decoder has its own PartitionSpecs")
+        return load_decoder(checkpoint, config, mesh, base)
+    if base is not None:
+        raise ConfigError("base names the base model of a decoder's adapters, and the run's model is another")
+    assert callable(source), "settings are a decoder's"
+    make = builder(source, config)
+    # Without a mesh and a plan the model stays plain Flax.
+    return _load_own(checkpoint, config, make, styles, mesh, is_split=has_mesh or styles is not None)
+
+
+def _load_own(
+    checkpoint: StoredCheckpoint,
+    config: ModelConfig,
+    make: Builder,
+    plan: Plan | None,
+    mesh: Mesh,
+    *,
+    is_split: bool,
+) -> nnx.Module:
+    if plan is None:
+        _require_whole_sequences(mesh)
+
+    def create(rngs: nnx.Rngs) -> nnx.Module:
+        model = make(rngs)
+        set_precision(model, config.precision)
+        by_build = plan is None and any(role_of(info.module) for info in find_modules(model))
+        if by_build or not is_split:
+            return model
+        return parallelize(model, plan or {}, mesh=mesh)
+
+    # Planned like the state of a run, so that plain arrays and random keys are the run's.
+    blueprint = plan_state(config, optax.identity(), mesh, create)
+    _require_fit(checkpoint, config, blueprint)
+    blueprint, changed = blueprint.with_constants_of(checkpoint.info)
+    for line in changed:
+        warnings.warn(f"{checkpoint.folder}: {line}", stacklevel=3)
+    weights, _ = load_weights(checkpoint.folder, blueprint.abstract["model"], mesh)
+    return blueprint.model_of(weights)
+
+
+def _require_fit(checkpoint: StoredCheckpoint, config: ModelConfig, blueprint: Blueprint) -> None:
+    prefix = "model."
+    made = abstract_logical(blueprint.abstract["model"], blueprint.mesh)
+    stored = {name.removeprefix(prefix): a for name, a in checkpoint.arrays.items() if name.startswith(prefix)}
+    problems = []
+    for name in sorted(made.keys() | stored.keys()):
+        if name not in stored:
+            problems.append(f"the checkpoint has no {name}")
+        elif name not in made:
+            problems.append(f"the model has no {name}")
+        elif stored[name].shape != made[name].shape:
+            problems.append(f"{name} is {stored[name].shape} in the checkpoint, and {made[name].shape} in the model")
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            f"{checkpoint.folder} was trained with {config.build}, and build makes another model: "
+            f"{'; '.join(problems[:_SHOWN])}{more}"
+        )
 
 
 def split_model(
@@ -51,11 +176,7 @@ def _proposed(
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> tuple[Plan, list[str]]:
     sizes, loss = mesh_sizes(mesh), task.loss
-    if sizes[CP] > 1:
-        raise ConfigError(
-            f"mesh.cp={sizes[CP]} splits sequences, and no plan names their module; bring one (--model.plan) with "
-            '{"": ContextParallel()}'
-        )
+    _require_whole_sequences(mesh)
     if sizes[TP] == 1 or loss is None:
         return {}, []
     from jaxtp.analysis.propose import propose_plan
@@ -69,6 +190,15 @@ def _proposed(
     )
     styles = ", ".join(f"{pattern}: {format_style(style)}" for pattern, style in proposal.items()) or "no split over tp"
     return proposal, [f"plan    proposed: {styles} (jaxtp explain says why)", *map("note    {}".format, proposal.notes)]
+
+
+def _require_whole_sequences(mesh: Mesh) -> None:
+    cp = mesh_sizes(mesh)[CP]
+    if cp > 1:
+        raise ConfigError(
+            f"mesh.cp={cp} splits sequences, and no plan names their module; bring one (--model.plan) with "
+            '{"": ContextParallel()}'
+        )
 
 
 def set_precision(model: nnx.Module, precision: Precision) -> None:

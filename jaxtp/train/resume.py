@@ -13,6 +13,7 @@ from jaxtp.checkpoint.storage import is_of_run
 from jaxtp.config import schema as configuration
 from jaxtp.config.affects import affects
 from jaxtp.config.schema import validate
+from jaxtp.data.corpus import LIBRARY
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE
 from jaxtp.models.config import upgrade_settings
 from jaxtp.train.config import OptimizerConfig, TrainConfig
@@ -122,11 +123,21 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
     if fatal:
         raise RunFolderError(
             f"{config.run.dir} holds a checkpoint of another run (stored -> requested):\n"
-            + "\n".join(f"  {line}" for line in fatal)
+            + "\n".join(f"  {line}" for line in [*fatal, *_other_library(info["corpus"], data)])
             + "\nResume it with the stored values, or start afresh with another --run.dir, from these weights with "
             "--run.init-from if the model is the same. Nothing was changed."
         )
     return _compare_order(config, data.get(ORDER, {}), info) + changed + harmless
+
+
+def _other_library(stored: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    # Without data of the user's, a run reads the library of the Python that runs it.
+    sources = [str(each.get("source")) for each in (stored, now)]
+    is_same = stored.get("sha256") == now.get("sha256")
+    if is_same or not all(each.startswith(LIBRARY) for each in sources):
+        return []
+    was, is_now = sources
+    return [f"each Python has its own default data: {was} -> {is_now}; resume with that Python, or name --data.path"]
 
 
 def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:

@@ -53,9 +53,12 @@ class Report(Display):
 
 
 def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) -> list[str]:
-    """Returns the checkpoint's location, and for a decoder commands to use it; pairs have no evaluation."""
+    """Returns the checkpoint's location, and how to use it; pairs have no evaluation."""
     if not decoder:
-        return [f"saved in {saved}"]
+        from jaxtp.models.own_decoder import call_of_load
+
+        load = call_of_load(config.run.dir, config.model.build)
+        return [f"saved in {saved}; next, in Python:", f"  model = {load}"]
     from jaxtp.data.tokenizer_files import TEMPLATE
 
     trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))
@@ -76,7 +79,7 @@ def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) 
 def summary(
     config: TrainConfig, data: RunData, blueprint: Blueprint, notes: Mapping[str, str | None], progress: tuple[int, int]
 ) -> str:
-    """Describes the run: versions, mesh, sizes, bytes, and sharding of each parameter.
+    """Describes the run: versions, mesh, sizes and bytes.
 
     Args:
       notes: further lines by name (at most 8 characters); None omits a line.
@@ -112,7 +115,7 @@ def summary(
         **notes,
     }
     lines = [f"{name:<8}{text}" for name, text in rows.items() if text is not None]
-    return "\n".join([*lines, "", *sharding_table(blueprint), ""])
+    return "\n".join([*lines, ""])
 
 
 def _named(reference: str | None) -> str | None:

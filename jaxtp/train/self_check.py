@@ -236,6 +236,8 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
     times: list[dict[str, float]] = []
     for use, heads in _uses(config, mesh):
         first, *others = candidates(config.model.attention, use)
+        if config.train.deterministic:  # times differ from start to start
+            others = []
         with jax.default_device(device):
             if (wrong := _kernel_problem(first, use, heads, device.device_kind)) is not None:
                 other = "xla" if first.name == "blockwise" else "blockwise"

@@ -41,7 +41,7 @@ from jaxtp.train.run_data import (
     describe_batches_in_rows,
     open_data,
 )
-from jaxtp.train.run_report import Report, summary
+from jaxtp.train.run_report import Report, sharding_table, summary
 from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step, on_leaves
 from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
@@ -84,13 +84,21 @@ class Run:
         self.leaves = jax.tree.leaves(state)
 
 
-def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[str] = (), task: Task = Task()) -> Run:
+def make_run(
+    config: TrainConfig,
+    exit_stack: ExitStack,
+    startup_log: Sequence[str] = (),
+    task: Task = Task(),
+    *,
+    verbose: bool = False,
+) -> Run:
     """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
 
     Args:
       exit_stack: closes the mesh context, the run's folder, console, signal handlers and checkpoints.
       startup_log: lines on the configuration.
       task: parts that replace the settings in `config`.
+      verbose: also print the shape and the sharding of each parameter.
 
     Raises:
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `PlanError`, `CorpusError`, `DatasetError`,
@@ -109,6 +117,8 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
     for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
     report.line(summary(config, data, blueprint, _notes(config, source, blueprint, setup.memory), setup.before))
+    if verbose:
+        report.line("\n".join([*sharding_table(blueprint), ""]))
 
     keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
     checkpoints = Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)

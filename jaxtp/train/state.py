@@ -102,6 +102,11 @@ class Blueprint:
         """Returns a copy of the modules with these arrays; `key` seeds the model's random keys."""
         return nnx.merge(self.graph, state, rng_state(self.rngs, key), self.constants, copy=True)
 
+    def model_of(self, weights: nnx.State) -> nnx.Module:
+        """Returns the model with these weights, as `merge` does; its optimizer's state stays abstract."""
+        state = nnx.State({**self.abstract, "model": weights})
+        return self.merge(state).model
+
     def create(self, seed: int, weights: nnx.State | None = None) -> nnx.State:
         """Returns the initial state, sharded, with equal values on every mesh.
 

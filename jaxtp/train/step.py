@@ -372,11 +372,11 @@ def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str
     """Returns the compiler options of the step."""
     options: dict[str, bool | str] = {}
     if platform in ("cuda", "rocm"):
-        # Verification needs bitwise reproducible programs. On CPUs they are (tested). XLA of jax 0.10.2 and 0.12
-        # compiles the step with this for an H100, but no GPU has run it. Not tried: whether cuDNN's attention respects
-        # it, and whether NCCL always sums in the same order; otherwise copies differ by rounding, which is reported
-        # although no device is at fault.
-        if config.train.verify_every:
+        # Verification needs bitwise reproducible programs, and a user may want them. On CPUs they are (tested). XLA of
+        # jax 0.10.2 and 0.12 compiles the step with this for an H100, but no GPU has run it. Not tried: whether cuDNN's
+        # attention respects it, and whether NCCL always sums in the same order; otherwise copies differ by rounding,
+        # which is reported although no device is at fault.
+        if config.train.excludes_nondeterministic:
             options["xla_gpu_exclude_nondeterministic_ops"] = True
         # Else XLA times Triton's tiles, 100 times slower than cuBLAS, and Triton's products add to no ring's sum.
         if config.model.precision.matmul == "float8" or config.model.overlap == "ring":

@@ -66,6 +66,14 @@ class Step:
         return self._trainer.metrics_of(self.index)
 
 
+class NotStartedError(ConfigError, AttributeError):
+    """A trainer is used before it has started; `hasattr` is then false."""
+
+
+_OF_A_RUN = {"config", "mesh", "done", "step", "model"}
+"""Attributes that a trainer has once it has started."""
+
+
 class Trainer:
     """Trains a task in a folder, and resumes it from there.
 
@@ -78,6 +86,7 @@ class Trainer:
       folder: of the run (`run.dir`).
       steps: updates in the whole run (`train.steps`).
       settings: other settings by dotted name, as on the command line: `{"checkpoint.every": 100}`; or a `TrainConfig`.
+      verbose: also print the shape and the sharding of each parameter.
 
     Raises:
       ConfigError: settings that are unknown, invalid, or without effect; other errors come at the start of the `with`
@@ -92,6 +101,7 @@ class Trainer:
         folder: str | Path | None = None,
         steps: int | None = None,
         settings: Mapping[str, object] | TrainConfig | None = None,
+        verbose: bool = False,
     ):
         short = {"mesh": mesh, "run.dir": folder, "train.steps": steps}
         given = {name: value for name, value in short.items() if value is not None}
@@ -99,14 +109,24 @@ class Trainer:
             raise ConfigError(f"settings are a whole TrainConfig, which also has {', '.join(given)}; leave these out")
         self._task = task
         self._settings = settings if isinstance(settings, TrainConfig) else {**(settings or {}), **given}
+        self._verbose = verbose
         self._startup_log: Sequence[str] = ()
         self._exit_stack = ExitStack()
         self._run: Run
 
+    if not TYPE_CHECKING:  # type checkers would accept any name
+
+        def __getattr__(self, name: str) -> object:
+            """Called for names that are not there; the `with` block sets all that a run has."""
+            if name in _OF_A_RUN or (name.startswith("_") and not name.startswith("__")):
+                message = "the trainer has not started; write: with jaxtp.Trainer(...) as trainer: ..."
+                raise NotStartedError(message) from None
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @classmethod
-    def of(cls, config: TrainConfig, startup_log: Sequence[str]) -> "Trainer":
+    def of(cls, config: TrainConfig, startup_log: Sequence[str], *, verbose: bool = False) -> "Trainer":
         """Returns the trainer of resolved settings; `startup_log` describes how they were found."""
-        trainer = cls(settings=config)
+        trainer = cls(settings=config, verbose=verbose)
         trainer._startup_log = startup_log
         return trainer
 
@@ -122,7 +142,8 @@ class Trainer:
         self.config: TrainConfig = settings
         """All settings of the run."""
         with ExitStack() as exit_stack, self._reporting():
-            self._start(make_run(settings, exit_stack, self._startup_log, self._task), exit_stack)
+            run = make_run(settings, exit_stack, self._startup_log, self._task, verbose=self._verbose)
+            self._start(run, exit_stack)
             self._exit_stack = exit_stack.pop_all()
         return self
 
@@ -194,8 +215,6 @@ class Trainer:
         report_failure(error)
 
     def __iter__(self) -> Iterator[Step]:
-        if not hasattr(self, "_steps"):
-            raise ConfigError("the trainer has not started; write: with jaxtp.Trainer(...) as trainer: ...")
         return self._steps
 
     def run_to_end(self) -> bool:

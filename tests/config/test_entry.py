@@ -4,6 +4,7 @@ import ast
 import errno
 import gc
 import io
+import linecache
 import os
 import resource
 import signal
@@ -15,15 +16,18 @@ from pathlib import Path
 import pytest
 from support import journeys
 
+import jaxtp
 from jaxtp.__main__ import COMMANDS
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.config import entry
+from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.files import write_json
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main as train
+from jaxtp.train.trainer import NotStartedError
 
 MODULES = list(COMMANDS.values())
 MAINS = sorted((Path(__file__).parent.parent.parent / "jaxtp").rglob("__main__.py"))
@@ -213,3 +217,33 @@ def test_output_that_was_never_open_is_no_error():
         f"{sys.executable} -m jaxtp.checkpoint --help >&-", shell=True, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+CELL = """
+import jaxtp
+
+def mine():
+    jaxtp.make_mesh(
+        tp=0)
+
+mine()
+"""
+
+
+def test_a_notebook_shows_a_mistake_below_the_lines_of_the_user():
+    """By the method of an exception that IPython calls; Python's own traceback stays whole."""
+    name = "/tmp/ipykernel_1/2.py"
+    linecache.cache[name] = (len(CELL), None, CELL.splitlines(keepends=True), name)
+    with pytest.raises(UserError) as raised:
+        exec(compile(CELL, name, "exec"), {})
+    raised.value.add_note("and a note")
+    raised.value.__traceback__ = raised.tb.tb_next  # without this test
+    *places, message, note = raised.value._render_traceback_()
+    assert places == ["line 8: mine()", "line 5: jaxtp.make_mesh("]
+    assert message == f"MeshError: {raised.value}"
+    assert note == "and a note"
+
+
+@pytest.mark.parametrize("error", [UserError, NumericsError, jaxtp.AuditError, NotStartedError])
+def test_errors_of_which_the_message_suffices_say_so_to_ipython(error):
+    assert error("no more")._render_traceback_() == [f"{error.__name__}: no more"]

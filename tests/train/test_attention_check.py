@@ -252,6 +252,15 @@ def test_all_processes_take_the_same_kernel(timed, monkeypatch):
     assert not kernels._MEASURED
 
 
+def test_a_deterministic_run_takes_the_first_kernel_whatever_the_times_are(timed):
+    mesh = jaxtp.make_mesh(tp=2)
+    run = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, deterministic=True))
+    assert not any(check_attention(run, mesh, on_cpu=True))
+    select_attention(run, mesh, check_attention(run, mesh, on_cpu=True))
+    assert not kernels._MEASURED
+    assert describe_kernels(run, mesh_sizes(mesh), "cpu").startswith("blockwise attention (")
+
+
 def test_a_kernel_that_is_as_fast_stays(timed):
     timed["xla"] = 2.9
     assert settled(jaxtp.make_mesh(tp=2)).startswith("blockwise attention (measured here, ")

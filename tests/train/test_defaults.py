@@ -15,7 +15,7 @@ from jaxtp.checkpoint import storage
 from jaxtp.config.schema import ConfigError, from_yaml, to_plain
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.hf.config_json import stored_dtype
-from jaxtp.mesh import fitting_meshes, mesh_shape
+from jaxtp.mesh import MeshError, fitting_meshes, mesh_shape, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train import defaults, init_source, pretrained
@@ -24,7 +24,7 @@ from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, MeshConfig, RunConfig, TrainConfig, training_of
 from jaxtp.train.defaults import DeviceInfo, missing_bytes, resolve_defaults
 from jaxtp.train.resume import check_resumable
-from jaxtp.train.validation import violations_on
+from jaxtp.train.validation import open_mesh, violations_on
 
 GPUS = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="GPUs")
 CPU = DeviceInfo(count=1, per_process=1, bfloat16=False, kind="virtual CPU devices")
@@ -497,3 +497,18 @@ def test_fine_tuning_without_a_flag_does_not_undo_what_a_model_has_learned(tmp_p
         assert f"default optimizer.learning_rate = {rate}" in capsys.readouterr().out
         assert from_yaml(TrainConfig, f"runs/{model}-tuned/config.yaml").optimizer.learning_rate == rate
         assert records(f"runs/{model}-tuned", "eval_loss")[20] < before + 0.01
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [({}, 1), ({"tp": 2}, 2), ({"fsdp": -1}, 16)])
+def test_spare_virtual_devices_do_not_count_unless_an_axis_takes_them(monkeypatch, sizes, expected):
+    """Else a default mesh would use them all, and be slower."""
+    monkeypatch.setattr(defaults, "is_number_configured", lambda: False)
+    assert defaults.probe_devices(mesh_shape(**sizes)).count == expected
+
+
+def test_an_axis_of_minus_one_takes_all_remaining_devices():
+    config, _ = TRAIN.load(["--mesh", "fsdp=-1,tp=4"], resolve_defaults)
+    assert mesh_sizes(open_mesh(training_of(config))) == mesh_shape(fsdp=4, tp=4)
+    config, _ = TRAIN.load(["--mesh", "fsdp=-1,tp=3"], resolve_defaults)
+    with pytest.raises(MeshError, match=r"16 devices cannot be divided by 3; meshes that fit: "):
+        open_mesh(training_of(config))

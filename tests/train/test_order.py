@@ -9,7 +9,7 @@ from runs import SMALL, TEXT, mesh, records
 
 from jaxtp.config import schema as configuration
 from jaxtp.data import mixture, packing, rows, samples
-from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
+from jaxtp.data.corpus import BYTE_TOKENIZER, LIBRARY, Corpus, Source
 from jaxtp.data.documents import InMemory
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE, Data, RowSettings
 from jaxtp.mesh import mesh_shape
@@ -85,6 +85,21 @@ def test_what_is_in_the_checkpoints_of_runs_under_way():
 
 def test_the_same_order_goes_on_without_a_word():
     assert check_resumable(CONFIG, data().description, stored_by(data().description)) == []
+
+
+def test_another_python_has_another_library_and_the_message_says_so():
+    """The default data of a run."""
+    now = {**data().description, "source": f"{LIBRARY} 3.13.1, 630 files", "sha256": "b"}
+    then = stored_by({**now, "source": f"{LIBRARY} 3.11.7, 612 files", "sha256": "a"})
+    hint = (
+        f"each Python has its own default data: {LIBRARY} 3.11.7, 612 files -> {LIBRARY} 3.13.1, 630 files; "
+        "resume with that Python, or name --data.path"
+    )
+    with pytest.raises(RunFolderError, match=hint):
+        check_resumable(CONFIG, now, then)
+    with pytest.raises(RunFolderError) as refused:
+        check_resumable(CONFIG, {**now, "source": "text.txt"}, then)
+    assert "each Python" not in str(refused.value)
 
 
 def test_a_checkpoint_of_another_loop_is_refused():

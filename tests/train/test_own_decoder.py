@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -313,19 +314,31 @@ def test_generation_refuses_what_it_would_not_call():
         jaxtp.Generator(model, jaxtp.open_tokenizer)
 
 
-def test_a_model_that_is_no_decoder_has_none_of_its_commands(tmp_path):
-    class Other(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(2, 2, rngs=rngs)
+class Other(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(2, 2, rngs=rngs)
+
+
+def test_a_model_that_is_no_decoder_has_none_of_its_commands(tmp_path, capsys):
+    """They say what returns it instead."""
 
     def loss(model, batch, key):
         return model.linear(batch["x"]).sum(), batch["x"].size
 
     rows = lambda step: {"x": np.ones((4, 2), np.float32)}
-    with jaxtp.Trainer(jaxtp.Task(model=Other, loss=loss, batches=rows), folder=tmp_path / "run", steps=1) as trainer:
+    run = tmp_path / "run"
+    with jaxtp.Trainer(jaxtp.Task(model=Other, loss=loss, batches=rows), folder=run, steps=1) as trainer:
         trainer.run_to_end()
-    with pytest.raises(CheckpointError, match=r"is no jaxtp\.Decoder"):
-        jaxtp.load_run(tmp_path / "run", build=Other)
+    with pytest.raises(CheckpointError, match=r"jaxtp.load_run takes build="):
+        jaxtp.load_run(run)
+    source = ["--model", str(run), "--build", f"{__file__}:Other"]
+    for command in (generate, evaluate):
+        assert command([*source, *(["--prompt", "a"] if command is generate else ["--text", __file__])]) == 2
+        assert re.search(
+            r"is no jaxtp\.Decoder, .*; in Python, jaxtp\.load_run\('.*checkpoints/1', build='.*:Other'\) returns it",
+            capsys.readouterr().err,
+        )
+    assert jaxtp.load_run(run, build=Other).linear.kernel.shape == (2, 2)
 
 
 @pytest.mark.wide

@@ -293,7 +293,9 @@ def test_a_run_takes_another_model_and_loss(tmp_path, capsys):
         assert trainer.run_to_end()
     out = capsys.readouterr().out
     # `jaxtp evaluate`, `generate` and `convert export` are for decoders.
-    assert out.splitlines()[-1] == f"saved in {tmp_path / 'run/checkpoints/30'}"
+    assert f"saved in {tmp_path / 'run/checkpoints/30'}; next, in Python:" in out
+    load = out.splitlines()[-1].strip()
+    assert load == f"model = jaxtp.load_run('{tmp_path / 'run'}', build='{__name__}:Bigram')"
     assert "65,536 parameters" in out
     assert "layers" not in out
     assert "attention" not in out

@@ -2,10 +2,13 @@
 
 import functools
 import json
+import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import grain
@@ -15,11 +18,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from runs import records
+from runs import free_address, records
 
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.python_object import reference_to
+from jaxtp.config.schema import ConfigError
+from jaxtp.models.own_decoder import call_of_load
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train.__main__ import main
 from jaxtp.train.state import plan_state
@@ -563,6 +568,36 @@ def test_a_loop_that_is_left_saves_and_one_that_fails_does_not(tmp_path):
     assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["2"]
 
 
+USES = {
+    "model": lambda trainer: trainer.model,
+    "step": lambda trainer: trainer.step,
+    "mesh": lambda trainer: trainer.mesh,
+    "config": lambda trainer: trainer.config,
+    "done": lambda trainer: trainer.done,
+    "loop": lambda trainer: next(iter(trainer)),
+    "run_to_end": lambda trainer: trainer.run_to_end(),
+    "metrics_of": lambda trainer: trainer.metrics_of(1),
+    "log": lambda trainer: trainer.log({"a": 1.0}),
+    "line": lambda trainer: trainer.line("text"),
+    "paused": lambda trainer: trainer.paused("x").__enter__(),
+    "stop": lambda trainer: trainer.stop("enough"),
+    "save": lambda trainer: trainer.save(),
+    "evaluate": lambda trainer: trainer.evaluate(),
+}
+
+
+def test_before_a_trainer_starts_all_its_uses_are_one_message():
+    trainer = jaxtp.Trainer(jaxtp.Task())
+    public = {name for name in vars(jaxtp.Trainer) if not name.startswith("_")} - {"of"}
+    assert public <= USES.keys()
+    for use in USES.values():
+        with pytest.raises(ConfigError, match=r"^the trainer has not started; write: with jaxtp.Trainer\(\.\.\.\) as"):
+            use(trainer)
+    assert not hasattr(trainer, "model")
+    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'nonsense'"):
+        trainer.nonsense  # noqa: B018
+
+
 def test_the_command_takes_the_parts_and_records_them(tmp_path, capsys):
     parts = {"model.build": Net, "train.loss": loss, "data.batches": batches}
     flags = [word for name, part in parts.items() for word in (f"--{name}", f"{__file__}:{part.__name__}")]
@@ -851,3 +886,171 @@ def test_a_callback_may_meet_an_error_of_the_run(tmp_path):
 
     with pytest.raises(NumericsError, match="copies differ"):
         train(tmp_path, steps=1, callbacks=[callback])
+
+
+class WithFeatures(Normalised):
+    """Random features that are plain arrays, and no variables."""
+
+    def __init__(self, width=32, *, rngs):
+        super().__init__(rngs=rngs)
+        self.features = jax.random.normal(rngs.params(), (width, 10))
+
+    def __call__(self, x):
+        return super().__call__(x) @ self.features.T
+
+
+def in_build(rngs):
+    return jaxtp.parallelize(WithFeatures(rngs=rngs), PLAN)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Returns the folder of a run over four devices, and outputs of its model."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    task = jaxtp.Task(model=WithFeatures, loss=loss, batches=batches, optimizer=optimizer, plan=PLAN)
+    settings = {"run.seed": 5}
+    with jaxtp.Trainer(task, mesh="fsdp=2,tp=2", folder=folder, steps=2, settings=settings) as trainer:
+        assert trainer.run_to_end()
+        model = trainer.model
+        model.eval()
+        return folder, np.asarray(model(batches(7)["x"]))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "given"),
+    [
+        (None, {"build": WithFeatures}),
+        (None, {"build": f"{__file__}:WithFeatures"}),
+        ({"tp": 4}, {"build": WithFeatures, "plan": PLAN}),
+        ({"tp": 4}, {"build": WithFeatures, "plan": f"{__file__}:PLAN"}),
+        pytest.param({"dp": 2, "tp": 2}, {"build": WithFeatures}, marks=pytest.mark.wide),
+        pytest.param({"fsdp": 4}, {"build": WithFeatures}, marks=pytest.mark.wide),
+        pytest.param({"tp": 2}, {"build": in_build}, marks=pytest.mark.wide),
+        pytest.param(None, {"build": in_build}, marks=pytest.mark.wide),
+        pytest.param(None, {"build": WithFeatures, "plan": PLAN}, marks=pytest.mark.wide),
+    ],
+    ids=str,
+)
+def test_a_trained_model_is_loaded_on_another_mesh_and_on_none(trained, mesh, given):
+    """With its statistics and its plain arrays, which no checkpoint has."""
+    folder, expected = trained
+    with nullcontext() if mesh is None else jax.set_mesh(jaxtp.make_mesh(**mesh)):
+        model = jaxtp.load_run(folder, **given)
+        model.eval()
+        np.testing.assert_allclose(model(batches(7)["x"]), expected, rtol=1e-5, atol=1e-5)
+        if "plan" in given and mesh is not None:
+            assert model.up.kernel.sharding.spec[1] == "tp"
+
+
+def test_a_model_that_is_loaded_without_a_mesh_is_plain_flax(trained):
+    model = jaxtp.load_run(trained[0], build=WithFeatures)
+    assert type(model.up) is nnx.Linear
+    again = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    again.update(model, nnx.grad(lambda model: losses_of(model, batches(0)).sum())(model))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"runs no code that a folder names.*jaxtp.load_run takes build="),
+        (
+            {"build": Net},
+            r"trained with .*:WithFeatures, and build makes another model: the model has no norm.bias; .*no norm.var",
+        ),
+        (
+            {"build": lambda rngs: nnx.Dict(up=nnx.Linear(16, 8, rngs=rngs))},
+            r"the model has no down.bias; .*; the model has no norm.mean; and 4 more$",
+        ),
+        (
+            {"build": lambda rngs: nnx.Dict(up=nnx.Linear(16, 8, rngs=rngs), new=nnx.Param(jnp.ones(2)))},
+            r"the model has no down.bias; the model has no down.kernel; the checkpoint has no new",
+        ),
+        ({"build": "nowhere.py:Net"}, r"build nowhere.py: no such file"),
+        ({"build": 3}, r"build is 3, and should be a function, a class, settings, or FILE.py:NAME"),
+        ({"build": lambda width: None}, r"missing a required argument: 'width'"),
+        ({"build": WithFeatures, "plan": {"sideways": jaxtp.Colwise()}}, r"'sideways' matches no module"),
+        ({"build": WithFeatures, "plan": f"{__file__}:ROWS"}, "plan is 32, and should be a dict of styles"),
+        ({"build": WithFeatures, "base": "base"}, r"base names the base model of a decoder's adapters"),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_loaded_is_one_error(trained, given, message):
+    with pytest.raises(UserError, match=message):
+        jaxtp.load_run(trained[0], **given)
+
+
+def test_a_plain_array_that_is_another_is_said(trained):
+    """No checkpoint has it, only its seed and its sums."""
+    with pytest.warns(UserWarning, match="changed since: the values of model.features, an attribute and no variable"):
+        model = jaxtp.load_run(trained[0], build=lambda rngs: WithFeatures(8, rngs=rngs))
+    assert model.features.shape == (8, 10)
+
+
+def test_a_model_of_another_size_is_one_error_with_its_parameters(tmp_path):
+    train(tmp_path, steps=1)
+    problem = (
+        r"down.kernel is \(32, 10\) in the checkpoint, and \(8, 10\) in the model; "
+        r"up.bias is \(32,\) in the checkpoint, and \(8,\) in the model; up.kernel is "
+    )
+    with pytest.raises(UserError, match=problem):
+        jaxtp.load_run(tmp_path, build=lambda rngs: Net(8, rngs=rngs))
+
+
+@pytest.mark.parametrize(
+    ("build", "given"),
+    [
+        ("mine.py:Net", "'mine.py:Net'"),
+        ("package.module:Net", "'package.module:Net'"),
+        ("__main__:Net", "Net"),
+        ("<lambda>", "..."),
+        ("<Net.<locals>.<lambda>>", "..."),
+    ],
+)
+def test_a_message_has_the_call_that_loads_a_run(build, given):
+    assert call_of_load(Path("runs/a"), build) == f"jaxtp.load_run('runs/a', build={given})"
+
+
+def test_over_cp_a_model_is_loaded_only_with_a_plan(trained):
+    with jax.set_mesh(jaxtp.make_mesh(cp=2)), pytest.raises(UserError, match="no plan names their module"):
+        jaxtp.load_run(trained[0], build=WithFeatures)
+
+
+PROGRAM = """
+import sys
+from jaxtp.distributed.joining import join_processes
+join_processes()
+import jax, jaxtp
+import numpy as np
+from flax import nnx
+folder, module = sys.argv[1:]
+with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
+    model = jaxtp.load_run(folder, build=f"{module}:WithFeatures", plan=f"{module}:PLAN")
+    model.eval()
+    graph, state = nnx.split(model)
+    replicated = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
+    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x), out_shardings=replicated)
+    outputs = run(state, np.eye(4, 16, dtype=np.float32))
+    print("outputs", np.asarray(outputs).tolist())
+"""
+
+
+@pytest.mark.journey
+def test_two_processes_load_a_trained_model(trained):
+    shared = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "2"}
+    tests = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(trained[0]), __file__],
+            env={**os.environ, **shared, "JAX_PROCESS_ID": str(index), "PYTHONPATH": tests},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    printed = [process.communicate(timeout=300)[0] for process in processes]
+    model = jaxtp.load_run(trained[0], build=WithFeatures)
+    model.eval()
+    expected = np.asarray(model(np.eye(4, 16, dtype=np.float32)))
+    for each in printed:
+        outputs = json.loads(each.partition("outputs ")[2].splitlines()[0])
+        np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)

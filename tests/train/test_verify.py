@@ -293,7 +293,10 @@ def test_only_gpus_need_an_option():
     off, on = (TrainConfig(train=LoopConfig(verify_every=every)) for every in (0, 10))
     assert not compiler_options(on, "cpu")
     assert not compiler_options(off, "cuda")
-    assert compiler_options(on, "cuda") == {"xla_gpu_exclude_nondeterministic_ops": True}
+    named = TrainConfig(train=LoopConfig(deterministic=True))
+    assert not compiler_options(named, "cpu")
+    for each in (on, named):
+        assert compiler_options(each, "cuda") == {"xla_gpu_exclude_nondeterministic_ops": True}
     for changes in ({"model.precision.matmul": "float8"}, {"model.overlap": "ring"}):
         assert compiler_options(replace_nested(off, changes), "cuda") == {"xla_gpu_enable_triton_gemm": False}
 
