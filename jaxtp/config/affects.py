@@ -79,7 +79,8 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
         marks = _marks(hints[field.name])
         if any(getattr(mark, "exclude", None) for mark in marks):  # set by code, and in no file
             continue
-        key = next((mark.alias for mark in marks if getattr(mark, "alias", None)), field.name)
+        aliases = (alias for mark in marks if (alias := getattr(mark, "alias", None)))
+        key = next(aliases, field.name)
         names = (name for mark in marks if (name := getattr(mark, "name", None)) is not None)
         flag = ".".join(filter(None, (section.flag.removeprefix("--"), next(names, key)))).replace("_", "-")
         made = field.default_factory

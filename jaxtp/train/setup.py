@@ -34,13 +34,14 @@ from jaxtp.train.memory_check import StepMemory, require_memory, verification_by
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
 from jaxtp.train.run_data import RunData, check_scored_model, open_data
 from jaxtp.train.run_report import Report, summary
-from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
+from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step, on_leaves
 from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
 from jaxtp.train.user_loss import Traits, attribute, example_batch, inspect_loss
 from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse
 
 _NOTICE = "stops and saves after this step; a second Ctrl-C ends at once"
+_NOTHING_LOST = "interrupted before the first step; nothing is lost, and the same command {}"
 
 
 @dataclass
@@ -97,7 +98,10 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
     exit_stack.enter_context(jax.set_mesh(blueprint.mesh))
     with raise_everywhere():
         exit_stack.enter_context(run_folder.locked(config.run.dir))
-    report, interrupt = exit_stack.enter_context(Report()), exit_stack.enter_context(Interrupt(notice=_NOTICE))
+    report = exit_stack.enter_context(Report())
+    steps_before, _ = setup.before
+    at_start = _NOTHING_LOST.format("resumes" if steps_before else "starts again")
+    interrupt = exit_stack.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
     for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
     report.line(summary(config, data, blueprint, _notes(config, source, blueprint, setup.memory), setup.before))
@@ -109,7 +113,10 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
     if checkpoints.steps():
         from jaxtp.train.resume import restore
 
+        report.line("reading the newest checkpoint")
         restored = restore(config, data.description, blueprint, checkpoints, report.line)
+    if restored is None:
+        report.line(f"making the initial state: {parameter_count(blueprint):,} parameters")
     initial = source.create_state(config, blueprint, restored)
     if restored is None:
         check_scored_model(data.tokens, initial, blueprint.mesh)

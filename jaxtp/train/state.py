@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.checkpoint.logical import Variable, logical_size, may_be_infinite, named_variables, select_paths
+from jaxtp.config.entry import in_thread
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import float8_kernels
 from jaxtp.mesh import as_current
@@ -105,7 +106,8 @@ class Blueprint:
 
         with jax.set_mesh(self.mesh):
             weights = nnx.State({}) if weights is None else weights
-            return jax.jit(init, out_shardings=self.shardings, donate_argnums=0)(weights)
+            lowered = jax.jit(init, out_shardings=self.shardings, donate_argnums=0).lower(weights)
+            return in_thread(lowered.compile).result()(weights)
 
     def stored(self, state: nnx.State) -> nnx.State:
         """Returns the saved part of a state: all but weights frozen under adapters."""
