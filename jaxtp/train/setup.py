@@ -99,6 +99,7 @@ def make_run(config: TrainConfig, exit_stack: ExitStack, startup_log: Sequence[s
     with raise_everywhere():
         exit_stack.enter_context(run_folder.locked(config.run.dir))
     report = exit_stack.enter_context(Report())
+    report.own_metrics = setup.own_metrics
     steps_before, _ = setup.before
     at_start = _NOTHING_LOST.format("resumes" if steps_before else "starts again")
     interrupt = exit_stack.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
@@ -170,6 +171,7 @@ class _Setup:
     before: tuple[int, int]  # steps and rows so far
     memory: StepMemory | None
     row_flops: float
+    own_metrics: tuple[str, ...]  # of a user's loss
 
 
 def _check(config: TrainConfig, task: Task) -> _Setup:
@@ -186,8 +188,10 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     config = with_batches(config, data, mesh)
     before = progress(config)
     config, _ = with_steps(config, data.num_rows, before)
+    own_metrics: tuple[str, ...] = ()
     if task.loss is not None:
         traits = check_loss(config, task, data.train.shapes)
+        own_metrics = traits.metrics
         if config.model.dropout and not traits.is_random:
             raise ConfigError(
                 f"model.dropout={config.model.dropout:g} has no effect: {config.train.loss or 'the loss'} passes no "
@@ -197,7 +201,7 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     blueprint, lines = plan(config, mesh, task, data.train.shapes)
     memory = require_memory(config, blueprint, task.loss, data.train.shapes)
     row_flops = _row_flops(config, blueprint, task, data)
-    return _Setup(config, task, source, data, blueprint, lines, before, memory, row_flops)
+    return _Setup(config, task, source, data, blueprint, lines, before, memory, row_flops, own_metrics)
 
 
 def _row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, data: RunData) -> float:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 MAX_ROWS = 10
 EXACT, MODELLED, AT_MOST = "exact", "modelled", "at most"
 _COLORS = (
-    *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray"),
-    *("tab:olive", "tab:cyan", "navy", "gold", "lightgreen", "salmon", "plum", "black"),
+    *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink"),
+    *("teal", "goldenrod", "slateblue", "yellowgreen", "lightcoral", "skyblue", "silver", "black"),
 )
 EXACT_MEMORY = ("parameters", "optimizer", "batch")
 
@@ -301,7 +301,7 @@ def _gigabytes(setting: Setting) -> dict[str, float]:
 
 def _part_colors(bars: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """Returns a colour for each part, so that no colour has two meanings in a picture."""
-    parts = dict.fromkeys(part for bar in bars for part in bar)
+    parts = dict.fromkeys(part for bar in bars for part, value in bar.items() if value)
     return dict(zip(parts, cycle(_COLORS), strict=False))
 
 
