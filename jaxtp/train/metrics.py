@@ -337,7 +337,7 @@ def last_values(run: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Curve:
-    """A metric of a run: its points, and those of the same metric on the validation data."""
+    """A metric of a run: its points on the training data, and on the validation data."""
 
     run: Path
     training: list[tuple[float, float]]
