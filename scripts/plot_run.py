@@ -2,7 +2,8 @@
 
     python scripts/plot_run.py runs/a runs/d --out runs/plot.png
 
-Each metric has a panel; the legend names runs by folder. `jaxtp train --plot FILE.png` draws one run.
+Each metric has a panel, with a line for its validation data; the legend names runs by folder.
+`jaxtp train --plot FILE.png` draws one run.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from jaxtp.train.metrics import CURVES, draw
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--metrics", nargs="+", default=CURVES, help=f"default: {' '.join(CURVES)}")
+    default = f"default: {' '.join(CURVES)}, and the metrics of your own loss"
+    parser.add_argument("--metrics", nargs="+", default=(), help=default)
     parser.add_argument("--x", default="step", help="metric of the x axis: step (default), tokens")
     parser.add_argument("--out", type=Path, default=Path("runs/plot.png"), help="default: runs/plot.png")
     arguments = parser.parse_args(argv)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 
@@ -78,10 +79,11 @@ def settings_of(schema: Any) -> Mapping[str, Setting]:
 def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
     hints, kinds = get_type_hints(schema, include_extras=True), get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        marks = getattr(hints[field.name], "__metadata__", ())
+        marks = _marks(hints[field.name])
         if any(getattr(mark, "exclude", None) for mark in marks):  # set by code, and in no file
             continue
-        key = next((mark.alias for mark in marks if getattr(mark, "alias", None)), field.name)
+        aliases = (alias for mark in marks if (alias := getattr(mark, "alias", None)))
+        key = next(aliases, field.name)
         names = (name for mark in marks if (name := getattr(mark, "name", None)) is not None)
         flag = ".".join(filter(None, (section.flag.removeprefix("--"), next(names, key)))).replace("_", "-")
         made = field.default_factory
@@ -106,6 +108,17 @@ def _has_mark(hint: object, mark: str) -> bool:
     if mark in getattr(hint, "__metadata__", ()):
         return True
     return any(_has_mark(part, mark) for part in get_args(hint))
+
+
+def _marks(hint: object) -> tuple[object, ...]:
+    # The metadata of a type, and of the type that it makes optional: a `Reference | None` is a reference, too.
+    own: tuple[object, ...] = getattr(hint, "__metadata__", ())
+    kind = get_args(hint)[0] if own else hint
+    others = [part for part in get_args(kind) if part is not NoneType]
+    is_optional = NoneType in get_args(kind)
+    if is_optional and len(others) == 1:
+        return (*getattr(others[0], "__metadata__", ()), *own)
+    return own
 
 
 def find_setting(schema: type, name: str) -> Setting | None:

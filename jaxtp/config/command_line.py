@@ -73,7 +73,7 @@ OTHER_NAMES = {
 @dataclass(frozen=True, kw_only=True)
 class _CommonFlags:
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """YAML file of settings; flags override it."""
+    """YAML file of settings; flags override it. It may include another file (base: other.yaml)."""
 
     print_config: Switch = False
     """Prints the resulting settings as YAML, and exits."""
@@ -94,7 +94,7 @@ class Command(Generic[T]):
 
     program: str  # `jaxtp train`
     schema: type[T]  # dataclass of its settings
-    description: str  # purpose and examples, for the help; lists of commands show the first line
+    description: str  # purpose and examples, for the help; lists of commands show the first sentence
     short_help: tuple[str, ...] = ()  # dotted names of the settings that --help shows; empty for all
     ignored: tuple[str, ...] = ()  # dotted names of unused settings and sections, which a --config file may contain
     printed: Callable[[T], object] = lambda config: config  # selects what --print-config prints
@@ -138,6 +138,11 @@ class Command(Generic[T]):
             raise SystemExit(0)
         return config, notes
 
+    @property
+    def summary(self) -> str:
+        """The first sentence of the description."""
+        return _first_sentence(" ".join(self.description.split()))
+
     def used_settings(self) -> list[Setting]:
         """Returns common flags, then the settings that the command uses."""
         unused = tuple(f"{name}." for name in self.ignored)
@@ -151,14 +156,15 @@ class Command(Generic[T]):
         return own + settings
 
     def help_schema(self, settings: Iterable[Setting], *, short: bool = True) -> type:
-        """Returns a flat dataclass of settings for tyro; `short` cuts each help text after its first clause."""
+        """Returns a flat dataclass of settings for tyro; `short` cuts each help text after its first sentence."""
         fields: list[tuple[str, object, Any]] = []
         for setting in settings:
-            default, text = setting.default, _docstrings(setting.owner).get(setting.path[-1], "")
+            default = setting.default
+            text = _mark(setting, "help") or _docstrings(setting.owner).get(setting.path[-1], "")
             argument = tyro.conf.arg(
                 name=None if _is_positional(setting) else setting.flag.removeprefix("--"),
                 metavar=None if _mark(setting, "metavar") else _metavar(setting.kind),
-                help=None if _mark(setting, "help") else _first_clause(text) if short else text,
+                help=_first_sentence(text) if short else text,
                 help_behavior_hint="" if default is None or default is False or default == () else None,
             )
             made: Any = default if default is dataclasses.MISSING else partial(copy.copy, default)
@@ -180,8 +186,9 @@ class Command(Generic[T]):
             settings = [each for each in settings if each.keys[0] == section]
         elif self.short_help:
             is_short = True
-            common = (_CONFIG, _PRINT, _MESH)
-            settings = [each for each in settings if each.name in self.short_help or each in common]
+            by_name = {each.name: each for each in settings}
+            common = [each for each in settings if each in (_CONFIG, _PRINT, _MESH)]
+            settings = common + [by_name[name] for name in self.short_help if name in by_name]
             of_section = f"{HELP} SECTION ({', '.join(sections)}), or " if sections else ""
             text += f"\n\nMore settings: {of_section}{ALL_HELP}"
         schema = self.help_schema(settings, short=is_short)
@@ -296,7 +303,7 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
 
 def choose(program: str, commands: Mapping[str, Command[Any]], argv: Sequence[str]) -> tuple[Command[Any], list[str]]:
     """Splits off a command, as `choose_name` does."""
-    summaries = {name: command.description.partition("\n")[0] for name, command in commands.items()}
+    summaries = {name: command.summary for name, command in commands.items()}
     name, rest = choose_name(program, summaries, argv)
     return commands[name], rest
 
@@ -414,7 +421,7 @@ def _negated(key: str) -> str:
 
 
 def _metavar(kind: object) -> str | None:
-    others = [part for part in get_args(kind) if part is not type(None)]
+    others = [part for part in get_args(kind) or (kind,) if part is not type(None)]
     return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0]) if len(others) == 1 else None
 
 
@@ -435,8 +442,8 @@ def _classes(path: str) -> dict[str, list[ast.stmt]]:
     return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
-def _first_clause(text: str) -> str:
-    return re.split(r"[.;:](?=\s|$)", text, maxsplit=1)[0] + "."
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
 
 
 def _filled(text: str, width: int) -> str:

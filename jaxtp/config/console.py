@@ -49,6 +49,7 @@ class Display:
         stream = stream or sys.stdout
         self.has_bar = is_terminal(stream) and os.environ.get("TERM") != "dumb"
         self._counter, self._unread = counter, unread
+        self._label = counter
         self._stream = None if quiet else stream
         self._bar = ""
         self._first = self._total = 0
@@ -65,12 +66,21 @@ class Display:
 
     __exit__ = end
 
+    def clear(self) -> None:
+        """Removes the progress bar."""
+        if self._bar:
+            self._write(_CLEAR)
+        self._bar = ""
+        self._total = 0
+
     def line(self, text: str) -> None:
         """Prints a line, above any progress bar."""
         self._write(f"{_CLEAR}{text}\n{self._bar}" if self._bar else f"{text}\n")
 
-    def begin(self, done: int, total: int) -> None:
-        """Starts the progress bar."""
+    def begin(self, done: int, total: int, counter: str = "") -> None:
+        """Starts the progress bar, with another label if `counter` is given."""
+        self._label = counter or self._counter
+        self._drawn = 0.0
         self._first, self._total, self._start = done, total, time.monotonic()
         self.move(done, "")
 
@@ -82,7 +92,7 @@ class Display:
         seconds = (now - self._start) * (self._total - done) / (done - self._first) if done > self._first else None
         left = "" if seconds is None else f"  {timedelta(seconds=round(seconds))} left"
         filled = "#" * (_BAR_WIDTH * done // self._total)
-        label = self._counter.format(done=done, total=self._total)
+        label = self._label.format(done=done, total=self._total)
         self._bar, self._drawn = _UNWRAPPED.format(f"{label} [{filled:.<{_BAR_WIDTH}}] {text}{left}"), now
         self._write(_CLEAR + self._bar)
 

@@ -15,9 +15,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from types import FrameType, ModuleType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
+
+T = TypeVar("T")
 
 STANDARD_OUTPUT = "standard output"  # The `filename` of errors in writing to standard output
 MISTAKE = 2  # The exit code after a user's mistake
@@ -29,6 +32,7 @@ TEMPORARY = 75
 """The exit code of a process that was stuck or lost another process of its run (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130  # The exit code after Ctrl-C: 128 plus the number of the signal, as in shells
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Control characters, except for newlines
+_AGAIN_SECONDS = 0.05  # until a signal in a callback of the garbage collector is sent again
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -62,7 +66,7 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
     Args:
       program: prefix of messages on stderr.
       action: returns an exit code, or None for 0.
-      interrupted: message after Ctrl-C (exit code 130).
+      interrupted: message after Ctrl-C (exit code 130), unless the exception has one.
     """
     try:
         return action() or 0
@@ -72,8 +76,8 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
     except NumericsError as error:
         say(f"{program}: {error}")
         return error.exit_code
-    except KeyboardInterrupt:
-        say(f"\n{program}: {interrupted}")
+    except KeyboardInterrupt as error:
+        say(f"\n{program}: {str(error) or interrupted}")
         return INTERRUPTED
     except OSError as error:
         if error.filename == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
@@ -234,7 +238,7 @@ def signal_name(number: int) -> str:
 
 
 class InterruptError(KeyboardInterrupt):
-    """Request to stop, raised where the work can be saved."""
+    """Request to stop, raised where the work can be saved, or where there is none to save."""
 
 
 class Interrupt:
@@ -242,10 +246,15 @@ class Interrupt:
 
     `check` raises after the first signal; the second ends the process. Signals that are ignored, such as
     SIGHUP under nohup, stay ignored. A terminal shows `notice` after the first Ctrl-C.
+
+    Args:
+      at_start: message of the `InterruptError` that Ctrl-C raises at once until `defer`; empty if there is work to
+        save from the start.
     """
 
-    def __init__(self, *signals: signal.Signals, notice: str = "") -> None:
+    def __init__(self, *signals: signal.Signals, notice: str = "", at_start: str = "") -> None:
         self._notice = notice
+        self._at_start = at_start
         self.received: str | None = None  # name of the first signal
         self._signals = signals or SIGNALS
         self._before: dict[signal.Signals, Any] = {}
@@ -260,16 +269,64 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def defer(self) -> None:
+        """Ends the start: from now on there is work to save, and Ctrl-C is only recorded."""
+        if self._at_start and self.received == signal.SIGINT.name:
+            raise InterruptError(self._at_start)  # a destructor may have swallowed the first one
+        self._at_start = ""
+
     def check(self) -> None:
         """Raises `InterruptError` if a signal was received."""
         if self.received is not None:
             raise InterruptError
 
-    def _record(self, number: int, _: FrameType | None) -> None:
-        # Raises nothing: a callback, such as JAX's during garbage collection, could swallow an exception.
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        # Raises nothing after the start: a callback, such as JAX's during garbage collection, could swallow an
+        # exception.
         self.received = signal.Signals(number).name
+        if number == signal.SIGINT and self._at_start:
+            if _is_collecting(frame):
+                _send_again(number)
+                return
+            raise InterruptError(self._at_start)
         for each in self._before:
             signal.signal(each, _SECOND_HANDLERS[each])
         if number == signal.SIGINT and self._notice and os.isatty(2):
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{self._notice}\n".encode())  # a handler cannot use `sys.stderr`, which may be busy
+
+
+def _is_collecting(frame: FrameType | None) -> bool:
+    """Returns whether a callback of the garbage collector runs, which swallows exceptions; JAX has one."""
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in callbacks:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _send_again(number: int) -> None:
+    """Sends a signal to the main thread in a moment."""
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, number))
+    timer.daemon = True
+    timer.start()
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Starts work in a thread; Ctrl-C ends a wait for its result.
+
+    While the main thread itself is in XLA, which compiles for minutes, Python runs no handler of a signal.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -74,14 +74,15 @@ class GenerateConfig(SourceConfig):
     """The model, the prompts, sampling and devices."""
 
     model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """A run of jaxtp train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format."""
+    """Folder of a run of jaxtp train, of one of its checkpoints, or of a model in Hugging Face's
+    format."""
 
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
-    """A text to continue. Can be given several times."""
+    """Text to continue; can be given several times."""
 
     prompt_file: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """A file of texts to continue: one per line, or JSONL if it ends in .jsonl. Blank lines are skipped but counted:
-    without --prompt, line n has the index n - 1."""
+    """File of texts to continue: one per line, or JSONL if it ends in .jsonl. Blank lines are
+    skipped but counted: without --prompt, line n has the index n - 1."""
 
     field: str = _DEFAULT_FIELD
     """Field of the text in JSONL."""

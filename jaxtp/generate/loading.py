@@ -90,9 +90,10 @@ class SourceConfig:
     template's own special tokens are always tokens, and so are all special tokens in tasks of lm-evaluation-harness."""
 
     dtype: DType | None = None
-    """Dtype of weights and computation. By default float32 on CPUs, which multiply 16-bit numbers ten times slower; on
-    GPUs the run's compute dtype, or the dtype in config.json (float32 if it names none). float16 is for GPUs without
-    bfloat16; values above 65,504, which some models reach, overflow in it."""
+    """Dtype of weights and computation; by default float32 on CPUs, and on GPUs the model's own.
+    CPUs multiply 16-bit numbers ten times slower. The model's own is the run's compute dtype, or
+    the dtype in config.json (float32 if it names none). float16 is for GPUs without bfloat16;
+    values above 65,504, which some models reach, overflow in it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,19 +42,20 @@ class GenerationSettings:
     """Divides positive and multiplies negative logits of tokens that are in the prompt or text (CTRL); 1 is off."""
 
     temperature: Annotated[float, Field(ge=0, le=1000), allowed("from 0 to 1000")] = 0.0
-    """Divides the logits; 0 always takes the most likely token."""
+    """Randomness of the choice: divides the logits; 0 always takes the most likely token."""
 
     top_k: CountOrZero = 0
-    """Keeps the k most likely tokens; 0 is off."""
+    """Chooses only among the k most likely tokens; 0 is off."""
 
     top_p: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 1.0
-    """Keeps the most likely tokens until their probabilities add up to p; 1 is off."""
+    """Chooses only among the most likely tokens whose probabilities add up to p; 1 is off."""
 
     min_p: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.0
-    """Keeps tokens with at least p times the probability of the most likely one; 0 is off."""
+    """Chooses only among tokens with at least p times the probability of the most likely one; 0 is
+    off."""
 
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
-    """A text that ends the output and is not part of it. Can be given several times."""
+    """Text that ends the output and is not part of it; can be given several times."""
 
     speculate: Annotated[int, Field(ge=0, le=64), allowed("from 0 to 64")] = 0
     """Tokens that each step proposes: those that followed the last tokens earlier in the prompt or text. A step keeps

@@ -45,10 +45,12 @@ class AttentionConfig(BranchConfig):
     """Settings of a block's attention."""
 
     num_heads: Count = 8
-    """Query heads. Divisible by num_kv_heads; the layer pads them if mesh.tp needs more."""
+    """Number of query heads. Divisible by num_kv_heads; the layer pads them if mesh.tp needs
+    more."""
 
     num_kv_heads: Count = 8
-    """Key and value heads; the layer pads them unless they divide mesh.tp or mesh.tp divides them."""
+    """Number of key and value heads; the layer pads them unless they divide mesh.tp or mesh.tp
+    divides them."""
 
     head_dim: Even = 16
     """Width of a head; need not be d_model / num_heads."""
@@ -105,9 +107,9 @@ class AttentionConfig(BranchConfig):
     """A bias on the attention's output projection."""
 
     attention: Annotated[KernelChoice, COST] = "auto"
-    """Kernel. auto takes the first that supports the run; on GPUs a run times cudnn and fused if it can use both.
-    Both need an NVIDIA GPU; cudnn also needs 16 bits, and no packed documents or sinks. blockwise and xla run
-    everywhere; xla stores all scores."""
+    """Kernel of attention; auto takes the first that supports the run. On GPUs a run times cudnn
+    and fused if it can use both. Both need an NVIDIA GPU; cudnn also needs 16 bits, and no packed
+    documents or sinks. blockwise and xla run everywhere; xla stores all scores."""
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """See `BranchConfig`."""

@@ -33,13 +33,14 @@ class LoraConfig:
     """Low-rank adapters of frozen kernels."""
 
     from_peft: Annotated[FromPath, STEP] = None
-    """Init source: a folder of adapters in PEFT's format, which also sets rank, alpha, rslora and targets."""
+    """Folder of adapters in PEFT's format to start from, which also sets rank, alpha, rslora and
+    targets."""
 
     rank: Annotated[Rank, SHORT_HELP] = 0
     """Rank of the adapters, usually 8 to 64; 0 trains every parameter, without adapters."""
 
     alpha: Positive = 16.0
-    """Scale: the output of an adapter is multiplied by alpha / rank."""
+    """Scale of the adapters: their outputs are multiplied by alpha / rank."""
 
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, so that outputs do not shrink at high ranks (rsLoRA)."""

@@ -52,8 +52,9 @@ class MLPConfig(BranchConfig):
     """Kind of MLP: gated is down(activation(gate(x)) * up(x)), plain down(activation(up(x)))."""
 
     activation: Activation = "silu"
-    """Activation function. gelu_tanh is the approximation by tanh, quick_gelu x * sigmoid(1.702 x), relu2 the square of
-    relu (arXiv 2109.08668); xielu has two learned scalars in each layer (arXiv 2411.13010)."""
+    """Activation function of the MLP. gelu_tanh is the approximation by tanh, quick_gelu x *
+    sigmoid(1.702 x), relu2 the square of relu (arXiv 2109.08668); xielu has two learned scalars in
+    each layer (arXiv 2411.13010)."""
 
     swiglu_limit: Positive | None = None
     """Limits a gated MLP (gpt-oss): gate(x) to at most this, up(x) to between minus this and this, and adds 1 to it."""

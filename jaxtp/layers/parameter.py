@@ -71,7 +71,8 @@ class Precision:
     a scale for each block of 32 features, and gathers in the compute dtype."""
 
     matmul_layers: str = "*"
-    """Layers that matmul applies to, by path as in the shell; | separates alternatives: *.mlp.*|*.attention.out"""
+    """Layers that matmul applies to, by path as in the shell; | separates alternatives, as in
+    '*.mlp.*|*.attention.out'."""
 
     matmul_least: Count = 2048
     """Least number of input features, and of all output features together, of a layer that matmul applies to. Each is a

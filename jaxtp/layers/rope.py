@@ -32,13 +32,15 @@ class RopeScaling:
     """Scaling of rotary frequencies for contexts longer than in training."""
 
     kind: RopeScalingKind = "none"
-    """linear divides every frequency; llama3 divides low frequencies, with a smooth transition; yarn divides dims that
-    turn seldom within original_length; longrope (arXiv 2402.13753) divides each frequency by its own factor. yarn and
-    longrope also scale queries and keys. proportional (Gemma 4) divides every frequency, and rotary_fraction is the
-    fraction of frequencies that are not 0."""
+    """Scaling of the rotary frequencies: linear divides every frequency; llama3 divides low
+    frequencies, with a smooth transition; yarn divides dims that turn seldom within
+    original_length; longrope (arXiv 2402.13753) divides each frequency by its own factor. yarn and
+    longrope also scale queries and keys. proportional (Gemma 4) divides every frequency, and
+    rotary_fraction is the fraction of frequencies that are not 0."""
 
     factor: Positive = 1.0
-    """Divides the frequencies; for longrope it sets only the default of attention_factor."""
+    """Factor that divides the frequencies; for longrope it sets only the default of
+    attention_factor."""
 
     original_length: Count = 8192
     """Tokens of the context trained on, for llama3, yarn and longrope."""

@@ -116,22 +116,25 @@ class DecoderSizes:
     """Init source and sizes of a model, the first settings in `--help`."""
 
     from_hf: Annotated[UserPath | None, STEP, SHORT_HELP] = None
-    """Init source: the folder of a model in Hugging Face format. Its config.json sets the sizes below."""
+    """Folder of a model in Hugging Face format to start from. Its config.json sets the sizes of the
+    model."""
 
     ignore_config: Annotated[_Ignored, STEP] = ()
     """Attributes of that model's config.json that jaxtp does not know, to ignore if they do not change the model's
     results. Can be given several times."""
 
     build: Annotated[Reference | None, STEP, SHORT_HELP] = None
-    """A model instead of this decoder: a function that returns a Flax NNX model or a Decoder of your own, its class,
-    or a subclass of ModelConfig. The settings below then have no effect, except for arguments and plan."""
+    """Model of your own: a function that returns a Flax NNX model or a Decoder of your own, its
+    class, or a subclass of ModelConfig. The settings below then have no effect, except for
+    arguments and plan."""
 
     arguments: Annotated[BlockChanges, STEP] = Changes({})
-    """Arguments of that function: --model.arguments.depth 4. Its parameter rngs gets nnx.Rngs(run.seed)."""
+    """Arguments of the function model.build, such as --model.arguments.depth 4. Its parameter rngs
+    gets nnx.Rngs(run.seed)."""
 
     plan: Annotated[Reference | None, COST] = None
-    """Plan of that model: a dict from patterns of module paths to styles. By default its own PartitionSpecs, or else
-    the plan that jaxtp.propose_plan returns."""
+    """Plan that splits the model of model.build: a dict from patterns of module paths to styles. By
+    default its own PartitionSpecs, or else the plan that jaxtp.propose_plan returns."""
 
     vocab_size: Count = 256
     """Number of token ids. It may have any size: layers pad it to a multiple of mesh.tp."""
@@ -146,8 +149,9 @@ class DecoderSizes:
     """In a YAML file: for each of the first blocks a mapping of the settings that differ from the model's."""
 
     pattern: _BlockList = ()
-    """In a YAML file: such a mapping for each block of a pattern, which repeats after the first blocks.
-    [{sliding_window: 4096}, {}] alternates blocks with a window and blocks with full attention."""
+    """In a YAML file: a mapping of settings for each block of a pattern, which repeats after the
+    first blocks. [{sliding_window: 4096}, {}] alternates blocks with a window and blocks with full
+    attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +189,10 @@ class ModelConfig(BlockConfig, DecoderSizes):
     """Dropout rate of the outputs of attention and MLP in training."""
 
     remat: Annotated[RematPolicy, COST, SHORT_HELP] = "full"
-    """Activations that a block saves for its backward pass: none saves all, save_dots the results of products,
-    save_gathered the inputs and outputs of parallel layers, save_reduced the outputs of row layers, full only the
-    block's input, offload the block's input in host memory."""
+    """Activations that the backward pass computes again to save memory, from none to all of a
+    block. With full it computes all from the block's input, with offload from its input in host
+    memory. In between, save_dots keeps the results of products, save_gathered the inputs and
+    outputs of parallel layers, and save_reduced the outputs of row layers."""
 
     scan_layers: Annotated[bool, COST] = True
     """Run the blocks by one scan, compiled once; false unrolls the scan, which takes longer to compile."""

@@ -39,9 +39,8 @@ PROGRAM = "jaxtp train"
 DESCRIPTION = """Trains a tensor-parallel decoder, or a Flax model of your own.
 
 Without flags: a small Llama on the sources of the Python standard library, over eight virtual CPU devices, in a
-minute or two. --config FILE reads a YAML file (see configs/), which may include another (base: other.yaml); dotted
-flags override it; --print-config prints the result and does nothing else. The same command again resumes the run in
---run.dir, on any mesh.
+minute or two. --config FILE reads a YAML file (see configs/); dotted flags override it; --print-config prints the
+result and does nothing else. The same command again resumes the run in --run.dir, on any mesh.
 """
 
 
@@ -53,7 +52,7 @@ class RunCommand(TrainConfig):
     """JSON file for the last numbers of the run and its configuration, written at its end."""
 
     plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """Picture of the curves of the run, drawn at its end (pip install 'jaxtp[plot]')."""
+    """Picture of the run's curves, drawn at its end (pip install 'jaxtp[plot]')."""
 
     verbose: Switch = False
     """Also print the shape and the sharding of each parameter."""
@@ -63,7 +62,7 @@ COMMAND = Command(
     program=PROGRAM,
     schema=RunCommand,
     description=DESCRIPTION,
-    short_help=("json", "plot", "verbose", *in_short_help(TrainConfig)),
+    short_help=(*in_short_help(TrainConfig), "json", "plot", "verbose"),
     printed=training_of,
 )
 INTERRUPTED = "interrupted; the same command resumes from the newest checkpoint, if there is one"

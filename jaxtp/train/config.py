@@ -43,13 +43,15 @@ class RunConfig:
     """Folder, seed and initial weights."""
 
     dir: Annotated[Folder, NOTHING, SHORT_HELP] = Path("runs/tiny")
-    """Folder of config.yaml, metrics.jsonl and checkpoints/. The same folder again resumes the run."""
+    """Folder of the run; the same folder again resumes it. It has config.yaml, metrics.jsonl and
+    checkpoints/."""
 
     seed: Annotated[CountOrZero, Affects(numbers=True, fixed=True)] = 0
     """Seed of the initial weights and of the order of the data."""
 
     init_from: UserPath | None = None
-    """Folder of another run of the same model. A new run takes only the weights, from the newest checkpoint there."""
+    """Folder of another run of the same model, whose newest checkpoint has the weights that a new
+    run starts from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +71,12 @@ class MeshConfig:
     """Shards of each matrix product."""
 
     context: Context = "auto"
-    """Attention over cp. ulysses: each device computes some heads, over all tokens. gather: each device gathers all
-    keys and values for its own tokens. auto: whichever moves fewer bytes; ulysses on a tie."""
+    """Method of attention over cp: auto takes the method that moves fewer bytes, ulysses on a tie.
+    With ulysses each device computes some heads, over all tokens; with gather it gathers all keys
+    and values for its own tokens."""
 
     allow_padding: bool = True
-    """Pad heads and d_ff where tp does not divide them; false refuses such a mesh."""
+    """Pad heads and d_ff where tp does not divide them; otherwise such a mesh is refused."""
 
     tp_across_hosts: bool = False
     """Allow a tp group to span hosts. Every layer then waits for the network between them."""
@@ -106,22 +109,24 @@ class DataConfig:
     """A folder made by jaxtp score from this data: columns log_probs, or top_ids and top_log_probs, for train.loss."""
 
     batches: Annotated[Reference | None, SAMPLES, SHORT_HELP] = None
-    """Batches instead of this data: a function of the step that returns a dict of rows, a dataset, or an iterable. The
-    settings path to sequence_length then have no effect."""
+    """Batches of your own: a function of the step that returns a dict of rows, a dataset, or an
+    iterable. The settings data.path to data.sequence_length then have no effect."""
 
     validation_batches: Annotated[Reference | None, SAMPLES, SHORT_HELP] = None
-    """Batches to evaluate on; without them, a run with data.batches evaluates nothing."""
+    """Batches of your own to evaluate on. Without them, a run with data.batches evaluates
+    nothing."""
 
     packing: Annotated[Packing, Affects(cost=True, numbers=True, fixed=True)] = "documents"
-    """documents: packs whole documents into a sequence; attention stays inside each. concatenated: joins all documents
-    and cuts them wherever a sequence is full; attention crosses documents."""
+    """How documents fill sequences: documents packs whole ones, and attention stays inside each;
+    concatenated joins all and cuts them wherever a sequence is full, and attention crosses
+    documents."""
 
     long_documents: Annotated[LongDocuments, Affects(samples=True, fixed=True)] = "split"
-    """With packed documents, a document longer than a sequence: split cuts it, drop leaves it out, stop refuses it. For
-    pairs of answers, which are never cut, split is an error too."""
+    """Treatment of a packed document that is longer than a sequence: split cuts it, drop leaves it
+    out, stop refuses it. For pairs of answers, which are never cut, split is an error too."""
 
     sequence_length: Annotated[Count, Affects(cost=True, numbers=True, fixed=True), SHORT_HELP] = 128
-    """Tokens in a sequence. Divisible by mesh.cp."""
+    """Tokens in a sequence, divisible by mesh.cp."""
 
     global_batch_size: Annotated[Count, STEP, SHORT_HELP] = 16
     """Sequences in a step, on all devices together. Divisible by mesh.dp * mesh.fsdp * train.accumulation."""
@@ -148,23 +153,24 @@ class OptimizerConfig:
     """Optimizer and learning rate schedule."""
 
     build: Annotated[Reference | None, STEP, SHORT_HELP] = None
-    """An Optax transformation, or a function that returns one, instead of the settings below."""
+    """Optax transformation of your own, or a function that returns one."""
 
     name: Annotated[Literal["adamw", "lion", "adafactor", "muon"], Affects(cost=True, numbers=True, fixed=True)] = (
         "adamw"
     )
-    """Rule: adamw; lion (a third of adamw's rate is usual); adafactor, whose second moments are factored; muon, which
-    orthogonalises the updates of matrices in the blocks, and uses adamw for the rest."""
+    """Rule of the updates: adamw; lion (a third of adamw's rate is usual); adafactor, whose second
+    moments are factored; muon, which orthogonalises the updates of matrices in the blocks, and uses
+    adamw for the rest."""
 
     first_moment: Annotated[Literal["param", "bfloat16"], Affects(cost=True, numbers=True, fixed=True)] = "param"
     """Dtype of the first moment, or of the momentum of lion and muon: the parameters', or bfloat16, rounded
     stochastically."""
 
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Learning rate after the warm-up; wsd stays at the peak and decays at the end."""
+    """Decay of the learning rate after the warm-up; wsd stays at the peak and decays at the end."""
 
     decay_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 0.2
-    """Share of all steps in which wsd decays."""
+    """Share of all steps, at the end, in which the schedule wsd decays."""
 
     groups: Annotated[dict[str, GroupConfig], tyro.conf.Fixed, Affects(numbers=True, fixed=True)] = field(
         default_factory=dict
@@ -173,10 +179,10 @@ class OptimizerConfig:
     * matches anything. The first matching pattern applies; a pattern that matches no parameter is an error."""
 
     learning_rate: Annotated[Positive, NUMBERS, SHORT_HELP] = 5e-3
-    """Peak learning rate."""
+    """Learning rate at its peak, after the warm-up."""
 
     warmup_steps: CountOrZero = 20
-    """Steps of linear warm-up from zero; at most train.steps."""
+    """Steps in which the learning rate rises linearly from zero; at most train.steps."""
 
     final_fraction: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.1
     """Learning rate at the last step, as a fraction of the peak; unused by the constant schedule."""
@@ -188,10 +194,11 @@ class OptimizerConfig:
     """Decay of the second moment, or of lion's momentum; unused by adafactor."""
 
     eps: Annotated[float, Field(ge=1e-37, allow_inf_nan=False), allowed("1e-37 or more")] = 1e-8
-    """Added to the root of the second moment."""
+    """Number added to the root of the second moment."""
 
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay, of matrices only: not of norms and biases."""
+    """Decoupled weight decay of matrices, multiplied by the learning rate; norms and biases have
+    none."""
 
     clip_norm: Positive = 1.0
     """Gradients are scaled down to this global L2 norm."""
@@ -202,23 +209,26 @@ class LoopConfig:
     """Length of the training, loss, logging and failures."""
 
     steps: Annotated[Count, STEP, SHORT_HELP] = 400
-    """Optimizer updates in the whole run; the learning rate decays over them."""
+    """Optimizer updates in the whole run. The learning rate decays over them."""
 
     epochs: Annotated[Positive | None, SAMPLES, SHORT_HELP] = None
-    """Passes over the data, instead of steps: the command computes the steps when it starts and writes them to
-    config.yaml. One pass over a mixture is as many rows as all its sources have."""
+    """Passes over the data, instead of train.steps. The command computes the steps when it starts
+    and writes them to config.yaml. One pass over a mixture is as many rows as all its sources
+    have."""
 
     accumulation: Annotated[Count, COST, SHORT_HELP] = 1
-    """Micro-batches of a step, one after the other. Their gradients sum to the batch's, up to rounding."""
+    """Micro-batches of a step, to save memory. They run one after the other, and their gradients
+    sum to the batch's, up to rounding."""
 
     loss: Annotated[Reference | None, STEP, SHORT_HELP] = None
-    """A function (model, batch, key) -> (sum, weight) instead of the cross-entropy of the next token; a third result is
-    a dict of metrics. Or a class, whose instance is such a function."""
+    """Loss instead of the cross-entropy of the next token: a function (model, batch, key) -> (sum,
+    weight). A third result is a dict of metrics. Or a class, whose instance is such a function."""
 
     loss_arguments: Annotated[BlockChanges, STEP] = Changes({})
-    """Arguments of that class, or further ones of that function: --train.loss-arguments.beta 0.2."""
+    """Arguments of train.loss, such as --train.loss-arguments.beta 0.2: of its class, or further
+    ones of its function."""
 
-    callbacks: Annotated[tuple[Reference, ...], NOTHING, SHORT_HELP] = ()
+    callbacks: Annotated[tuple[Reference, ...], tyro.conf.arg(metavar="FILE.py:NAME ..."), NOTHING, SHORT_HELP] = ()
     """Functions (trainer, step) that every process calls after each step."""
 
     z_loss: Annotated[NonNegative, NUMBERS] = 0.0
@@ -231,7 +241,8 @@ class LoopConfig:
     """Weight of the squared log-normaliser of the routers' softmax, averaged over layers; 1e-3 is usual, 0 is off."""
 
     selection_bias_rate: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1"), NUMBERS] = 1e-3
-    """How far an update moves each expert's bias against its load, if model.selection_bias is on."""
+    """Distance by which an update moves each expert's bias against its load, if
+    model.selection_bias is on."""
 
     log_every: Annotated[Count, NOTHING] = 10
     """Steps between lines of metrics.jsonl; the first and the last step are always logged."""
@@ -241,7 +252,7 @@ class LoopConfig:
     run, skip continues. A non-finite update from a finite loss and gradient ends the run either way."""
 
     max_skipped: Annotated[Count, NOTHING] = 10
-    """Most steps in a row that may be skipped before the run ends. Steps without a label, or in which a loss returns
+    """Maximum number of skipped steps in a row before the run ends. Steps without a label, or in which a loss returns
     the weight 0, are always skipped, and count by themselves."""
 
     allow_oversize: Annotated[bool, NOTHING] = False
@@ -282,8 +293,9 @@ class MetricsConfig:
     """Trackers besides metrics.jsonl, and norms to log."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "aim"], ...] = ("tensorboard",)
-    """tensorboard writes event files into the run's folder; wandb and aim need the extras of those names. A flag takes
-    several (--metrics.trackers tensorboard wandb); an empty list in a YAML file is none."""
+    """Trackers that get the metrics: tensorboard writes event files into the run's folder; wandb
+    and aim need the extras of those names. A flag takes several (--metrics.trackers tensorboard
+    wandb); an empty list in a YAML file is none."""
 
     project: str = "jaxtp"
     """W&B project, or Aim experiment, of the run."""
@@ -297,9 +309,9 @@ class LaunchConfig:
     """Processes and start of a run."""
 
     allocator: Annotated[Allocator, COST] = "default"
-    """Allocator of a GPU's memory. default: JAX's (BFC), whose free memory can fragment. cuda_async: CUDA's pool, which
-    does not fragment while steps peak below its share (0.85, or XLA_PYTHON_CLIENT_MEM_FRACTION). platform: a call to
-    the driver for each array, which is slow."""
+    """Allocator of a GPU's memory: default is JAX's (BFC), whose free memory can fragment;
+    cuda_async is CUDA's pool, which does not fragment while steps peak below its share (0.85, or
+    XLA_PYTHON_CLIENT_MEM_FRACTION); platform calls the driver for each array, which is slow."""
 
     preflight_bandwidth: bool = False
     """Also measure the all-gather bandwidth of each mesh axis, before the run allocates anything."""
@@ -320,7 +332,7 @@ class ProfileConfig:
     """First step to trace; 0 traces none. Earlier steps than about 3 include warm-up."""
 
     steps: Count = 5
-    """Steps to trace."""
+    """Number of steps to trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +344,8 @@ class EvalConfig:
     last; 0 adds none."""
 
     batches: Count = 8
-    """Most batches in an evaluation. It reads each held-out row at most once, and the same rows on every mesh."""
+    """Maximum number of batches in an evaluation. It reads each held-out row at most once, and the
+    same rows on every mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,10 +353,10 @@ class CheckpointConfig:
     """When to save, and which checkpoints to keep."""
 
     every: Annotated[CountOrZero, NOTHING, SHORT_HELP] = 50
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between saves; 0 saves only at the end."""
 
     keep: Count = 2
-    """Newest checkpoints to keep."""
+    """Number of the newest checkpoints to keep."""
 
     keep_every: CountOrZero = 0
     """Also keep the checkpoints at multiples of this step; 0 for none."""

@@ -13,6 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -36,8 +37,27 @@ _MAX_BYTES = 2**30  # Maximum bytes of that file
 TENSORBOARD = "tensorboard"
 _TRACKER_IDS = "trackers.json"
 _FLUSH_SECONDS = 30.0  # Between flushes of TensorBoard's file, which wait for the disk
-CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "goodput")
-"""Metrics that are drawn by default."""
+CURVES = ("loss", "balance_loss", "learning_rate", "grad_norm", "tokens_per_second", "rows_per_second", "goodput")
+"""Metrics that are drawn by default, with `eval_loss` in the panel of `loss`; those that a run lacks are left out."""
+EVALUATED = "eval_"  # Prefix of a metric on the validation data
+_TITLES = {
+    "loss": ("loss", ""),
+    "balance_loss": ("balance loss of experts", ""),
+    "learning_rate": ("learning rate", ""),
+    "grad_norm": ("gradient norm, before clipping", "L2 norm"),
+    "param_norm": ("norm of the parameters", "L2 norm"),
+    "tokens_per_second": ("speed", "tokens per second"),
+    "rows_per_second": ("speed", "rows per second"),
+    "goodput": ("goodput", "share of the time in steps"),
+    "step_seconds": ("time of a step", "seconds"),
+    "mfu": ("model FLOPs utilization", "share of the peak"),
+}
+"""Title and unit of a panel."""
+_OF_RUN = re.compile(
+    r"step|(mean_)?loss|perplexity|learning_rate|(grad|param)_norm(/.*)?|(tokens|rows)(_per_second.*)?|mfu|goodput"
+    r"|step_seconds.*|data_wait_seconds|lost_to_.*|memory_.*|slowest_device|balance_loss|router_z_loss|experts/.*"
+)
+"""Names of the metrics that are no user's."""
 
 
 class Timing:
@@ -321,33 +341,102 @@ def last_values(run: Path) -> dict[str, float]:
     return {name: value for record in read_metrics(run) for name, value in record.items()}
 
 
-def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = CURVES, x: str = "step") -> None:
-    """Draws a panel for each metric over metric `x`, a line per run.
+@dataclass(frozen=True)
+class _Curve:
+    """A metric of a run: its points on the training data, and on the validation data."""
+
+    run: Path
+    training: list[tuple[float, float]]
+    validation: list[tuple[float, float]]
+
+
+def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str = "step") -> None:
+    """Draws a panel for each metric over metric `x`, with a line per run, and a line for its validation data.
+
+    Args:
+      metrics: by default `CURVES`, and each metric of a user's loss or logged by a user.
 
     Raises:
       ConfigError: no run has a requested metric; missing `CURVES` are omitted.
       OSError: a run has no metrics.
     """
-    records = {run: read_metrics(run) for run in runs}
-    known = {name for found in records.values() for record in found for name in record}
+    steps = {run: _by_step(read_metrics(run)) for run in runs}
+    known = list(dict.fromkeys(name for found in steps.values() for record in found for name in record))
     if missing := [name for name in (x, *metrics) if name not in known and name not in CURVES]:
         raise ConfigError(f"no run has {missing[0]!r}; there are {', '.join(sorted(known))}")
-    metrics = [name for name in metrics if name in known]
-    if not metrics:
+    panels: dict[str, list[_Curve]] = {}
+    for metric in metrics or _default_metrics(known):
+        curves = [_curve(run, found, metric, x) for run, found in steps.items()]
+        curves = [curve for curve in curves if curve.training or curve.validation]
+        if curves:
+            panels[metric] = curves
+    if not panels:
         raise ConfigError(f"no run has logged a step; there are {', '.join(sorted(known)) or 'no numbers'}")
-    columns = min(3, len(metrics))
-    rows = math.ceil(len(metrics) / columns)
-    figure.set_size_inches(4.5 * columns, 3.2 * rows)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
-    for panel, metric in zip(panels, metrics, strict=False):
-        for run, found in records.items():
-            points = [(record[x], record[metric]) for record in found if metric in record and x in record]
-            if points:
-                marker = "." if len(points) < 20 else ""  # a line of one point is invisible
-                panel.plot(*zip(*points, strict=True), label=run.name, linewidth=1.2, marker=marker)
-        panel.set_title(metric)
+    in_tokens = "eval_perplexity" in known
+    for number, (panel, (metric, curves)) in enumerate(zip(_panels(figure, len(panels)), panels.items(), strict=True)):
+        for color, curve in enumerate(curves):
+            _draw_curve(panel, curve, color, name_run=len(runs) > 1)
+        title, unit = _TITLES.get(metric, (metric, ""))
+        if metric == "loss" and in_tokens:
+            unit = "nats per token"
+        panel.set_title(title)
+        panel.set_ylabel(unit)
         panel.set_xlabel(x)
+        panel.locator_params(axis="x", nbins=5)  # numbers of tokens are wide
         panel.grid(alpha=0.3)
-    for panel in panels[len(metrics) :]:
-        panel.axis("off")
-    panels[0].legend()
+        if number == 0 or (len(runs) == 1 and curves[0].validation):
+            panel.legend()
+
+
+def _default_metrics(known: Sequence[str]) -> list[str]:
+    # The loss, a user's metrics, then the others. A metric that was only evaluated has a panel, too.
+    own = [name for name in known if _OF_RUN.fullmatch(name) is None and not name.startswith(EVALUATED)]
+    only_evaluated = [
+        name.removeprefix(EVALUATED)
+        for name in known
+        if name.startswith(EVALUATED) and _OF_RUN.fullmatch(name.removeprefix(EVALUATED)) is None
+    ]
+    return list(dict.fromkeys([CURVES[0], *own, *only_evaluated, *CURVES[1:]]))
+
+
+def _by_step(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    # One record for each step: an evaluation has a line of its own, without the tokens so far.
+    merged: defaultdict[float, dict[str, float]] = defaultdict(dict)
+    for record in records:
+        if "step" in record:
+            merged[record["step"]].update(record)
+    return [merged[step] for step in sorted(merged)]
+
+
+def _curve(run: Path, records: Sequence[Mapping[str, float]], metric: str, x: str) -> _Curve:
+    def points(name: str) -> list[tuple[float, float]]:
+        return [(record[x], record[name]) for record in records if name in record and x in record]
+
+    return _Curve(run, points(metric), points(f"{EVALUATED}{metric}"))
+
+
+def _panels(figure: Any, count: int) -> list[Any]:
+    # Rows of at most three panels; the last row is as wide as the others, so that no place is empty.
+    columns = 2 if count in (2, 4) else min(3, count)
+    rows = math.ceil(count / columns)
+    figure.set_size_inches(4.8 * columns, 3.2 * rows)
+    grid = figure.add_gridspec(rows, 6)
+    panels = []
+    for number in range(count):
+        row, column = divmod(number, columns)
+        width = 6 // min(columns, count - row * columns)
+        panels.append(figure.add_subplot(grid[row, column * width : (column + 1) * width]))
+    return panels
+
+
+def _draw_curve(panel: Any, curve: _Curve, color: int, *, name_run: bool) -> None:
+    # A run alone has a colour for each kind of data; of several, each has one colour.
+    name = f"{curve.run.name}, " if name_run else ""
+    second = color if name_run else color + 1
+    styles = (("training", curve.training, color, "-"), ("validation", curve.validation, second, "--"))
+    for kind, points, number, line in styles:
+        if not points:
+            continue
+        marker = "." if len(points) < 20 else ""  # a line of one point is invisible
+        xs, ys = zip(*points, strict=True)
+        panel.plot(xs, ys, line, color=f"C{number}", label=f"{name}{kind}", linewidth=1.2, marker=marker)

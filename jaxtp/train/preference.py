@@ -90,10 +90,10 @@ class DPO:
             loss -= self.sft_weight * count * total(policy[0]) / jnp.maximum(total(tokens[0]), 1)
         rewards = self.beta * jax.lax.stop_gradient(log_ratios)
         metrics = {
-            "rewards/chosen": rewards[0],
-            "rewards/rejected": rewards[1],
             "rewards/accuracies": rewards[0] > rewards[1],
             "rewards/margins": rewards[0] - rewards[1],
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
             "logps/chosen": policy[0],
             "logps/rejected": policy[1],
         }

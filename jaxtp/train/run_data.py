@@ -1,5 +1,6 @@
 """The batches of a run: jaxtp's token data, or a user's."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -81,6 +82,17 @@ class RunData:
     def batches(self, mesh: Mesh, position: Position, count: int) -> Iterator[tuple[Batch, Position]]:
         """Yields training batches, and the position after each."""
         return on_mesh(self.train, mesh, position, count, micro_batches=self.micro_batches)
+
+    def validation_count(self, most: int) -> int | None:
+        """Returns the number of `validation_batches`; None if the source does not know its rows."""
+        if self.validation is None:
+            return 0
+        rows = self.validation.num_rows
+        if rows is None:
+            return None
+        size = self.validation.global_batch_size
+        count = math.ceil(rows / size) if self.validation.with_weights else rows // size
+        return min(count, most)
 
     def validation_batches(self, mesh: Mesh, most: int) -> Iterator[Batch]:
         """Yields at most `most` batches to evaluate on, the same in each evaluation."""

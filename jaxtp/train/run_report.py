@@ -3,8 +3,9 @@
 import math
 import platform
 import shlex
+import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.validation import attention_blocks, chosen_kernels, multiplies_all, share_of
 
+_AROUND_METRICS = 60  # Characters of a bar without its text: the step, the bar and the time left
+
 
 class Report(Display):
     """The console of a run; silent on all processes but the first.
@@ -35,12 +38,26 @@ class Report(Display):
     """
 
     def __init__(self) -> None:
+        self.own_metrics: tuple[str, ...] = ()
+        """Names of the metrics of a user's loss, which the line of a step has."""
         unread = partial(signal.raise_signal, signal.SIGTERM)
         super().__init__("step {done}/{total}", quiet=jax.process_index() != 0, unread=unread)
 
     def step(self, step: int, values: Mapping[str, float], rate: str) -> None:
         """Updates the progress bar."""
-        self.move(step, f"{_losses(values)}  {rate}")
+        begin, end = _losses(values), f"  {rate}"
+        room = shutil.get_terminal_size().columns - _AROUND_METRICS - len(begin) - len(end)
+        self.move(step, f"{begin}{_fitting(self._own(values, short=True), room)}{end}")
+
+    def _own(self, values: Mapping[str, float], *, short: bool = False) -> list[str]:
+        # The metrics of a user's loss; with `short` without a common prefix, such as that of rewards/margins.
+        texts = []
+        for name in self.own_metrics:
+            last = name.rpartition("/")[2]
+            is_unique = sum(other.rpartition("/")[2] == last for other in self.own_metrics) == 1
+            if name in values:
+                texts.append(f"  {last if short and is_unique else name} {values[name]:.4g}")
+        return texts
 
     def log(self, record: dict[str, float | int], total: int, unit: str, *, is_first: bool = False) -> None:
         """Prints a logged step if there is no progress bar."""
@@ -49,7 +66,8 @@ class Report(Display):
         # A process's first step includes compilation.
         left = "" if is_first else f"  {_duration((total - record['step']) * record['step_seconds'])} left"
         rate = record[f"{unit}_per_second"]
-        self.line(f"step {record['step']}/{total}  {_losses(record)}  {rate:,.0f} {unit}/s{left}")
+        losses = "".join([_losses(record), *self._own(record)])
+        self.line(f"step {record['step']}/{total}  {losses}  {rate:,.0f} {unit}/s{left}")
 
 
 def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) -> list[str]:
@@ -330,6 +348,16 @@ def sharding_table(blueprint: Blueprint) -> list[str]:
     width = max(33, *map(len, rows)) + 1
     lines = [f"{name:<{width}}{row}" for name, row in rows.items()]
     return [f"{'parameter':<{width}}{'shape':<20}{'split by':<28}per device", *lines]
+
+
+def _fitting(texts: Sequence[str], room: int) -> str:
+    """Joins the first texts that fit into `room` characters."""
+    joined = ""
+    for text in texts:
+        if len(joined) + len(text) > room:
+            break
+        joined += text
+    return joined
 
 
 def _losses(values: Mapping[str, float]) -> str:

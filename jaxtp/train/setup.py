@@ -42,13 +42,14 @@ from jaxtp.train.run_data import (
     open_data,
 )
 from jaxtp.train.run_report import Report, sharding_table, summary
-from jaxtp.train.state import Blueprint, MakeModel, plan_state, trained_parameters
+from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step, on_leaves
 from jaxtp.train.task import Task, load_task, transformation, with_parts, with_references
 from jaxtp.train.user_loss import Traits, attribute, example_batch, inspect_loss
 from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse
 
 _NOTICE = "stops and saves after this step; a second Ctrl-C ends at once"
+_NOTHING_LOST = "interrupted before the first step; nothing is lost, and the same command {}"
 
 
 @dataclass
@@ -113,7 +114,11 @@ def make_run(
     exit_stack.enter_context(jax.set_mesh(blueprint.mesh))
     with raise_everywhere():
         exit_stack.enter_context(run_folder.locked(config.run.dir))
-    report, interrupt = exit_stack.enter_context(Report()), exit_stack.enter_context(Interrupt(notice=_NOTICE))
+    report = exit_stack.enter_context(Report())
+    report.own_metrics = setup.own_metrics
+    steps_before, _ = setup.before
+    at_start = _NOTHING_LOST.format("resumes" if steps_before else "starts again")
+    interrupt = exit_stack.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
     for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
     report.line(summary(config, data, blueprint, _notes(config, source, blueprint, setup.memory), setup.before))
@@ -127,7 +132,10 @@ def make_run(
     if checkpoints.steps():
         from jaxtp.train.resume import restore
 
+        report.line("reading the newest checkpoint")
         restored = restore(config, data.description, blueprint, checkpoints, report.line)
+    if restored is None:
+        report.line(f"making the initial state: {parameter_count(blueprint):,} parameters")
     initial = source.create_state(config, blueprint, restored)
     if restored is None:
         check_scored_model(data.tokens, initial, blueprint.mesh)
@@ -187,6 +195,7 @@ class _Setup:
     before: tuple[int, int]  # steps and rows so far
     memory: StepMemory | None
     row_flops: float
+    own_metrics: tuple[str, ...]  # of a user's loss
 
 
 def _check(config: TrainConfig, task: Task) -> _Setup:
@@ -204,10 +213,12 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     before = progress(config)
     config, _ = with_steps(config, data.num_rows, before)
     notes: list[str] = []
+    own_metrics: tuple[str, ...] = ()
     if task.loss is None and task.batches is not None:
         check_decoder_columns(data)
     if task.loss is not None:
         traits = check_loss_on(config, task, data.train)
+        own_metrics = traits.metrics
         notes = [*_note_on_items(config, task, data.train), *_check_validation(config, task, data)]
         if config.model.dropout and not traits.is_random:
             raise ConfigError(
@@ -220,7 +231,7 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     blueprint, lines = plan(config, mesh, task, data.train.shapes)
     memory = require_memory(config, blueprint, task.loss, data.train.shapes)
     row_flops = _row_flops(config, blueprint, task, data)
-    return _Setup(config, task, source, data, blueprint, [*notes, *lines], before, memory, row_flops)
+    return _Setup(config, task, source, data, blueprint, [*notes, *lines], before, memory, row_flops, own_metrics)
 
 
 def check_loss_on(config: TrainConfig, task: Task, batches: Batches) -> Traits:

@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.checkpoint.logical import Variable, logical_size, may_be_infinite, named_variables, select_paths
+from jaxtp.config.entry import in_thread
 from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.schema import ConfigError, CountOrZero, validate
 from jaxtp.layers.lora import float8_kernels
@@ -131,7 +132,8 @@ class Blueprint:
 
         with jax.set_mesh(self.mesh):
             weights = nnx.State({}) if weights is None else weights
-            return jax.jit(init, out_shardings=self.shardings, donate_argnums=0)(weights)
+            lowered = jax.jit(init, out_shardings=self.shardings, donate_argnums=0).lower(weights)
+            return in_thread(lowered.compile).result()(weights)
 
     def record_of_constants(self) -> dict[str, object]:
         """Returns JSON for checkpoints, which have no constants: their seed, and sums of each; empty without any."""

@@ -4,11 +4,10 @@ One step is in flight while the host reads the previous step's numbers, so that 
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import Sums
-from jaxtp.config.entry import STANDARD_OUTPUT, NumericsError, UserError
+from jaxtp.config.entry import STANDARD_OUTPUT, NumericsError, UserError, in_thread
 from jaxtp.config.python_object import reference_to, user_code, user_code_error
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
@@ -317,6 +316,7 @@ class Trainer:
                     if warning := require_sums(run.task.loss, run.blueprint, run.state, batch, accumulation):
                         self._report.line(warning)
             flags = self._stopping.flags()
+            run.interrupt.defer()
             verifying = self._verifier is not None and self._verifier.due(run.step + 1)
             if verifying:
                 self._begin_verification(train_step, batch, flags)
@@ -382,43 +382,57 @@ class Trainer:
             saved = run.checkpoints.folder / str(run.step)
             advice = f"{saved} has them: move it away, and the same command resumes from the checkpoint before it"
         what = f"step {run.step}: the run cannot start from this state"
+        self._report.line("checking that the state is finite")
         with self._timing.lost_to("start"):
             run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, what, advice)
 
     def _evaluate_during(self, block: ExitStack) -> None:
         # In a thread, and reported also if the block fails. Not on GPUs, where XLA times kernels while it compiles.
+        begin = self._announce_evaluation()
         if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
-            self._evaluate()
+            self._evaluate(lambda: in_thread(begin()).result())
             return
-        evaluation: Future[dict[str, float]] = Future()
         with self._phase("the evaluation at step 0", "evaluate"):
-            evaluate = self._begin_evaluation()
-
-        def run() -> None:
-            try:
-                evaluation.set_result(evaluate())
-            except BaseException as error:
-                evaluation.set_exception(error)
+            evaluation = in_thread(begin())
 
         def finish(kind: type[BaseException] | None, *_: object) -> None:
             if kind is None or issubclass(kind, Exception):  # a second Ctrl-C does not wait
                 self._evaluate(evaluation.result)
 
         block.push(finish)
-        threading.Thread(target=run, daemon=True).start()
+
+    def _announce_evaluation(self) -> Callable[[], Callable[[], dict[str, float]]]:
+        # Returns the beginning of the first evaluation, which takes as long as a compilation and some steps.
+        total = self._run.data.validation_count(self.config.eval.batches)
+        if total == 0:
+            return self._begin_evaluation
+        if total is None:
+            self._report.line("evaluating at step 0")
+            return self._begin_evaluation
+        self._report.line(f"evaluating at step 0: {total} batches")
+
+        def show(done: int) -> None:
+            if done == 0:
+                self._report.begin(0, total, "evaluation {done}/{total}")
+            self._report.move(done, "")
+
+        return partial(self._begin_evaluation, show)
 
     def _compile(self) -> TrainStep:
         run = self._run
         with ExitStack() as block:
             if run.step == 0:  # a resumed run has the baseline in its log
                 self._evaluate_during(block)
+            self._report.line("compiling the training step")
             block.enter_context(self._phase("compiling the training step", "compile"))
             started = time.perf_counter()
             batch = run.data.abstract(self.mesh)
             platform = platform_of(self.mesh.devices.flat[0])
             try:
                 traced = trace_step(self.config, run.blueprint, run.train_step, run.leaves, batch)
-                compiled: TrainStep = traced.lower().compile(compiler_options=compiler_options(self.config, platform))
+                lowered = traced.lower()
+                options = compiler_options(self.config, platform)
+                compiled: TrainStep = in_thread(lambda: lowered.compile(compiler_options=options)).result()
             except (UserError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:
@@ -556,8 +570,8 @@ class Trainer:
         with self._phase(f"the evaluation at step {self._run.step}", "evaluate"):
             return (evaluation or self._begin_evaluation())()
 
-    def _begin_evaluation(self) -> Callable[[], dict[str, float]]:
-        # Traces in this thread, whose settings of JAX apply.
+    def _begin_evaluation(self, show: Callable[[int], object] | None = None) -> Callable[[], dict[str, float]]:
+        # Traces in this thread, whose settings of JAX apply. `show` gets the number of finished batches.
         run, state = self._run, self._run.state
         batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
         if (first := next(batches, None)) is None:
@@ -566,7 +580,12 @@ class Trainer:
 
         def evaluate() -> dict[str, float]:
             step = lowered.compile()
-            results = [step(state, batch, number) for number, batch in enumerate(chain([first], batches))]
+            results: list[LossTerms] = []
+            for number, batch in enumerate(chain([first], batches)):
+                results.append(step(state, batch, number))
+                if show is not None:
+                    jax.block_until_ready(results[:-1])  # one batch stays in flight
+                    show(number)
             return evaluation_metrics(jax.device_get(results), own_loss=run.task.loss is not None)
 
         return evaluate
@@ -575,6 +594,8 @@ class Trainer:
         run = self._run
         if not (values := self._evaluated(evaluation)):
             return
+        if run.step < self._first:
+            self._report.clear()
         if self._last[0] == run.step:
             self._last = run.step, self._last[1] | values
         if log:

@@ -18,6 +18,7 @@ from support import sweep
 
 from jaxtp.__main__ import COMMANDS as JAXTP_COMMANDS
 from jaxtp.__main__ import main as jaxtp_main
+from jaxtp.config import command_line
 from jaxtp.config.command_line import OTHER_NAMES, Command, completion, leaf_settings, parse_mesh, spellings
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError, Count, Keys, UserPath
@@ -74,6 +75,53 @@ def test_help_fits_a_terminal_and_says_where_the_rest_is(program, terminal, caps
         named = set(re.findall(r"--[a-z][\w.-]+", short)) - {"--help-all"}
         assert named <= set(re.findall(r"--[a-z][\w.-]+", everything)), "what is shown first is among all"
         assert len(everything.splitlines()) > len(lines)
+
+
+def help_of(setting):
+    own = next((text for mark in setting.marks if (text := getattr(mark, "help", None))), None)
+    return own or command_line._docstrings(setting.owner)[setting.path[-1]]
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_the_first_sentence_of_each_help_text_says_what_a_setting_does(program):
+    """It is all that the short help shows: `Depth.` and `Init source.` said nothing."""
+    for setting in COMMANDS[program].used_settings():
+        first = re.split(r"(?<=\.)\s", help_of(setting), maxsplit=1)[0]
+        assert first.endswith("."), f"{setting.name}: {first}"
+        assert len(first.split()) >= 3, f"{setting.name}: {first}"
+        assert not first.startswith("See "), f"{setting.name}: {first}"
+
+
+@pytest.mark.parametrize("program", sweep([*COMMANDS], "jaxtp train"))
+def test_the_short_help_has_whole_sentences(program, terminal, capsys):
+    command = COMMANDS[program]
+    shown = " ".join(printed(command, "--help", capsys=capsys).split())
+    for setting in command.used_settings():
+        if not command.short_help or setting.name in command.short_help:
+            first = re.split(r"(?<=\.)\s", help_of(setting), maxsplit=1)[0]
+            assert " ".join(first.split()) in shown, setting.name
+
+
+def test_the_short_help_begins_with_the_settings_of_the_command(terminal, capsys):
+    shown = printed(ESTIMATE, "--help", capsys=capsys)
+    assert shown.index("--hardware ") < shown.index("--model.from-hf")
+    shown = printed(TRAIN, "--help", capsys=capsys)
+    assert shown.index("--run.dir") < shown.index("--json")
+
+
+def test_optional_references_show_a_file_and_a_name(terminal, capsys):
+    shown = printed(TRAIN, "--help", capsys=capsys)
+    for flag in ("model.build", "data.batches", "train.loss", "optimizer.build"):
+        assert f"--{flag} FILE.py:NAME\n" in shown
+    assert "--train.callbacks FILE.py:NAME ..." in shown
+    assert "--build FILE.py:NAME" in printed(GENERATE, "--help-all", capsys=capsys)
+
+
+def test_a_list_of_commands_shows_whole_sentences(terminal, capsys):
+    with pytest.raises(SystemExit):
+        jaxtp_main(["convert"])
+    listed = capsys.readouterr().out
+    assert "others that it refuses, with what they need.\n" in " ".join(listed.split(" ")).replace("\n          ", " ")
 
 
 @pytest.mark.parametrize("program", COMMANDS)

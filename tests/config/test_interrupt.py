@@ -1,11 +1,14 @@
 """Which signals stop a command, and what a second one does."""
 
+import gc
 import os
 import signal
+import threading
+import time
 
 import pytest
 
-from jaxtp.config.entry import SIGNALS, Interrupt
+from jaxtp.config.entry import INTERRUPTED, SIGNALS, Interrupt, InterruptError, attempt, in_thread
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +69,71 @@ def test_a_terminal_shows_that_the_first_ctrl_c_was_received(capfd, monkeypatch,
     with Interrupt(notice="stops soon"):
         signal.raise_signal(signal.SIGINT)
     assert capfd.readouterr().err == "\nstops soon\n" * terminal
+
+
+def test_ctrl_c_at_the_start_ends_at_once_and_later_only_asks(capfd, monkeypatch):
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    with Interrupt(notice="stops soon", at_start="nothing is lost") as interrupt:
+        for _ in range(2):
+            with pytest.raises(InterruptError, match="nothing is lost"):
+                signal.raise_signal(signal.SIGINT)
+        with pytest.raises(InterruptError):
+            interrupt.defer()
+    assert "stops soon" not in capfd.readouterr().err
+    with Interrupt(notice="stops soon", at_start="nothing is lost") as interrupt:
+        interrupt.defer()
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.received == "SIGINT"
+    assert "stops soon" in capfd.readouterr().err
+
+
+def test_other_signals_at_the_start_ask():
+    """A scheduler's SIGTERM has an exit code of its own."""
+    with Interrupt(at_start="nothing is lost") as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        interrupt.defer()
+        assert interrupt.received == "SIGTERM"
+
+
+def test_the_message_of_an_interrupted_start_is_printed(capsys):
+    def interrupted():
+        raise InterruptError("nothing is lost")
+
+    assert attempt("jaxtp train", interrupted, "resumes") == INTERRUPTED
+    assert capsys.readouterr().err == "\njaxtp train: nothing is lost\n"
+
+
+def test_the_garbage_collector_does_not_swallow_ctrl_c(capfd):
+    """JAX has a callback there, in which a tracing run spends much of its time."""
+
+    def callback(phase, details):
+        if phase == "start":
+            signal.raise_signal(signal.SIGINT)
+
+    with Interrupt(at_start="nothing is lost"):
+        gc.callbacks.append(callback)
+        try:
+            gc.collect()
+            gc.callbacks.remove(callback)
+            with pytest.raises(InterruptError):
+                time.sleep(10)
+        finally:
+            if callback in gc.callbacks:
+                gc.callbacks.remove(callback)
+    assert "ignored" not in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_a_wait_for_a_thread():
+    release = threading.Event()
+    with Interrupt(at_start="nothing is lost"):
+        future = in_thread(release.wait)
+        threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(InterruptError):
+            future.result(timeout=10)
+    release.set()
+    assert future.result() is True
+
+
+def test_a_thread_passes_its_error_on():
+    with pytest.raises(ZeroDivisionError):
+        in_thread(lambda: 1 // 0).result()

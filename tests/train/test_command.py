@@ -42,7 +42,9 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert list(evaluated) == [0, 20, 40], "the first shows what the run improves on"
     assert evaluated[0] == pytest.approx(np.log(256), abs=0.2)
     assert evaluated[40] < evaluated[0] - 1
-    assert out.index("step 0: validation loss") < out.index("step 1/40")
+    beginning = ("making the initial state: ", "checking that", "evaluating at step 0: 2 batches\n", "compiling the")
+    places = [out.index(f"\n{words}") for words in (*beginning, "step 0: validation loss", "compiled the", "step 1/40")]
+    assert places == sorted(places), "each line comes before its work"
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[1])
     assert row.keys() >= {"step", "loss", "grad_norm", "param_norm", "learning_rate", "tokens", "tokens_per_second"}
     assert row.keys() >= {"step_seconds", "data_wait_seconds", "goodput", "lost_to_compile"}

@@ -32,6 +32,7 @@ from jaxtp.train.metrics import TRACKERS, Timing, Trackers, _tracker_id, draw, r
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.performance import Profiler, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.run_folder import RunFilesError, RunFolderError
+from jaxtp.train.run_report import Report
 from jaxtp.train.state import parameter_count, plan_state
 
 
@@ -396,3 +397,91 @@ def test_metrics_are_not_written_through_a_link(tmp_path):
     trackers.close()
     assert (tmp_path / "victim").read_text() == "precious\n"
     assert (tmp_path / "run/metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
+def picture(folder, records, **options):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    draw([folder], figure, **options)
+    return {panel.get_title(): panel for panel in figure.axes}
+
+
+OWN = [
+    {"step": 0, "eval_loss": 0.7, "eval_rewards/margins": 0.0},
+    *(
+        {"step": step, "loss": 0.6, "rewards/margins": 0.1, "temperature": 1.0, "rows_per_second": 5.0, "rows": step}
+        | {"lost_to_start": 0.1, "step_seconds": 0.2, "grad_norm/blocks": 1.0, "nothing": None}
+        for step in (10, 20)
+    ),
+    {"step": 20, "eval_loss": 0.5, "eval_rewards/margins": 0.3},
+]
+
+
+def test_a_picture_has_the_metrics_of_a_loss_and_no_empty_panel(tmp_path):
+    panels = picture(tmp_path, OWN)
+    assert list(panels) == ["loss", "rewards/margins", "temperature", "speed"]
+    assert all(panel.lines for panel in panels.values())
+    assert panels["speed"].get_ylabel() == "rows per second"
+    assert not panels["loss"].get_ylabel(), "the unit of a user's loss is not known"
+
+
+def test_training_and_validation_share_a_panel(tmp_path):
+    panels = picture(tmp_path, OWN)
+    for name, validation in (("loss", [0.7, 0.5]), ("rewards/margins", [0.0, 0.3])):
+        training, evaluated = panels[name].lines
+        assert (training.get_label(), evaluated.get_label()) == ("training", "validation")
+        assert training.get_color() != evaluated.get_color()
+        assert list(evaluated.get_xdata()) == [0, 20]
+        assert list(evaluated.get_ydata()) == validation
+        assert [text.get_text() for text in panels[name].get_legend().get_texts()] == ["training", "validation"]
+
+
+def test_an_evaluation_is_drawn_over_another_metric_of_its_step(tmp_path):
+    panels = picture(tmp_path, OWN, x="rows", metrics=["loss"])
+    assert list(panels["loss"].lines[1].get_xdata()) == [20]
+
+
+def test_the_loss_of_tokens_has_a_unit(tmp_path):
+    records = [{"step": 0, "eval_loss": 2.0, "eval_perplexity": 7.4}, {"step": 1, "loss": 2.0}]
+    panels = picture(tmp_path, records)
+    assert list(panels) == ["loss"]
+    assert panels["loss"].get_ylabel() == "nats per token"
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_panels_leave_no_place_empty(count, tmp_path):
+    panels = picture(tmp_path, [{"step": 1, "loss": 1.0} | {f"metric {i}": 1.0 for i in range(count - 1)}])
+    rows = {}
+    for panel in panels.values():
+        place = panel.get_subplotspec()
+        rows.setdefault(place.rowspan.start, []).extend(place.colspan)
+    assert len(panels) == count
+    assert all(sorted(columns) == list(range(6)) for columns in rows.values())
+
+
+def rewards_shown(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    report = Report()
+    report.own_metrics = ("rewards/margins", "rewards/chosen", "logps/chosen")
+    report.has_bar = True
+    report.begin(0, 9)
+    values = {"loss": 0.5, "rewards/margins": 0.25, "rewards/chosen": 1.0, "logps/chosen": -20.0}
+    report.step(9, values, "7 rows/s")
+    return capsys.readouterr().out
+
+
+def test_a_step_shows_the_metrics_of_a_loss(capsys):
+    report = Report()
+    report.own_metrics = ("rewards/margins", "accuracy")
+    values = {"step": 3, "loss": 0.5, "accuracy": 0.75, "rewards/margins": 0.125, "rows_per_second": 7.0}
+    report.log({**values, "step_seconds": 1.0}, 9, "rows")
+    assert (
+        capsys.readouterr().out == "step 3/9  loss 0.5000  rewards/margins 0.125  accuracy 0.75  7 rows/s  0:06 left\n"
+    )
+
+
+def test_a_bar_shows_the_metrics_that_fit(monkeypatch, capsys):
+    wide = rewards_shown(160, monkeypatch, capsys)
+    assert "loss 0.5000  margins 0.25  rewards/chosen 1  logps/chosen -20  7 rows/s" in wide
+    assert "loss 0.5000  margins 0.25  7 rows/s" in rewards_shown(100, monkeypatch, capsys)
+    assert "loss 0.5000  7 rows/s" in rewards_shown(60, monkeypatch, capsys)

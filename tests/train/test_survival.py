@@ -108,6 +108,36 @@ def test_a_closed_terminal_saves_and_ends_well(tmp_path, command):
 
 
 @pytest.mark.journey
+@pytest.mark.parametrize("seen", ["making the initial", "checking that", "evaluating at", "compiling the"])
+def test_ctrl_c_in_a_terminal_before_the_first_step_ends_at_once(tmp_path, command, seen):
+    run = tmp_path / "run"
+    flags = ["-m", "jaxtp.train", *command, "--train.steps", "2", "--model.num-layers", "3", "--run.dir", str(run)]
+    ours, theirs = os.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = subprocess.Popen([sys.executable, "-c", IN_ITS_TERMINAL, *flags], **streams, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    try:
+        while seen.encode() not in shown:
+            shown += os.read(ours, 65536)
+        os.write(ours, b"\x03")
+        with contextlib.suppress(OSError):  # at its end
+            while more := os.read(ours, 65536):
+                shown += more
+        assert process.wait(timeout=120) == INTERRUPTED
+    finally:
+        process.kill()
+        os.close(ours)
+    assert b"interrupted before the first step; nothing is lost, and the same command starts again\r\n" in shown
+    assert b"Traceback" not in shown
+    assert b"step 1/2" not in shown
+    assert b"ignored" not in shown
+    assert not Checkpoints(run / "checkpoints").steps()
+    assert main([*flags[2:]]) == 0
+    assert list(records(run)) == [1, 2]
+
+
+@pytest.mark.journey
 def test_the_same_seed_repeats_bit_for_bit(tmp_path, command):
     for name in ("a", "b"):
         assert main([*command, "--train.steps", "6", "--run.dir", str(tmp_path / name)]) == 0

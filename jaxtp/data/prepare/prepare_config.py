@@ -32,14 +32,15 @@ class PrepareConfig:
     an object in each line."""
 
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder of the dataset. The same command resumes after an interruption."""
+    """Folder for the dataset; after an interruption the same command resumes in it."""
 
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
-    """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default a token is a
-    byte."""
+    """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default
+    every byte is a token."""
 
     train_bpe: Annotated[int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), tyro.conf.arg(metavar="SIZE")] = None
-    """Trains a byte-level BPE tokenizer with this vocabulary size (257 or more) on the training split."""
+    """Vocabulary size (257 or more) of a byte-level BPE tokenizer, which is then trained on the
+    training split."""
 
     bpe_sample: Count = 2**28
     """Approximate bytes of text for --train-bpe, chosen by a hash of each document."""
@@ -53,8 +54,8 @@ class PrepareConfig:
     """Documents have no end token."""
 
     bos: Literal["auto", "none"] = "auto"
-    """auto: each document starts with the tokens that tokenizer.json puts before a text, such as Llama's BOS; none: it
-    starts with its text. Bytes and tokenizers trained here have no such token."""
+    """Start of each document: auto puts the tokens there that tokenizer.json puts before a text,
+    such as Llama's BOS; none puts nothing. Bytes and tokenizers trained here have no such token."""
 
     special_tokens: Switch = False
     """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it stays text."""
@@ -66,23 +67,26 @@ class PrepareConfig:
     """Field of a JSONL or Parquet row that holds the document."""
 
     prompt_field: str | None = None
-    """With --completion-field: a document is a prompt and its completion; the loss ignores the prompt. With
+    """Field of a row that holds the prompt of --completion-field, which has no loss. With
     --preference: the prompt's field, by default prompt."""
 
     completion_field: str | None = None
-    """See --prompt-field."""
+    """Field of a row that holds the completion; a document is the prompt in --prompt-field and its
+    completion."""
 
     messages: Annotated[str | None, tyro.conf.arg(metavar="FIELD")] = None
-    """Field of a JSONL or Parquet row that holds a conversation: a list of messages with role and content, or from and
-    value (ShareGPT). instruction reads Alpaca's rows: instruction and input are the question, output the answer. By
-    default the layout is detected, if rows have no text. Each answer of the assistant becomes a document; its prompt is
-    everything before it, as the chat template writes it. The loss is on answers only, and the beginning of a
-    conversation with n answers is read n times."""
+    """Field of a row that holds a conversation, or instruction for Alpaca's rows; by default it is
+    detected. A conversation is a list of messages with role and content, or from and value
+    (ShareGPT). In Alpaca's rows, instruction and input are the question, output the answer. Nothing
+    is detected if rows have a text. Each answer of the assistant becomes a document; its prompt is
+    everything before it, as the chat template writes it. The loss is on answers only, and the
+    beginning of a conversation with n answers is read n times."""
 
     preference: Switch = False
-    """Reads pairs of answers, for losses such as jaxtp:DPO: prompt, chosen and rejected of a JSONL or Parquet row are
-    texts, or lists of messages for the chat template (with --template FILE texts are messages too). Without a prompt,
-    chosen and rejected are whole conversations that differ in the last message, or texts that start alike."""
+    """Reads pairs of answers, for losses such as jaxtp:DPO, from the fields prompt, chosen and
+    rejected. They are texts, or lists of messages for the chat template (with --template FILE texts
+    are messages too). Without a prompt, chosen and rejected are whole conversations that differ in
+    the last message, or texts that start alike."""
 
     template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Chat template for --messages, in Jinja; by default the one next to the tokenizer (chat_template.jinja, or in

@@ -76,7 +76,8 @@ class CommConfig(TrainConfig):
     """Flags of `jaxtp bench comm`, and a training configuration for mesh and sizes."""
 
     message_bytes: Annotated[tuple[Count, ...], tyro.conf.arg(metavar="16384 1048576 ...")] = ()
-    """Sizes of messages in bytes. By default 16 KiB to 256 MiB in steps of four, on CPUs to 1 MiB."""
+    """Sizes of the messages in bytes; by default 16 KiB to 256 MiB in steps of four, on CPUs to 1
+    MiB."""
 
     rounds: Count = 10
     """Measurements of each program; the median counts."""
@@ -85,14 +86,14 @@ class CommConfig(TrainConfig):
     """Runs in each measurement, which share the time to start a program from Python."""
 
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """Write a hardware file, for jaxtp estimate --hardware FILE.yamlx8."""
+    """Hardware file to write, for jaxtp estimate --hardware FILE.yamlx8."""
 
     like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
     """Row of the hardware table that supplies the peak FLOP/s, and every value that bench does not measure; by default
     the row of the present devices."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write every number to this file."""
+    """JSON file for all numbers."""
 
 
 COMMANDS = {

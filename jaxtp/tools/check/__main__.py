@@ -63,12 +63,13 @@ class CheckConfig(TrainConfig):
     """Command line of a check: a training configuration, and meshes."""
 
     meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 cp=2,tp=4 ...")] = ()
-    """Meshes to compare with one device; axes that are left out are 1. By default the configuration's own, scaled down
-    to 16 devices, and others that use each axis separately and together. With cp, each possible attention method is
-    checked; mesh.context selects one. For a model of your own: tp 2, tp 4, fsdp 2, fsdp 2 with tp 2, and dp 2."""
+    """Meshes to compare with one device, by default several; an axis that is left out is 1. The
+    default is the configuration's own, scaled down to 16 devices, and others that use each axis
+    separately and together. With cp, each possible attention method is checked; mesh.context
+    selects one. For a model of your own: tp 2, tp 4, fsdp 2, fsdp 2 with tp 2, and dp 2."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write every number to this file."""
+    """JSON file for all numbers."""
 
 
 COMMAND = Command(

@@ -105,9 +105,10 @@ class Import:
     """Flags of `jaxtp convert import`."""
 
     source: HFDir
-    """config.json and safetensors, in one file or several with an index."""
+    """Folder with config.json and safetensors, in one file or several with an index."""
     run: RunDir
-    """New folder. The tokenizer files are copied to its hf/, where export finds them."""
+    """New folder for the run; the tokenizer files are copied to its hf/, where export finds
+    them."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the parameters in the run; by default the dtype of the safetensors (float16 becomes float32)."""
     ignore_config: Keys = ()
@@ -123,10 +124,10 @@ class Export:
     """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model in Hugging Face
     format."""
     out: HFDir
-    """New folder; it appears when it is complete."""
+    """New folder for the model; it appears when it is complete."""
     family: str | None = None
-    """model_type, such as qwen3 or gemma2; by default the family of the model that the run started from, or the first
-    family that fits."""
+    """Family to write, by its model_type, such as qwen3 or gemma2; by default the family of the
+    model that the run started from, or the first that fits."""
     tokenizer_from: OptionalDir = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
     merged: Switch = False
@@ -141,13 +142,13 @@ class Export:
     text_only: Switch = False
     """Write the text model of a multimodal model by itself."""
     dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
-    """Dtype of the written tensors: by default the dtype of an imported model's files, and for other runs the dtype of
-    the parameters (model.precision.param)."""
+    """Dtype of the written tensors; by default the dtype of an imported model's files, and for
+    other runs the dtype of the parameters (model.precision.param)."""
     experts: Annotated[Layout | None, tyro.conf.arg(metavar="{separate,stacked}")] = None
     """Tensors of a mixture of experts: separate has one for each expert, as on the Hub, the default for models; stacked
     has one for all experts of a layer, as in the memory of transformers 5, the default for adapters."""
     max_shard_size: str = "5GB"
-    """Maximum size of a file; a tensor is never split."""
+    """Maximum size of a file of weights, such as 500MB; a tensor is never split."""
     allow_non_finite: Switch = False
     """Write weights even if they are not finite."""
     ignore_config: Keys = ()

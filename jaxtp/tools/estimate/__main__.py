@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import jax
 import tyro
 
-from jaxtp.analysis.hardware import GB, RANGES, parse, require_matmul
+from jaxtp.analysis.hardware import GB, parse, require_matmul
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
@@ -56,15 +56,14 @@ DESCRIPTION = """Will it fit, and what will it cost? The hardware need not be he
 Tries every mesh (dp, fsdp, cp, tp), micro-batch and remat policy of a training configuration on hardware such as
 h100x8, and ranks those that fit. Times are modelled, wrong by tens of percent. No accelerator is needed.
 
---config FILE reads the configuration of a training run; flags override it. --hardware takes a name or a YAML file with
-like (a name; without it the first six keys are required), platform (cuda, rocm, tpu), direct (true: links join each
-pair) and KEYS. Exit code 1: nothing fits. FILE.py:build instead of a configuration takes any Flax model: see
-jaxtp estimate FILE.py:build --help. --train.loss works as for jaxtp train, without the data. So do --model.build,
---data.batches and --optimizer.build; the estimate then tries meshes only.
+--config FILE reads the configuration of a training run; flags override it. --hardware also takes a YAML
+file, whose keys --help-all lists. Exit code 1: nothing fits. FILE.py:build instead of a configuration takes
+any Flax model: see jaxtp estimate FILE.py:build --help. --train.loss works as for jaxtp train, without the
+data. So do --model.build, --data.batches and --optimizer.build; the estimate then tries meshes only.
 
   jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
-""".replace("KEYS", ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items()))
+"""
 
 OF_ALL_STEPS = ("data.path", "data.long_documents", "data.batches", "train.epochs")
 """Settings that decide the number of steps, and so the cost of a run."""
@@ -80,25 +79,26 @@ class EstimateConfig(foreign.OnHardware, TrainConfig):
     """Command line of an estimate: a training configuration, and hardware."""
 
     tier: Literal[1, 2, 3] = 1
-    """Depth; 2 and 3 compile the best mesh. 1: arithmetic, in seconds. 2: also compiles it for virtual CPU devices and
-    compares what it moves. 3: also compiles it for the hardware, which need not be here (pip install
-    'jaxtp[estimate-gpu]', with cuDNN's attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]')."""
+    """Depth of the estimate: 1 computes it in seconds; 2 also compiles the best mesh for virtual
+    CPU devices; 3 also for the hardware. 2 compares what the program moves with the estimate. 3
+    needs no such hardware, but pip install 'jaxtp[estimate-gpu]', with cuDNN's attention
+    'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]'."""
 
     as_configured: Switch = False
-    """Keep remat and accumulation as configured; by default the fastest are found."""
+    """Keep remat and accumulation as configured, instead of the fastest."""
 
     price: Positive | None = None
-    """Price of a device hour, for the cost of all steps."""
+    """Price of a device hour, in any currency, for the cost of all steps."""
 
     generate: CountOrZero = 0
-    """Texts to generate at a time. Each has data.sequence_length tokens; adds weights, KV cache and speed on each
-    mesh."""
+    """Texts of data.sequence_length tokens to generate at a time, whose memory and speed are added;
+    0 adds none."""
 
     write: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """Write the best setting as a configuration. Not written if nothing fits."""
+    """YAML file to write the best setting to, if one fits."""
 
     plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """Draw memory and time over tp. Needs pip install 'jaxtp[plot]'."""
+    """Picture of memory and time over tp (pip install 'jaxtp[plot]')."""
 
     timeout: Positive = 300.0
     """Seconds that tier 3 waits for the compiler."""

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from pydantic import Field
 
 from jaxtp.analysis.collective import Traffic, bytes_by_axes
-from jaxtp.analysis.hardware import GB, TABLE, parse
+from jaxtp.analysis.hardware import GB, RANGES, TABLE, parse
 from jaxtp.analysis.tables import columns
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
@@ -48,7 +48,12 @@ jaxtp estimate model.py:build --plan plan.py:PLAN --input 64x16x16x1 --hardware 
 A step on one global batch is traced as by jaxtp explain. Activations and times are modelled. Exit code 1: nothing fits.
 With a loss and batches: jaxtp estimate --model.build model.py:build --train.loss ..., as for jaxtp train.
 """
-HARDWARE = f"Kind and count: {', '.join(TABLE)}, or a YAML file, as in mine.yamlx8. 2xh100x8: two hosts of 8."
+_KEYS = ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items())
+HARDWARE = (
+    f"Kind and number of devices, as in h100x8, 2xh100x8 (two hosts) or mine.yamlx8 (a YAML file): {', '.join(TABLE)}. "
+    "A YAML file has like (a name; without it the first six keys are required), platform (cuda, rocm, tpu), direct "
+    f"(true: links join each pair) and {_KEYS}."
+)
 MB = 1e6
 PASSES = 2.5
 """Passes over the saved activations by elementwise operations; a backward pass counts 1.5."""
@@ -62,14 +67,14 @@ class OnHardware:
     """See `HARDWARE`."""
 
     meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
-    """Meshes to try; an axis that is left out is 1. By default all that can run."""
+    """Meshes to try, by default all that can run; an axis that is left out is 1."""
 
     memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
     """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts as in
     scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write all numbers to this file."""
+    """JSON file for all numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +82,7 @@ class EstimateModel(OnHardware, PythonModel):
     """Flags of an estimate for a Flax model."""
 
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
-    """An optax.GradientTransformation. By default optax.adamw."""
+    """Optimizer, an optax.GradientTransformation; by default optax.adamw."""
 
 
 COMMAND = Command(program=PROGRAM, schema=EstimateModel, description=DESCRIPTION)

@@ -1,7 +1,8 @@
 """An estimate's table, JSON record and picture."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import jax
@@ -20,10 +21,15 @@ from jaxtp.train.memory import Memory, save_bytes
 from jaxtp.train.run_report import describe_context, describe_kernels, describe_loss, describe_matmul
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MAX_ROWS = 10
 EXACT, MODELLED, AT_MOST = "exact", "modelled", "at most"
+_COLORS = (
+    *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink"),
+    *("teal", "goldenrod", "slateblue", "yellowgreen", "lightcoral", "skyblue", "silver", "black"),
+)
 EXACT_MEMORY = ("parameters", "optimizer", "batch")
 
 
@@ -257,25 +263,82 @@ def setting_record(setting: Setting) -> dict[str, object]:
 
 
 def draw(found: Search, title: str, figure: "Figure") -> None:
-    """Draws bars of memory by kind and seconds by part, for each tp's best setting."""
+    """Draws bars of memory by kind and seconds by part, for each tp's best setting; marks the best of all."""
     by_tp = {setting.sizes[TP]: setting for setting in reversed(found.settings)}
     settings = [by_tp[tp] for tp in sorted(by_tp)]
-    figure.set_size_inches(12, 6)
-    figure.suptitle(title)
-    memory = [{label(k): n / GB for k, n in dataclasses.asdict(s.memory).items()} for s in settings]
-    panels = {
-        "memory of a device, GB": memory,
-        "seconds of a step if nothing overlaps, modelled": list(map(_seconds, settings)),
-    }
-    for panel, (name, bars) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        below = [0.0] * len(bars)
-        for part in dict.fromkeys(part for bar in bars for part in bar):
-            values = [bar.get(part, 0.0) for bar in bars]
-            if max(values) > 0:
-                panel.bar(range(len(values)), values, bottom=below, width=0.6, label=part)
-                below = [bottom + value for bottom, value in zip(below, values, strict=True)]
-        panel.set_title(name, fontsize=10)
-        ticks = [f"{s}\n{s.config.model.remat}\n{'' if s.fits else 'does not fit'}" for s in settings]
-        panel.set_xticks(range(len(settings)), ticks, fontsize=8)
-        panel.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    figure.axes[0].axhline(settings[0].target.room / GB, color="black", linestyle="--", linewidth=1)
+    figure.set_size_inches(13, 6.5)
+    figure.suptitle(title, fontsize=13)
+    memory_panel, time_panel = figure.subplots(1, 2)
+    memory = [_gigabytes(setting) for setting in settings]
+    seconds = [_seconds(setting) for setting in settings]
+    colors = _part_colors([*memory, *seconds])
+    _draw_bars(memory_panel, memory, colors, "{:.1f}")
+    memory_panel.set_title("Memory of each device", fontsize=11)
+    memory_panel.set_ylabel("GB")
+    _draw_bars(time_panel, seconds, colors, "{:.2f}")
+    time_panel.set_title("Time of a step, modelled, if nothing overlaps", fontsize=11)
+    time_panel.set_ylabel("seconds")
+    for panel in (memory_panel, time_panel):
+        _name_bars(panel, settings, best=found.settings[0])
+    room = settings[0].target.room / GB
+    memory_panel.axhline(room, color="black", linestyle="--", linewidth=1)
+    right, above = (0.99, room), (0, 3)
+    memory_panel.annotate(
+        f"limit {room:.1f} GB",
+        xy=right,
+        xycoords=("axes fraction", "data"),
+        xytext=above,
+        textcoords="offset points",
+        ha="right",
+        fontsize=9,
+    )
+
+
+def _gigabytes(setting: Setting) -> dict[str, float]:
+    sizes = dataclasses.asdict(setting.memory)
+    return {label(kind): size / GB for kind, size in sizes.items()}
+
+
+def _part_colors(bars: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Returns a colour for each part, so that no colour has two meanings in a picture."""
+    parts = dict.fromkeys(part for bar in bars for part, value in bar.items() if value)
+    return dict(zip(parts, cycle(_COLORS), strict=False))
+
+
+def _draw_bars(panel: "Axes", bars: Sequence[Mapping[str, float]], colors: Mapping[str, str], total: str) -> None:
+    below = [0.0] * len(bars)
+    visible = max(sum(bar.values()) for bar in bars) / 200
+    for part in dict.fromkeys(part for bar in bars for part in bar):
+        values = [bar.get(part, 0.0) for bar in bars]
+        if max(values) < visible:
+            continue
+        panel.bar(range(len(values)), values, bottom=below, width=0.6, label=part, color=colors[part])
+        below = [bottom + value for bottom, value in zip(below, values, strict=True)]
+    for place, bar in enumerate(bars):
+        height = sum(bar.values())
+        panel.annotate(
+            total.format(height),
+            xy=(place, height),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
+    panel.margins(y=0.12)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+
+
+def _name_bars(panel: "Axes", settings: Sequence[Setting], best: Setting) -> None:
+    names = []
+    for setting in settings:
+        mark = "does not fit"
+        if setting.fits:
+            mark = "best" if setting is best else ""
+        names.append(f"{setting}\n{setting.config.model.remat}\n{mark}")
+    panel.set_xticks(range(len(settings)), names, fontsize=9)
+    for text, setting in zip(panel.get_xticklabels(), settings, strict=True):
+        if not setting.fits:
+            text.set_color("tab:red")
+        elif setting is best:
+            text.set_fontweight("bold")

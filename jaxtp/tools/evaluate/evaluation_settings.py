@@ -29,18 +29,18 @@ class EvaluateConfig(SourceConfig):
     """The models, the data, how to measure, and devices."""
 
     model: _Models = ()
-    """A run of jaxtp train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format.
-    A table compares several models."""
+    """Folder of a run of jaxtp train, of one of its checkpoints, or of a model in Hugging Face's
+    format; several are compared in a table."""
 
     data: _Datasets = ()
-    """A dataset of jaxtp prepare, made with the model's tokenizer. Can be given several times."""
+    """Dataset of jaxtp prepare, made with the model's tokenizer; can be given several times."""
 
     split: Literal["auto", "train", "validation"] = "auto"
     """Split of the datasets; auto takes the validation split, or all of a dataset without one."""
 
     text: _Paths = ()
-    """A text file (one document), .jsonl or .parquet (a document per line or row), optionally .gz or .zst, or a folder
-    of them. Can be given several times."""
+    """Text file (one document), .jsonl or .parquet (a document per line or row), also as .gz or
+    .zst, or a folder of them; can be given several times."""
 
     field: str = TEXT_FIELD
     """Field of the text in JSONL and Parquet."""
@@ -55,8 +55,9 @@ class EvaluateConfig(SourceConfig):
     """Read at most this many documents of each dataset and file, or examples of each task."""
 
     sequence_length: Count | None = None
-    """Maximum number of tokens in a window. By default the model's context, up to 2,048; for a run that started from
-    random weights, the training length. Several models all use the shortest of their windows."""
+    """Tokens in a window; by default the model's context, at most 2,048, or a run's training
+    length. The latter is for a run that started from random weights. Several models all use the
+    shortest of their windows."""
 
     stride: Count | None = None
     """Tokens between the starts of two windows of a long document; by default sequence-length, so windows do not
@@ -67,8 +68,8 @@ class EvaluateConfig(SourceConfig):
     """Allow a --sequence-length beyond the model's context (max_position_embeddings in its config.json)."""
 
     tasks: _Names = ()
-    """A task or group of lm-evaluation-harness, instead of data (pip install 'jaxtp[eval]'). Can be given several
-    times."""
+    """Task or group of lm-evaluation-harness, instead of data (pip install 'jaxtp[eval]'); can be
+    given several times."""
 
     task_folder: Annotated[_Folders, RUNS_CODE] = ()
     """A folder of your own tasks, in the harness's YAML, which may call Python functions of the folder. Can be given

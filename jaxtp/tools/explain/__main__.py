@@ -55,7 +55,7 @@ class Output:
     """Also compile for virtual CPU devices, and show the collectives that the compiler adds between the layers."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write all numbers to this file."""
+    """JSON file for all numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,13 +73,13 @@ class ScoredDataConfig:
     """How documents become rows: as in the run that reads the scores."""
 
     sequence_length: Count | None = None
-    """Tokens in a sequence."""
+    """Tokens in a sequence, as in the run that reads the scores."""
 
     packing: Packing = "documents"
-    """See data.packing of jaxtp train."""
+    """How documents fill sequences, as in the run; see jaxtp train --help data."""
 
     long_documents: LongDocuments = "split"
-    """See data.long_documents of jaxtp train."""
+    """Treatment of documents longer than a sequence, as in the run; see jaxtp train --help data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +87,20 @@ class ScoreConfig(SourceConfig):
     """The model, the dataset, the rows, and devices."""
 
     dataset: Annotated[DataPath | None, tyro.conf.Positional, tyro.conf.arg(metavar="DATASET")] = None
-    """A dataset of jaxtp prepare, made with the model's tokenizer. All its splits are scored."""
+    """Dataset of jaxtp prepare, made with the model's tokenizer; all its splits are scored."""
 
     model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """A run of jaxtp train, one of its checkpoints, or a model in Hugging Face's format."""
 
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder of the scores."""
+    """New folder for the scores; the same command resumes in it."""
 
     top_k: Count | None = None
-    """Most probable next tokens at each position; by default the log-probability of the label alone."""
+    """Number of most probable next tokens to store at each position; by default only the label's
+    log-probability."""
 
     temperature: Positive = 1.0
-    """Divides the logits."""
+    """Temperature of the probabilities: divides the logits before the softmax."""
 
     data: ScoredDataConfig = ScoredDataConfig()
 

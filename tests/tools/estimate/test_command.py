@@ -346,13 +346,32 @@ def test_a_picture(tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_says_what_its_colors_and_lines_mean(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    monkeypatch.setattr(command, "write_picture", lambda flag, path, draw: draw(figure))
+    assert main([*TINY, "--hardware", "h100x8", "--mesh", "tp=8", "fsdp=4,tp=2"]) == 0
+    memory, time = figure.axes
+    colors = {}
+    for panel in (memory, time):
+        assert panel.get_title()
+        assert panel.get_ylabel() in ("GB", "seconds")
+        for bars in panel.containers:
+            colors[bars.get_label()] = bars.patches[0].get_facecolor()
+        ticks = [text.get_text() for text in panel.get_xticklabels()]
+        assert sum(tick.endswith("\nbest") for tick in ticks) == 1
+    assert len(set(colors.values())) == len(colors), "a color is one part"
+    assert any(text.get_text().startswith("limit ") for text in memory.texts)
+
+
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
     assert "Will it fit" in out
     assert "--hardware h100x8" in out
-    assert "bandwidth (bytes/s)" in " ".join(out.split())
+    with pytest.raises(SystemExit):
+        main(["--help-all"])
+    assert "bandwidth (bytes/s)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
