@@ -243,6 +243,16 @@ def test_the_processes_of_a_machine_meet_on_loopback_alone(tmp_path):
     assert [(tmp_path / f"logs/process-{i}.log").read_text() for i in range(2)] == ["refused 64\n"] * 2
 
 
+@pytest.mark.journey
+def test_the_processes_of_a_machine_meet_where_a_proxy_is_set(tmp_path, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("JAXTP_JOIN_SECONDS", "30")
+    code = "import jax; from jaxtp.distributed.joining import join_processes; join_processes(); print(jax.process_count())"
+    assert supervise(Group(2, ["-c", code], tmp_path, devices=1)) == 0
+    assert "2\n" in (tmp_path / "process-1.log").read_text()
+
+
 @pytest.mark.parametrize("python", ["python", "python3.11", "/usr/bin/python3"])
 def test_python_is_left_out_of_a_command(python, capsys):
     assert main(["--processes", "2", "--", python, "x.py"]) == 2
