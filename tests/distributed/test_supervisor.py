@@ -248,7 +248,9 @@ def test_the_processes_of_a_machine_meet_where_a_proxy_is_set(tmp_path, monkeypa
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("JAXTP_JOIN_SECONDS", "30")
-    code = "import jax; from jaxtp.distributed.joining import join_processes; join_processes(); print(jax.process_count())"
+    code = (
+        "import jax; from jaxtp.distributed.joining import join_processes; join_processes(); print(jax.process_count())"
+    )
     assert supervise(Group(2, ["-c", code], tmp_path, devices=1)) == 0
     assert "2\n" in (tmp_path / "process-1.log").read_text()
 
