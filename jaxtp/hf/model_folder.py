@@ -27,8 +27,8 @@ _MAX_COPIED = 2**28  # Bytes; the largest tokenizers have about 50 million
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 _WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP and activation checkpointing add to the names of tensors, before any module."""
-_PARALLEL = "module."  # What DistributedDataParallel adds before all of a name
+"""Parts of the names of tensors that torch.compile, FSDP and activation checkpointing add before any module."""
+_PARALLEL = "module."  # DistributedDataParallel adds it before the whole name
 _DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
 _FP8_BLOCK = (128, 128)  # Default of weight_block_size
 _LISTED = 10  # Maximum number of problems in a message
@@ -168,7 +168,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def explain_gguf(path: Path) -> str | None:
-    """Returns why a GGUF file, or those of a folder, are not read; None if there are none."""
+    """Returns why a GGUF file, or a folder's, is not read; None if there is none."""
     files = [path] if path.is_file() else sorted(path.glob("*"))
     found = next((file.name for file in files if file.suffix.lower() == ".gguf"), None)
     if found is None:
