@@ -196,18 +196,21 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
 
 
 def _simplest_first(ranked: list[Estimate]) -> list[Estimate]:
-    """Moves the mesh with the least tp, then cp, to the front, among those that the modelled times do not tell apart.
-
-    Without overlap the fastest takes its serial time. Otherwise the least communication would decide for small models:
-    a tp group that computes the same on all its devices sends nothing.
-    """
+    """Moves the mesh with the least tp, then cp, to the front, of those that are as fast as the first."""
     first = ranked[0]
     if first.spare < 0:
         return ranked
-    limit = max(NEAR * first.time.expected, first.time.serial)
-    equal = [each for each in ranked if each.rank[0] == first.rank[0] and each.time.expected <= limit]
+    equal = [each for each in ranked if each.rank[0] == first.rank[0] and _is_as_fast(each, first)]
     simplest = min(equal, key=lambda each: (each.sizes[TP], each.sizes[CP]))
     return [simplest, *(each for each in ranked if each is not simplest)]
+
+
+def _is_as_fast(each: Estimate, first: Estimate) -> bool:
+    # A tp group that computes the same on all its devices sends little. In a small step that could decide, although
+    # overlap hides what others send, so its time has to be below theirs whatever overlaps.
+    if NEAR * each.flops < first.flops and each.time.overlapped <= first.time.serial:
+        return True
+    return each.time.expected <= NEAR * first.time.expected
 
 
 def estimate(config: TrainConfig, task: Task, batch: Shapes, sizes: Mapping[str, int], where: Target) -> Estimate:

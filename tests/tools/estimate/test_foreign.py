@@ -113,7 +113,6 @@ def test_bytes_and_flops_are_those_of_explain_on_six_meshes(file, capsys):
         assert 0 < mesh["seconds"]["overlapped"] <= mesh["seconds"]["serial"]
     order = [sum(mesh["seconds"].values()) for mesh in record["meshes"]]
     assert order[1:] == sorted(order[1:]), "all fit, so the fastest come first"
-    assert record["meshes"][0]["tp"] == min(mesh["tp"] for mesh in record["meshes"]), "all take about as long"
 
 
 @pytest.mark.wide
@@ -134,22 +133,30 @@ def test_a_tp_that_hardly_divides_the_model_does_not_win_by_what_it_does_not_sen
     meshes = json.loads(record.read_text())["meshes"]
     expected = [sum(mesh["seconds"].values()) for mesh in meshes]
     assert (meshes[0]["dp"], meshes[1]["tp"]) == (8, 8)
-    assert expected[1] == min(expected)
+    assert expected[1] == min(expected) < expected[0]
     assert "tp does not divide" not in capsys.readouterr().out
 
 
-def test_a_mesh_that_is_clearly_faster_is_first_whatever_its_tp():
-    def timed(serial, overlapped, spare=1.0, **sizes):
-        time = SimpleNamespace(serial=serial, overlapped=overlapped, expected=(serial + overlapped) / 2)
-        rank = (0 if spare >= 0 else 2, time.expected)
-        return SimpleNamespace(time=time, spare=spare, rank=rank, sizes={"cp": 1, "tp": 1} | sizes)
+def timed(overlapped, serial, *, tp=1, cp=1, spare=1.0, flops=1.0):
+    time = SimpleNamespace(serial=serial, overlapped=overlapped, expected=(serial + overlapped) / 2)
+    rank = (0, time.expected) if spare >= 0 else (2, -spare)
+    return SimpleNamespace(time=time, spare=spare, rank=rank, flops=flops, sizes={"cp": cp, "tp": tp})
 
-    fast = timed(1.2, 1.0, tp=8)
-    for other in (timed(1.3, 1.2), timed(1.1, 1.0, tp=8, cp=2), timed(1.0, 1.0, spare=-1.0)):
-        assert foreign._simplest_first([fast, other]) == [fast, other]
-    assert foreign._simplest_first([fast, simple := timed(1.2, 1.1)]) == [simple, fast]
-    full = timed(1.0, 1.0, spare=-1.0, tp=8)
-    assert foreign._simplest_first([full, timed(1.0, 1.0, spare=-2.0)])[0] is full
+
+@pytest.mark.parametrize(
+    ("first", "other", "wins"),
+    [
+        (timed(1.0, 1.2, tp=8), timed(1.03, 1.25), True),
+        (timed(1.0, 1.2, tp=8), timed(1.1, 1.3), False),
+        (timed(1.0, 1.2, tp=8), timed(1.0, 1.2, tp=8, cp=2), False),
+        (timed(1.0, 1.2, tp=8, flops=8.0), timed(1.1, 3.0), True),
+        (timed(1.0, 1.2, tp=8, flops=8.0), timed(1.3, 1.4), False),
+        (timed(1.0, 1.2, tp=8), timed(1.0, 1.2, spare=-1.0), False),
+        (timed(1.0, 1.2, tp=8, spare=-1.0), timed(1.0, 1.2, spare=-2.0), False),
+    ],
+)
+def test_the_simplest_of_equal_meshes_is_first(first, other, wins):
+    assert foreign._simplest_first([first, other]) == ([other, first] if wins else [first, other])
 
 
 def test_a_model_that_does_not_fit(file, capsys):
