@@ -15,6 +15,8 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "JOB_
 _CLEAR, _UNWRAPPED = "\r\x1b[2K", "\x1b[?7l{}\x1b[?7h"
 """Escape sequences: clear the current line, and print a text without wrapping it."""
 _BAR_WIDTH = 30
+_CUT = "..."
+_LEAST_BAR_WIDTH = 5  # Columns; a narrower bar is left out
 _REDRAW_SECONDS = 0.1
 
 
@@ -91,10 +93,31 @@ class Display:
             return
         seconds = (now - self._start) * (self._total - done) / (done - self._first) if done > self._first else None
         left = "" if seconds is None else f"  {timedelta(seconds=round(seconds))} left"
-        filled = "#" * (_BAR_WIDTH * done // self._total)
         label = self._label.format(done=done, total=self._total)
-        self._bar, self._drawn = _UNWRAPPED.format(f"{label} [{filled:.<{_BAR_WIDTH}}] {text}{left}"), now
+        self._bar = _UNWRAPPED.format(self._fitted(label, done, text, left))
+        self._drawn = now
         self._write(_CLEAR + self._bar)
+
+    def _fitted(self, label: str, done: int, text: str, left: str) -> str:
+        """Returns the label, bar, text and remaining time; a narrow terminal gets a shorter bar, or a shorter text."""
+        columns = self._columns()
+        width = min(_BAR_WIDTH, columns - len(f"{label} [] {text}{left}"))
+        if width >= _LEAST_BAR_WIDTH:
+            filled = "#" * (width * done // self._total)
+            return f"{label} [{filled:.<{width}}] {text}{left}"
+        room = columns - len(f"{label} {left}")
+        if len(text) > room:
+            text = text[: max(0, room - len(_CUT))] + _CUT
+        return f"{label} {text}{left}"
+
+    def _columns(self) -> int:
+        """Returns the width of the terminal; a very large one if it does not tell."""
+        if self._stream is None:
+            return sys.maxsize
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or sys.maxsize
+        except (OSError, ValueError):
+            return sys.maxsize
 
     def _write(self, text: str) -> None:
         if self._stream is None:

@@ -9,13 +9,14 @@ from jax.sharding import Mesh
 
 from jaxtp import mesh as meshes
 from jaxtp.distributed.agreement import host_names, is_multiprocess
-from jaxtp.distributed.environment import accept_absent_gpus, num_processes, process_counts
+from jaxtp.distributed.environment import accept_absent_gpus, num_processes, process_counts, require_joinable
 from jaxtp.mesh import MeshError, check_sizes, describe_mesh, mesh_of
 
 
 def build_mesh(sizes: Mapping[str, int]) -> Mesh:
     """Builds a run's mesh with `mesh_of`; devices of one host are neighbors."""
     check_sizes(sizes)
+    _require_joined()
     request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
     if not is_multiprocess():
         return mesh_of(sizes)
@@ -32,10 +33,17 @@ def request_virtual_devices(count: int) -> None:
 
 def most_devices() -> int | None:
     """Starts JAX's backend and returns the number of devices; None for CPUs whose number was not configured."""
+    _require_joined()
     accept_absent_gpus()
     devices = meshes.all_devices()
     any_number = devices[0].platform == "cpu" and not meshes.is_number_configured()
     return None if any_number else len(devices)
+
+
+def _require_joined() -> None:
+    """Raises `LaunchError` if this process is one of several that have not been joined."""
+    if not is_multiprocess():
+        require_joinable()
 
 
 def host_memory() -> int:

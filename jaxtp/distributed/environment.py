@@ -9,6 +9,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,10 +24,47 @@ SLURM, OPEN_MPI = "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"
 """Variables in which schedulers give the number of processes."""
 TOKEN = "JAXTP_TOKEN"  # Variable with the secret that the processes of a run share
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""gRPC connects the processes through the proxy in one of these variables; it does not read upper-case names."""
+_NO_GRPC_PROXY = "no_grpc_proxy"
+_NO_PROXY = "no_proxy"
+"""Hosts that gRPC connects to directly; it ignores `no_proxy` if `no_grpc_proxy` is set."""
 
 
 class LaunchError(UserError):
     """Invalid variables of a multi-process run, or processes that do not connect."""
+
+
+@dataclass(frozen=True)
+class _OtherLauncher:
+    """A launcher whose processes jaxtp does not join, and the variables that it sets in each."""
+
+    name: str
+    process: str
+    count: str
+    is_per_host: bool = False
+    """Whether `count` is the number of processes on this host; more may run on other hosts."""
+
+    def started_several(self, variables: Mapping[str, str]) -> bool:
+        """Returns whether this process is one of several that the launcher started."""
+        process = variables.get(self.process, "")
+        count = variables.get(self.count, "")
+        if self.is_per_host and _is_above(process, 0):
+            return True
+        return process.isdecimal() and _is_above(count, 1)
+
+
+def _is_above(text: str, limit: int) -> bool:
+    # A longer text is no count of processes, and Python converts no more than some thousands of digits.
+    return text.isdecimal() and len(text) < 10 and int(text) > limit
+
+
+_OTHER_LAUNCHERS = (
+    _OtherLauncher("torchrun or a similar launcher", "RANK", "WORLD_SIZE"),
+    _OtherLauncher("MPICH, Intel MPI or a similar launcher", "PMI_RANK", "PMI_SIZE"),
+    _OtherLauncher("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    _OtherLauncher("Cray PALS", "PALS_RANKID", "PALS_LOCAL_SIZE", is_per_host=True),
+)
 
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -56,6 +94,50 @@ def scheduled_count(variables: Mapping[str, str]) -> str | None:
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
     """Returns whether the environment describes a run of several processes."""
     return scheduled_count(variables) is not None or any(name in variables for name in BY_HAND)
+
+
+def require_joinable(variables: Mapping[str, str] = os.environ) -> None:
+    """Raises `LaunchError` if a launcher started several processes that jaxtp does not join.
+
+    Each of them would train the whole run by itself.
+    """
+    if is_launched(variables):
+        return
+    for launcher in _OTHER_LAUNCHERS:
+        if launcher.started_several(variables):
+            raise LaunchError(_unjoined(launcher, variables))
+
+
+def _unjoined(launcher: _OtherLauncher, variables: Mapping[str, str]) -> str:
+    names = [name for name in (launcher.process, launcher.count) if name in variables]
+    found = ", ".join(f"{name}={variables[name][:100]}" for name in names)
+    return (
+        f"{launcher.name} started this process as one of several ({found}), and jaxtp does not join them: each would "
+        f"run alone. Set {ADDRESS}=HOST:PORT of process 0, {COUNT} and {PROCESS} (the value of {launcher.process}) in "
+        f"each, or start them by jaxtp launch, srun or Open MPI's mpirun; if there is only this one, unset "
+        f"{launcher.process}"
+    )
+
+
+def bypass_proxy(host: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Makes gRPC connect to a host directly, also where a proxy is set."""
+    if not _proxy(environment):
+        return
+    direct = environment.get(_NO_GRPC_PROXY, environment.get(_NO_PROXY, ""))
+    hosts = [name for name in direct.split(",") if name.strip()]
+    environment[_NO_GRPC_PROXY] = ",".join([*hosts, host])
+
+
+def proxy_hint(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns what to set if gRPC connects the processes through a proxy; else an empty string."""
+    name = _proxy(environment)
+    if not name:
+        return ""
+    return f"{name} is set, through which the processes connect unless {_NO_GRPC_PROXY} lists the host of process 0"
+
+
+def _proxy(environment: Mapping[str, str]) -> str:
+    return next((name for name in _PROXIES if environment.get(name)), "")
 
 
 def num_processes(variables: Mapping[str, str] = os.environ) -> int:

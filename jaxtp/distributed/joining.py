@@ -31,10 +31,12 @@ from jaxtp.distributed.environment import (
     TOKEN,
     LaunchError,
     accept_absent_gpus,
+    bypass_proxy,
     gpu_share,
     gpus_present,
     names_of_gpus,
     process_counts,
+    proxy_hint,
     read_number,
     scheduled_count,
     token,
@@ -254,6 +256,8 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
     if bind and waiting.process == 0:
         with listening(bind, port):
             pass  # raises an error with the reason, which JAX would not give
+    if host:
+        bypass_proxy(host)
     joined = threading.Event()
     threading.Thread(target=_watch, args=(waiting, joined), daemon=True).start()
     try:
@@ -283,7 +287,12 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
             reached, waiting.problem = True, ""
         if joined.wait(min(_CHECK_SECONDS, left)):
             return
-    problem = f"{waiting.problem}; {ADDRESS}=HOST:PORT names another" if waiting.problem else "does each of them run?"
+    problem = "does each of them run?"
+    if waiting.problem:
+        problem = f"{waiting.problem}; {ADDRESS}=HOST:PORT names another"
+    elif waiting.address is None:
+        # JAX found the address, so that `bypass_proxy` could not list its host.
+        problem = proxy_hint() or problem
     reason = f"not all came within {waiting.seconds:g} s: {problem} {_SECONDS_HINT}"
     say(f"error: {waiting}: {reason}")
     os._exit(MISTAKE)

@@ -1,6 +1,7 @@
 """Starts several processes on one machine, ends all when one fails, and restarts them if requested.
 
-Each process writes a log. The supervisor prints the output of process 0, and the last lines of a process that failed.
+Each process writes a log, to which a later start appends. The supervisor prints the output of process 0, and the last
+lines of a process that failed.
 This file does not import JAX.
 """
 
@@ -40,6 +41,8 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sign
 _LAST_LINES = 20
 _NOISE = re.compile(rb"\[Gloo\]|is connected to \d+ peer ranks")
 """Matches log lines of Gloo, JAX's collectives on CPUs; they count connections, and mislead."""
+_MARK = b"\n--- started again by jaxtp launch, %b ---\n"
+_MARKED = re.compile(rb"\n--- started again by jaxtp launch, [-:\d ]+ ---\n")
 _END_WITH_PARENT = """
 import ctypes, os, signal, sys
 try:
@@ -100,7 +103,7 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
     with _locked(group.logs):
         for attempt in range(1, restarts + 2):
             say(f"logs: {group.log(0)}" + (f" to {group.log(group.count - 1).name}" if group.count > 1 else ""))
-            failure, is_stopped = _run(group, is_restart=attempt > 1)
+            failure, is_stopped = _run(group)
             if failure is None:
                 return 0
             index, code = failure
@@ -133,7 +136,7 @@ def _locked(logs: Path) -> Iterator[None]:
         yield
 
 
-def _run(group: Group, *, is_restart: bool) -> tuple[tuple[int, int] | None, bool]:
+def _run(group: Group) -> tuple[tuple[int, int] | None, bool]:
     """Runs the processes until all succeed or one fails, then ends the others.
 
     Returns:
@@ -152,19 +155,26 @@ def _run(group: Group, *, is_restart: bool) -> tuple[tuple[int, int] | None, boo
             if (before := signal.getsignal(number)) != signal.SIG_IGN:  # SIGHUP is ignored under nohup
                 signal.signal(number, forward)
                 stack.callback(signal.signal, number, before)
-        log = group.log(0)
-        open_directly(log, "ab" if is_restart else "wb").close()
-        shown = stack.enter_context(log.open("rb"))
+        for index in range(group.count):
+            _begin_log(group.log(index))
+        shown = stack.enter_context(group.log(0).open("rb"))
         shown.seek(0, os.SEEK_END)
         stack.callback(_print_new, shown)
         stack.callback(_terminate, processes)
-        for process in _start_all(group, is_restart=is_restart):
+        for process in _start_all(group):
             processes.append(process)  # before the next start, so that an error or signal ends it
         failure = _first_failure(processes, shown)
     return failure, bool(signals)
 
 
-def _start_all(group: Group, *, is_restart: bool) -> Iterator[subprocess.Popen[bytes]]:
+def _begin_log(path: Path) -> None:
+    """Creates a log, or marks in an earlier one, which is kept, that another start follows."""
+    with open_directly(path, "ab") as log:
+        if log.tell():
+            log.write(_MARK % time.strftime("%Y-%m-%d %H:%M:%S").encode())
+
+
+def _start_all(group: Group) -> Iterator[subprocess.Popen[bytes]]:
     cluster = {}
     if group.count > 1:
         with listening("127.0.0.1") as server:
@@ -172,8 +182,7 @@ def _start_all(group: Group, *, is_restart: bool) -> Iterator[subprocess.Popen[b
         cluster = {ADDRESS: address, COUNT: str(group.count), TOKEN: secrets.token_hex(32)}
     for index, variables in enumerate(group.environments):
         process = {PROCESS: str(index)} if cluster else {}
-        mode = "ab" if is_restart or index == 0 else "wb"
-        with open_directly(group.log(index), mode) as log:
+        with open_directly(group.log(index), "ab") as log:
             yield subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *group.arguments],
                 env=child_environment(**cluster, **process, **variables, PYTHONUNBUFFERED="1"),
@@ -232,5 +241,6 @@ def _kill(process: subprocess.Popen[bytes], number: int) -> None:
 def _tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16384))
-        lines = [line.decode(errors="replace") for line in file.read().splitlines() if not _NOISE.search(line)]
+        last_start = _MARKED.split(file.read())[-1]
+    lines = [line.decode(errors="replace") for line in last_start.splitlines() if not _NOISE.search(line)]
     return "\n".join(f"  {line}" for line in lines[-_LAST_LINES:])

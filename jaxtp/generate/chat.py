@@ -2,8 +2,9 @@
 
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import closing, suppress
+import termios
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 
 from jaxtp.config.entry import Interrupt, UserError, say
 from jaxtp.config.reading import truncate
@@ -24,10 +25,15 @@ from jaxtp.generate.sampling import GenerationSettings
 with suppress(ImportError):
     import readline  # noqa: F401 (input() then edits lines, and accepts lines of more than 4,096 characters)
 
-COMMANDS = ("/reset", "/quit", "/exit")
+COMMANDS = ("/help", "/reset", "/quit", "/exit")
+HELP = """/help         prints these commands
+/reset        starts again, with the same system message
+/quit, /exit  ends the chat, as Ctrl-D does
+Ctrl-C        stops an answer
+A text that begins with a slash needs a space before it."""
 _FINAL = "<|channel|>final<|message|>"
 """In an answer of gpt-oss, the end of its reasoning, which later turns do not read."""
-GREETING = "(/reset starts again, Ctrl-C stops an answer, /quit or Ctrl-D ends the chat)"
+GREETING = "(/help prints the commands; Ctrl-C stops an answer, /quit or Ctrl-D ends the chat)"
 
 
 class ConversationEncoder:
@@ -77,7 +83,9 @@ class Chat:
                 text = self._read_text()
                 if text is None or text.rstrip() in ("/quit", "/exit"):
                     return
-                if text.rstrip() == "/reset":
+                if text.rstrip() == "/help":
+                    say(HELP)
+                elif text.rstrip() == "/reset":
                     self._messages = self._encoder.system
                     self._note("(the conversation starts again)")
                 elif text.startswith("/"):
@@ -114,13 +122,15 @@ class Chat:
         if problem := self._generator.limits.problem(ids, "start again by /reset"):
             raise GenerationError(f"the conversation {problem}")
         text, finish = "", None
+        num_tokens = 0
         # The first Ctrl-C waits until the generator's cache is usable; a second stops at once.
         interrupt = Interrupt(signal.SIGINT)
         check = lambda *_: interrupt.check()  # noqa: E731
         pieces = self._generator.stream([ids], self._settings, keep=True, progress=check)
-        with closing(pieces), interrupt, suppress(KeyboardInterrupt):  # type: ignore[type-var]  # a generator
+        with closing(pieces), interrupt, suppress(KeyboardInterrupt), _without_echo():  # type: ignore[type-var]  # a generator
             for piece in pieces:
                 text += piece.text
+                num_tokens += piece.token is not None
                 print(piece.text, end="", flush=True)
                 if piece.result is None:
                     check()
@@ -132,11 +142,41 @@ class Chat:
         if text or finish is not None:
             answer = without_noncharacters(text).rpartition(_FINAL)[2]
             self._messages = [*messages, {"role": ASSISTANT, "content": answer}]
-        if finish == "length":
-            self._note(f"(cut at --max-tokens {self._settings.max_tokens})")
-        elif finish == "context":
+        cut = f"; cut at --max-tokens {self._settings.max_tokens}" if finish == "length" else ""
+        if num_tokens:
+            self._note(f"({self._speed(num_tokens)}{cut})")
+        if finish == "context":
             say("the answer is cut: the model's context is full; start again by /reset")
+
+    def _speed(self, num_tokens: int) -> str:
+        """Returns the tokens of the last answer, and how fast they were generated after the first one."""
+        timing = self._generator.speed.timing
+        tokens = f"{num_tokens:,} token{'s' if num_tokens > 1 else ''}"
+        if not timing.decode_seconds:
+            return tokens
+        return f"{tokens}, {timing.decode_tokens / timing.decode_seconds:,.1f} tokens/s"
 
     def _note(self, text: str) -> None:
         if self._interactive:
             say(text)
+
+
+@contextmanager
+def _without_echo() -> Iterator[None]:
+    """Keeps text that is typed during an answer out of it; the next prompt reads and shows it."""
+    try:
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+    except (AttributeError, OSError, ValueError, termios.error):
+        # Standard input is closed, or no terminal.
+        yield
+        return
+    local_flags = 3
+    quiet = list(before)
+    quiet[local_flags] &= ~termios.ECHO
+    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)

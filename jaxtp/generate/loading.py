@@ -48,7 +48,7 @@ from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.hf import peft
 from jaxtp.hf.config_json import check_adaptable, dtype_of, stored_dtype
 from jaxtp.hf.load import Progress, import_config, load_folder
-from jaxtp.hf.model_folder import CONFIG, Folder, open_folder
+from jaxtp.hf.model_folder import CONFIG, Folder, explain_gguf, open_folder
 from jaxtp.hf.peft import PeftFolder, open_peft
 from jaxtp.hf.runs import family_of_run, hf_files_of, load_merged, merge_peft, run_model_config
 from jaxtp.layers.lora import LoraConfig
@@ -264,7 +264,8 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
     """
     if not os.path.isdir(path):  # unlike Path.is_dir, it accepts names of any length
         if os.path.exists(path):
-            raise SourceError(f"--model {path}: not a folder{nearest_file(path)}")
+            reason = explain_gguf(path) if os.path.isfile(path) else None
+            raise SourceError(f"--model {path}: {reason or 'not a folder' + nearest_file(path)}")
         raise SourceError(f"--model {path}: no such folder{missing_model(path)}")
     if not (path / CONFIG).is_file() and not finished_checkpoints(path):
         if (path / peft.CONFIG).is_file():
@@ -272,6 +273,8 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
                 f"--model {path}: adapters in PEFT's format, without a model; give the model by --model and these by "
                 f"--adapters {path}"
             )
+        if reason := explain_gguf(path):
+            raise SourceError(f"--model {path}: {reason}")
         raise SourceError(
             f"--model {path}: neither a run with a finished checkpoint nor a model in Hugging Face's format "
             "(config.json)"

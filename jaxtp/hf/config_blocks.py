@@ -5,7 +5,7 @@ family's `layer_attributes` name the attributes that give each layer its types; 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from dataclasses import fields as fields_of
 from itertools import chain, groupby, islice
@@ -65,6 +65,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     not_null = family.window_can_be_null and attributes.get("sliding_window", family.default_window) is not None
     rotated, linear = _read_rotated(attributes, family, kinds), _read_linear(attributes, family, count)
     sparse = _read_sparse(attributes, family, count)
+    _check_lengths(attributes, names, count)
     if sparse is not None and not fields["num_experts"]:
         sparse = [False] * count
     has_experts = [bool(fields.get("num_experts"))] * count if sparse is None else sparse
@@ -253,6 +254,18 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
     if period is not None and not family.pattern_is_default and kinds != _windows_by_index(attributes, family, count):
         raise HFError(f"layer_types and sliding_window_pattern = {quote(period)} contradict each other")
     return kinds
+
+
+def _check_lengths(attributes: Attributes, names: Collection[str], count: int) -> None:
+    """Raises for a list of another length than the layers, also where another attribute makes it needless."""
+    for name in ("layer_types", "mlp_layer_types"):
+        types = attributes.get(name) if name in names else None
+        if types is None:
+            continue
+        if not isinstance(types, list):
+            raise HFError(f"{name} = {quote(types)}: should be a list with a type for each of {count} layers")
+        if len(types) != count:
+            raise HFError(f"{name} has {len(types)} types, and there are {count} layers")
 
 
 def _expanded(attributes: Attributes, family: Family) -> Attributes:

@@ -240,6 +240,8 @@ def _misfits(attributes: Attributes, family: Family, ignored: Collection[str]) -
     """Yields attributes that the family does not have, each with a message."""
     known = family.known_attributes()
     for name, value in attributes.items():
+        if name == "quantization_config" and value == {}:
+            continue  # of weights that are not quantised
         if name == "quantization_config" and isinstance(value, dict) and "quant_method" in value:
             yield from ((name, problem) for problem in _quantization_problems(str(value["quant_method"]), family))
         elif name in family.required:

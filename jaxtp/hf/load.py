@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxtp.checkpoint.logical import Variable, logical_spec, named_variables, pad_array, replace_arrays, select_paths
+from jaxtp.config.entry import say
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
 from jaxtp.hf.safetensors import Block, StoredTensor
@@ -80,8 +81,16 @@ def import_config(
     return dataclasses.replace(config, precision=precision, **overrides)
 
 
+def print_notes(folder: Folder) -> None:
+    """Prints an open folder's notes on stderr, in the first process only."""
+    if jax.process_index() == 0:
+        for note in folder.notes:
+            say(f"{folder.path}: {note}")
+
+
 def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None) -> Decoder:
     """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
+    print_notes(folder)
     return nnx.merge(*load_state(folder, config, mesh, progress=progress))
 
 

@@ -7,9 +7,9 @@ safetensors. Other files may be copied or printed: they must be in the folder or
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,9 @@ INDEX = "model.safetensors.index.json"
 _MAX_COPIED = 2**28  # Bytes; the largest tokenizers have about 50 million
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
+_WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Parts of the names of tensors that torch.compile, FSDP and activation checkpointing add before any module."""
+_PARALLEL = "module."  # DistributedDataParallel adds it before the whole name
 _FP8_BLOCK = (128, 128)  # Default of weight_block_size
 _LISTED = 10  # Maximum number of problems in a message
 Attributes = Mapping[str, object]  # The JSON object in a configuration file
@@ -38,14 +41,18 @@ class Folder:
     path: Path
     attributes: Attributes
     tensors: Mapping[str, StoredTensor]
+    notes: tuple[str, ...] = ()
+    """Messages about the choice of files and names, to print where the weights are loaded."""
 
 
 def open_folder(path: Path) -> Folder:
     """Reads config.json and all weight headers."""
-    attributes, tensors = read_attributes(path), _read_headers(path)
+    attributes = read_attributes(path)
+    tensors, notes = _read_headers(path)
+    tensors, renamed = without_wrappers(tensors)
     if any(tensor.dtype in ("F8_E4M3", "U8") for tensor in tensors.values()):
         tensors = with_scales(tensors, _block_shape(attributes.get("quantization_config")))
-    return Folder(path, attributes, tensors)
+    return Folder(path, attributes, tensors, (*notes, *renamed))
 
 
 def _block_shape(quantization: object) -> tuple[int, int]:
@@ -76,11 +83,14 @@ def join_problems(problems: list[str]) -> str:
 
 def read_attributes(path: Path, name: str = CONFIG, kind: str = "Hugging Face format") -> dict[str, Any]:
     """Reads a folder's configuration; raises `HFError` if it is missing or damaged."""
+    if path.is_file() and (reason := explain_gguf(path)):
+        raise HFError(f"{path}: {reason}")
     if not path.is_dir():
         problem = "not a folder" if path.exists() else "no such folder"
         raise HFError(f"{path}: {problem}{missing_model(path)}")
     if not os.path.lexists(path / name):
-        raise HFError(f"{path}: no {name}; a folder in {kind} has one")
+        reason = explain_gguf(path) or f"no {name}; a folder in {kind} has one"
+        raise HFError(f"{path}: {reason}")
     return read_json(path, name)
 
 
@@ -105,15 +115,68 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         raise HFError(str(error)) from None
 
 
-def _read_headers(path: Path) -> dict[str, StoredTensor]:
-    if os.path.lexists(path / WEIGHTS):
-        return read_header(path / WEIGHTS)
+def _read_headers(path: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Returns the folder's tensors, and notes on files and copies that are not read."""
+    has_whole = os.path.lexists(path / WEIGHTS)
+    leftover = []
     if os.path.lexists(path / INDEX):
-        return _read_indexed(path, read_json(path, INDEX).get("weight_map"))
+        weight_map = _read_weight_map(path)
+        shards = list(dict.fromkeys(weight_map.values()))
+        if not has_whole or any(os.path.lexists(path / shard) for shard in shards):
+            tensors, notes = _read_indexed(path, weight_map, shards)
+            return tensors, [*_unread(path, shards, INDEX), *notes]
+        leftover = [f"{INDEX} is not read: none of the files that it lists is there"]
+    if has_whole:
+        return read_header(path / WEIGHTS), [*leftover, *_unread(path, [WEIGHTS], WEIGHTS)]
     if any(_SHARD.fullmatch(file.name) for file in path.iterdir()):
         raise HFError(f"{path}: the weights are in several files, and {INDEX}, which maps tensors to files, is missing")
-    reason = explain_pickle(path, "transformers") or f"neither {WEIGHTS} nor {INDEX} is there"
+    reason = explain_pickle(path, "transformers") or explain_gguf(path) or f"neither {WEIGHTS} nor {INDEX} is there"
     raise HFError(f"{path}: {reason}")
+
+
+def _unread(path: Path, read: Collection[str], source: str) -> list[str]:
+    others = sorted(file.name for file in path.glob("*.safetensors") if file.name not in read)
+    if not others:
+        return []
+    more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+    names = ", ".join(truncate(name) for name in others[:_LISTED])
+    return [f"the weights are read as {source} has them; not read: {names}{more}"]
+
+
+def without_wrappers(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Returns tensors by their names without what PyTorch's wrappers of modules add, and notes on it."""
+    plain = {name: _WRAPPER.sub("", name) for name in tensors}
+    found = {name for each in tensors for name in _WRAPPER.findall(each)}
+    # A module of the model may be called `module`, but not one that holds all others.
+    while plain and all(bare.startswith(_PARALLEL) for bare in plain.values()):
+        plain = {name: bare.removeprefix(_PARALLEL) for name, bare in plain.items()}
+        found.add(_PARALLEL)
+    if not found:
+        return dict(tensors), []
+    unwrapped: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        renamed = replace(tensor, name=plain[name])
+        if unwrapped.setdefault(plain[name], renamed) is not renamed:
+            both = " and ".join(truncate(each, 200) for each in tensors if plain[each] == plain[name])
+            raise HFError(f"{tensor.file}: {both} are the same tensor but for {_quoted(found)}; remove one")
+    return unwrapped, [f"{_quoted(found)} in the names of tensors is left out: a wrapper of PyTorch added it"]
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return " and ".join(map(repr, sorted(names)))
+
+
+def explain_gguf(path: Path) -> str | None:
+    """Returns why a GGUF file, or a folder's, is not read; None if there is none."""
+    files = [path] if path.is_file() else sorted(path.glob("*"))
+    found = next((file.name for file in files if file.suffix.lower() == ".gguf"), None)
+    if found is None:
+        return None
+    return (
+        f"{truncate(found)} is GGUF, which jaxtp does not read; download the model that it was made from, in "
+        f"safetensors, or convert it by transformers: from_pretrained(FOLDER, gguf_file={truncate(found)!r})"
+        ".save_pretrained(NEW)"
+    )
 
 
 def explain_pickle(path: Path, library: str) -> str | None:
@@ -127,26 +190,41 @@ def explain_pickle(path: Path, library: str) -> str | None:
     )
 
 
-def _read_indexed(path: Path, weight_map: object) -> dict[str, StoredTensor]:
+def _read_weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json(path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise HFError(f"{path / INDEX}: weight_map should map the name of each tensor to its file")
     if not weight_map:
         raise HFError(f"{path / INDEX}: weight_map is empty")
-    tensors: dict[str, StoredTensor] = {}
     for name in dict.fromkeys(weight_map.values()):
         if not name.endswith(".safetensors"):
             raise HFError(f"{path / INDEX}: {truncate(name)!r} is not a safetensors file; no other is opened")
         if name != Path(name).name or "\\" in name or not name.isprintable():
             raise HFError(f"{path / INDEX}: '{truncate(name)}' is not the name of a file in the folder")
-        header = read_header(path / name)
-        for tensor in header:
-            if weight_map.get(tensor) != name:
-                raise HFError(f"{path / name}: holds {truncate(tensor)}, which {INDEX} does not list there")
-        tensors |= header
+    return weight_map
+
+
+def _read_indexed(
+    path: Path, weight_map: Mapping[str, str], shards: Iterable[str]
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Returns each tensor from the shard that the index names, and notes on copies in other shards."""
+    tensors: dict[str, StoredTensor] = {}
+    copies: list[str] = []
+    for shard in shards:
+        for name, tensor in read_header(path / shard).items():
+            if name not in weight_map:
+                raise HFError(f"{path / shard}: holds {truncate(name)}, which {INDEX} does not list")
+            if weight_map[name] == shard:
+                tensors[name] = tensor
+            else:
+                copies.append(f"{truncate(name)} in {shard}")
     if missing := [tensor for tensor in weight_map if tensor not in tensors]:
         file, name = weight_map[missing[0]], truncate(missing[0])
         raise HFError(f"{path / file}: lacks {name}, which {INDEX} lists there ({len(missing)} missing)")
-    return tensors
+    if not copies:
+        return tensors, []
+    more = f" and {len(copies) - 1} more" if len(copies) > 1 else ""
+    return tensors, [f"{INDEX} lists another file for {copies[0]}{more}; this copy is not read"]
 
 
 def whole(name: str, value: object) -> int:

@@ -39,6 +39,7 @@ from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
     HFError,
+    explain_gguf,
     explain_pickle,
     join_problems,
     positive,
@@ -47,6 +48,7 @@ from jaxtp.hf.model_folder import (
     read_attributes,
     switch,
     whole,
+    without_wrappers,
 )
 from jaxtp.hf.safetensors import DTYPES, StoredTensor, read_header
 from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
@@ -339,7 +341,8 @@ def _check_attributes(attributes: Attributes) -> None:
 def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family: Family) -> PeftFolder:
     base = attributes.get("base_model_name_or_path")
     made_for = f"; they were made for {truncate(base, 200)} (base_model_name_or_path)" if base else ""
-    read, targets = _read_tensors(path), _names("target_parameters", attributes)
+    read, notes = without_wrappers(_read_tensors(path))
+    targets = _names("target_parameters", attributes)
     layout: Layout = "stacked" if targets and not any(map(_EXPERT.search, read)) else "separate"
     every = _modules(config, family, layout)
     possible = {name: parts for name, parts in every.items() if not _is_stacked(parts[0]) or _suffixes(name) & targets}
@@ -364,7 +367,6 @@ def _match_model(path: Path, attributes: Attributes, config: ModelConfig, family
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
     parts = group_by_tensor(_factors(adapted, trained, variables, diagonal=diagonal, exchanged=exchanged))
     tensors = {name: replace(stored[name], shape=part.shape) for name, (part, *_) in parts.items()}
-    notes = []
     if dropout := attributes.get("lora_dropout"):
         notes.append(f"lora_dropout = {quote(dropout)} is not applied")
     if len(adapted) < (count := sum(any(part.ours in trained for part in parts) for parts in every.values())):
@@ -378,7 +380,7 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise HFError(f"{path / WEIGHTS}: {error.strerror}") from None
     if not weights.exists():
-        raise HFError(explain_pickle(path, "peft") or f"no {WEIGHTS} is there")
+        raise HFError(explain_pickle(path, "peft") or explain_gguf(path) or f"no {WEIGHTS} is there")
     if not (stored := read_header(weights)):
         raise HFError(f"{WEIGHTS} holds no adapters")
     return stored

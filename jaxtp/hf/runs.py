@@ -23,7 +23,7 @@ from jaxtp.config.schema import expand, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.config_json import check_adaptable, family_of
-from jaxtp.hf.load import load_state
+from jaxtp.hf.load import load_state, print_notes
 from jaxtp.hf.model_folder import CONFIG, open_folder, read_attributes, read_files, read_json
 from jaxtp.hf.peft import PeftFolder, with_peft
 from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder, json_bytes, write_files
@@ -163,7 +163,7 @@ def load_frozen(
     """
     kernels, frozen, sums = float8_kernels(abstract), list[nnx.State](), dict[str, str]()
     for only in (lambda name: name not in kernels, *(kernel.__eq__ for kernel in sorted(kernels))):
-        weights, origin = load_base(path, config, mesh, only)
+        weights, origin = load_base(path, config, mesh, only, has_notes=not frozen)
         sums |= base_checksums(weights, mesh)
         frozen.append(freeze_as(weights, abstract))
         del weights
@@ -171,16 +171,23 @@ def load_frozen(
 
 
 def load_base(
-    path: Path, config: ModelConfig, mesh: Mesh, only: Callable[[str], bool] = lambda name: True
+    path: Path,
+    config: ModelConfig,
+    mesh: Mesh,
+    only: Callable[[str], bool] = lambda name: True,
+    *,
+    has_notes: bool = True,
 ) -> tuple[nnx.State, Path]:
     """Returns the base model's parameters in a folder, run or checkpoint, and its path; all processes must call it.
 
-    `only` tells by dotted path which to load.
+    `only` tells by dotted path which to load; `has_notes` whether to print the folder's notes.
     """
     whole = replace(config, lora=LoraConfig())
     if all_gather_json((path / CONFIG).is_file())[0]:
         with jax.set_mesh(mesh), raise_everywhere():
             hf_folder = open_folder(path)
+            if has_notes:
+                print_notes(hf_folder)
             if config.lora.rank:
                 check_adaptable(hf_folder.attributes)
             return load_state(hf_folder, whole, mesh, only=only)[1], path

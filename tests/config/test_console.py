@@ -48,6 +48,27 @@ def test_lines_after_the_end_of_the_bar_follow_it():
     assert stream.getvalue().endswith("\nlast\n")
 
 
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (0, f"step 5/10 [{'#' * 15}{'.' * 15}] loss 3.25, 1,234 tokens/s  0:01:40 left"),
+        (100, f"step 5/10 [{'#' * 15}{'.' * 15}] loss 3.25, 1,234 tokens/s  0:01:40 left"),
+        (70, f"step 5/10 [{'#' * 9}{'.' * 9}] loss 3.25, 1,234 tokens/s  0:01:40 left"),
+        (56, "step 5/10 loss 3.25, 1,234 tokens/s  0:01:40 left"),
+        (40, "step 5/10 loss 3.25, 1,...  0:01:40 left"),
+        (20, "step 5/10 ...  0:01:40 left"),
+    ],
+)
+def test_a_narrow_terminal_shows_the_end_of_the_bar(columns, expected, monkeypatch):
+    stream = Failing(None, sys.maxsize)
+    monkeypatch.setattr(stream, "fileno", lambda: 1)
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((columns, 24)))
+    display = Display("step {done}/{total}", stream=stream)
+    display._total = 10
+    assert display._fitted("step 5/10", 5, "loss 3.25, 1,234 tokens/s", "  0:01:40 left") == expected
+    assert len(expected) <= max(columns, 27) or not columns
+
+
 ERRORS = [OSError(errno.EIO, "closed terminal"), OSError(errno.ENOSPC, "full"), BrokenPipeError(), ValueError("closed")]
 
 

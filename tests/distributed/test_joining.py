@@ -11,7 +11,8 @@ import pytest
 from runs import free_address
 
 from jaxtp.distributed import joining
-from jaxtp.distributed.environment import LaunchError, num_processes
+from jaxtp.distributed.devices import build_mesh
+from jaxtp.distributed.environment import LaunchError, bypass_proxy, num_processes, require_joinable
 from jaxtp.distributed.joining import gpus_of_process, join_processes
 from jaxtp.train import __main__ as train
 
@@ -104,6 +105,93 @@ def test_a_process_finds_its_place_and_its_gpus(environment, gpus, expected, joi
     assert settings["coordinator_bind_address"] == (address if address and "127.0.0.1" in address else None)
     assert num_processes(environment) == settings["num_processes"]
     assert settings["initialization_timeout"] > joining.JOIN_SECONDS
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1", "PMI_FD": "8"}
+"""The variables of MPICH 4.0; Intel MPI has the same process manager."""
+PALS = {"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "2"}
+JAX_NAMES = "JAX_COORDINATOR_ADDRESS=HOST:PORT.*JAX_NUM_PROCESSES.*JAX_PROCESS_ID"
+ONE_TASK = SLURM | {"SLURM_STEP_NUM_TASKS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        (TORCHRUN, r"torchrun.*\(RANK=0, WORLD_SIZE=2\)"),
+        (MPICH, r"MPICH, Intel MPI.*\(PMI_RANK=1, PMI_SIZE=2\)"),
+        (PALS, r"Cray PALS.*\(PALS_RANKID=0, PALS_LOCAL_SIZE=2\)"),
+        ({"PALS_RANKID": "3"}, r"Cray PALS.*\(PALS_RANKID=3\)"),
+        (PALS | {"PALS_RANKID": "1", "PALS_LOCAL_SIZE": "1"}, "Cray PALS"),
+        ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "8"}, "MVAPICH"),
+        (ONE_TASK | TORCHRUN, "torchrun"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"} | TORCHRUN, "torchrun"),
+    ],
+)
+def test_processes_that_would_each_run_alone_are_refused(environment, found):
+    with pytest.raises(LaunchError, match=f"{found}.*{JAX_NAMES}"):
+        require_joinable(environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        TORCHRUN | {"WORLD_SIZE": "1"},
+        MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        PALS | {"PALS_LOCAL_SIZE": "1"},
+        {"RANK": "3"},
+        {"WORLD_SIZE": "8"},
+        TORCHRUN | {"WORLD_SIZE": "all"},
+        TORCHRUN | {"WORLD_SIZE": "9" * 5000},
+        TORCHRUN | BY_HAND,
+        MPICH | JOBSET,
+        SLURM | TORCHRUN,
+        OPEN_MPI | MPICH,
+    ],
+)
+def test_one_process_and_processes_that_are_joined_are_not_refused(environment):
+    require_joinable(environment)
+
+
+def test_the_mesh_of_a_run_is_refused_where_another_launcher_started_it(monkeypatch):
+    for name, value in MPICH.items():
+        monkeypatch.setenv(name, value)
+    sizes = {"dp": 1, "fsdp": 1, "cp": 1, "tp": len(jax.devices())}
+    with pytest.raises(LaunchError, match="PMI_SIZE=2"):
+        build_mesh(sizes)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)  # by the user's program
+    monkeypatch.setattr("jaxtp.distributed.devices.host_names", lambda: ["here"])
+    assert build_mesh(sizes).size == len(jax.devices())
+
+
+@pytest.mark.journey
+def test_a_training_under_another_launcher_is_one_error_and_its_help_is_printed(tmp_path):
+    command = [sys.executable, "-m", "jaxtp", "train"]
+    settings = {"env": os.environ | TORCHRUN, "capture_output": True, "text": True, "timeout": 300}
+    refused = subprocess.run([*command, "--run.dir", str(tmp_path / "run")], **settings)
+    assert refused.returncode == 2
+    assert re.fullmatch(f"jaxtp train: error: torchrun.*{JAX_NAMES}.*\n", refused.stderr)
+    assert not (tmp_path / "run").exists()
+    helped = subprocess.run([*command, "--help"], **settings)
+    assert helped.returncode == 0, helped.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, None),
+        ({"HTTP_PROXY": "http://proxy"}, None),
+        ({"http_proxy": ""}, None),
+        ({"http_proxy": "http://proxy"}, "node1"),
+        ({"https_proxy": "http://proxy", "no_proxy": "a.org,b.org"}, "a.org,b.org,node1"),
+        ({"grpc_proxy": "http://proxy", "no_proxy": "a.org", "no_grpc_proxy": "c.org"}, "c.org,node1"),
+    ],
+)
+def test_the_processes_do_not_meet_through_a_proxy(before, after):
+    environment = dict(before)
+    bypass_proxy("node1", environment)
+    assert environment.pop("no_grpc_proxy", None) == after
+    assert environment == {name: value for name, value in before.items() if name != "no_grpc_proxy"}
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 4, 8])

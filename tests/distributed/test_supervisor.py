@@ -1,5 +1,6 @@
 """`jaxtp launch`: several processes that end well, fail, hang and are asked to end."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -73,6 +74,18 @@ def test_they_are_started_again_as_often_as_asked(tmp_path, capsys):
     assert supervise(group(tmp_path, 2, "sys.exit(3)"), restarts=1) == 3
 
 
+@pytest.mark.journey
+def test_the_log_of_a_dead_process_is_kept(tmp_path, capsys):
+    """Also by another start; the last lines that are shown are those of the last start."""
+    log = tmp_path / "logs/process-1.log"
+    for words in ("first", "second"):
+        assert supervise(group(tmp_path, 2, f"print('{words}', flush=True); sys.exit(me == '1')"), restarts=1) == 1
+        shown = re.findall(r"process-1.log:\n(.*?)\n(?!  )", capsys.readouterr().err + "\n", re.DOTALL)
+        assert shown == [f"  {words}"] * 2
+    starts = re.split(r"\n--- started again by jaxtp launch, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---\n", log.read_text())
+    assert starts == ["first\n", "first\n", "second\n", "second\n"]
+
+
 def test_a_mistake_is_not_tried_again(tmp_path, capsys):
     assert supervise(group(tmp_path, 1, "print(me); sys.exit(2)"), restarts=3) == 2
     assert (tmp_path / "logs/process-0.log").read_text() == "none\n"  # one process needs to meet nobody
@@ -107,6 +120,7 @@ def test_lines_of_gloo_are_not_shown(tmp_path, capsys):
     assert supervise(group(tmp_path, 2, f"time.sleep(me == '1')\n{code}")) == 1
     shown, error = capsys.readouterr()
     assert shown == "words of 0\n"
+    assert noise in (tmp_path / "logs/process-0.log").read_text()
     assert error.endswith("process-1.log:\n  words of 1\n")
 
 
@@ -241,6 +255,18 @@ def test_the_processes_of_a_machine_meet_on_loopback_alone(tmp_path):
     """Linux answers on all of 127.0.0.0/8, so that 127.0.0.2 stands for another interface."""
     assert supervise(group(tmp_path, 2, LISTENERS, devices=1)) == 0
     assert [(tmp_path / f"logs/process-{i}.log").read_text() for i in range(2)] == ["refused 64\n"] * 2
+
+
+@pytest.mark.journey
+def test_the_processes_of_a_machine_meet_where_a_proxy_is_set(tmp_path, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("JAXTP_JOIN_SECONDS", "30")
+    code = (
+        "import jax; from jaxtp.distributed.joining import join_processes; join_processes(); print(jax.process_count())"
+    )
+    assert supervise(Group(2, ["-c", code], tmp_path, devices=1)) == 0
+    assert "2\n" in (tmp_path / "process-1.log").read_text()
 
 
 @pytest.mark.parametrize("python", ["python", "python3.11", "/usr/bin/python3"])

@@ -1,8 +1,12 @@
 """Conversations: what the model reads of them, and how they go on and end."""
 
 import io
+import os
 import signal
+import subprocess
 import sys
+import termios
+from pathlib import Path
 
 import pytest
 from small_tokenizers import CHAT_TOKENS, begins_texts
@@ -12,8 +16,8 @@ import jaxtp
 from jaxtp.config.entry import UserError
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from jaxtp.generate.chat import Chat, ConversationEncoder
-from jaxtp.generate.engine import Speed
+from jaxtp.generate.chat import COMMANDS, Chat, ConversationEncoder
+from jaxtp.generate.engine import Speed, Timing
 from jaxtp.generate.request import GenerationError, Limits, Piece, Result
 
 LIBRARY = Tokenizer.from_str(begins_texts().decode())
@@ -189,6 +193,70 @@ def test_commands(source, monkeypatch, capsys):
     assert ("starts again)" in told.err) == (source is Terminal)
 
 
+@pytest.mark.parametrize("source", [Terminal, io.StringIO])
+def test_help_prints_the_commands(source, monkeypatch, capsys):
+    assert talk(monkeypatch, source("a\n/help\nb\n"), "x", "y") == ["[a]", "[a][x][b]"]
+    told = capsys.readouterr()
+    assert told.out == "x\ny\n"
+    assert all(f"{command}" in told.err.partition("prints these commands")[2] for command in COMMANDS[1:])
+
+
+@pytest.mark.parametrize(
+    ("timing", "answer", "note"),
+    [
+        (Timing(decode_tokens=30, decode_seconds=4.0), "four", "(4 tokens, 7.5 tokens/s)"),
+        (Timing(), "x", "(1 token)"),
+    ],
+)
+def test_a_terminal_shows_the_tokens_and_the_speed_of_an_answer(timing, answer, note, monkeypatch, capsys):
+    for source in (Terminal, io.StringIO):
+        generator = Answers(answer)
+        generator.speed.timing = timing
+        talk(monkeypatch, source("a\n"), generator=generator)
+        assert (note in capsys.readouterr().err.splitlines()) == (source is Terminal)
+
+
+TYPED_AHEAD = """
+import select, sys, test_chat
+class Waits(test_chat.Answers):
+    def stream(self, *arguments, **options):
+        for piece in super().stream(*arguments, **options):
+            yield piece
+            if len(self.asked) == 1:
+                select.select([sys.stdin], [], [], 60)
+generator = Waits("xyz", "more")
+encoder = test_chat.encoder_of("{% for m in messages %}[{{ m.content }}]{% endfor %}", test_chat.ByteTokenizer())
+test_chat.Chat(generator, encoder, test_chat.SETTINGS).run()
+print(generator.asked)
+"""
+
+
+@pytest.mark.journey
+def test_what_is_typed_during_an_answer_is_the_next_text():
+    ours, theirs = os.openpty()
+    helpers = os.pathsep.join([*map(str, Path(__file__).parents[:2]), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", TYPED_AHEAD],
+        env=os.environ | {"PYTHONPATH": helpers},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    )
+    os.close(theirs)
+    seen = b""
+    for awaited, typed in ((b"> ", b"first\n"), (b"x", b"second\n"), (b"more", b"/quit\n"), (b"']", b"")):
+        begin = len(seen)
+        while awaited not in seen[begin:]:
+            seen += os.read(ours, 65536)  # raises when the other end has been closed
+        os.write(ours, typed)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert termios.tcgetattr(ours)[3] & termios.ECHO
+    os.close(ours)
+    assert b"xyz\r\n" in seen
+    assert b"['[first]', '[first][xyz][second]']" in seen
+
+
 @pytest.mark.parametrize("command", ["/quit", "/exit"])
 @pytest.mark.parametrize("source", [Terminal, io.StringIO])
 def test_a_command_ends_the_chat(source, command, monkeypatch, capsys):
@@ -198,7 +266,7 @@ def test_a_command_ends_the_chat(source, command, monkeypatch, capsys):
 
 def test_a_command_that_there_is_not(monkeypatch, capsys):
     """A terminal shows it, a pipe ends with it."""
-    message = "/qiut is not a command; commands are /reset, /quit, /exit; a text that begins with a slash needs"
+    message = "/qiut is not a command; commands are /help, /reset, /quit, /exit; a text that begins with a slash needs"
     with pytest.raises(UserError) as raised:
         talk(monkeypatch, "a\n/qiut\nb\n", "x")
     assert message in str(raised.value)

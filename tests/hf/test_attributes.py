@@ -95,6 +95,12 @@ def test_what_is_known_to_change_the_model_cannot_be_passed_over(name, value):
         model_config(SMOLLM2 | {name: value}, "config.json", [name])
 
 
+def test_an_empty_description_of_quantisation_says_nothing():
+    for found in (SMOLLM2, SMOLLM3, GPT_OSS_20B, DEEPSEEK):
+        plain = {name: value for name, value in found.items() if name != "quantization_config"}
+        assert model_config(plain | {"quantization_config": {}}, "it") == model_config(plain, "it")
+
+
 @pytest.mark.parametrize("name", ["logit_scale", "use_sparse", "auto_map", "a b"])
 def test_what_is_not_understood_is_refused_unless_it_is_passed_over(name):
     found = SMOLLM2 | {name: {"AutoModelForCausalLM": "x.X"}}
@@ -692,6 +698,9 @@ def test_the_published_gemma_3_of_4b():
         ),
         (QWEN2_MOE | {"use_sliding_window": True}, "without layer_types: add them"),
         (EXAONE4 | {"sliding_window": None, "layer_types": ["sliding_attention"] * 30}, "says that none has it"),
+        (SMOLLM3 | {"layer_types": ["full_attention"] * 31}, "layer_types has 31 types, and there are 30 layers"),
+        (QWEN2_MOE | {"layer_types": ["full_attention"] * 25}, "layer_types has 25 types, and there are 30 layers"),
+        (QWEN2_MOE | {"layer_types": "full_attention"}, "layer_types = 'full_attention': should be a list"),
         (GRANITE4, "layer_types = missing: only attention is supported, for each of 30 layers"),
         (GRANITE4 | {"layer_types": ["attention", "mamba"] * 15}, "only attention is supported"),
         (OLMO3 | {"rope_theta": 9.0}, "rope_theta = 9.0 without rope_parameters: versions of transformers differ"),

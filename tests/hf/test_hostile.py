@@ -15,6 +15,7 @@ from structures import VALUES, changed, examples, gives_one_of, is_one_clear_mes
 
 import jaxtp
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, read
+from jaxtp.generate.__main__ import main as generate
 from jaxtp.hf.model_folder import Folder, open_folder
 from jaxtp.hf.runs import copy_hf_files
 from jaxtp.hf.safetensors import DTYPES, HFError, read_header, write_file
@@ -276,6 +277,18 @@ CASES = {
         without_weights("pytorch_model.bin"),
         "pytorch_model.bin is a pickle, .* convert it to safetensors",
     ),
+    "GGUF alone": (
+        without_weights("tiny.Q4_K_M.GGUF"),
+        "tiny.Q4_K_M.GGUF is GGUF, which jaxtp does not read; .*gguf_file",
+    ),
+    "GGUF without a configuration": (
+        lambda f: (without_weights("tiny.gguf")(f), (f / "config.json").unlink()),
+        "tiny.gguf is GGUF, which jaxtp does not read",
+    ),
+    "two tensors but for a wrapper": (
+        weights(**{f"_orig_mod.{Q}": np.ones((4, 4), np.float32)}),
+        f"{Q} and _orig_mod.{Q} are the same tensor but for '_orig_mod.'; remove one",
+    ),
     "empty file": (cut(0), "0 bytes, too short"),
     "header cut off": (cut(40), "a header of .* bytes in a file of 40; the file is cut off"),
     "data cut off": (cut(-8), "its data end at byte .* it is cut off"),
@@ -358,7 +371,11 @@ CASES = {
     "index names what is too long": (lambda f: edit_index(f, extra=f"{'x' * 300}.safetensors"), "File name too long"),
     "tensor in another shard": (
         lambda f: edit_index(f, **{Q: SECOND}),
-        "which model.safetensors.index.json does not list there",
+        f"{SECOND}: lacks {Q}, which model.safetensors.index.json lists there",
+    ),
+    "tensor not in the index": (
+        indexed_then(raw(INDEX, json.dumps({"weight_map": {TABLE: FIRST}}).encode())),
+        f"{FIRST}: holds .*, which model.safetensors.index.json does not list",
     ),
     "tensor in no shard": (lambda f: edit_index(f, extra=FIRST), "lacks extra"),
 }
@@ -395,6 +412,82 @@ def test_what_is_whole_loads(whole):
     split(whole)
     write_config(whole)
     assert jaxtp.load_hf(whole).head is not None
+
+
+def test_the_index_decides_which_copy_is_read(whole, capsys):
+    index = split(whole)
+    name = next(name for name, file in index["weight_map"].items() if file == SECOND)
+    first = {each: array for each, array in tensors().items() if index["weight_map"][each] == FIRST}
+    write(whole / FIRST, first | {name: tensors()[name] + 1})
+    write(whole / "model.safetensors", {each: array + 1 for each, array in tensors().items()})
+    assert all(leaf.max() <= 0.5 for leaf in jax.tree.leaves(jaxtp.load_hf(whole)))
+    said = capsys.readouterr().err
+    assert f"{whole}: the weights are read as {INDEX} has them; not read: model.safetensors\n" in said
+    assert f"{whole}: {INDEX} lists another file for {name} in {FIRST}; this copy is not read\n" in said
+    (whole / FIRST).unlink()
+    (whole / SECOND).unlink()
+    assert all(leaf.max() == 1.5 for leaf in jax.tree.leaves(jaxtp.load_hf(whole)))
+    assert f"{INDEX} is not read: none of the files that it lists is there" in capsys.readouterr().err
+
+
+WRAPPERS = {
+    "compiled": (lambda name: f"_orig_mod.{name}", "'_orig_mod.'"),
+    "parallel": (lambda name: f"module.{name}", "'module.'"),
+    "compiled and parallel": (lambda name: f"module._orig_mod.{name}", "'_orig_mod.' and 'module.'"),
+    "layers compiled": (lambda name: name.replace("layers.0.", "layers.0._orig_mod."), "'_orig_mod.'"),
+    "checkpointed": (lambda name: name.replace(".mlp.", ".mlp._checkpoint_wrapped_module."), "'_checkpoint_wrapped"),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_names_with_the_wrappers_of_pytorch(kind, whole, tmp_path, capsys):
+    rename, found = WRAPPERS[kind]
+    write(whole / "model.safetensors", {rename(name): array for name, array in tensors().items()})
+    assert main(["import", str(whole), str(tmp_path / "run")]) == 0
+    assert f"{found}" in capsys.readouterr().err
+    assert {*open_folder(whole).tensors} == {*tensors()}
+    assert all(name == tensor.name for name, tensor in open_folder(whole).tensors.items())
+
+
+def test_a_gguf_file_is_named(tmp_path, capsys):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(HFError, match=r"model.gguf is GGUF, which jaxtp does not read"):
+        jaxtp.load_hf(file)
+    for path in (file, tmp_path):
+        assert generate(["--model", str(path), "--prompt", "a"]) == 2
+        assert "model.gguf is GGUF, which jaxtp does not read" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+@examples(60)
+@given(
+    place=st.lists(st.sampled_from((FIRST, SECOND)), min_size=len(shapes()), max_size=len(shapes())),
+    copies=st.sets(st.sampled_from(sorted(shapes()))),
+    stray=st.booleans(),
+    kind=st.sampled_from([None, *WRAPPERS]),
+)
+def test_any_copies_and_wrappers(place, copies, stray, kind, tmp_path_factory):
+    """Each tensor is read from the file that the index lists, under its plain name, and each copy is mentioned."""
+    folder = tmp_path_factory.mktemp("model")
+    rename = WRAPPERS[kind][0] if kind else str
+    listed = dict(zip(shapes(), place, strict=True))
+    for file in (FIRST, SECOND):
+        own = {name: array for name, array in tensors().items() if listed[name] == file}
+        others = {name: tensors()[name] + 1 for name in copies - {*own} if file in listed.values()}
+        write(folder / file, {rename(name): array for name, array in (own | others).items()})
+    if stray:
+        write(folder / "model.safetensors", {name: array + 1 for name, array in tensors().items()})
+    write_config(folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {rename(name): file for name, file in listed.items()}}))
+    opened = open_folder(folder)
+    assert {*opened.tensors} == {*shapes()}
+    for name, tensor in opened.tensors.items():
+        np.testing.assert_array_equal(tensor.read(), tensors()[name])
+    has_copies = bool(copies) and len(set(place)) == 2
+    assert any("this copy is not read" in note for note in opened.notes) == has_copies
+    unread = [note.partition("; not read: ")[2] for note in opened.notes]
+    assert any("model.safetensors" in names.split(", ") for names in unread) == stray
 
 
 def test_a_snapshot_of_the_hub_links_to_its_blobs(whole, tmp_path):

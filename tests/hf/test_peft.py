@@ -128,6 +128,24 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, sizes, base, tmp_path):
         np.testing.assert_allclose(tensor, expected, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("rename", "found"),
+    [
+        (lambda name: f"module.{name}", "'module.'"),
+        (lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."), "'_orig_mod.'"),
+        (lambda name: name.replace(".layers.0.", ".layers.0._orig_mod."), "'_orig_mod.'"),
+    ],
+    ids=["parallel", "compiled", "a compiled layer"],
+)
+def test_the_wrappers_of_pytorch_are_left_out_of_names(rename, found, tmp_path):
+    arrays = tensors(everywhere("q_proj", "down_proj"))
+    renamed = write(tmp_path / "in", {rename(name): array for name, array in arrays.items()})
+    opened = open_peft(renamed, MODEL)
+    assert {*opened.tensors} == {*arrays}
+    (note,) = opened.notes
+    assert note.startswith(f"{found} in the names of tensors is left out")
+
+
 @pytest.mark.parametrize("kind", ["rslora", "some layers"])
 def test_out_again_as_they_came(kind, base, tmp_path):
     """Layers without an adapter have none again."""

@@ -29,7 +29,7 @@ from jaxtp.config.python_object import load_object, user_code
 from jaxtp.config.schema import ConfigError, UserPath, allowed, replace_nested
 from jaxtp.mesh import CP, TP, abstract_mesh, describe_mesh, fitting_meshes, mesh_sizes
 from jaxtp.tools.estimate.roofline import StepTime, communication_seconds, leaves_domain, product_seconds
-from jaxtp.tools.estimate.search import MEMORY_ERROR, Target, parse_meshes, target
+from jaxtp.tools.estimate.search import MEMORY_ERROR, NEAR, Target, parse_meshes, target
 from jaxtp.tools.explain.explanation import sum_of_outputs
 from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_settings
 from jaxtp.train.config import TrainConfig
@@ -177,7 +177,7 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
             refused[describe_mesh(sizes)] = re.split("[;\n]", str(error))[0]
     if not estimates:
         raise ConfigError(f"no mesh of {count} devices can run it: {next(iter(refused.values()))}")
-    estimates.sort(key=lambda each: each.rank)
+    estimates = _simplest_first(sorted(estimates, key=lambda each: each.rank))
     header = ("mesh", "MB", "to spare", "GFLOP", "MB sent", "ms a step", "computing")
     print("", columns(header, [each.row() for each in estimates]), sep="\n")
     if refused:
@@ -198,6 +198,24 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
     meshes = [each.record() for each in estimates]
     write_json("--json", flags.json, {**record, "refused": refused, "notes": list(notes), "meshes": meshes})
     return 0 if best.spare >= 0 else 1
+
+
+def _simplest_first(ranked: list[Estimate]) -> list[Estimate]:
+    """Moves the mesh with the least tp, then cp, to the front, of those that are as fast as the first."""
+    first = ranked[0]
+    if first.spare < 0:
+        return ranked
+    equal = [each for each in ranked if each.rank[0] == first.rank[0] and _is_as_fast(each, first)]
+    simplest = min(equal, key=lambda each: (each.sizes[TP], each.sizes[CP]))
+    return [simplest, *(each for each in ranked if each is not simplest)]
+
+
+def _is_as_fast(each: Estimate, first: Estimate) -> bool:
+    # A tp group that computes the same on all its devices sends little. In a small step that could decide, although
+    # overlap hides what others send, so its time has to be below theirs whatever overlaps.
+    if NEAR * each.flops < first.flops and each.time.overlapped <= first.time.serial:
+        return True
+    return each.time.expected <= NEAR * first.time.expected
 
 
 def estimate(config: TrainConfig, task: Task, batch: Shapes, sizes: Mapping[str, int], where: Target) -> Estimate:

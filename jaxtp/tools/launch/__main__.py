@@ -48,7 +48,7 @@ class Launch:
     """Maximum number of restarts after failures; none after a mistake (exit code 2) or wrong numbers (3)."""
 
     logs: Annotated[UserPath, tyro.conf.arg(metavar="DIR")] = Path("logs")
-    """Folder of the logs process-0.log, ...; replaces earlier logs."""
+    """Folder of the logs process-0.log, ..., to which a later start appends."""
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")] = ()
     """jaxtp command, or arguments for Python."""
